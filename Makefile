@@ -1,0 +1,59 @@
+# Every target works on a fresh clone: it makes .venv, installs what it needs from the package index, and runs.
+# Nothing is installed twice: the stamps inside .venv remember. `make clean` forgets.
+
+PYTHON ?= python3
+# What to install where torch is missing. Any version that pyproject.toml allows will do, a CPU build too:
+#   make demo TORCH="torch==2.12.1"
+TORCH  ?= torch==2.13.0
+
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+SHAPES := examples/shapes
+DEMO   ?= $(SHAPES)/llama-3.1-8b
+
+# Two BLAS threads on a two-core machine make small kernels slower, not faster.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM = false
+export HF_HUB_OFFLINE = 1
+
+.PHONY: help demo test lint format types wheel clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+: .*## ' Makefile | sed 's/:.*## /\t/' | expand -t 14
+
+$(VENV)/base: pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c 'import torch' 2>/dev/null || { echo "installing $(TORCH)"; $(PIP) $(TORCH); }
+	@echo "installing autoplan"
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/dev: $(VENV)/base
+	@echo "installing the test tools"
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/base  ## plan Llama-3.1-8B's shape at tp 8, then prove it on 2 simulated ranks
+	$(BIN)/autoplan plan $(DEMO) --tp 8
+	$(BIN)/autoplan verify $(DEMO) --tp 2
+
+test: $(VENV)/dev  ## run the tests
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/dev  ## ruff, without changing anything
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/dev  ## ruff, mending what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/dev  ## mypy
+	$(BIN)/mypy
+
+wheel: $(VENV)/dev  ## build dist/*.whl
+	$(BIN)/python -m build --wheel
+
+clean:  ## remove the virtual environment and all caches
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
