@@ -1,0 +1,1 @@
+"""autoplan reads a model it has never seen and writes the plan that parallelises it."""

@@ -1,0 +1,1 @@
+"""From a model to a trace: find it, fold it, feed it, record it."""

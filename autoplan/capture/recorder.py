@@ -1,0 +1,328 @@
+"""One run of a model, written down: module visits, torch-function calls and aten ops, in one space of tensor ids.
+
+Three levels are needed at once. Aten ops are exact enough to read what each dimension is; torch-function calls are
+where the module's own Python passes literals and where something can be attached at run time; module visits are where
+hooks can sit. A tensor is known by object identity (strong references are kept: Python reuses ids).
+
+Works on real and on fake tensors. Gradients are enabled but no tensor requires them: views then keep their identity
+from the aten level up to Python, and `torch.no_grad` blocks in the model remain visible.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoplan.capture.traced_ints import Escapes, TracedInt, integer_attributes, trace_attributes
+from autoplan.errors import CaptureError
+from autoplan.values import Call, Fold, ModuleVisit, Op, Ref, Symbolic, TensorInfo, Trace
+
+__all__ = ["Recording", "flatten_tensors", "function_name", "record", "signature_names"]
+
+_KEEP_VALUES_BELOW = 4097  # elements of integer constants worth keeping: index tables, not token ids
+
+
+def function_name(function: Any) -> str:
+    """A stable name for what a TorchFunctionMode is handed; property getters are "attr:shape"."""
+    name: str = getattr(function, "__name__", str(function))
+    owner = getattr(function, "__self__", None)
+    if name in ("__get__", "__set__") and owner is not None:
+        return f"attr:{getattr(owner, '__name__', '?')}"
+    return name
+
+
+def flatten_tensors(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """Every tensor in nested tuples, lists and dicts, with its path."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from flatten_tensors(item, (*path, key))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from flatten_tensors(item, (*path, index))
+
+
+def signature_names(module: torch.nn.Module) -> tuple[str, ...]:
+    """Names of the positional parameters of a module's forward, as far as it says."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(p.name for p in parameters if p.kind in kinds)
+
+
+class Recording:
+    """The growing record of one run."""
+
+    def __init__(self, model: torch.nn.Module, *, keep_values: bool = False) -> None:
+        self.model = model
+        self.modules = dict(model.named_modules())
+        self.attributes = {name: integer_attributes(module) for name, module in self.modules.items()}
+        self.escapes = Escapes()
+        self.ids: dict[int, int] = {}
+        self.kept: list[torch.Tensor] = []
+        self.kinds: list[str] = []
+        self.names: dict[int, list[str]] = {}
+        self.ops: list[Op] = []
+        self.calls: list[Call] = []
+        self.visits: list[dict[str, Any]] = []
+        self.frames: list[list[Any]] = [["", 0, 0, None]]  # module, visit, next position, index into visits
+        self.visit_counts: Counter[str] = Counter()
+        self.grad_enabled = True
+        self.op_values: list[Any] | None = [] if keep_values else None
+        self._register_state()
+
+    def _register_state(self) -> None:
+        named = itertools.chain(
+            self.model.named_parameters(remove_duplicate=False), self.model.named_buffers(remove_duplicate=False)
+        )
+        for name, tensor in named:
+            kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
+            self.names.setdefault(self.id_of(tensor, kind), []).append(name)
+
+    def id_of(self, tensor: torch.Tensor, kind: str = "constant") -> int:
+        known = self.ids.get(id(tensor))
+        if known is None:
+            known = self.ids[id(tensor)] = len(self.kept)
+            self.kept.append(tensor)
+            self.kinds.append(kind)
+        return known
+
+    def encode(self, value: Any) -> Any:
+        """A runtime value as plain data: tensors become Refs, traced ints Symbolic, torch objects their names."""
+        if isinstance(value, torch.Tensor):
+            return Ref(self.id_of(value))
+        if isinstance(value, TracedInt):
+            return Symbolic(int(value), value.origin)
+        if value is None or isinstance(value, (bool, int, float, str, complex)):
+            return value
+        if isinstance(value, (list, tuple)):
+            return tuple(self.encode(item) for item in value)
+        if isinstance(value, dict):
+            return {key: self.encode(item) for key, item in value.items()}
+        if isinstance(value, slice):
+            return slice(self.encode(value.start), self.encode(value.stop), self.encode(value.step))
+        if value is Ellipsis:
+            return value
+        return str(value).removeprefix("torch.")
+
+    def module_class(self, name: str) -> str:
+        return type(self.modules[name]).__name__ if name in self.modules else "?"
+
+    def input_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        self.names.setdefault(self.id_of(tensor, "input"), []).append(f"<input>.{name}")
+
+    def trace(self, folds: tuple[Fold, ...], entries: tuple[str, ...], real: bool) -> Trace:
+        visits = tuple(
+            ModuleVisit(v["module"], v["visit"], v["inputs"], v["outputs"], (v["first"], v["last"]), v["parent"])
+            for v in self.visits
+        )
+        return Trace(
+            tensors=tuple(self._tensor_info(i) for i in range(len(self.kept))),
+            ops=tuple(self.ops),
+            calls=tuple(self.calls),
+            visits=visits,
+            module_classes={name: type(module).__name__ for name, module in self.modules.items()},
+            attributes={name: found for name, found in self.attributes.items() if found},
+            comparisons=tuple(self.escapes.comparisons),
+            escapes=tuple(self.escapes.floats),
+            folds=folds,
+            entries=entries,
+            real=real,
+        )
+
+    def _tensor_info(self, index: int) -> TensorInfo:
+        tensor, kind = self.kept[index], self.kinds[index]
+        values = None
+        if kind in ("constant", "activation") and not tensor.is_floating_point() and not tensor.is_complex():
+            known = getattr(tensor, "constant", None) if _is_fake(tensor) else tensor
+            if known is not None and known.numel() < _KEEP_VALUES_BELOW and known.device.type != "meta":
+                values = tuple(int(item) for item in known.reshape(-1).tolist())
+        shape = tuple(int(n) for n in tensor.shape)
+        names = tuple(self.names.get(index, ()))
+        return TensorInfo(shape, str(tensor.dtype).removeprefix("torch."), kind, names, values)  # type: ignore[arg-type]
+
+
+def _is_fake(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch._subclasses.FakeTensor)
+
+
+class _OpRecorder(TorchDispatchMode):
+    """Writes down every aten op."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self.recording = recording
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        r, kwargs = self.recording, kwargs or {}
+        encoded_args, encoded_kwargs = r.encode(tuple(args)), r.encode(kwargs)
+        result = func(*args, **kwargs)
+        for _, tensor in flatten_tensors(result):
+            r.id_of(tensor, "activation")
+        outputs = r.encode(result if isinstance(result, (list, tuple)) else (result,))
+        name, _, overload = str(func).removeprefix("aten.").rpartition(".")
+        r.ops.append(Op(name, overload, encoded_args, encoded_kwargs, outputs, r.frames[-1][0]))
+        if r.op_values is not None:
+            r.op_values.append((func, _clone(result)))
+        return result
+
+
+def _clone(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return type(value)(_clone(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+class _CallRecorder(TorchFunctionMode):
+    """Writes down outermost torch-function calls, and makes sizes traced integers."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self.recording = recording
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        r, kwargs, name = self.recording, kwargs or {}, function_name(func)
+        if name in ("attr:shape", "size", "numel"):
+            return self._traced_size(name, func, args, kwargs)
+        if name == "_set_grad_enabled":
+            r.grad_enabled = bool(args[0])
+            return func(*args, **kwargs)
+        first = len(r.ops)
+        encoded = None if name.startswith("attr:") else (r.encode(tuple(args)), r.encode(kwargs))
+        result = func(*args, **kwargs)
+        if name != "__setitem__" and next(flatten_tensors(result), None) is None:
+            return result
+        for _, tensor in flatten_tensors(result):
+            r.id_of(tensor, "activation" if len(r.ops) > first else "constant")
+        frame = r.frames[-1]
+        encoded_args, encoded_kwargs = encoded or (r.encode(tuple(args)), r.encode(kwargs))
+        r.calls.append(
+            Call(name, frame[0], frame[1], frame[2], encoded_args, encoded_kwargs, r.encode(result),
+                 (first, len(r.ops)), r.grad_enabled)
+        )  # fmt: skip
+        frame[2] += 1
+        return result
+
+    def _traced_size(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        r, result = self.recording, func(*args, **kwargs)
+        if not isinstance(args[0], torch.Tensor):
+            return result
+        tensor = r.id_of(args[0])
+        if isinstance(result, torch.Size):
+            return torch.Size([TracedInt(n, ("size", tensor, d), r.escapes) for d, n in enumerate(result)])
+        if name == "numel":
+            return TracedInt(result, ("numel", tensor), r.escapes)
+        dim = args[1] if len(args) > 1 else kwargs["dim"]
+        return TracedInt(result, ("size", tensor, int(dim) % args[0].dim()), r.escapes)
+
+
+class _VisitRecorder:
+    """Hooks on every module that write down when it runs and on which tensors."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        for name, module in self.recording.modules.items():
+            names = signature_names(module)
+            self.handles.append(module.register_forward_pre_hook(self._enter(name, names), with_kwargs=True))
+            self.handles.append(
+                module.register_forward_hook(self._leave(), with_kwargs=True, always_call=True)  # type: ignore[arg-type]
+            )
+
+    def __exit__(self, *exception: Any) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _enter(self, name: str, names: tuple[str, ...]) -> Any:
+        r = self.recording
+
+        def enter(module: Any, args: Any, kwargs: Any) -> None:
+            r.visit_counts[name] += 1
+            bound = dict(zip(names, args, strict=False)) | {("args", i): a for i, a in enumerate(args[len(names) :])}
+            inputs = tuple((path, r.id_of(t)) for path, t in flatten_tensors(bound | kwargs))
+            parent = r.frames[-1][3]
+            r.frames.append([name, r.visit_counts[name], 0, len(r.visits)])
+            r.visits.append(
+                {"module": name, "visit": r.visit_counts[name], "inputs": inputs, "outputs": (),
+                 "first": len(r.calls), "last": len(r.calls), "parent": parent}
+            )  # fmt: skip
+            r.escapes.module = name
+
+        return enter
+
+    def _leave(self) -> Any:
+        r = self.recording
+
+        def leave(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            _, _, _, index = r.frames.pop()
+            r.visits[index]["last"] = len(r.calls)
+            r.visits[index]["outputs"] = tuple((path, r.id_of(t)) for path, t in flatten_tensors(output))
+            r.escapes.module = r.frames[-1][0]
+
+        return leave
+
+
+def record(
+    model: torch.nn.Module,
+    entries: dict[str, dict[str, Any]],
+    *,
+    fake_mode: Any = None,
+    folds: tuple[Fold, ...] = (),
+    keep_values: bool = False,
+    trace_integers: bool = True,
+) -> tuple[Trace, Recording]:
+    """Run `model(**kwargs)` for each entry and return what happened.
+
+    The model is a throw-away copy: its stored integers are replaced. With `fake_mode`, parameters must be fake
+    already and inputs are converted. The recording keeps the tensors themselves, for replaying.
+    """
+    recording = Recording(model, keep_values=keep_values)
+    if trace_integers:
+        trace_attributes(recording.modules, recording.escapes)
+    for entry, kwargs in entries.items():
+        if fake_mode is not None:
+            kwargs = {k: fake_mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+        for path, tensor in flatten_tensors(kwargs):
+            recording.input_tensor(".".join([entry, *map(str, path)]), tensor)
+        recording.grad_enabled = True
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            if fake_mode is not None:
+                stack.enter_context(fake_mode)
+            stack.enter_context(_VisitRecorder(recording))
+            stack.enter_context(_OpRecorder(recording))
+            stack.enter_context(_CallRecorder(recording))
+            try:
+                model(**kwargs)
+            except Exception as error:
+                raise _cannot_run(error, recording, entry) from error
+    real = fake_mode is None
+    return recording.trace(folds, tuple(entries), real), recording
+
+
+def _cannot_run(error: Exception, recording: Recording, entry: str) -> CaptureError:
+    """Say which op failed, in which module."""
+    visit = recording.visits[-1] if recording.visits else {"module": ""}
+    running = next((f for f in reversed(recording.frames) if f[0]), None)
+    where = running[0] if running else visit["module"]
+    last = recording.calls[-1].name if recording.calls else "nothing"
+    reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else ""
+    return CaptureError(
+        f"the model's forward cannot run on entry {entry!r}: {type(error).__name__}: {reason} "
+        f"(in module {where or 'the model itself'!r} of class {recording.module_class(where)}, "
+        f"after the torch call {last!r})",
+        hint="pass example inputs with inputs={'name': tensor, …} as the model's forward takes them",
+    )

@@ -1,0 +1,33 @@
+"""One family of errors. Each says what, where, the numbers, and what to do."""
+
+from __future__ import annotations
+
+__all__ = ["AutoplanError", "CaptureError", "IndivisibleError", "PlanFileError", "PlanMismatchError", "SourceError"]
+
+
+class AutoplanError(ValueError):
+    """Something the caller can mend. `hint` says how."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(f"{message}\n  → {hint}" if hint else message)
+        self.message, self.hint = message, hint
+
+
+class SourceError(AutoplanError):
+    """A model could not be found or built."""
+
+
+class CaptureError(AutoplanError):
+    """A model's forward could not be run, or inputs could not be made for it."""
+
+
+class IndivisibleError(AutoplanError):
+    """A tensor-parallel size does not divide what would have to be split."""
+
+
+class PlanFileError(AutoplanError):
+    """A plan file cannot be read."""
+
+
+class PlanMismatchError(AutoplanError):
+    """A plan was made for another model, mesh or size."""

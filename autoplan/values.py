@@ -1,0 +1,396 @@
+"""All the values that travel along the path: what a trace is, what analysis found, what a plan says.
+
+Everything here is frozen plain data without torch, so that it can be printed, compared, saved and tested by itself.
+Words: a *trace* is what one run of the model did; an *axis* is a class of tensor dimensions; a *split* cuts an axis
+over ranks; a *site* is a place in the running model where something is done (a sum, a copy, an edited integer).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+__all__ = [
+    "Call",
+    "Change",
+    "ClassFact",
+    "Edit",
+    "Entry",
+    "Finding",
+    "Fold",
+    "HeadSite",
+    "HookSite",
+    "ModuleVisit",
+    "Op",
+    "ParameterFact",
+    "ParameterRule",
+    "Plan",
+    "Proof",
+    "Ref",
+    "Replicated",
+    "Report",
+    "Runtime",
+    "ScopedCall",
+    "Stack",
+    "Symbolic",
+    "TensorInfo",
+    "Trace",
+    "replace",
+]
+
+# ------------------------------------------------------------------------------------------------ what a run did
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor mentioned in recorded arguments: an index into `Trace.tensors`."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Symbolic:
+    """An integer in recorded arguments together with where it came from.
+
+    `origin` is an expression tree of tuples: ("attr", module, attribute, index|None), ("config", module, field),
+    ("size", tensor id, dim), ("numel", tensor id), ("const", n), or (operator, left, right) with operator one of
+    add sub mul floordiv mod neg.
+    """
+
+    value: int
+    origin: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a trace. `values` holds the elements of small integer or bool constants, flattened."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    kind: Literal["parameter", "buffer", "input", "constant", "activation"]
+    names: tuple[str, ...] = ()
+    values: tuple[int, ...] | None = None
+
+    @property
+    def differentiable(self) -> bool:
+        return self.dtype.startswith(("float", "bfloat", "complex"))
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One aten operation. `name` has no namespace or overload ("mm"); tensors in args are `Ref`s.
+
+    `outputs` mirrors what the op returned (Refs, possibly in tuples); `module` is the innermost running module's name.
+    """
+
+    name: str
+    overload: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[Any, ...]
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One outermost torch-function call made by a module's own Python code.
+
+    `module`, `visit` and `position` name it: the position-th call in the visit-th run of that module. `ops` is the
+    half-open range of `Trace.ops` it caused. Integers in args are plain or `Symbolic`.
+    """
+
+    name: str
+    module: str
+    visit: int
+    position: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: Any
+    ops: tuple[int, int]
+    grad_enabled: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleVisit:
+    """One run of one module: tensors by path in its arguments and results, and the calls made meanwhile.
+
+    A path is a tuple of names and indices: ("hidden_states",), ("position_embeddings", 0); positional arguments are
+    named by the forward's signature. `calls` is the half-open range of `Trace.calls`.
+    """
+
+    module: str
+    visit: int
+    inputs: tuple[tuple[tuple[Any, ...], int], ...]
+    outputs: tuple[tuple[tuple[Any, ...], int], ...]
+    calls: tuple[int, int]
+    parent: int | None = None  # index into Trace.visits
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Repeated blocks of one container that were traced through representatives: member key -> representative key."""
+
+    container: str
+    members: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a model did, in plain data. `module_classes` maps every module name to its class name (for printing).
+
+    `comparisons` are the equalities that Python tested on traced integers: (module, left, right, result), each side an
+    int or Symbolic. `escapes` are traced attributes whose value turned into a float or a Python index: editing those
+    would change numbers, ("attr"/"config" origin, how).
+    """
+
+    tensors: tuple[TensorInfo, ...]
+    ops: tuple[Op, ...]
+    calls: tuple[Call, ...]
+    visits: tuple[ModuleVisit, ...]
+    module_classes: dict[str, str]
+    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)  # module -> integer attributes by name
+    comparisons: tuple[tuple[str, Any, Any, bool], ...] = ()
+    escapes: tuple[tuple[tuple[Any, ...], str], ...] = ()
+    folds: tuple[Fold, ...] = ()
+    entries: tuple[str, ...] = ("forward",)
+    real: bool = False  # traced on real (tiny) tensors rather than fake ones
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def by_name(self) -> dict[str, int]:
+        return {name: i for i, tensor in enumerate(self.tensors) for name in tensor.names}
+
+
+# ------------------------------------------------------------------------------------------------ what was found
+
+
+@dataclass(frozen=True)
+class ParameterFact:
+    """What analysis says about one parameter or buffer (the names it has: more than one when tied).
+
+    `dim` and `layout` say how it is cut (None: whole). `gradient` is "local" (what a rank computes is its own),
+    "sum" (every rank holds a part of the whole gradient) or "shared" (rows that several ranks hold need summing).
+    `divide`: a bias that is added before a sum over ranks, so each rank adds 1/tp of it.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    bytes: int
+    buffer: bool = False
+    dim: int | None = None
+    layout: str | None = None
+    gradient: Literal["local", "sum", "shared"] = "local"
+    divide: bool = False
+    axis: int | None = None  # ClassFact.id of the largest class that cuts it
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class ClassFact:
+    """One axis class: its size, what it does (events), the parameters it sits in, and whether it is split.
+
+    `reason` says why not, when it is not.
+    """
+
+    id: int
+    size: int
+    events: frozenset[str]
+    parameters: tuple[tuple[str, int], ...]  # (first name, dim)
+    split: bool
+    reason: str = ""
+
+
+# ------------------------------------------------------------------------------------------------ what will be done
+
+
+@dataclass(frozen=True)
+class ParameterRule:
+    """How parameters matching `pattern` lie on ranks. `layout` is the notation of `layout.py`; None: whole."""
+
+    pattern: str
+    dim: int | None = None
+    layout: str | None = None
+    gradient: Literal["local", "sum", "shared"] = "local"
+    divide: bool = False
+
+
+@dataclass(frozen=True)
+class Edit:
+    """An integer that the module's own Python reads and that must be smaller on a rank.
+
+    `attribute` is a name on the module ("num_heads"), "config.name" for a per-module copy of its config, and `index`
+    selects inside a list or tuple attribute. `new` may differ by rank only through `per_rank`.
+    """
+
+    pattern: str
+    attribute: str
+    index: int | None
+    old: int
+    new: int
+    per_rank: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class HookSite:
+    """Something done to one tensor at a module's entry or exit, on every call.
+
+    `action`: "copy" (identity forward, sum of gradients backward), "reduce" (sum forward, identity backward),
+    "scale" (identity forward, gradient times 1/tp on the segments of `layout` that every rank holds),
+    "gather" (concatenate over ranks forward, slice backward), "mean" (sum forward, divided by tp).
+    """
+
+    pattern: str
+    side: Literal["input", "output"]
+    path: tuple[Any, ...]
+    action: Literal["copy", "reduce", "scale", "gather", "mean"]
+    dim: int | None = None
+    layout: str | None = None
+
+
+@dataclass(frozen=True)
+class HeadSite:
+    """A linear whose output leaves the model (the vocabulary head), or a table looked up by split index.
+
+    `kind` "embedding": indices arrive as the module's input, rows are split: mask, look up, sum.
+    `kind` "logits": the output is kept split along `dim` until the model's exit, gathered when a loss is asked for.
+    """
+
+    pattern: str
+    kind: Literal["embedding", "logits"]
+    size: int
+    dim: int = -1
+    outputs: tuple[tuple[Any, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class ScopedCall:
+    """What the scoped function mode does to the position-th call of a module's own Python.
+
+    `arguments`: ((path, dims...) literals) as ((path into args/kwargs), numerator, denominator): have * num // den.
+    `copies`: argument paths whose gradient is summed. `reduce`: "sum" | "mean" | "norm" on the output.
+    `cuts`: output dims cut to this rank's share, as (output index, dim, layout).
+    """
+
+    pattern: str
+    position: int
+    name: str
+    arguments: tuple[tuple[tuple[Any, ...], Any], ...] = ()
+    copies: tuple[tuple[Any, ...], ...] = ()
+    reduce: str | None = None
+    cuts: tuple[tuple[int, int, str], ...] = ()
+    details: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Everything `execute` does besides reading parameters, decided at plan time."""
+
+    parameters: tuple[ParameterRule, ...] = ()
+    edits: tuple[Edit, ...] = ()
+    hooks: tuple[HookSite, ...] = ()
+    heads: tuple[HeadSite, ...] = ()
+    scoped: tuple[ScopedCall, ...] = ()
+    random: tuple[str, ...] = ()  # module patterns whose random draws act on split values
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was proven, how, and at which tp."""
+
+    method: Literal["none", "graph", "ranks"]
+    tp_size: int
+    ok: bool
+    checked: tuple[str, ...] = ()
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One planned module pattern. `segments` says, per parameter, "dim:layout"; `reduces` what it costs."""
+
+    pattern: str
+    parameters: tuple[str, ...]
+    style: str
+    role: str
+    rule: str
+    source: Literal["user", "handwritten", "inferred", "hf"]
+    reason: str
+    units: str = ""
+    segments: tuple[str, ...] = ()
+    reduces: tuple[str, ...] = ()
+    proof: str = "unproven"
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """A parameter that stays whole, with its size and why. Unpacks as (fqn, bytes, reason)."""
+
+    fqn: str
+    bytes: int
+    reason: str
+
+    def __iter__(self) -> Any:
+        return iter((self.fqn, self.bytes, self.reason))
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A repeated stack of blocks, flattened in call order."""
+
+    name: str
+    kind: Literal["decoder", "encoder", "vision", "audio", "other"]
+    fqns: tuple[str, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing a check has to say."""
+
+    check: str
+    level: Literal["error", "warn", "note"]
+    where: str
+    message: str
+    hint: str = ""
+    bytes: int = 0
+    proof: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of `verify` or `audit`."""
+
+    ok: bool
+    findings: tuple[Finding, ...] = ()
+    gradients: dict[str, float] = field(default_factory=dict)
+    forward: float | None = None
+    tp_size: int = 1
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One difference between two plans."""
+
+    pattern: str
+    what: str
+    before: Any
+    after: Any
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan: for one model at one tp size. See `str(plan)`, `explain`, `diff`, `save`."""
+
+    model: str
+    tp_size: int
+    sequence_parallel: bool = False
+    source: str = "inferred"
+    entries: tuple[Entry, ...] = ()
+    replicated: tuple[Replicated, ...] = ()
+    layers: tuple[Stack, ...] = ()
+    legal_tp: tuple[int, ...] = (1,)
+    findings: tuple[Finding, ...] = ()
+    proof: Proof = Proof("none", 1, False)
+    runtime: Runtime = Runtime()
