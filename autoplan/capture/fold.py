@@ -1,0 +1,331 @@
+"""A copy of a model that is cheap to run: without storage, and with few blocks of each repeated stack.
+
+The problem: what a model does is learnt by running it, and 80 equal blocks tell nothing that two do not. The copy must
+keep the names of the real parameters, must never touch the user's model (its tensors, hooks, config, attributes), and
+must keep every *kind* of block: a stack may mix dense and expert blocks, sliding and full attention, Mamba and attention.
+
+Two blocks are of one kind when their signatures are equal: classes, parameters and buffers (names, shapes, dtypes), the
+plain attributes of all submodules, and the values that per-layer lists of a configuration hold for them. Attributes
+that only count (the block's index) do not matter. Of floating-point attributes only the sign matters: depth-dependent
+rates and scales (`drop_path`, 1/sqrt(index)) change numbers, never what an axis is.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoplan.errors import CaptureError
+from autoplan.values import Fold
+
+__all__ = ["Folded", "fold"]
+
+Replace = Callable[[torch.Tensor, str], torch.Tensor]
+KEPT_PER_KIND = 2  # the second of a kind shows that a block may follow one of its own kind
+CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(frozen=True)
+class Folded:
+    """The copy, and which blocks of it stand for which blocks that were left out."""
+
+    module: nn.Module
+    folds: tuple[Fold, ...]
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What is kept of one container: `kept` positions of `keys`, and who stands for the others."""
+
+    name: str
+    container: nn.Module
+    keys: tuple[str, ...]
+    kept: tuple[int, ...]
+    members: tuple[tuple[str, str], ...]  # dropped key -> representative key
+
+
+def fold(model: nn.Module, replace: Replace | None = None, *, fold: bool = True) -> Folded:
+    """Copy `model` with `replace(tensor, name)` in place of each tensor; keep two blocks of each kind per stack.
+
+    `replace` is called once per tensor (ties stay ties) and defaults to empty tensors on the meta device.
+    With `fold=False` all blocks are kept: the way out when a model's forward counts on their number.
+    """
+    configs = _Configs()
+    choices = _choose(model, configs) if fold else []
+    left_out = {id(choice.container): choice for choice in choices}
+    memo: dict[int, Any] = {}
+    _plant_tensors(model, left_out, replace or _to_meta, memo)
+    folded_children = {id(choice.container): {} for choice in choices}
+    for choice in choices:
+        memo[id(choice.container._modules)] = folded_children[id(choice.container)]
+    for choice in choices:
+        blocks, copies = choice.container._modules, folded_children[id(choice.container)]
+        for position in choice.kept:
+            key = choice.keys[position]
+            copies[key] = _deepcopy(blocks[key], memo, f"{choice.name}.{key}")
+        for key, representative in choice.members:  # a plain list that also holds the block gets its representative
+            memo[id(blocks[key])] = copies[representative]
+    module = _deepcopy(model, memo, "")
+    for choice in choices:
+        configs.shorten(choice, memo)
+    return Folded(module, tuple(Fold(choice.name, choice.members) for choice in choices))
+
+
+def _to_meta(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    empty = torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+# ---------------------------------------------------------------------------------------------- what is left out
+
+
+def _choose(model: nn.Module, configs: _Configs) -> list[_Choice]:
+    """The outermost containers in which some block is a repetition."""
+    found: list[_Choice] = []
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, name: str, above: tuple[nn.Module, ...]) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        if isinstance(module, CONTAINERS):
+            choice = _choose_in(module, name, above, configs)
+            if choice is not None and choice.members:
+                found.append(choice)
+                return
+        for key, child in module._modules.items():
+            if child is not None:
+                visit(child, f"{name}.{key}" if name else key, (*above, module))
+
+    visit(model, "", ())
+    return found
+
+
+def _choose_in(
+    container: nn.Module, name: str, above: tuple[nn.Module, ...], configs: _Configs
+) -> _Choice | None:
+    blocks = {key: block for key, block in container._modules.items() if block is not None}
+    alone = len({id(block) for block in blocks.values()}) == len(blocks)
+    if len(blocks) <= KEPT_PER_KIND or not alone or not all(map(_is_block, blocks.values())):
+        return None
+    keys = tuple(blocks)
+    kinds = _signatures(list(blocks.values()), above, configs)
+    kept = _align(_first_of_each(kinds), kinds)
+    stands_for = {kinds[position]: keys[position] for position in kept}
+    dropped = (position for position in range(len(keys)) if position not in kept)
+    members = tuple((keys[position], stands_for[kinds[position]]) for position in dropped)
+    return _Choice(name, container, keys, kept, members)
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Blocks hold modules that hold modules (block, attention, projection), or norms beside their matrices.
+
+    Experts, heads and projections do not; they are picked by index or all at once, and stay.
+    """
+    children = [child for child in module._modules.values() if child is not None]
+    if isinstance(module, CONTAINERS) or not children:
+        return False
+    if any(child._modules for child in children):
+        return True
+    ranks = {max((p.dim() for p in child._parameters.values() if p is not None), default=0) for child in children}
+    return 1 in ranks and max(ranks) > 1
+
+
+def _first_of_each(kinds: list[Hashable]) -> list[int]:
+    count: dict[Hashable, int] = {}
+    kept = []
+    for position, kind in enumerate(kinds):
+        count[kind] = count.get(kind, 0) + 1
+        if count[kind] <= KEPT_PER_KIND:
+            kept.append(position)
+    return kept
+
+
+def _align(kept: list[int], kinds: list[Hashable]) -> tuple[int, ...]:
+    """Fill holes until a block's index and its place among the kept ones never mean different kinds.
+
+    Models look into per-layer lists by either (`enumerate`, or the index that a block stores); see `_Configs.shorten`.
+    """
+    chosen = sorted(kept)
+    while any(place in chosen and kinds[place] != kinds[chosen[place]] for place in range(len(chosen))):
+        hole = next(position for position in range(len(kinds)) if position not in chosen)
+        chosen = sorted((*chosen, hole))
+    return tuple(chosen)
+
+
+# ------------------------------------------------------------------------------------------------- kinds of blocks
+
+
+class _Configs:
+    """Objects beside the modules (configurations): their plain content, and their lists with one value per block."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Hashable, int] = {}  # content -> number: equal content is compared by number
+        self.known: dict[int, int] = {}  # id(object) -> number
+        self.objects: dict[int, Any] = {}  # everything seen, kept alive
+
+    def number(self, thing: Any) -> int:
+        if id(thing) not in self.known:
+            content = tuple((name, _plain(value)) for name, value in vars(thing).items())
+            self.objects[id(thing)] = thing
+            self.known[id(thing)] = self.numbers.setdefault((type(thing), content), len(self.numbers))
+        return self.known[id(thing)]
+
+    def lists(self, length: int) -> Iterator[tuple[Any, str, Any]]:
+        """(object, attribute, list) of every list that has one value per block, and not the same for all."""
+        for thing in self.objects.values():
+            for name, value in vars(thing).items():
+                if isinstance(value, list | tuple) and len(value) == length and len(set(map(_text, value))) > 1:
+                    yield thing, name, value
+
+    def shorten(self, choice: _Choice, memo: dict[int, Any]) -> None:
+        """Let the copy's per-layer lists give, at a kept block's place among the kept, that block's value."""
+        if choice.kept == tuple(range(len(choice.kept))):
+            return
+        for thing, name, values in list(self.lists(len(choice.keys))):
+            if id(thing) in memo:
+                edited = list(values)
+                for place, position in enumerate(choice.kept):
+                    edited[place] = values[position]
+                vars(memo[id(thing)])[name] = type(values)(edited)
+
+
+def _signatures(blocks: list[nn.Module], above: tuple[nn.Module, ...], configs: _Configs) -> list[Hashable]:
+    for module in above:
+        for value in module.__dict__.values():
+            if _is_config(value):
+                configs.number(value)
+    described = [_describe(block, configs) for block in blocks]
+    counters = _counters([integers for _, integers in described])
+    per_layer = [values for _, _, values in configs.lists(len(blocks))]
+    kinds: list[Hashable] = []
+    for position, (content, integers) in enumerate(described):
+        rest = tuple(item for item in integers.items() if item[0] not in counters)
+        kinds.append((content, rest, tuple(_text(values[position]) for values in per_layer)))
+    return kinds
+
+
+def _describe(block: nn.Module, configs: _Configs) -> tuple[Hashable, dict[Hashable, int]]:
+    """A block's content but for integers, and its integers by (submodule, attribute)."""
+    content: list[Hashable] = []
+    integers: dict[Hashable, int] = {}
+    for name, module in block.named_modules():
+        content.append((name, type(module)))
+        for tensors in (module._parameters, module._buffers):
+            content.extend((key, t.shape, t.dtype) for key, t in tensors.items() if t is not None)
+        for key, value in module.__dict__.items():
+            if key in _BASE_STATE:
+                continue
+            if type(value) is int:
+                integers[name, key] = value
+            elif _is_config(value):
+                content.append((key, configs.number(value)))
+            else:
+                content.append((key, _plain(value)))
+    return tuple(content), integers
+
+
+def _counters(integers: list[dict[Hashable, int]]) -> set[Hashable]:
+    """The attributes that rise by one from block to block: they count, and say nothing about the kind."""
+    names = set(integers[0]).union(*integers[1:])
+
+    def counts(name: Hashable) -> bool:
+        offsets = {values[name] - position for position, values in enumerate(integers) if name in values}
+        return len(offsets) == 1 and sum(name in values for values in integers) > 1
+
+    return set(filter(counts, names))
+
+
+def _plain(value: Any) -> Hashable:
+    """What of an attribute's value may distinguish blocks; None for what may not (tensors, objects)."""
+    if isinstance(value, float):
+        return ("float", (value > 0) - (value < 0))
+    if value is None or isinstance(value, int | str | torch.dtype | types.FunctionType | type):
+        return value
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return None
+
+
+def _text(value: Any) -> str:
+    return repr(value) if not hasattr(value, "__dict__") else repr(sorted(vars(value).items(), key=lambda item: item[0]))
+
+
+def _is_config(value: Any) -> bool:
+    kinds = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
+    return hasattr(value, "__dict__") and not isinstance(value, kinds)
+
+
+# ------------------------------------------------------------------------------------------------------- the copy
+
+_HOOKS = frozenset(key for key in nn.Module().__dict__ if "hooks" in key)
+_BASE_STATE = frozenset(nn.Module().__dict__)
+
+
+def _plant_tensors(model: nn.Module, left_out: dict[int, _Choice], replace: Replace, memo: dict[int, Any]) -> None:
+    """Tell the copier, before it starts, what stands for each tensor and that hooks stay behind."""
+
+    def plant(value: Any, name: str) -> None:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in memo:
+                memo[id(value)] = replace(value, name)
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                plant(item, f"{name}.{key}" if name else str(key))
+        elif isinstance(value, list | tuple):
+            for index, item in enumerate(value):
+                plant(item, f"{name}.{index}")
+
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        dot = f"{prefix}." if prefix else ""
+        plant(module._parameters, prefix)
+        plant(module._buffers, prefix)
+        for key, value in module.__dict__.items():
+            if key in _HOOKS and isinstance(value, dict):
+                memo[id(value)] = OrderedDict()
+            elif key not in _BASE_STATE:
+                plant(value, dot + key)
+        choice = left_out.get(id(module))
+        dropped = {key for key, _ in choice.members} if choice else set()
+        for key, child in module._modules.items():
+            if child is not None and key not in dropped:
+                visit(child, dot + key)
+
+    visit(model, "")
+
+
+def _deepcopy(module: nn.Module, memo: dict[int, Any], name: str) -> nn.Module:
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        where, culprit = _not_copyable(module, dict(memo), name)
+        raise CaptureError(
+            f"a copy of the model is needed to run it safely, but {where} cannot be copied: {culprit or error}",
+            hint="remove that attribute before planning, or give it a __deepcopy__ method",
+        ) from error
+
+
+def _not_copyable(root: nn.Module, memo: dict[int, Any], prefix: str) -> tuple[str, str]:
+    """Find the attribute whose copy fails by copying them one by one."""
+    for name, module in root.named_modules():
+        path = ".".join(part for part in (prefix, name) if part)
+        for key, value in module.__dict__.items():
+            if key in _BASE_STATE:
+                continue
+            try:
+                copy.deepcopy(value, memo)
+            except Exception as error:  # whatever it is, it is the answer
+                return f"attribute {f'{path}.{key}' if path else key!r}", f"{type(error).__name__}: {error}"
+    return f"module {prefix or type(root).__name__!r}", ""
