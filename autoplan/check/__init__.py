@@ -1,0 +1,1 @@
+"""Proofs: simulated ranks, verification of a sharded model, the permutation law, graph replay, planted faults."""
