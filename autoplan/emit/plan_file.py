@@ -1,0 +1,199 @@
+"""Plan files: a plan as data that people can read, keep under version control and load again exactly.
+
+A plan is made once, reviewed, and used for months, by other people and other versions of autoplan. So a file begins with
+the version of its format, holds everything `parallelize` needs, executes nothing when it is read, and is checked against
+the types of `values.py` on the way in: a wrong key, a missing key or a wrong type is one error that says where.
+
+    autoplan: 1
+    model: LlamaForCausalLM
+    tp_size: 8
+    sequence_parallel: false
+    entries: [...]        # what is split, how and why; then: replicated, layers, proof, source, legal_tp, findings
+    runtime: {...}        # what `parallelize` does: parameters, edited integers, sums (fields at their default are left out)
+
+`autoplan plan --json` prints the same keys.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable
+from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from autoplan.emit.decode import decode
+from autoplan.errors import PlanFileError
+from autoplan.values import Plan
+
+__all__ = ["FORMAT_VERSION", "load_plan", "plan_from_dict", "plan_to_dict", "save_plan"]
+
+FORMAT_VERSION = 1
+_KEYS = ("model", "tp_size", "sequence_parallel", "entries", "replicated", "layers", "proof")  # the contract's, in order
+_MORE_KEYS = ("source", "legal_tp", "findings", "runtime")
+Notation = TypeVar("Notation")
+_SUFFIXES = ".yaml, .yml or .json"
+
+
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """The plan as plain dicts, lists, text and numbers: what files hold and `--json` prints."""
+    values = {name: _plain(getattr(plan, name), brief=name == "runtime") for name in _KEYS + _MORE_KEYS}
+    return {"autoplan": FORMAT_VERSION, **values}
+
+
+def plan_from_dict(data: Any, where: str = "plan") -> Plan:
+    """The inverse of `plan_to_dict`, checked key by key."""
+    if not isinstance(data, dict) or "autoplan" not in data:
+        raise PlanFileError(
+            f"{where} is not an autoplan plan: it does not begin with `autoplan: {FORMAT_VERSION}`",
+            hint="write one with `autoplan plan MODEL --tp N -o plan.yaml` or plan.save(...)",
+        )
+    version = data["autoplan"]
+    if version != FORMAT_VERSION or isinstance(version, bool):
+        newer = isinstance(version, int) and version > FORMAT_VERSION
+        raise PlanFileError(
+            f"{where} has plan format {version!r}; this autoplan reads format {FORMAT_VERSION}",
+            hint="update autoplan, or make the plan again with this version" if newer else "make the plan again",
+        )
+    missing = [key for key in _KEYS if key not in data]
+    if missing:
+        raise PlanFileError(
+            f"{where} lacks {', '.join(f'`{key}`' for key in missing)}",
+            hint="the file may be cut short; make the plan again, or take the file from its source once more",
+        )
+    plan: Plan = decode(Plan, {key: value for key, value in data.items() if key != "autoplan"}, where)
+    if plan.tp_size < 1:
+        raise PlanFileError(f"{where}: tp_size is {plan.tp_size}; it must be 1 or more", hint="make the plan again")
+    return plan
+
+
+def save_plan(plan: Plan, path: str | Path) -> None:
+    """Write `plan` to `path`, as YAML or JSON by its suffix."""
+    target = Path(path)
+    text = _writer(target)(plan_to_dict(plan))
+    try:
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanFileError(f"{target} cannot be written: {error.strerror}", hint="choose another path") from error
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan file. Nothing in it is executed."""
+    source = Path(path)
+    parse = _reader(source)
+    try:
+        text = source.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PlanFileError(f"plan file {source} cannot be read: {error.strerror}", hint="check the path") from error
+    except UnicodeDecodeError as error:
+        raise PlanFileError(
+            f"plan file {source} is not text: byte {error.start} is not UTF-8", hint="is this really a plan file?"
+        ) from error
+    try:
+        data = parse(text)
+    except (yaml.YAMLError, json.JSONDecodeError, RecursionError) as error:
+        raise PlanFileError(
+            f"plan file {source} cannot be parsed: {' '.join(str(error).split())}",
+            hint="mend the place named above, or make the plan again",
+        ) from error
+    return plan_from_dict(data, f"plan file {source}")
+
+
+# ------------------------------------------------------------------------------------------------ values to plain data
+
+
+def _plain(value: Any, *, brief: bool) -> Any:
+    """`brief` leaves out fields that have their default value."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {
+            field.name: _plain(getattr(value, field.name), brief=brief)
+            for field in fields(value)
+            if not (brief and getattr(value, field.name) == _default(field))
+        }
+    if isinstance(value, tuple):
+        return [_plain(item, brief=brief) for item in value]
+    if isinstance(value, dict):
+        assert all(isinstance(key, str) for key in value), f"plan files need text as keys, not {list(value)}"
+        return {key: _plain(item, brief=brief) for key, item in value.items()}
+    # A list would come back as a tuple and a tensor not at all: such a value must not enter a plan in the first place.
+    assert value is None or isinstance(value, (str, int, float, bool)), f"{value!r} cannot be written to a plan file"
+    return value
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default_factory() if field.default_factory is not MISSING else field.default
+
+
+# ------------------------------------------------------------------------------------------------ the two notations
+
+
+class _Dumper(yaml.SafeDumper):
+    """YAML that reads well: what fits on a line stands on one, and nothing refers to something elsewhere."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
+        flat = all(not isinstance(item, (list, dict)) for item in sequence)
+        return super().represent_sequence(tag, sequence, flow_style=flat or _is_short(sequence))
+
+    def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
+        return super().represent_mapping(tag, mapping, flow_style=_is_short(mapping))
+
+
+def _is_short(value: Any) -> bool:
+    return len(str(value)) <= 120 - 16  # room for indentation and the key
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML allows a key twice and keeps the last one; an edited plan file must not lose half of itself in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} stands twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _parse_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)
+
+
+def _parse_json(text: str) -> Any:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            twice = next(key for key, _ in pairs if [other for other, _ in pairs].count(key) > 1)
+            raise json.JSONDecodeError(f"key {twice!r} stands twice", text, text.find(f'"{twice}"'))
+        return found
+
+    return json.loads(text, object_pairs_hook=once)
+
+
+def _write_yaml(data: dict[str, Any]) -> str:
+    return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True))
+
+
+def _write_json(data: dict[str, Any]) -> str:
+    return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+
+
+def _reader(path: Path) -> Callable[[str], Any]:
+    return _by_suffix(path, {".yaml": _parse_yaml, ".yml": _parse_yaml, ".json": _parse_json})
+
+
+def _writer(path: Path) -> Callable[[dict[str, Any]], str]:
+    return _by_suffix(path, {".yaml": _write_yaml, ".yml": _write_yaml, ".json": _write_json})
+
+
+def _by_suffix(path: Path, notations: dict[str, Notation]) -> Notation:
+    if path.suffix.lower() not in notations:
+        raise PlanFileError(
+            f"{path}: plan files end in {_SUFFIXES}, not {path.suffix or 'no suffix'!r}",
+            hint=f"rename it, for example to {path.with_suffix('.yaml').name or 'plan.yaml'}",
+        )
+    return notations[path.suffix.lower()]

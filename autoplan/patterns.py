@@ -1,0 +1,100 @@
+"""Names with `*`: how one plan entry speaks for the same module of every repeated block.
+
+A plan of an 80-layer model must be short enough to read, and must still say exactly which modules it means. A pattern
+is a dotted path in which `*` stands for any text inside one segment, never across a dot. `fold_names` writes patterns
+that match the given names and, among the names of the model, nothing else.
+
+>>> matches("model.layers.*.mlp.up_proj", "model.layers.31.mlp.up_proj")
+True
+>>> matches("model.*.up_proj", "model.layers.31.mlp.up_proj")
+False
+>>> fold_names(["layers.0.w1", "layers.1.w1", "norm"])
+('layers.*.w1', 'norm')
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from difflib import SequenceMatcher
+from functools import lru_cache
+from typing import Protocol, TypeVar
+
+__all__ = ["best_match", "fold_names", "is_under", "matches", "nearest"]
+
+
+class HasPattern(Protocol):
+    @property
+    def pattern(self) -> str: ...
+
+
+Patterned = TypeVar("Patterned", bound=HasPattern)
+
+
+@lru_cache(maxsize=8192)
+def _compiled(pattern: str) -> Callable[[str], re.Match[str] | None]:
+    return re.compile("[^.]+".join(re.escape(piece) for piece in pattern.split("*"))).fullmatch
+
+
+def matches(pattern: str, fqn: str) -> bool:
+    """Does `pattern` mean `fqn`? A pattern means itself, too; "" is the model's root."""
+    return pattern == fqn or ("*" in pattern and _compiled(pattern)(fqn) is not None)
+
+
+def is_under(pattern: str, fqn: str) -> bool:
+    """Does `pattern` mean `fqn` or a module that holds it?"""
+    depth = pattern.count(".") + 1 if pattern else 0
+    return matches(pattern, ".".join(fqn.split(".")[:depth]))
+
+
+def best_match(items: Iterable[Patterned], fqn: str) -> Patterned | None:
+    """The item whose pattern means `fqn`, the one with the fewest `*` where several do."""
+    found = [item for item in items if matches(item.pattern, fqn)]
+    return min(found, key=lambda item: (item.pattern != fqn, item.pattern.count("*")), default=None)
+
+
+def fold_names(names: Iterable[str], universe: Iterable[str] = ()) -> tuple[str, ...]:
+    """Fewer patterns for many names: numbers that differ become `*`. Order is that of first appearance.
+
+    No pattern means a name of `universe` that is not in `names`: where folding everything would claim too much, it is
+    done within one value of the leftmost number at a time.
+    """
+    wanted = list(dict.fromkeys(names))
+    everything = set(universe) - set(wanted)
+    groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for name in wanted:
+        segments = tuple(name.split("."))
+        shape = tuple("*" if segment.isdigit() else segment for segment in segments)
+        groups.setdefault(shape, []).append(segments)
+    return tuple(pattern for members in groups.values() for pattern in _fold(members, everything))
+
+
+def _fold(members: Sequence[tuple[str, ...]], others: set[str]) -> list[str]:
+    """Members have one length and differ in numbers only."""
+    columns = list(zip(*members, strict=True))
+    varying = [position for position, column in enumerate(columns) if len(set(column)) > 1]
+    pattern = ".".join("*" if position in varying else column[0] for position, column in enumerate(columns))
+    if not varying or not any(matches(pattern, other) for other in others):
+        return [pattern]
+    parts: dict[str, list[tuple[str, ...]]] = {}
+    for member in members:
+        parts.setdefault(member[varying[0]], []).append(member)
+    return [folded for part in parts.values() for folded in _fold(part, others)]
+
+
+def nearest(name: str, names: Iterable[str], count: int = 3) -> tuple[str, ...]:
+    """The known names most like an unknown one, best first; numbers and `*` count as equal."""
+
+    def plain(text: str) -> str:
+        return ".".join("*" if segment.isdigit() else segment for segment in text.split("."))
+
+    wanted = plain(name)
+    scored: dict[str, float] = {}
+    for known in names:
+        matcher = SequenceMatcher(None, wanted, plain(known), autojunk=False)
+        # Paths that end alike are better help than paths that begin alike: everything begins with "model.layers".
+        same_leaf = 0.2 if wanted.rsplit(".", 1)[-1] == plain(known).rsplit(".", 1)[-1] else 0.0
+        score = matcher.ratio() + same_leaf
+        if score > 0.5:
+            scored.setdefault(known, score)
+    return tuple(sorted(scored, key=lambda known: (-scored[known], known))[:count])

@@ -1,0 +1,192 @@
+"""Plans written by hand, as realistic as a page allows, for the tests of everything that prints, saves and compares plans."""
+
+from __future__ import annotations
+
+from autoplan.values import (
+    Edit,
+    Entry,
+    Finding,
+    HeadSite,
+    HookSite,
+    ParameterRule,
+    Plan,
+    Proof,
+    Replicated,
+    Runtime,
+    ScopedCall,
+    Stack,
+)
+
+BLOCK = "model.layers.*"
+READ_ONCE = "gate and up read one whole activation and meet in a product, so splitting both splits the product"
+NORM = "a norm over the whole residual: every rank needs all of it"
+
+
+def _entry(module: str, style: str, role: str, rule: str, cut: str, units: str, reason: str, *reduces: str) -> Entry:
+    return Entry(
+        pattern=module,
+        parameters=("weight",),
+        style=style,
+        role=role,
+        rule=rule,
+        source="inferred",
+        reason=reason,
+        units=units,
+        segments=(cut,),
+        reduces=reduces,
+        proof="graph",
+    )
+
+
+def llama_plan(tp_size: int = 8, layers: int = 4) -> Plan:
+    """Llama-3.1-8B's shape with fewer layers."""
+    q, kv, gate, vocabulary = "0:32!*128", "0:8!*128", "0:14336!", "0:128256!"
+    heads, groups, features, rows = "32 heads × 128", "8 heads × 128", "14336 features", "128256 rows"
+    attention, mlp = f"{BLOCK}.self_attn", f"{BLOCK}.mlp"
+    scores = "each rank computes the scores of its own heads; no head reads another"
+    entry_sum = "backward: all-reduce at the region's entry"
+    return Plan(
+        model="LlamaForCausalLM",
+        tp_size=tp_size,
+        entries=(
+            _entry(
+                "model.embed_tokens",
+                "embedding_rowwise",
+                "token embedding",
+                "vocabulary-embedding",
+                vocabulary,
+                rows,
+                "each rank looks up the ids it owns; the sum over ranks is the row",
+                "forward: all-reduce",
+            ),
+            _entry(f"{attention}.q_proj", "colwise", "query", "separate-qkv", q, heads, scores, entry_sum),
+            _entry(f"{attention}.k_proj", "colwise", "key", "separate-qkv", kv, groups, scores, entry_sum),
+            _entry(f"{attention}.v_proj", "colwise", "value", "separate-qkv", kv, groups, scores, entry_sum),
+            _entry(
+                f"{attention}.o_proj",
+                "rowwise",
+                "attention output",
+                "attention-output",
+                "1:32!*128",
+                heads,
+                "contracts over the heads that its rank holds: one sum",
+                "forward: all-reduce",
+            ),
+            _entry(f"{mlp}.gate_proj", "colwise", "gate", "gated-mlp", gate, features, READ_ONCE, entry_sum),
+            _entry(f"{mlp}.up_proj", "colwise", "up", "gated-mlp", gate, features, READ_ONCE, entry_sum),
+            _entry(
+                f"{mlp}.down_proj",
+                "rowwise",
+                "down",
+                "gated-mlp",
+                "1:14336!",
+                features,
+                "contracts over the split features: one sum",
+                "forward: all-reduce",
+            ),
+            _entry(
+                "lm_head",
+                "colwise",
+                "vocabulary head",
+                "vocabulary-head",
+                vocabulary,
+                rows,
+                "logits leave the model split by vocabulary",
+                "backward: all-reduce",
+            ),
+        ),
+        replicated=tuple(
+            Replicated(f"model.layers.{i}.{norm}.weight", 8192, NORM)
+            for i in range(layers)
+            for norm in ("input_layernorm", "post_attention_layernorm")
+        )
+        + (Replicated("model.norm.weight", 8192, NORM),),
+        layers=(Stack("model.layers", "decoder", tuple(f"model.layers.{i}" for i in range(layers))),),
+        legal_tp=(1, 2, 4, 8),
+        findings=(Finding("tied-weights", "note", "lm_head", "the head is not tied to the embedding"),),
+        proof=Proof(
+            "graph", 2, True, ("permutation law", "graph replay"), "27 of 27 axes pass; 402 of 402 values replayed"
+        ),
+        runtime=Runtime(
+            parameters=(
+                ParameterRule("model.embed_tokens.weight", 0, "128256!"),
+                ParameterRule(f"{attention}.q_proj.weight", 0, "32!*128"),
+                ParameterRule(f"{attention}.k_proj.weight", 0, "8!*128"),
+                ParameterRule(f"{attention}.v_proj.weight", 0, "8!*128"),
+                ParameterRule(f"{attention}.o_proj.weight", 1, "32!*128"),
+                ParameterRule(f"{mlp}.gate_proj.weight", 0, "14336!"),
+                ParameterRule(f"{mlp}.up_proj.weight", 0, "14336!"),
+                ParameterRule(f"{mlp}.down_proj.weight", 1, "14336!"),
+                ParameterRule("lm_head.weight", 0, "128256!"),
+            ),
+            hooks=(
+                HookSite(attention, "input", ("hidden_states",), "copy"),
+                HookSite(f"{attention}.o_proj", "output", (0,), "reduce"),
+                HookSite(mlp, "input", ("x",), "copy"),
+                HookSite(f"{mlp}.down_proj", "output", (0,), "reduce"),
+            ),
+            heads=(
+                HeadSite("model.embed_tokens", "embedding", 128256),
+                HeadSite("lm_head", "logits", 128256, outputs=(("logits",),)),
+            ),
+        ),
+    )
+
+
+def odd_plan() -> Plan:
+    """Every field of every type used at least once, with awkward text: for exact round trips."""
+    return Plan(
+        model="Odd — “model”: 1e-5 #x",
+        tp_size=4,
+        sequence_parallel=True,
+        source="plans/odd.yaml",
+        entries=(
+            Entry(
+                pattern="h.*.attn.c_attn",
+                parameters=("weight", "bias"),
+                style="packed_colwise",
+                role="fused query, key, value",
+                rule="fused-qkv",
+                source="handwritten",
+                reason="yes: 'quoted', \"double\", and\na second line",
+                units="12 heads × 64",
+                segments=("1:12!*64|12!*64|12!*64", "0:12!*64|12!*64|12!*64"),
+                reduces=("backward: all-reduce at the region's entry",),
+                proof="ranks",
+            ),
+            Entry("h.*.mlp.fc", ("weight",), "colwise", "up", "generic", "user", "", "1:30", ("0:(16!|1)*64",)),
+        ),
+        replicated=(Replicated("wpe.weight", 3145728, "no"), Replicated("on", 0, "")),
+        layers=(Stack("h", "other", ("h.0", "h.1"), "assumed"), Stack("empty", "vision", ())),
+        legal_tp=(1, 2, 4),
+        findings=(
+            Finding("coverage", "warn", "wpe", "stays whole", "choose --tp 2", 3145728, "graph"),
+            Finding("units", "error", "h.*.attn", "~"),
+        ),
+        proof=Proof("ranks", 2, False, ("forward",), "gradient of wpe.weight off by 0.3"),
+        runtime=Runtime(
+            parameters=(
+                ParameterRule("h.*.attn.c_attn.weight", 1, "12!*64|12!*64|12!*64", "shared"),
+                ParameterRule("h.*.attn.c_proj.bias", divide=True, gradient="sum"),
+            ),
+            edits=(
+                Edit("h.*.attn", "split_size", None, 768, 192),
+                Edit("h.*.attn", "config.sizes", 1, 7, 2, (2, 2, 2, 1)),
+            ),
+            hooks=(HookSite("h.*.attn", "input", ("x", 0, "k"), "scale", -1, "(16!|1)*64"),),
+            heads=(HeadSite("wte", "embedding", 50257, 0, (("logits",), (1, "a"))),),
+            scoped=(
+                ScopedCall(
+                    "h.*.attn",
+                    3,
+                    "view",
+                    (((1, 2), (1, 4)),),
+                    (("args", 0),),
+                    "norm",
+                    ((0, -1, "12!*64"),),
+                    (("eps", 1e-05), ("flag", True), ("none", None), ("big", 1e300), ("nested", {"a": ((1, "2"),)})),
+                ),
+            ),
+            random=("h.*.attn.dropout",),
+        ),
+    )
