@@ -1,0 +1,91 @@
+"""The trace as a flow of values between calls: who makes a value, who reads it, where it crosses a module's border.
+
+Module visits tell where hooks can sit: a value that leaves a module, or enters one, can be changed there for all
+readers beyond. Only differentiable values matter; an in-place call makes its target again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+from autoplan.analyse.shards import refs, refs_with_paths
+from autoplan.values import Call, Trace
+
+__all__ = ["Border", "CallFlow"]
+
+_DETACHING = frozenset({"detach", "attr:data", "detach_"})
+
+
+class Border(NamedTuple):
+    """A value crossing a module's border: the visit, the path in its inputs or outputs, the calls it spans."""
+
+    visit: int
+    module: str
+    path: tuple[Any, ...]
+    first: int
+    last: int
+
+
+class CallFlow:
+    """Uses, producers and borders of every value of a trace. Calls are known by index."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.inputs: list[list[int]] = []
+        self.outputs: list[list[int]] = []
+        self.producer: dict[int, int] = {}
+        self.rewritten: set[int] = set()
+        self.carries: set[int] = {i for i, t in enumerate(trace.tensors) if t.kind == "parameter" and t.differentiable}
+        self.uses: dict[int, list[int]] = defaultdict(list)
+        for index, call in enumerate(trace.calls):
+            self._add(index, call)
+        self.leaving: dict[int, list[Border]] = defaultdict(list)
+        self.entering: dict[int, list[Border]] = defaultdict(list)
+        self.final: set[int] = set()
+        for index, visit in enumerate(trace.visits):
+            for path, tensor in visit.outputs:
+                self.leaving[tensor].append(Border(index, visit.module, path, *visit.calls))
+                if visit.parent is None:
+                    self.final.add(tensor)
+            for path, tensor in visit.inputs:
+                self.entering[tensor].append(Border(index, visit.module, path, *visit.calls))
+
+    def _add(self, index: int, call: Call) -> None:
+        inputs = list(dict.fromkeys(refs((call.args, call.kwargs))))
+        outputs = list(dict.fromkeys(refs(call.outputs)))
+        if call.name == "__setitem__":
+            outputs = [call.args[0].id]
+        self.inputs.append(inputs)
+        self.outputs.append(outputs)
+        if self.is_identity(index):
+            return
+        for tensor in inputs:
+            self.uses[tensor].append(index)
+        flows = call.grad_enabled and call.name not in _DETACHING and any(t in self.carries for t in inputs)
+        for tensor in outputs:
+            if tensor in self.producer or tensor in inputs:
+                self.rewritten.add(tensor)
+            if tensor not in inputs:
+                self.producer.setdefault(tensor, index)
+            if flows and self.trace.tensors[tensor].differentiable:
+                self.carries.add(tensor)
+
+    def gradient_uses(self, tensor: int) -> set[int]:
+        """Calls that pass a gradient back to the value."""
+        return {
+            call
+            for call in self.uses[tensor]
+            if any(t in self.carries for t in self.outputs[call]) and self.trace.calls[call].grad_enabled
+        }
+
+    def is_identity(self, index: int) -> bool:
+        """A call that hands back one of its inputs without an op: nothing happened."""
+        first, last = self.trace.calls[index].ops
+        return first == last and bool(self.outputs[index]) and set(self.outputs[index]) <= set(self.inputs[index])
+
+    def path_of(self, index: int, tensor: int) -> list[tuple[Any, ...]]:
+        """Where a value stands in a call's arguments."""
+        call = self.trace.calls[index]
+        found = [("args", *p) for p, t in refs_with_paths(call.args) if t == tensor]
+        return found + [("kwargs", *p) for p, t in refs_with_paths(call.kwargs) if t == tensor]

@@ -1,0 +1,142 @@
+"""The two ends of a model: tables looked up by token, heads whose product leaves the model, products worth gathering.
+
+The vocabulary axis is not contracted with anything: it is a row of a table and a column of a head. It can be dealt out
+when nothing in the forward reads across it. Where something does (a softmax in forward, a norm after a dense layer)
+the product can still be computed in parts and gathered at once: the weight is split, everything after sees it whole.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from autoplan.analyse.axes import Axes
+from autoplan.analyse.callflow import CallFlow
+from autoplan.analyse.events import FORBIDDING
+from autoplan.analyse.shards import Shards
+from autoplan.analyse.sites import Placement
+from autoplan.analyse.terms import Term, find, leaves
+from autoplan.values import HeadSite, Op, Ref, Trace
+
+__all__ = ["gathered_leaves", "head_sites", "products_to_gather", "vocabularies"]
+
+_WORTH_GATHERING = 0.004  # share of all matrix elements below which a whole weight is not worth an all-gather
+_LARGE_TABLE = 0.5  # of the largest table: smaller ones (positions, types) stay whole
+_LOOKED_UP = "embed_index"
+
+
+def vocabularies(trace: Trace, axes: Axes) -> set[Term]:
+    """Leaves that are rows of a large table or columns of a head, and that nothing reads across."""
+    found = {leaf for leaf in _table_rows(trace, axes) | _head_columns(trace, axes)}
+    return {leaf for leaf in found if not (leaf.events & FORBIDDING) - {_LOOKED_UP} and not leaf.data}
+
+
+def _table_rows(trace: Trace, axes: Axes) -> set[Term]:
+    tables = [op.args[0].id for op in trace.ops if op.name == "embedding" and op.args[0].id in axes.weights
+              and trace.tensors[op.args[1].id].kind == "input"]  # fmt: skip
+    largest = max((prod(trace.tensors[t].shape) for t in tables), default=0)
+    found = set()
+    for table in tables:
+        rows = leaves(axes.of(table)[0])
+        if len(rows) == 1 and rows[0].size == trace.tensors[table].shape[0]:
+            if prod(trace.tensors[table].shape) >= _LARGE_TABLE * largest:
+                found.add(find(rows[0]))
+    return found
+
+
+def _head_columns(trace: Trace, axes: Axes) -> set[Term]:
+    """Leaves of a weight's dim that make up a whole last dim of something the model returns."""
+    in_weights = {
+        find(leaf)
+        for tensor, info in enumerate(trace.tensors)
+        if info.kind == "parameter" and len(info.shape) >= 2
+        for leaf in leaves(axes.of(tensor)[0])
+    }
+    found = set()
+    for visit in trace.visits:
+        if visit.parent is None:
+            for _, tensor in visit.outputs:
+                terms = axes.of(tensor)
+                last = leaves(terms[-1]) if len(terms) >= 2 else []
+                if len(last) == 1 and find(last[0]) in in_weights and not last[0].events - {_LOOKED_UP}:
+                    found.add(find(last[0]))
+    return found
+
+
+def products_to_gather(trace: Trace, axes: Axes, shards: Shards, tp: int) -> set[int]:
+    """Linear ops whose weight stayed whole although it is large: split their outputs and gather at once."""
+    total = sum(
+        prod(t.shape) for t in trace.tensors if t.kind == "parameter" and len(t.shape) >= 2
+    )  # fmt: skip
+    wanted = set()
+    for index, op in enumerate(trace.ops):
+        weight = _linear_weight(op, axes)
+        if weight is None or _root_is_split(weight, axes, shards):
+            continue
+        shape = trace.tensors[weight].shape
+        if prod(shape) >= _WORTH_GATHERING * total and (shape[-1] % tp == 0 or shape[-1] >= 64 * tp):
+            wanted.add(index)
+    return wanted
+
+
+def _linear_weight(op: Op, axes: Axes) -> int | None:
+    """The (transposed) weight of a matrix product of an activation with a weight."""
+    if op.name == "mm" and isinstance(op.args[1], Ref):
+        weight, other = op.args[1].id, op.args[0]
+    elif op.name == "addmm" and isinstance(op.args[2], Ref):
+        weight, other = op.args[2].id, op.args[1]
+    else:
+        return None
+    return weight if weight in axes.weights and isinstance(other, Ref) and other.id not in axes.weights else None
+
+
+def _root_is_split(weight: int, axes: Axes, shards: Shards) -> bool:
+    return any(shards.layout_of(term) is not None for term in axes.of(weight))
+
+
+def gathered_leaves(trace: Trace, axes: Axes, gathered: frozenset[int], tp: int) -> set[Term]:
+    """The output axes of products to gather, when they are an axis of their own."""
+    found = set()
+    for index in gathered:
+        weight = _linear_weight(trace.ops[index], axes)
+        if weight is None:
+            continue
+        out = leaves(axes.of(weight)[1])
+        if len(out) == 1 and not (out[0].events & FORBIDDING) - {_LOOKED_UP}:
+            if not out[0].events & {"contract_w", "contract_a"}:
+                found.add(find(out[0]))
+    return found
+
+
+def head_sites(trace: Trace, flow: CallFlow, shards: Shards, placement: Placement) -> tuple[HeadSite, ...]:
+    """Vocabulary tables to mask, heads whose product leaves the model, and other split outputs to gather."""
+    found: dict[HeadSite, None] = {}
+    for index, border in placement.embeddings.items():
+        table = trace.calls[index].args[1].id
+        rows = trace.tensors[table].shape[0]
+        found[HeadSite(border.module, "embedding", rows, 0, (border.path,))] = None
+    for visit in trace.visits:
+        if visit.parent is not None:
+            continue
+        for path, tensor in visit.outputs:
+            for dim, layout in enumerate(shards.layouts(tensor)):
+                if layout is None:
+                    continue
+                module = _made_by(tensor, flow, shards)
+                back = dim - len(trace.tensors[tensor].shape)
+                site = HeadSite(module, "logits", layout.size, back, (path,))
+                found[site] = None
+    return tuple(found)
+
+
+def _made_by(tensor: int, flow: CallFlow, shards: Shards) -> str:
+    """The module whose product a split output is: walk back while one split value makes another."""
+    seen = set()
+    while tensor in flow.producer and tensor not in seen:
+        seen.add(tensor)
+        call = flow.producer[tensor]
+        split = [t for t in flow.inputs[call] if shards.is_split(t)]
+        activations = [t for t in split if t in flow.producer]
+        if not activations:
+            return flow.trace.calls[call].module
+        tensor = activations[0]
+    return ""

@@ -1,0 +1,105 @@
+"""Which calls sum over a split axis, and how: at each of them ranks must talk.
+
+A contraction over a split dimension leaves each rank with a part of the sum ("sum"), so does a mean ("mean"), a
+lookup in a table whose rows are split ("embedding"); a norm's statistic needs all of the dimension ("norm"). A call
+whose product is gathered by decision is "gather". Anything else that reads across a split dimension is refused.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from autoplan.analyse.shards import Shards
+from autoplan.values import Call, Op, Ref
+
+__all__ = ["reduction_of", "row_bias_of"]
+
+_MATRIX = frozenset({"mm", "bmm", "mv", "dot", "_grouped_mm"})
+_BIASED = frozenset({"addmm", "baddbmm"})
+_NORMS = frozenset({"native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm"})
+_LINEAR_REDUCTIONS = {"sum": "sum", "mean": "mean"}
+_OTHER_REDUCTIONS = frozenset(
+    "max min amax amin var var_mean std argmax argmin any all logsumexp linalg_vector_norm norm prod".split()
+)
+
+
+def reduction_of(call: Call, shards: Shards, gathered: frozenset[int]) -> str | None:
+    """None, "sum", "mean", "norm", "embedding", "gather", or "refused: why"."""
+    found: str | None = None
+    for index in range(*call.ops):
+        op = shards.trace.ops[index]
+        if index in gathered and any(shards.is_split(t) for t in _tensors(op)):
+            return "gather"
+        here = _op_reduction(op, shards)
+        if here:
+            found = here
+    return found
+
+
+def _tensors(op: Op) -> list[int]:
+    return [item.id for item in op.args if isinstance(item, Ref)]
+
+
+def _split(shards: Shards, tensor: Any, dim: int) -> bool:
+    terms = shards.axes.of(tensor.id)
+    return bool(terms) and shards.layout_of(terms[dim]) is not None
+
+
+def _op_reduction(op: Op, shards: Shards) -> str | None:
+    name = op.name
+    if name in _MATRIX:
+        return "sum" if _split(shards, op.args[0], -1) else None
+    if name in _BIASED:
+        return "sum" if _split(shards, op.args[1], -1) else None
+    if name in ("convolution", "_convolution"):
+        return _convolution(op, shards)
+    if name in _NORMS:
+        count = len(op.args[1])
+        dims = range(-count, 0)
+        return "norm" if any(_split(shards, op.args[0], d) for d in dims) else None
+    if name == "embedding":
+        return "embedding" if _split(shards, op.args[0], 0) else None
+    if name in _LINEAR_REDUCTIONS or name in _OTHER_REDUCTIONS:
+        if any(_split(shards, op.args[0], d) for d in _reduced_dims(op, shards)):
+            return _LINEAR_REDUCTIONS.get(name) or f"refused: {name} over a split dimension"
+        return None
+    if name.startswith("_scaled_dot_product") and _split(shards, op.args[0], 3):
+        return "refused: attention over a split head width"
+    return None
+
+
+def _convolution(op: Op, shards: Shards) -> str | None:
+    groups = op.args[8]
+    if groups == 1:
+        return "sum" if _split(shards, op.args[0], 1) else None
+    weight_inputs = shards.axes.of(op.args[1].id)[1]
+    return "sum" if shards.layout_of(weight_inputs) is not None else None
+
+
+def _reduced_dims(op: Op, shards: Shards) -> list[int]:
+    if not op.args or not isinstance(op.args[0], Ref):
+        return []
+    rank = len(shards.axes.of(op.args[0].id))
+    position = 2 if op.name in ("linalg_vector_norm", "norm") else 1
+    dims = op.args[position] if len(op.args) > position else op.kwargs.get("dim")
+    if isinstance(dims, bool) or dims is None or dims == () or isinstance(dims, float):
+        return list(range(rank))
+    return [dims] if isinstance(dims, int) else [d for d in dims if isinstance(d, int)] if rank else []
+
+
+def row_bias_of(call: Call, reduction: str | None) -> int | None:
+    """The bias a call adds to a partial sum: each rank must add its share only."""
+    if reduction != "sum":
+        return None
+    if call.name in ("linear", "conv1d", "conv2d", "conv3d"):
+        bias = call.args[2] if len(call.args) > 2 else call.kwargs.get("bias")
+        return bias.id if isinstance(bias, Ref) else None
+    if call.name in ("addmm", "baddbmm") and isinstance(call.args[0], Ref):
+        return call.args[0].id
+    return None
+
+
+def reduced_count(op: Op, shards: Shards) -> int:
+    """How many elements a norm averages over."""
+    return prod(op.args[1])

@@ -1,0 +1,152 @@
+"""What only the function mode can do: literals that no stored integer explains, sums in the middle of a module's Python.
+
+A scoped call is named by its module and its position among the torch calls of that module's own Python. It must be the
+same on every run of the module, or it is refused.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from autoplan.analyse.callflow import CallFlow
+from autoplan.analyse.edits import Edits
+from autoplan.analyse.literals import FILLS, MAKERS
+from autoplan.analyse.shards import Shards
+from autoplan.analyse.sites import Placement
+from autoplan.values import Call, ScopedCall
+
+__all__ = ["Scope", "scope"]
+
+_RANDOM = frozenset(
+    "dropout dropout_ dropout1d dropout2d alpha_dropout feature_dropout scaled_dot_product_attention bernoulli "
+    "bernoulli_ rand_like randn_like multinomial native_dropout rrelu gumbel_softmax".split()
+)
+
+
+@dataclass
+class Scope:
+    """Scoped calls with the tensors that made them necessary, modules with random draws, and refusals."""
+
+    calls: tuple[ScopedCall, ...] = ()
+    tensors: tuple[tuple[int, ...], ...] = ()
+    random: tuple[str, ...] = ()
+    refusals: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+
+
+def scope(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits) -> Scope:
+    """Collect what is left for the function mode."""
+    result = Scope()
+    wanted = _wanted(shards, flow, placement, edits, result)
+    calls: dict[tuple[str, int], ScopedCall] = {}
+    tensors: dict[tuple[str, int], tuple[int, ...]] = {}
+    for index, built in wanted.items():
+        call = shards.trace.calls[index]
+        key = (call.module, call.position)
+        if key in calls and calls[key] != built:
+            result.refusals.append((f"{call.name} in {call.module} differs between calls", _split_in(index, flow, shards)))
+        calls[key] = built
+        tensors[key] = _split_in(index, flow, shards)
+    _same_on_every_visit(shards, calls, tensors, result)
+    result.calls, result.tensors = tuple(calls.values()), tuple(tensors.values())
+    result.random = _random_modules(shards, flow)
+    for module, left, right, _ in edits.broken_comparisons:
+        blame = tuple(_sizes_in(left) | _sizes_in(right))
+        result.refusals.append((f"Python in {module or 'the model'} compares sizes that a split changes", blame))
+    return result
+
+
+def _split_in(index: int, flow: CallFlow, shards: Shards) -> tuple[int, ...]:
+    return tuple(t for t in (*flow.inputs[index], *flow.outputs[index]) if shards.is_split(t))
+
+
+def _wanted(
+    shards: Shards, flow: CallFlow, placement: Placement, edits: Edits, result: Scope
+) -> dict[int, ScopedCall]:
+    arguments: dict[int, list[tuple[tuple[Any, ...], Any]]] = defaultdict(list)
+    for requirement in edits.left:
+        arguments[requirement.call].append((requirement.path, (requirement.old, *requirement.want)))
+    cuts = _cuts(shards, flow, result)
+    indices = set(arguments) | set(placement.inside_reductions) | set(placement.inside_copies) | set(cuts)
+    for index in placement.inside_scales:
+        result.refusals.append(("whole rows of a partly split value, inside a module", _split_in(index, flow, shards)))
+    found = {}
+    for index in sorted(indices):
+        call = shards.trace.calls[index]
+        copies = tuple(path for t in sorted(placement.inside_copies.get(index, ())) for path in flow.path_of(index, t))
+        details = _norm_details(call, shards) if placement.inside_reductions.get(index) == "norm" else ()
+        found[index] = ScopedCall(
+            call.module, call.position, call.name, tuple(arguments.get(index, ())), copies,
+            placement.inside_reductions.get(index), cuts.get(index, ()), details,
+        )  # fmt: skip
+        if placement.inside_reductions.get(index) in ("sum", "mean") and len(flow.outputs[index]) != 1:
+            result.refusals.append((f"a sum in {call.name}, which returns several values", _split_in(index, flow, shards)))
+    return found
+
+
+def _cuts(shards: Shards, flow: CallFlow, result: Scope) -> dict[int, tuple[tuple[int, int, str], ...]]:
+    """Values made whole in forward along a split axis: run as written, keep this rank's share."""
+    cuts: dict[int, tuple[tuple[int, int, str], ...]] = {}
+    for index, call in enumerate(shards.trace.calls):
+        if any(shards.is_split(t) for t in flow.inputs[index]):
+            for tensor in flow.inputs[index]:
+                info = shards.trace.tensors[tensor]
+                if info.kind in ("constant", "input") and shards.is_split(tensor):
+                    result.refusals.append((f"a ready-made constant meets a split axis in {call.module}", (tensor,)))
+            continue
+        if call.name in FILLS:
+            continue
+        found = [
+            (position, dim, str(layout))
+            for position, tensor in enumerate(flow.outputs[index])
+            for dim, layout in enumerate(shards.layouts(tensor))
+            if layout is not None and tensor not in flow.inputs[index]
+        ]
+        if found and call.name in MAKERS:
+            cuts[index] = tuple(found)
+        elif found and call.name not in ("expand", "broadcast_to", "repeat", "repeat_interleave", "tile"):
+            cuts[index] = tuple(found)
+    return cuts
+
+
+def _norm_details(call: Call, shards: Shards) -> tuple[tuple[str, Any], ...]:
+    op = next(shards.trace.ops[i] for i in range(*call.ops) if "norm" in shards.trace.ops[i].name)
+    count = 1
+    for n in op.args[1]:
+        count *= int(n)
+    return (("count", count), ("dims", len(op.args[1])))
+
+
+def _same_on_every_visit(
+    shards: Shards,
+    calls: dict[tuple[str, int], ScopedCall],
+    tensors: dict[tuple[str, int], tuple[int, ...]],
+    result: Scope,
+) -> None:
+    """Every run of a module must make the same call at the same position."""
+    for call in shards.trace.calls:
+        key = (call.module, call.position)
+        if key in calls and call.name != calls[key].name:
+            result.refusals.append((f"{call.module} makes other torch calls from run to run", tensors[key]))
+
+
+def _random_modules(shards: Shards, flow: CallFlow) -> tuple[str, ...]:
+    found = {
+        call.module
+        for index, call in enumerate(shards.trace.calls)
+        if call.name in _RANDOM and any(shards.is_split(t) for t in flow.inputs[index])
+    }
+    return tuple(sorted(found))
+
+
+def _sizes_in(value: Any) -> set[int]:
+    origin = getattr(value, "origin", None)
+    found: set[int] = set()
+    todo = [origin] if origin else []
+    while todo:
+        part = todo.pop()
+        if part[0] == "size":
+            found.add(part[1])
+        todo += [p for p in part[1:] if isinstance(p, tuple)]
+    return found

@@ -1,0 +1,100 @@
+"""What a rank holds, once it is decided which axis classes are split.
+
+Splitting is said on leaves of terms (`marks`); everything else follows: which dimensions of which tensors are split,
+how many indices of a dimension a rank holds, and which rows of a partly split dimension every rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from autoplan.analyse.axes import Axes
+from autoplan.analyse.terms import Term, find, layout, leaves
+from autoplan.layout import Layout
+from autoplan.values import Ref, Trace
+
+__all__ = ["Shards", "refs", "refs_with_paths"]
+
+
+def refs(value: Any) -> Iterator[int]:
+    """Tensor ids mentioned in recorded arguments, in order."""
+    for _, tensor in refs_with_paths(value):
+        yield tensor
+
+
+def refs_with_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], int]]:
+    """(path, tensor id) for every tensor mentioned in recorded arguments."""
+    if isinstance(value, Ref):
+        yield path, value.id
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from refs_with_paths(item, (*path, index))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from refs_with_paths(item, (*path, key))
+
+
+class Shards:
+    """Answers about tensors under a set of split leaves."""
+
+    def __init__(self, trace: Trace, axes: Axes, marks: dict[Term, str], tp: int) -> None:
+        self.trace, self.axes, self.tp = trace, axes, tp
+        self.marks = {find(term): mark for term, mark in marks.items()}
+        self._layouts: dict[int, Layout | None] = {}
+        self._split_tensors: dict[int, bool] = {}
+        self._keep: list[Term] = []  # ids of terms stay unique while they are kept
+
+    def mark(self, leaf: Term) -> str | None:
+        return self.marks.get(find(leaf))
+
+    def layout_of(self, term: Term) -> Layout | None:
+        """The layout of a dimension, or None when every rank holds all of it."""
+        term = find(term)
+        key = id(term)
+        if key not in self._layouts:
+            self._keep.append(term)
+            split = any(find(leaf) in self.marks for leaf in leaves(term))
+            self._layouts[key] = Layout.parse(layout(term, self.mark)) if split else None
+        return self._layouts[key]
+
+    def split_leaves(self, tensor: int) -> set[Term]:
+        return {find(leaf) for term in self.axes.of(tensor) for leaf in leaves(term) if find(leaf) in self.marks}
+
+    def is_split(self, tensor: int) -> bool:
+        """Does any dimension of the tensor carry a split axis?"""
+        known = self._split_tensors.get(tensor)
+        if known is None:
+            known = any(self.layout_of(term) is not None for term in self.axes.of(tensor))
+            self._split_tensors[tensor] = known
+        return known
+
+    def layouts(self, tensor: int) -> tuple[Layout | None, ...]:
+        return tuple(self.layout_of(term) for term in self.axes.of(tensor))
+
+    def is_mixed(self, tensor: int) -> bool:
+        """Is some dimension split in some rows and held whole by every rank in others?"""
+        return any(found is not None and not all(found.carried(self.tp)) for found in self.layouts(tensor))
+
+    def has_whole_part(self, tensor: int) -> bool:
+        """Is there a part of the tensor that every rank holds: all of it, or some rows of a partly split dimension?"""
+        return not self.is_split(tensor) or self.is_mixed(tensor)
+
+    def local_size(self, term: Term, rank: int) -> int:
+        found = self.layout_of(term)
+        return find(term).size if found is None else len(found.rows(rank, self.tp))
+
+    def local_shape(self, tensor: int, rank: int) -> tuple[int, ...]:
+        """The shape of a tensor on one rank."""
+        terms, shape = self.axes.of(tensor), self.trace.tensors[tensor].shape
+        if len(terms) != len(shape):
+            return shape
+        return tuple(
+            size if self.layout_of(term) is None else self.local_size(term, rank)
+            for term, size in zip(terms, shape, strict=True)
+        )
+
+    def held_below(self, term: Term, rank: int, bound: int) -> int:
+        """How many of the first `bound` indices of a dimension a rank holds."""
+        found = self.layout_of(term)
+        return bound if found is None else sum(1 for row in found.rows(rank, self.tp) if row < bound)

@@ -1,0 +1,386 @@
+"""Where ranks talk: every sum that a set of splits owes, put in as few places as possible.
+
+Forward: a call that sums over a split axis leaves a partial value; the sum sits where the value leaves a module, at
+once or after linear steps.
+
+Backward: an edge value → call is *partial* when the value (or the part of it that every rank holds) enters a call whose
+result is split: each rank sees only its share of that gradient. All partial edges of a value need one sum. When all
+gradient readers of a value are partial the debt can be pushed upstream through the call that made it, merging with its
+siblings, until it sits on a parameter, a module output or a module input. Debts of a partly split value (a fused
+projection whose shared key every rank holds) are always pushed through the projection: its input owes a sum anyway, and
+its whole rows get theirs summed in the parameter. Where that is impossible the gradient is scaled by 1/tp instead.
+
+What cannot be placed by hooks is handed to the scoped function mode; what that cannot do either is refused.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from autoplan.analyse.callflow import Border, CallFlow
+from autoplan.analyse.reductions import reduction_of, row_bias_of
+from autoplan.analyse.shards import Shards
+from autoplan.values import Ref
+
+__all__ = ["Placement", "Refusal", "place"]
+
+# Calls through which a partial forward sum may travel: linear in it, other operands whole.
+_LINEAR = frozenset(
+    "mul __mul__ __rmul__ mul_ div __truediv__ view reshape transpose permute contiguous to type float unsqueeze "
+    "squeeze flatten unflatten sum neg __neg__ expand __getitem__ type_as half bfloat16 movedim swapaxes".split()
+)
+_STEPS_DOWN = 10
+_MATRIX = 2  # dims of a parameter whose gradient is too large to sum instead of an activation's
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Something that no mechanism can place: the call's index and why, and the tensors whose split is to blame."""
+
+    call: int
+    why: str
+    tensors: tuple[int, ...]
+
+
+@dataclass
+class Placement:
+    """All sites by where they sit. Borders belong to module outputs and inputs; calls to the function mode."""
+
+    outputs: dict[tuple[Border, str], tuple[int | None, str | None]] = field(default_factory=dict)
+    inputs: dict[tuple[Border, str], None] = field(default_factory=dict)
+    summed_parameters: set[int] = field(default_factory=set)
+    shared_parameters: set[int] = field(default_factory=set)
+    divided_biases: set[int] = field(default_factory=set)
+    embeddings: dict[int, Border] = field(default_factory=dict)
+    inside_reductions: dict[int, str] = field(default_factory=dict)
+    inside_copies: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    inside_scales: dict[int, int] = field(default_factory=dict)
+    reductions: dict[int, str] = field(default_factory=dict)
+    refusals: list[Refusal] = field(default_factory=list)
+
+
+def place(shards: Shards, flow: CallFlow, gathered: frozenset[int]) -> Placement:
+    """Place every sum owed by the splits."""
+    return _Placer(shards, flow, gathered).solve()
+
+
+class _Placer:
+    def __init__(self, shards: Shards, flow: CallFlow, gathered: frozenset[int]) -> None:
+        self.shards, self.flow, self.result = shards, flow, Placement()
+        self.trace = shards.trace
+        self.reductions: dict[int, str] = {}
+        self.partial: dict[int, set[int]] = defaultdict(set)  # value -> calls whose gradient for it is partial
+        self.pushed: set[int] = set()
+        self._on_path: set[int] = set()
+        for index in range(len(self.trace.calls)):
+            self._read_call(index, gathered)
+        self._uses = {v: flow.gradient_uses(v) for v in flow.uses}
+        self.result.reductions = self.reductions
+
+    # ------------------------------------------------------------------ what each call owes
+
+    def _read_call(self, index: int, gathered: frozenset[int]) -> None:
+        call, shards = self.trace.calls[index], self.shards
+        inputs = self.flow.inputs[index]
+        if not any(shards.is_split(t) for t in (*inputs, *self.flow.outputs[index])):
+            return
+        reduction = reduction_of(call, shards, gathered)
+        if reduction and reduction.startswith("refused"):
+            self._refuse(index, reduction.removeprefix("refused: "))
+        elif reduction:
+            self.reductions[index] = reduction
+        bias = row_bias_of(call, reduction)
+        splits = any(shards.is_split(t) for t in self.flow.outputs[index])
+        for tensor in inputs:
+            if not splits and not reduction:
+                continue
+            if shards.is_split(tensor) or tensor == bias or tensor not in self.flow.carries:
+                continue
+            self.partial[tensor].add(index)
+
+    def _refuse(self, index: int, why: str) -> None:
+        tensors = tuple(t for t in (*self.flow.inputs[index], *self.flow.outputs[index]) if self.shards.is_split(t))
+        call = self.trace.calls[index]
+        self.result.refusals.append(Refusal(index, f"{why} ({call.name} in {call.module or 'the model'})", tensors))
+
+    # ------------------------------------------------------------------ the order of work
+
+    def solve(self) -> Placement:
+        self._place_forward_sums()
+        self._push_out_of_mixed()
+        self._push_inside()
+        self._place_gradient_sums()
+        return self.result
+
+    # ------------------------------------------------------------------ forward sums
+
+    def _place_forward_sums(self) -> None:
+        for index, kind in self.reductions.items():
+            if kind == "norm":
+                self.result.inside_reductions[index] = kind
+                self._norm_statistics(index)
+                continue
+            output = next((t for t in self.flow.outputs[index]), None)
+            if output is None:
+                self._refuse(index, "a sum over a split axis written in place")
+                continue
+            if kind == "embedding":
+                self._place_embedding(index, output)
+            elif kind == "gather":
+                self._place_gather(index, output)
+            else:
+                self._place_sum(index, output, kind)
+            self._place_bias(index, kind)
+
+    def _norm_statistics(self, index: int) -> None:
+        """A distributed norm sums its statistics forward and backward itself; its whole inputs owe nothing new."""
+        for tensor in self.flow.inputs[index]:
+            if not self.shards.is_split(tensor) and index in self.partial.get(tensor, ()):
+                self._refuse(index, "a norm over a split axis with a weight that is whole")
+
+    def _place_embedding(self, index: int, output: int) -> None:
+        call = self.trace.calls[index]
+        ids = call.args[0].id if isinstance(call.args[0], Ref) else None
+        border = next(
+            (b for b in self.flow.entering.get(ids if ids is not None else -1, []) if b.module == call.module
+             and b.first <= index < b.last and self.trace.visits[b.visit].visit == call.visit), None
+        )  # fmt: skip
+        leaving = self._border_out(output, index)
+        if border is None or leaving is None or leaving.module != call.module:
+            self._refuse(index, "a table looked up by rows outside a module of its own")
+            return
+        self.result.embeddings[index] = border
+
+    def _place_gather(self, index: int, output: int) -> None:
+        call = self.trace.calls[index]
+        border = self._border_out(output, index)
+        weight = next((t for t in self.flow.inputs[index] if self.shards.is_split(t)), None)
+        if border is None or border.module != call.module or weight is None or call.name != "linear":
+            self._refuse(index, "a product to gather that is not a module's output")
+            return
+        layout = self.shards.layouts(weight)[0]
+        self.result.outputs[(border, "gather")] = (-1, str(layout))
+
+    def _place_sum(self, index: int, output: int, kind: str) -> None:
+        border = self._border_out(output, index)
+        path: list[int] = []
+        if border is None and kind == "sum":
+            border, path = self._follow_down(output)
+        if border is None:
+            self.result.inside_reductions[index] = kind
+            return
+        self.result.outputs[(border, "reduce" if kind == "sum" else "mean")] = (None, None)
+        for step in path:  # what multiplies a partial value gets a partial gradient
+            for tensor in self.flow.inputs[step]:
+                if tensor in self.flow.carries and tensor not in self._on_path:
+                    self.partial[tensor].add(step)
+
+    def _place_bias(self, index: int, kind: str) -> None:
+        bias = row_bias_of(self.trace.calls[index], kind)
+        if bias is None or index in self.result.inside_reductions:
+            return
+        if self.trace.tensors[bias].kind != "parameter" or len(self.flow.uses[bias]) != 1:
+            self._refuse(index, "a bias beside a partial sum that is not a parameter of its own")
+        else:
+            self.result.divided_biases.add(bias)
+
+    def _border_out(self, tensor: int, made: int) -> Border | None:
+        """The innermost module that returns the value before anything else reads it."""
+        first_use = min((u for u in self.flow.uses[tensor] if u > made), default=None)
+        inside = [b for b in self.flow.leaving.get(tensor, []) if b.first <= made < b.last]
+        for border in sorted(inside, key=lambda b: b.last - b.first):
+            if first_use is None or border.last <= first_use:
+                return border
+        return None
+
+    def _follow_down(self, tensor: int) -> tuple[Border | None, list[int]]:
+        """Follow a partial value through single-use linear calls to a module output."""
+        path: list[int] = []
+        self._on_path = {tensor}
+        while len(path) < _STEPS_DOWN:
+            uses = self.flow.uses[tensor]
+            if len(uses) != 1:
+                return None, []
+            call = uses[0]
+            others = [t for t in self.flow.inputs[call] if t != tensor]
+            if self.trace.calls[call].name not in _LINEAR or call in self.reductions:
+                return None, []
+            if any(self.shards.is_split(t) for t in others) or len(self.flow.outputs[call]) != 1:
+                return None, []
+            if self.trace.calls[call].name in ("div", "__truediv__") and next(iter(self.flow.inputs[call])) != tensor:
+                return None, []
+            path.append(call)
+            tensor = self.flow.outputs[call][0]
+            if tensor in self._on_path:
+                return None, []
+            self._on_path.add(tensor)
+            border = self._border_out(tensor, call)
+            if border is not None:
+                return border, path
+        return None, []
+
+    # ------------------------------------------------------------------ gradient debts
+
+    def _call_passes(self, index: int) -> bool:
+        """May a debt be pushed from a call's outputs to its inputs?"""
+        call = self.trace.calls[index]
+        outputs = self.flow.outputs[index]
+        mixed = any(self.shards.is_mixed(t) for t in outputs)
+        if index in self.reductions or call.name == "__setitem__" or any(t in self.flow.rewritten for t in outputs):
+            return False
+        if not mixed and any(self.shards.is_split(t) and not self.shards.is_mixed(t) for t in self.flow.inputs[index]):
+            return False
+        large = any(self._is_matrix(t) and not self.shards.is_split(t) for t in self.flow.inputs[index])
+        return mixed or not large
+
+    def _is_matrix(self, tensor: int) -> bool:
+        info = self.trace.tensors[tensor]
+        return info.kind == "parameter" and len(info.shape) >= _MATRIX
+
+    def _settled(self, tensor: int) -> bool:
+        """Nothing flows back to the value that this placement would have to sum."""
+        return tensor not in self.flow.carries or not self.shards.has_whole_part(tensor)
+
+    def _can_owe(self, tensor: int, after: int) -> bool:
+        """Is every gradient that reaches the (whole part of the) value partial, or can it be made so?"""
+        uses = self._uses.get(tensor, set())
+        if tensor in self.flow.final or not uses or any(u <= after for u in uses):
+            return False
+        return all(u in self.partial.get(tensor, ()) or self._can_pass(u) for u in uses)
+
+    def _can_pass(self, index: int) -> bool:
+        if not self._call_passes(index):
+            return False
+        outputs = [t for t in self.flow.outputs[index] if not self._settled(t)]
+        whole = [t for t in self.flow.outputs[index] if t in self.flow.carries]
+        return bool(whole) and all(self._can_owe(t, index) for t in outputs)
+
+    def _push(self, index: int) -> None:
+        """Move the debts of a call's outputs to its inputs."""
+        for tensor in self.flow.outputs[index]:
+            if self._settled(tensor):
+                continue
+            for use in self._uses.get(tensor, set()):
+                if use not in self.partial.get(tensor, set()):
+                    self._push(use)
+            self.partial.pop(tensor, None)
+            self.pushed.add(tensor)
+        for tensor in self.flow.inputs[index]:
+            if tensor in self.flow.carries and self.shards.has_whole_part(tensor):
+                self.partial[tensor].add(index)
+
+    def _push_out_of_mixed(self) -> None:
+        """Settle the whole rows of partly split values, latest first."""
+        made = sorted(
+            ((p, t) for t, p in self.flow.producer.items() if self.shards.is_mixed(t) and t in self.flow.carries),
+            reverse=True,
+        )
+        for producer, tensor in made:
+            if tensor in self.pushed:
+                continue
+            outputs = [t for t in self.flow.outputs[producer] if not self._settled(t)]
+            if not self._uses.get(tensor) or not any(t in self.flow.carries for t in self.flow.inputs[producer]):
+                continue
+            if self._call_passes(producer) and all(self._can_owe(t, producer) for t in outputs):
+                self._push(producer)
+            else:
+                self._scale_mixed(producer, tensor)
+
+    def _scale_mixed(self, producer: int, tensor: int) -> None:
+        """Every rank has the full gradient of the whole rows: 1/tp of it is a part, and parts can be summed."""
+        uses = self._uses[tensor]
+        if any(u in self.partial.get(tensor, ()) for u in uses):
+            self._refuse(producer, "whole rows of a partly split value with partial and full gradients")
+            return
+        for use in uses:  # what left the mixed value downstream must not owe anything unpaid upstream
+            if any(t in self.pushed for t in self.flow.outputs[use]):
+                self._refuse(producer, "a debt that cannot pass a partly split value")
+                return
+        border = self._border_out(tensor, producer)
+        dim = next(d for d, found in enumerate(self.shards.layouts(tensor)) if found is not None)
+        layout = str(self.shards.layouts(tensor)[dim])
+        if border is None:
+            self.result.inside_scales[producer] = tensor
+        else:
+            self.result.outputs[(border, "scale")] = (dim - len(self.trace.tensors[tensor].shape), layout)
+        for other in self.flow.inputs[producer]:
+            if other in self.flow.carries and self.shards.has_whole_part(other):
+                self.partial[other].add(producer)
+
+    def _push_inside(self) -> None:
+        """Push debts that no module border can pay, the latest first."""
+        stuck: set[int] = set()
+        while True:
+            candidates = [
+                (self.flow.producer[t], t)
+                for t, calls in self.partial.items()
+                if calls and t not in stuck and t in self.flow.producer and self._where(t) == "inside"
+            ]
+            if not candidates:
+                return
+            producer, tensor = max(candidates)
+            outputs = [t for t in self.flow.outputs[producer] if not self._settled(t)]
+            if self._call_passes(producer) and all(self._can_owe(t, producer) for t in outputs):
+                self._push(producer)
+            else:
+                stuck.add(tensor)
+
+    def _where(self, tensor: int) -> str:
+        """Where the sum of a value's partial gradients can sit: "parameter", "output", "input" or "inside"."""
+        calls, uses = self.partial[tensor], self._uses.get(tensor, set())
+        complete = uses <= calls
+        if self.trace.tensors[tensor].kind == "parameter":
+            return "parameter" if complete else ("input" if self._cover(tensor) else "inside")
+        if complete and tensor not in self.flow.final and self._made_at_border(tensor):
+            return "output"
+        return "input" if self._cover(tensor) else "inside"
+
+    def _made_at_border(self, tensor: int) -> Border | None:
+        producer = self.flow.producer.get(tensor)
+        return None if producer is None else self._border_out(tensor, producer)
+
+    def _cover(self, tensor: int) -> list[Border]:
+        """Module inputs behind which all readers of the value, together, are exactly the partial ones."""
+        calls, uses = self.partial[tensor], self._uses.get(tensor, set())
+        left, chosen = set(calls), []
+        for border in sorted(self.flow.entering.get(tensor, []), key=lambda b: b.first - b.last):
+            inside = {u for u in uses if border.first <= u < border.last}
+            if inside and inside <= calls and inside & left and not inside - left:
+                left -= inside
+                chosen.append(border)
+        return [] if left else chosen
+
+    def _place_gradient_sums(self) -> None:
+        for tensor, calls in self.partial.items():
+            if not calls:
+                continue
+            if self.trace.tensors[tensor].kind == "parameter":
+                self._place_on_parameter(tensor, calls)
+                continue
+            where = self._where(tensor)
+            if where == "output":
+                border = self._made_at_border(tensor)
+                assert border is not None
+                self.result.outputs[(border, "copy")] = (None, None)
+            elif where == "input":
+                for border in self._cover(tensor):
+                    self.result.inputs[(border, "copy")] = None
+            elif self.shards.is_mixed(tensor):
+                self._refuse(min(calls), "a partial gradient of whole rows with nowhere to go")
+            else:
+                for call in calls:
+                    self.result.inside_copies[call].add(tensor)
+
+    def _place_on_parameter(self, tensor: int, calls: set[int]) -> None:
+        uses = self._uses.get(tensor, set())
+        if self.shards.is_mixed(tensor):
+            if uses <= calls:
+                self.result.shared_parameters.add(tensor)
+            else:
+                self._refuse(min(calls), "a partly split parameter with partial and full gradients")
+        elif uses <= calls:
+            self.result.summed_parameters.add(tensor)
+        else:
+            for call in calls:
+                self.result.inside_copies[call].add(tensor)

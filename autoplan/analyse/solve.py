@@ -1,0 +1,233 @@
+"""From a trace to everything a plan needs: the axes, the splits, the sites, the edits.
+
+The loop is short: choose classes, place every sum, solve every integer; whatever cannot be placed refuses the classes
+that caused it, and the choice is made again without them. What comes out has nothing refused in it, which is the
+promise: an entry with nothing refused is right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import gcd, prod
+
+from autoplan.analyse.axes import Axes, infer_axes
+from autoplan.analyse.callflow import CallFlow
+from autoplan.analyse.edits import Edits, solve_edits
+from autoplan.analyse.heads import gathered_leaves, head_sites, products_to_gather, vocabularies
+from autoplan.analyse.scoped import Scope, scope
+from autoplan.analyse.shards import Shards
+from autoplan.analyse.sites import Placement, place
+from autoplan.analyse.splits import Choice, choose, occurrences
+from autoplan.analyse.terms import Term, find, leaves
+from autoplan.values import ClassFact, HookSite, ParameterFact, Runtime, Trace
+
+__all__ = ["Solution", "solve"]
+
+_ROUNDS = 24
+_ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "bool": 1, "uint8": 1}
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What analysis found and decided for one trace at one size."""
+
+    trace: Trace
+    axes: Axes
+    tp_size: int
+    parameters: tuple[ParameterFact, ...]
+    classes: tuple[ClassFact, ...]
+    runtime: Runtime
+    reductions: dict[int, str]
+    legal_tp: tuple[int, ...]
+    refusals: tuple[str, ...] = ()
+    shards: Shards | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass
+class _Round:
+    axes: Axes
+    choice: Choice
+    shards: Shards
+    placement: Placement
+    edits: Edits
+    scope: Scope
+
+
+def solve(trace: Trace, tp: int, *, scoped: bool = True) -> Solution:
+    """Analyse a trace and decide its splits at `tp`. `scoped=False` refuses what hooks and integers cannot do."""
+    flow = CallFlow(trace)
+    gathered: frozenset[int] = frozenset()
+    axes = infer_axes(trace)
+    refusals: list[str] = []
+    done, refused = _settle(trace, flow, axes, tp, gathered, refusals, scoped)
+    wanted = products_to_gather(trace, axes, done.shards, tp)
+    if wanted:
+        gathered = frozenset(wanted)
+        axes = infer_axes(trace, gathered)
+        refusals.clear()
+        done, refused = _settle(trace, flow, axes, tp, gathered, refusals, scoped)
+    return _solution(trace, flow, done, tp, refusals, refused)
+
+
+def _settle(
+    trace: Trace, flow: CallFlow, axes: Axes, tp: int, gathered: frozenset[int], refusals: list[str], scoped: bool
+) -> tuple[_Round, dict[Term, str]]:
+    """Choose, place, solve; refuse and choose again, until nothing is refused."""
+    refused: dict[Term, str] = {}
+    for _ in range(_ROUNDS):
+        special = vocabularies(trace, axes) | gathered_leaves(trace, axes, gathered, tp)
+        choice = choose(trace, axes, tp, refused=refused, vocabularies=special)
+        shards = Shards(trace, axes, choice.marks, tp)
+        placement = place(shards, flow, gathered)
+        edits = solve_edits(shards)
+        found = scope(shards, flow, placement, edits)
+        blamed = _blame(shards, placement, found, scoped)
+        if not blamed:
+            return _Round(axes, choice, shards, placement, edits, found), refused
+        for leaf, why in blamed.items():
+            refused[leaf] = why
+            refusals.append(f"an axis of {leaf.size} stays whole: {why}")
+    shards = Shards(trace, axes, {}, tp)
+    return _Round(axes, Choice(), shards, Placement(), Edits(), Scope()), refused
+
+
+def _blame(shards: Shards, placement: Placement, scope: Scope, scoped: bool) -> dict[Term, str]:
+    """The classes to give up: for each refusal the split leaf in its tensors that holds the fewest parameters."""
+    refusals = [(r.why, r.tensors) for r in placement.refusals] + list(scope.refusals)
+    if not scoped:
+        refusals += [
+            (f"{c.name} in {c.pattern} would need its literals rewritten", t)
+            for c, t in zip(scope.calls, scope.tensors, strict=True)
+        ]
+    blamed: dict[Term, str] = {}
+    sizes = _held(shards)
+    for why, tensors in refusals:
+        involved = {leaf for tensor in tensors for leaf in shards.split_leaves(tensor)}
+        if involved and not involved & blamed.keys():
+            blamed[min(involved, key=lambda leaf: (sizes.get(leaf, 0), leaf.size))] = why
+    return blamed
+
+
+def _held(shards: Shards) -> dict[Term, int]:
+    trace = shards.trace
+    return {
+        leaf: sum(prod(trace.tensors[t].shape) for t in places)
+        for leaf, places in occurrences(trace, shards.axes).items()
+    }
+
+
+# ------------------------------------------------------------------------------------------------ writing it down
+
+
+def _solution(
+    trace: Trace, flow: CallFlow, done: _Round, tp: int, refusals: list[str], refused: dict[Term, str]
+) -> Solution:
+    ids = _class_ids(trace, done)
+    runtime = Runtime(
+        edits=tuple(_with_old(done.edits, trace)),
+        hooks=_hooks(done.placement),
+        heads=head_sites(trace, flow, done.shards, done.placement),
+        scoped=done.scope.calls,
+        random=done.scope.random,
+    )
+    return Solution(
+        trace=trace,
+        axes=done.axes,
+        tp_size=tp,
+        parameters=tuple(_parameter_facts(trace, done, ids)),
+        classes=tuple(_class_facts(trace, done, ids)),
+        runtime=runtime,
+        reductions=dict(done.placement.reductions),
+        legal_tp=_legal_sizes(done.choice),
+        refusals=tuple(dict.fromkeys(refusals)),
+        shards=done.shards,
+    )
+
+
+def _with_old(edits: Edits, trace: Trace):  # type: ignore[no-untyped-def]
+    from dataclasses import replace
+
+    for edit in edits.as_edits():
+        stored = trace.attributes[edit.pattern][edit.attribute]
+        yield replace(edit, old=stored if edit.index is None else stored[edit.index])
+
+
+def _hooks(placement: Placement) -> tuple[HookSite, ...]:
+    """One hook per module border and action, however often the module ran."""
+    found: dict[HookSite, None] = {}
+    for (border, action), (dim, layout) in placement.outputs.items():
+        found[HookSite(border.module, "output", border.path, action, dim, layout)] = None  # type: ignore[arg-type]
+    for border, action in placement.inputs:
+        found[HookSite(border.module, "input", border.path, action)] = None  # type: ignore[arg-type]
+    return tuple(found)
+
+
+def _class_ids(trace: Trace, done: _Round) -> dict[Term, int]:
+    """Stable numbers: by first parameter, then dim, then place in the dim."""
+    ids: dict[Term, int] = {}
+    for tensor, info in enumerate(trace.tensors):
+        if info.kind == "parameter":
+            for term in done.axes.of(tensor):
+                for leaf in leaves(term):
+                    ids.setdefault(find(leaf), len(ids))
+    return ids
+
+
+def _class_facts(trace: Trace, done: _Round, ids: dict[Term, int]):  # type: ignore[no-untyped-def]
+    found = occurrences(trace, done.axes)
+    for leaf, number in ids.items():
+        places = tuple((trace.tensors[t].names[0], d) for t, dims in found.get(leaf, {}).items() for d in sorted(dims))
+        split = leaf in done.choice.marks
+        reason = "" if split else done.choice.reasons.get(leaf, "")
+        yield ClassFact(number, leaf.size, frozenset(map(str, leaf.events)), places, split, reason)
+
+
+def _parameter_facts(trace: Trace, done: _Round, ids: dict[Term, int]):  # type: ignore[no-untyped-def]
+    placement, shards = done.placement, done.shards
+    for tensor, info in enumerate(trace.tensors):
+        if info.kind not in ("parameter", "buffer") or not info.names:
+            continue
+        layouts = shards.layouts(tensor)
+        dim = next((d for d, found in enumerate(layouts) if found is not None), None)
+        gradient = (
+            "sum" if tensor in placement.summed_parameters
+            else "shared" if tensor in placement.shared_parameters
+            else "local"
+        )  # fmt: skip
+        split = sorted(shards.split_leaves(tensor), key=lambda leaf: -leaf.size)
+        yield ParameterFact(
+            names=info.names,
+            shape=info.shape,
+            bytes=prod(info.shape) * _ITEM_BYTES.get(info.dtype, 4),
+            buffer=info.kind == "buffer",
+            dim=dim,
+            layout=None if dim is None else str(layouts[dim]),
+            gradient=gradient,  # type: ignore[arg-type]
+            divide=tensor in placement.divided_biases,
+            axis=ids.get(split[0]) if split else None,
+            reason="" if dim is not None else _why_whole(tensor, done),
+        )
+
+
+def _why_whole(tensor: int, done: _Round) -> str:
+    """Why none of a parameter's dims is split, in the words of the class that could have been."""
+    reasons = []
+    for dim, term in enumerate(done.axes.of(tensor)):
+        for leaf in leaves(term):
+            reason = done.choice.reasons.get(find(leaf))
+            if reason:
+                reasons.append(f"dim {dim} ({leaf.size}): {reason}")
+    if not reasons:
+        return "no run of the model used it" if not _used(tensor, done) else "nothing in it can be split"
+    return "; ".join(dict.fromkeys(reasons))
+
+
+def _used(tensor: int, done: _Round) -> bool:
+    return any(leaf.events for term in done.axes.of(tensor) for leaf in leaves(term)) or not done.axes.of(tensor)
+
+
+def _legal_sizes(choice: Choice) -> tuple[int, ...]:
+    """Sizes at which every class that can be split divides."""
+    sizes = [leaf.size for leaf in choice.marks if leaf not in choice.vocabularies] + list(choice.indivisible.values())
+    common = gcd(*sizes) if sizes else 1
+    return tuple(n for n in range(1, common + 1) if common % n == 0)

@@ -1,0 +1,152 @@
+"""Which axis classes can be split, and which are.
+
+A class can be split when nothing on its way forbids it, it sits in weights and is contracted with one (so that cutting
+it pays), and it is neither input data nor the residual stream. The residual is recognised by what it is, `x + f(x)`
+where f goes through a weight, not by a name or by being frequent. Among the candidates the ones that hold most bytes
+win; a weight is cut once.
+
+The vocabulary is a case of its own: rows of a table that is looked up, columns of the head whose product leaves the
+model. It may be cut unevenly.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from math import prod
+
+from autoplan.analyse.axes import Axes
+from autoplan.analyse.events import FORBIDDING
+from autoplan.analyse.shards import refs
+from autoplan.analyse.terms import Term, find, leaves
+from autoplan.values import Trace
+
+__all__ = ["Choice", "Occurrences", "choose", "occurrences", "residual_leaves"]
+
+# Events that allow a split at a price: classes without them go first.
+PRICE = {"contract_a": 4, "reduce_lin": 2, "norm": 2, "created": 1, "const": 1, "random": 0}
+FREE = frozenset({"contract_w", "batch_w", "batch_a", "free_a"})
+_UNKNOWN_PRICE = 5
+_DEAR = 3  # a class this dear goes after all cheaper ones, whatever it holds
+
+Occurrences = dict[Term, dict[int, set[int]]]
+
+
+@dataclass
+class Choice:
+    """The split leaves with their marks, and for every other candidate why not."""
+
+    marks: dict[Term, str] = field(default_factory=dict)
+    reasons: dict[Term, str] = field(default_factory=dict)
+    indivisible: dict[Term, int] = field(default_factory=dict)
+    vocabularies: set[Term] = field(default_factory=set)
+
+
+def occurrences(trace: Trace, axes: Axes) -> Occurrences:
+    """For every leaf the parameters it sits in, and in which dims."""
+    found: Occurrences = defaultdict(dict)
+    for tensor, info in enumerate(trace.tensors):
+        if info.kind != "parameter":
+            continue
+        for dim, term in enumerate(axes.of(tensor)):
+            for leaf in leaves(term):
+                found[find(leaf)].setdefault(tensor, set()).add(dim)
+    return found
+
+
+def residual_leaves(trace: Trace, axes: Axes) -> set[Term]:
+    """Leaves of the residual stream: dims shared by both sides of `x + f(x)` when f goes through a weight."""
+    reached: dict[int, int] = defaultdict(int)  # tensor -> bit set of ancestors
+    through: dict[int, int] = defaultdict(int)  # the same, on paths through a contraction with a weight
+    found: set[Term] = set()
+    for op in trace.ops:
+        inputs = [t for t in refs((op.args, tuple(op.kwargs.values()))) if t not in axes.weights]
+        outputs = list(refs(op.outputs))
+        if op.name in ("add", "add_") and len(inputs) >= 2:
+            left, right = inputs[0], inputs[1]
+            if through[right] >> left & 1 or through[left] >> right & 1:
+                shared = {find(x) for t in axes.of(left) for x in leaves(t)}
+                found |= shared & {find(x) for t in axes.of(right) for x in leaves(t)}
+        weighted = _contracts_weight(op.name, tuple(refs((op.args, tuple(op.kwargs.values())))), axes)
+        above = through_above = 0
+        for tensor in inputs:
+            above |= reached[tensor] | 1 << tensor
+            through_above |= through[tensor]
+        for tensor in outputs:
+            if tensor in inputs:  # in place: the tensor is its own ancestor, which says nothing
+                above &= ~(1 << tensor)
+                through_above &= ~(1 << tensor)
+            reached[tensor] |= above
+            through[tensor] |= above if weighted else through_above
+    return {leaf for leaf in found if not leaf.data}
+
+
+def _contracts_weight(name: str, tensors: tuple[int, ...], axes: Axes) -> bool:
+    return name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "mv") and any(
+        tensor in axes.weights for tensor in tensors
+    )
+
+
+def choose(
+    trace: Trace, axes: Axes, tp: int, *, refused: dict[Term, str], vocabularies: set[Term] | None = None
+) -> Choice:
+    """Pick the classes to split at `tp`. `refused` are leaves an earlier round could not place, with reasons."""
+    choice = Choice()
+    found = occurrences(trace, axes)
+    residual = residual_leaves(trace, axes)
+    taken: set[int] = set()
+    candidates = []
+    for leaf, places in found.items():
+        reason = _why_not(leaf, places, trace, residual, refused)
+        if reason:
+            choice.reasons[leaf] = reason
+            continue
+        weights = [t for t in places if len(trace.tensors[t].shape) >= 2]
+        held = sum(prod(trace.tensors[t].shape) for t in weights)
+        price = sum(0 if e in FREE else PRICE.get(e, _UNKNOWN_PRICE) for e in leaf.events)
+        candidates.append((price > _DEAR, -held, price, leaf))
+    for leaf in sorted(vocabularies or (), key=lambda x: -x.size):
+        if leaf not in refused:
+            choice.marks[leaf] = "!"
+            choice.vocabularies.add(leaf)
+            choice.reasons.pop(leaf, None)
+            taken |= _weights_of(leaf, found, trace)
+    for _, _, _, leaf in sorted(candidates, key=lambda c: c[:3]):
+        weights_of = _weights_of(leaf, found, trace)
+        if leaf in choice.marks:
+            continue
+        if weights_of & taken:
+            choice.reasons[leaf] = "its weights are already split along another axis"
+        elif leaf.size % tp:
+            choice.reasons[leaf] = f"{leaf.size} does not divide by tp={tp}"
+            choice.indivisible[leaf] = leaf.size
+        else:
+            choice.marks[leaf] = "!"
+            taken |= weights_of
+    return choice
+
+
+def _weights_of(leaf: Term, found: Occurrences, trace: Trace) -> set[int]:
+    return {tensor for tensor in found.get(leaf, ()) if len(trace.tensors[tensor].shape) >= 2}
+
+
+def _why_not(
+    leaf: Term, places: dict[int, set[int]], trace: Trace, residual: set[Term], refused: dict[Term, str]
+) -> str:
+    """The first reason against splitting a leaf, or an empty string."""
+    if leaf in refused:
+        return refused[leaf]
+    if leaf.data:
+        return "it follows the size of the input"
+    if leaf in residual:
+        return "it is the residual stream, which every rank holds whole"
+    against = sorted(leaf.events & FORBIDDING)
+    if against:
+        return f"an op reads across it ({', '.join(against)})"
+    if not leaf.events & {"contract_w", "batch_w"}:
+        return "no weight contracts it, so cutting it saves nothing"
+    if len([t for t in places if len(trace.tensors[t].shape) >= 2]) < 2:
+        return "it sits in one weight only, so nothing downstream shares the cut"
+    if any(len(dims) > 1 for dims in places.values()):
+        return "one weight has it on both dims"
+    return ""
