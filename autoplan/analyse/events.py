@@ -1,0 +1,79 @@
+"""What can happen to an axis: the complete table of events that op rules leave on leaves.
+
+Whether an axis may be dealt out over ranks depends only on what the model does along it. Each op rule says so by
+leaving one of these words on the axis. `FORBIDDING` holds those after which positions along the axis no longer stand
+for themselves, so that no rank could work on its share alone; the others cost a reduction, or nothing.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+__all__ = ["FORBIDDING", "Event"]
+
+
+class Event(StrEnum):
+    """One word per meaning; several ops share a word when they mean the same for a split."""
+
+    # products
+    CONTRACT_W = "contract_w"  # summed over in a product with a weight (the input features of a linear)
+    CONTRACT_A = "contract_a"  # summed over in a product of two activations (head width in q @ k)
+    CONTRACT_MIXED = "contract_mixed"  # a summed concatenation carries this axis in some of its segments only
+    BATCH_W = "batch_w"  # batch position of a product with a weight (packed experts, groups of a convolution)
+    BATCH_A = "batch_a"  # batch position of a product of two activations (heads in q @ k)
+    FREE_A = "free_a"  # row or column of a product of two activations (query and key positions)
+    EXPERT_BATCH = "expert_batch"  # picks the weight of a grouped product (experts in _grouped_mm)
+    SOLVE = "solve"  # a triangular system is solved along it
+    # sums and comparisons along the axis
+    REDUCE_LIN = "reduce_lin"  # sum, mean: a partial result per rank can be summed
+    REDUCE_MAX = "reduce_max"  # max, min, amax, amin, median
+    REDUCE_ARG = "reduce_arg"  # argmax, argmin: the answer is a position
+    REDUCE_LOGIC = "reduce_logic"  # any, all
+    REDUCE_VAR = "reduce_var"  # var, std, var_mean
+    REDUCE_NORM = "reduce_norm"  # vector norms and distances
+    REDUCE_LOGSUMEXP = "reduce_logsumexp"
+    REDUCE_PROD = "reduce_prod"
+    NORM = "norm"  # layer norm, RMS norm, group norm, weight norm: statistics over the axis
+    SOFTMAX = "softmax"  # softmax, log-softmax, attention over keys
+    TOPK = "topk"  # the largest along it, or the axis of ranks that came out
+    SORT = "sort"  # sort, unique, histogram
+    CUMSUM = "cumsum"  # each position depends on those before it (cumsum, cumprod, cummax, linear recurrences)
+    # positions along the axis are looked up or rearranged
+    EMBED_INDEX = "embed_index"  # rows of a table looked up by integers (embedding)
+    INDEX_W = "index_w"  # positions of a weight looked up by a tensor of integers
+    INDEX = "index"  # positions of an activation looked up by integers or a mask, or turned into integers
+    GATHER = "gather"
+    SCATTER = "scatter"
+    SELECT = "select"  # one position is taken by number, or each on its own (select, unbind)
+    STACK = "stack"  # separate tensors were put side by side to make it
+    CUT = "cut"  # a slice inside one block of a product: no clean axis is left
+    STRIDED = "strided"  # a slice with a step that does not divide, windows
+    PAD = "pad"
+    FLIP = "flip"
+    ROLL = "roll"
+    TRIANGLE = "triangle"  # values are kept or dropped by position (tril, triu)
+    CONV_K = "conv_k"  # inside the kernel of a convolution
+    CONV_SP = "conv_sp"  # neighbours along it are mixed (convolution, pooling, resizing)
+    JOINS_DATA = "joins_data"  # put in one row with input data (learned tokens before the sequence)
+    # values made in forward
+    CREATED = "created"  # made in forward with values that differ along it (arange, linspace, eye)
+    CONST = "const"  # a ready-made constant lies along it (slopes, masks from a literal)
+    RANDOM = "random"  # random numbers are drawn along it (dropout, noise)
+    # what the analysis does not know
+    CLASH = "clash"  # two structures met that cannot be one
+    BADVIEW = "badview"  # a reshape that mixes it with its neighbours
+    OPAQUE = "opaque"  # an op without an exact rule touched it
+
+
+FORBIDDING: frozenset[Event] = frozenset(Event) - {
+    Event.CONTRACT_W,
+    Event.CONTRACT_A,
+    Event.BATCH_W,
+    Event.BATCH_A,
+    Event.FREE_A,
+    Event.REDUCE_LIN,
+    Event.NORM,
+    Event.CREATED,
+    Event.CONST,
+    Event.RANDOM,
+}

@@ -1,0 +1,33 @@
+"""One rule per family of aten ops. Importing this package fills the table in `site.RULES`."""
+
+from autoplan.analyse.op_rules import (
+    creation,
+    elementwise,
+    indexing,
+    linalg,
+    pieces,
+    products,
+    reductions,
+    spatial,
+    views,
+)
+from autoplan.analyse.op_rules.site import RULES, Rule, Site, State, refs, rule, rule_for
+
+__all__ = [
+    "RULES",
+    "Rule",
+    "Site",
+    "State",
+    "creation",
+    "elementwise",
+    "indexing",
+    "linalg",
+    "pieces",
+    "products",
+    "reductions",
+    "refs",
+    "rule",
+    "rule_for",
+    "spatial",
+    "views",
+]
