@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from os import PathLike
 from typing import Any, Literal
 
 __all__ = [
@@ -394,3 +395,33 @@ class Plan:
     findings: tuple[Finding, ...] = ()
     proof: Proof = Proof("none", 1, False)
     runtime: Runtime = Runtime()
+
+    def __str__(self) -> str:
+        """A table for a terminal."""
+        from autoplan.emit.terminal import plain_text, plan_view
+
+        return plain_text(plan_view(self))
+
+    def explain(self, path: str) -> str:
+        """Why a module, a parameter, or a pattern of either is split or whole, and what runs around it."""
+        from autoplan.emit.explain import explain
+
+        return explain(self, path)
+
+    def diff(self, other: Plan) -> tuple[Change, ...]:
+        """What `other` has changed; empty exactly when the plans are equal."""
+        from autoplan.emit.differences import diff
+
+        return diff(self, other)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain data: what files hold and `autoplan plan --json` prints."""
+        from autoplan.emit.plan_file import plan_to_dict
+
+        return plan_to_dict(self)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write a plan file, YAML or JSON by suffix; `autoplan.load_plan` reads it back exactly."""
+        from autoplan.emit.plan_file import save_plan
+
+        save_plan(self, path)

@@ -1,4 +1,4 @@
-"""Plans written by hand, as realistic as a page allows, for the tests of everything that prints, saves and compares plans."""
+"""Plans written by hand, as realistic as a page allows, for tests of what prints, saves and compares plans."""
 
 from __future__ import annotations
 

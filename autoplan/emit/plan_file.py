@@ -1,15 +1,17 @@
 """Plan files: a plan as data that people can read, keep under version control and load again exactly.
 
-A plan is made once, reviewed, and used for months, by other people and other versions of autoplan. So a file begins with
-the version of its format, holds everything `parallelize` needs, executes nothing when it is read, and is checked against
-the types of `values.py` on the way in: a wrong key, a missing key or a wrong type is one error that says where.
+A plan is made once, reviewed, and used for months, by other people and other versions of autoplan. So a file begins
+with the version of its format, holds everything `parallelize` needs, executes nothing when it is read, and is checked
+against the types of `values.py` on the way in: a wrong key, a missing key or a wrong type is an error that says where.
+
+`values.py` is the description of the format; a new field there needs a default, or old files stop loading.
 
     autoplan: 1
     model: LlamaForCausalLM
     tp_size: 8
     sequence_parallel: false
     entries: [...]        # what is split, how and why; then: replicated, layers, proof, source, legal_tp, findings
-    runtime: {...}        # what `parallelize` does: parameters, edited integers, sums (fields at their default are left out)
+    runtime: {...}        # what `parallelize` does: parameters, edited integers, sums (defaults are left out)
 
 `autoplan plan --json` prints the same keys.
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Hashable
 from dataclasses import MISSING, Field, fields, is_dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +34,15 @@ from autoplan.values import Plan
 __all__ = ["FORMAT_VERSION", "load_plan", "plan_from_dict", "plan_to_dict", "save_plan"]
 
 FORMAT_VERSION = 1
-_KEYS = ("model", "tp_size", "sequence_parallel", "entries", "replicated", "layers", "proof")  # the contract's, in order
+_KEYS = (
+    "model",
+    "tp_size",
+    "sequence_parallel",
+    "entries",
+    "replicated",
+    "layers",
+    "proof",
+)  # the contract's, in order
 _MORE_KEYS = ("source", "legal_tp", "findings", "runtime")
 Notation = TypeVar("Notation")
 _SUFFIXES = ".yaml, .yml or .json"
@@ -69,7 +80,7 @@ def plan_from_dict(data: Any, where: str = "plan") -> Plan:
     return plan
 
 
-def save_plan(plan: Plan, path: str | Path) -> None:
+def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
     """Write `plan` to `path`, as YAML or JSON by its suffix."""
     target = Path(path)
     text = _writer(target)(plan_to_dict(plan))
@@ -79,7 +90,7 @@ def save_plan(plan: Plan, path: str | Path) -> None:
         raise PlanFileError(f"{target} cannot be written: {error.strerror}", hint="choose another path") from error
 
 
-def load_plan(path: str | Path) -> Plan:
+def load_plan(path: str | PathLike[str]) -> Plan:
     """Read a plan file. Nothing in it is executed."""
     source = Path(path)
     parse = _reader(source)

@@ -1,0 +1,111 @@
+"""The table of a plan's entries: one row per module pattern, as many columns as the terminal has room for.
+
+Module paths are long and mostly alike. Neighbours with one parent stand indented under it, as in a file tree, so that
+the columns that differ stay in sight. On a narrow terminal the exact cut and the role step aside (`explain` and
+`--json` have them), and what is left wraps between words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from autoplan.values import Entry
+
+__all__ = ["EntryTable"]
+
+_GAP = 2
+_WIDE = 110
+_LONG_PATH = 28
+_LEAST = 10  # columns a cell keeps when others need room
+_STYLES = {"module": "cyan", "cut": "dim"}
+_LEGEND = "cut is dim:layout; ! is dealt out over the ranks, * multiplies, | parts segments that are cut each by itself"
+
+Row = dict[str, str]
+
+
+class EntryTable:
+    """A rich renderable; what it shows depends on the width it is given."""
+
+    def __init__(self, entries: tuple[Entry, ...]) -> None:
+        self.entries = entries
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.max_width >= _WIDE
+        columns = self._columns(wide)
+        groups = [(parent, [_row(entry, parent) for entry in members]) for parent, members in _groups(self.entries)]
+        widths = _widths(columns, [row for _, rows in groups for row in rows], options.max_width)
+        yield _grid(columns, widths, [{column: column for column in columns}], header=True)
+        for parent, rows in groups:
+            if parent:
+                yield Text(parent, _STYLES["module"], no_wrap=False, overflow="fold")
+            yield _grid(columns, widths, rows)
+        if wide:
+            yield Text(_LEGEND, "dim")
+
+    def _columns(self, wide: bool) -> list[str]:
+        """Source and proof only where entries differ in them: else the plan's headline and last line say it."""
+        columns = ["module", "style"] + ["role"] * wide + ["units"] + ["cut"] * wide + ["sums"]
+        return columns + [name for name in ("source", "proof") if len({getattr(e, name) for e in self.entries}) > 1]
+
+
+def _groups(entries: Iterable[Entry]) -> Iterator[tuple[str, list[Entry]]]:
+    """Neighbours under the parent they share; a module alone keeps its path while that is short."""
+    for parent, members in groupby(entries, key=lambda entry: entry.pattern.rpartition(".")[0]):
+        found = list(members)
+        alone = len(found) == 1 and len(found[0].pattern) <= _LONG_PATH
+        yield ("" if alone else parent), found
+
+
+def _row(entry: Entry, parent: str) -> Row:
+    leaf = entry.pattern.removeprefix(f"{parent}.") if parent else entry.pattern or "(root)"
+    return {
+        "module": f"  {leaf}" if parent else leaf,
+        "style": entry.style,
+        "role": entry.role,
+        "units": entry.units,
+        "cut": _cut(entry),
+        "sums": "\n".join(entry.reduces),
+        "source": entry.source,
+        "proof": entry.proof,
+    }
+
+
+def _cut(entry: Entry) -> str:
+    """One line where all parameters are cut alike, else one for each. Spaces give long layouts places to wrap."""
+    segments = [segment.replace("|", " | ") for segment in entry.segments]
+    if len(set(segments)) <= 1 or len(entry.parameters) != len(segments):
+        return "\n".join(dict.fromkeys(segments))
+    names = (parameter.removeprefix(f"{entry.pattern}.") for parameter in entry.parameters)
+    return "\n".join(f"{name} {segment}" for name, segment in zip(names, segments, strict=True))
+
+
+def _widths(columns: list[str], rows: list[Row], available: int) -> dict[str, int]:
+    """Each column as wide as its widest line; then the widest give way until the table fits."""
+    lines = {column: [column, *(line for row in rows for line in row[column].split("\n"))] for column in columns}
+    widths = {column: max(map(cell_len, texts)) for column, texts in lines.items()}
+    giving = [column for column in columns if column not in ("module", "style")]
+    while sum(widths.values()) + _GAP * (len(columns) - 1) > available:
+        widest = max(giving, key=lambda column: widths[column])
+        if widths[widest] <= _LEAST:
+            if "module" in giving:
+                break
+            giving = columns
+            continue
+        widths[widest] -= 1
+    return widths
+
+
+def _grid(columns: list[str], widths: dict[str, int], rows: list[Row], header: bool = False) -> Table:
+    table = Table.grid(padding=(0, _GAP, 0, 0), pad_edge=False)
+    for column in columns:
+        style = "dim" if header else _STYLES.get(column, "")
+        table.add_column(width=widths[column], overflow="fold", style=style)
+    for row in rows:
+        table.add_row(*(Text(row[column]) for column in columns))
+    return table

@@ -1,0 +1,157 @@
+"""`plan.explain(...)`: why this parameter is split, or whole, and what happens around it when the model runs.
+
+A plan is trusted when each of its decisions can be questioned. The answer to a path is found in this order: the entry
+that means it (or owns it, for a parameter), the entries under it; then the parameters at or under it that stay whole.
+A path that the plan does not know is an error that names the nearest known ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autoplan.emit.words import bytes_text, segment_text
+from autoplan.errors import AutoplanError
+from autoplan.patterns import best_match, fold_names, is_under, matches, nearest
+from autoplan.values import Entry, HookSite, Plan, Replicated, ScopedCall
+
+__all__ = ["explain", "local_name"]
+
+_ACTIONS = {
+    "copy": "the gradient of {what} is summed over ranks (backward)",
+    "reduce": "{what} is summed over ranks (forward)",
+    "scale": "the gradient of {what} is divided by {tp} where every rank holds the value (backward)",
+    "gather": "{what} is gathered from all ranks (forward), its gradient sliced (backward)",
+    "mean": "{what} is averaged over ranks (forward)",
+}
+
+
+def explain(plan: Plan, path: str) -> str:
+    """The answer for a module, a parameter, or a pattern of either."""
+    entry = _entry_for(plan, path)
+    whole = tuple(item for item in plan.replicated if _concerns(path, item.fqn))
+    if entry is not None:
+        parameter = path if not matches(entry.pattern, path) else ""
+        return "\n".join([path, *_rows(_about_entry(plan, entry, parameter)), *_whole_lines(whole)])
+    under = tuple(other for other in plan.entries if _concerns(path, other.pattern))
+    if not under and not whole:
+        known = [entry.pattern for entry in plan.entries] + list(fold_names(item.fqn for item in plan.replicated))
+        close = nearest(path, known)
+        raise AutoplanError(
+            f"the plan for {plan.model} says nothing about {path!r}",
+            hint=f"nearest paths: {', '.join(close)}" if close else "print the plan to see the paths it knows",
+        )
+    lines = [path]
+    if under:
+        lines += _rows([("split", [f"{other.pattern}: {_one_line(other)}" for other in under])])
+    return "\n".join(lines + _rows([("running", _running(plan, path))]) + _whole_lines(whole))
+
+
+def local_name(entry: Entry, parameter: str) -> str:
+    """A parameter as its module calls it: "weight"."""
+    return parameter.removeprefix(f"{entry.pattern}.")
+
+
+def _entry_for(plan: Plan, path: str) -> Entry | None:
+    """The entry that means `path`, or whose module owns the parameter `path`."""
+    owner, _, name = path.rpartition(".")
+    owning = best_match(plan.entries, owner)
+    if owning is not None and name in {local_name(owning, parameter) for parameter in owning.parameters}:
+        return owning
+    return best_match(plan.entries, path)
+
+
+def _concerns(path: str, fqn: str) -> bool:
+    """Is `fqn` at or under `path`? Either may be a pattern."""
+    if is_under(path, fqn):
+        return True
+    depth = path.count(".") + 1
+    return matches(".".join(fqn.split(".")[:depth]), path)
+
+
+def _about_entry(plan: Plan, entry: Entry, parameter: str) -> Iterable[tuple[str, list[str]]]:
+    names = [local_name(entry, name) for name in entry.parameters]
+    cuts = list(zip(names, entry.segments, strict=False))
+    if parameter:
+        cuts = [(name, segment) for name, segment in cuts if name == parameter.rpartition(".")[2]]
+    yield "planned as", [entry.pattern]
+    yield "style", [entry.style]
+    yield "role", [f"{entry.role} (rule {entry.rule}, source {entry.source})"]
+    yield "units", [entry.units]
+    yield "cut", [f"{name} {segment_text(segment, plan.tp_size)}" for name, segment in cuts]
+    yield "because", entry.reason.splitlines()
+    yield "costs", list(entry.reduces)
+    yield "running", _running(plan, entry.pattern)
+    yield "proof", [entry.proof]
+
+
+def _running(plan: Plan, pattern: str) -> list[str]:
+    """What `parallelize` does at this module and at the one that holds it."""
+    runtime, parent = plan.runtime, pattern.rpartition(".")[0]
+
+    def near(other: str) -> bool:
+        return bool(other) and (_concerns(pattern, other) or (bool(parent) and other == parent))
+
+    lines = [
+        f"{edit.pattern}: {edit.attribute}{'' if edit.index is None else f'[{edit.index}]'} {edit.old} → "
+        + (f"{edit.new}" if edit.per_rank is None else f"{', '.join(map(str, edit.per_rank))} by rank")
+        for edit in runtime.edits
+        if near(edit.pattern)
+    ]
+    lines += [_hook_text(hook, plan.tp_size) for hook in runtime.hooks if near(hook.pattern)]
+    lines += [
+        f"{rule.pattern}: its gradient is summed over ranks" + (" on shared rows" if rule.gradient == "shared" else "")
+        for rule in runtime.parameters
+        if rule.gradient != "local" and near(rule.pattern)
+    ]
+    lines += [
+        f"{rule.pattern}: each rank adds 1/{plan.tp_size} of it"
+        for rule in runtime.parameters
+        if rule.divide and near(rule.pattern)
+    ]
+    lines += [
+        f"{head.pattern}: "
+        + ("ids of other ranks are masked, rows summed" if head.kind == "embedding" else "logits stay split")
+        for head in runtime.heads
+        if near(head.pattern)
+    ]
+    return lines + [_scoped_text(call) for call in runtime.scoped if near(call.pattern)]
+
+
+def _hook_text(hook: HookSite, tp_size: int) -> str:
+    what = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in hook.path).removeprefix(".")
+    named = f"{hook.side} {what}".strip()
+    return f"{hook.pattern}: {_ACTIONS[hook.action].format(what=named, tp=tp_size)}"
+
+
+def _scoped_text(call: ScopedCall) -> str:
+    done = [
+        *(["sizes made local"] if call.arguments else []),
+        *(["gradients of its inputs summed"] if call.copies else []),
+        *([f"output reduced ({call.reduce})"] if call.reduce else []),
+        *(["output cut to the rank's share"] if call.cuts else []),
+    ]
+    return f"{call.pattern}: call {call.position}, {call.name}: {', '.join(done) or 'changed'}"
+
+
+def _one_line(entry: Entry) -> str:
+    return ", ".join(part for part in (entry.style, entry.units, f"rule {entry.rule}") if part)
+
+
+def _whole_lines(whole: tuple[Replicated, ...]) -> list[str]:
+    groups: dict[tuple[int, str], list[str]] = {}
+    for item in whole:
+        groups.setdefault((item.bytes, item.reason), []).append(item.fqn)
+    texts = [
+        f"{', '.join(fold_names(names))} ({bytes_text(size)}{f' × {len(names)}' if len(names) > 1 else ''}): {reason}"
+        for (size, reason), names in groups.items()
+    ]
+    return _rows([("whole", texts)])
+
+
+def _rows(labelled: Iterable[tuple[str, list[str]]]) -> list[str]:
+    """Label in the left column on its first line; nothing for what has nothing to say."""
+    return [
+        f"  {label if position == 0 else '':<11}{line}"
+        for label, lines in labelled
+        for position, line in enumerate(line for line in lines if line)
+    ]

@@ -1,0 +1,162 @@
+"""What a person sees: a plan and a report, as tables for a terminal.
+
+A plan answers, in this order: which model and size; what is split, and how; why; what stays whole and what that weighs;
+the stacks of blocks; what was found; what was proven. Repeated blocks are folded by the plan's own patterns, and each
+reason is said once. The same renderables are printed in colour on a terminal and as plain text by `str(plan)`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from io import StringIO
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from autoplan.emit.entry_table import EntryTable
+from autoplan.emit.words import bytes_text, count
+from autoplan.patterns import fold_names, matches
+from autoplan.values import Entry, Finding, Plan, Proof, Replicated, Report
+
+__all__ = ["plain_text", "plan_view", "report_view"]
+
+_LEVELS = {"error": "bold red", "warn": "yellow", "note": "cyan"}
+_NARROWEST = 80
+
+
+def plain_text(view: RenderableType, width: int | None = None) -> str:
+    """A view without colour, `width` columns wide (the terminal's by default), without trailing blanks."""
+    columns = width or max(shutil.get_terminal_size((120, 24)).columns, _NARROWEST)
+    console = Console(file=StringIO(), width=columns, color_system=None, force_terminal=False, legacy_windows=False)
+    with console.capture() as capture:
+        console.print(view)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def plan_view(plan: Plan) -> RenderableType:
+    """The whole plan."""
+    sections: list[RenderableType] = [_headline(plan)]
+    if plan.entries:
+        sections += [_heading("Split"), EntryTable(plan.entries), _heading("Why"), _reasons(plan.entries)]
+    if plan.replicated:
+        total = bytes_text(sum(item.bytes for item in plan.replicated))
+        heading = f"Whole on every rank: {count(len(plan.replicated), 'parameter')}, {total}"
+        sections += [_heading(heading), *_replicated(plan.replicated)]
+    if plan.layers:
+        sections += [_heading("Layers"), _layers(plan)]
+    if plan.findings:
+        sections += [_heading("Findings"), *_findings(plan.findings)]
+    return Group(*sections, Text(), _proof(plan.proof))
+
+
+def report_view(report: Report, title: str) -> RenderableType:
+    """The outcome of a check: verdict first, then each finding."""
+    verdict = Text.assemble(
+        (title, "bold"), f" · tp {report.tp_size} · ", ("passed", "bold green") if report.ok else ("failed", "bold red")
+    )
+    facts = []
+    if report.forward is not None:
+        facts.append(f"forward off by {report.forward:.1e}")
+    if report.gradients:
+        worst = max(report.gradients, key=lambda name: report.gradients[name])
+        facts.append(
+            f"{count(len(report.gradients), 'gradient')} compared, the worst off by "
+            f"{report.gradients[worst]:.1e} ({worst})"
+        )
+    facts += [f"{key}: {value}" for key, value in report.details.items() if isinstance(value, (str, int, float))]
+    lines: list[RenderableType] = [verdict, *(Text(f"  {fact}") for fact in facts)]
+    if report.findings:
+        lines += [_heading("Findings"), *_findings(report.findings)]
+    return Group(*lines)
+
+
+# ------------------------------------------------------------------------------------------------ the plan's sections
+
+
+def _headline(plan: Plan) -> RenderableType:
+    facts = [f"tp {plan.tp_size}", plan.source]
+    if plan.sequence_parallel:
+        facts.append("sequence parallel")
+    facts.append(f"legal at tp {', '.join(map(str, plan.legal_tp))}")
+    return Text.assemble((plan.model, "bold"), *(f" · {fact}" for fact in facts))
+
+
+def _reasons(entries: tuple[Entry, ...]) -> RenderableType:
+    """Each rule's reasons, once each, with the roles it gave."""
+    said: dict[tuple[str, str], dict[str, None]] = {}
+    for entry in entries:
+        if entry.reason:
+            said.setdefault((entry.rule or entry.source, entry.reason), {})[entry.role] = None
+    table = _table("rule", "roles", "reason")
+    previous = ""
+    for (rule, reason), roles in said.items():
+        table.add_row(rule if rule != previous else "", ", ".join(filter(None, roles)), reason)
+        previous = rule
+    return table
+
+
+def _replicated(items: tuple[Replicated, ...]) -> Iterable[RenderableType]:
+    """By reason, the heaviest first; repeated blocks folded."""
+    by_reason: dict[str, dict[int, list[str]]] = {}
+    for item in items:
+        by_reason.setdefault(item.reason, {}).setdefault(item.bytes, []).append(item.fqn)
+    names = [item.fqn for item in items]
+    weights = {reason: sum(size * len(fqns) for size, fqns in sizes.items()) for reason, sizes in by_reason.items()}
+    for reason in sorted(by_reason, key=lambda reason: -weights[reason]):
+        rows = [
+            (sum(matches(pattern, fqn) for fqn in fqns), size, pattern)
+            for size, fqns in by_reason[reason].items()
+            for pattern in fold_names(fqns, names)
+        ]
+        table = _table("bytes", "count", "parameter", header=False, right=("bytes", "count"))
+        for members, size, pattern in sorted(rows, key=lambda row: -row[0] * row[1]):
+            table.add_row(bytes_text(members * size), f"{members} ×", Text(pattern, "cyan"))
+        yield Text(reason or "(no reason given)")
+        yield Padding(table, (0, 0, 0, 2))
+
+
+def _layers(plan: Plan) -> RenderableType:
+    table = _table("stack", "kind", "blocks", "paths", "note", header=False, right=("blocks",))
+    for stack in plan.layers:
+        paths = ", ".join(fold_names(stack.fqns))
+        table.add_row(Text(stack.name, "cyan"), stack.kind, count(len(stack.fqns), "block"), paths, stack.note)
+    return table
+
+
+def _findings(findings: tuple[Finding, ...]) -> Iterable[RenderableType]:
+    for finding in findings:
+        weight = f" ({bytes_text(finding.bytes)})" if finding.bytes else ""
+        yield Text.assemble(
+            (f"{finding.level:<6}", _LEVELS[finding.level]), finding.check, " · ", (finding.where, "cyan"), weight
+        )
+        for text in (finding.message, finding.proof, finding.hint and f"→ {finding.hint}"):
+            if text:
+                yield Padding(Text(text), (0, 0, 0, 6))
+
+
+def _proof(proof: Proof) -> RenderableType:
+    if proof.method == "none":
+        return Text("Not proven.", "yellow")
+    where = {"graph": f"on the graph at tp {proof.tp_size}", "ranks": f"on {count(proof.tp_size, 'simulated rank')}"}
+    verdict = Text.assemble(("Proven", "bold green") if proof.ok else ("Proof failed", "bold red"))
+    verdict.append(f" {where[proof.method]}")
+    if proof.checked:
+        verdict.append(f" by {', '.join(proof.checked)}")
+    return verdict.append(f": {proof.text}" if proof.text else ".")
+
+
+# ------------------------------------------------------------------------------------------------ one look for all
+
+
+def _heading(text: str) -> RenderableType:
+    return Padding(Text(text, "bold"), (1, 0, 0, 0))
+
+
+def _table(*columns: str, header: bool = True, right: tuple[str, ...] = ()) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=header, header_style="dim", padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table

@@ -1,0 +1,92 @@
+"""Numbers and layouts as a person would say them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoplan.errors import AutoplanError
+from autoplan.layout import Layout
+
+__all__ = ["bytes_text", "count", "layout_text", "ranges_text", "segment_text"]
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def bytes_text(size: int) -> str:
+    """
+    >>> bytes_text(8192), bytes_text(100), bytes_text(1_050_673_152)
+    ('8.0 KiB', '100 B', '1002.0 MiB')
+    """
+    value, unit = float(size), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.1f} {_UNITS[unit]}" if unit else f"{size} B"
+
+
+def count(number: int, noun: str) -> str:
+    """
+    >>> count(1, "rank"), count(2, "rank")
+    ('1 rank', '2 ranks')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def ranges_text(indices: Sequence[int], show: int = 4) -> str:
+    """
+    >>> ranges_text([0, 1, 2, 8, 9, 12])
+    '0–2, 8–9, 12'
+    """
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][1] + 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    shown = [f"{first}–{last}" if first < last else str(first) for first, last in runs[:show]]
+    return ", ".join(shown) + (f", … ({len(runs)} runs)" if len(runs) > show else "")
+
+
+def layout_text(text: str, tp_size: int) -> str:
+    """What a rank holds of a dimension, factor by factor and in all, and which indices rank 0 holds.
+
+    >>> layout_text("32!*128", 8)
+    'each of 8 ranks holds 4 of 32 × 128 = 512 of 4096; rank 0: 0–511'
+    >>> layout_text("16!|1", 8)
+    'each of 8 ranks holds 2 of 16 | all 1 = 3 of 17; rank 0: 0–1, 16'
+    """
+    layout = Layout.parse(text)
+    rows = layout.rows(0, tp_size)
+    if not layout.is_split:
+        return f"whole on each of {count(tp_size, 'rank')}"
+    share, total = _share(layout, tp_size), f"{len(rows)} of {layout.size}"
+    equation = share if share == total else f"{share} = {total}"
+    return f"each of {count(tp_size, 'rank')} holds {equation}; rank 0: {ranges_text(rows)}"
+
+
+def segment_text(segment: str, tp_size: int) -> str:
+    """An entry's "dim:layout" in words; text in any other notation stands as it is.
+
+    >>> segment_text("1:8!", 2)
+    'dim 1: each of 2 ranks holds 4 of 8; rank 0: 0–3'
+    """
+    dim, _, layout = segment.partition(":")
+    try:
+        return f"dim {int(dim)}: {layout_text(layout, tp_size)}"
+    except (AutoplanError, ValueError):
+        return segment
+
+
+def _share(layout: Layout, tp_size: int) -> str:
+    if not layout.is_split:
+        return _sizes(layout)
+    if layout.kind == "concatenation":
+        return " | ".join(_share(part, tp_size) if part.is_split else f"all {_sizes(part)}" for part in layout.parts)
+    if layout.kind == "product":
+        shares = [(_share(part, tp_size), part.kind == "concatenation") for part in layout.parts]
+        return " × ".join(f"({share})" if inner else share for share, inner in shares)
+    return f"{len(layout.rows(0, tp_size))} of {layout.size}"
+
+
+def _sizes(layout: Layout) -> str:
+    join = " | " if layout.kind == "concatenation" else " × "
+    return join.join(_sizes(part) for part in layout.parts) if layout.parts else str(layout.size)
