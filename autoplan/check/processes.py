@@ -77,20 +77,22 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
                 f"ranks {missing} of {len(pipes)} did not end in {timeout:g} s",
                 hint="every rank must issue the same collectives in the same order",
             )
-        failed: list[tuple[float, int, str]] = []
+        failed: list[tuple[float, int, Any]] = []
         for pipe in ready:
             rank = pipes.index(pipe)  # type: ignore[arg-type]
             try:
                 ok, when, payload = pickle.loads(pipes[rank].recv_bytes())
             except EOFError:
                 ok, when, payload = False, time.monotonic(), "nothing: its process ended without a word (killed?)"
+            if isinstance(payload, bytes):
+                payload = pickle.loads(payload)
             if ok:
                 results[rank] = payload
             else:
                 failed.append((when, rank, payload))
         if failed:
-            _, rank, text = min(failed)
-            raise RankError(rank, len(pipes), text)
+            _, rank, cause = min(failed, key=lambda failure: failure[:2])
+            raise RankError(rank, len(pipes), cause)
     return [results[rank] for rank in range(len(pipes))]
 
 
@@ -100,12 +102,22 @@ def _rank_main(rank: int, world_size: int, folder: str, timeout: float, job: byt
         result = _run(rank, world_size, folder, timeout, job)
         message = pickle.dumps((True, time.monotonic(), result))
     except BaseException as error:  # the caller raises it
-        text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-        message = pickle.dumps((False, time.monotonic(), text))
+        message = pickle.dumps((False, time.monotonic(), _sendable(error)))
     pipe.send_bytes(message)
     pipe.close()
     sys.stdout.flush()
     sys.stderr.flush()
+
+
+def _sendable(error: BaseException) -> bytes | str:
+    """The error itself if it survives the journey, else its text; torch's own errors and many users' do not."""
+    text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+    try:
+        sent = pickle.dumps(error)
+        again = pickle.loads(sent)
+    except Exception:  # any class may fail in any way here, and the text says all
+        return text
+    return sent if isinstance(error, AutoplanError) and str(again) == str(error) else text
 
 
 def _run(rank: int, world_size: int, folder: str, timeout: float, job: bytes) -> Any:

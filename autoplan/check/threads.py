@@ -221,11 +221,11 @@ def _threaded_world() -> Iterator[None]:
     world, lock = dist.distributed_c10d._world, ShardingPropagator._fake_mode_lock
     dist.distributed_c10d._world = ThreadLocalWorld()
     ShardingPropagator._fake_mode_lock = threading.RLock()
-    c10d._set_thread_isolation_mode(True)
+    c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        c10d._set_thread_isolation_mode(False)
+        c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
         ShardingPropagator._fake_mode_lock = lock
         dist.distributed_c10d._world = world
 

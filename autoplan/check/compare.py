@@ -1,0 +1,137 @@
+"""How wrong is a sharded model? One error measure, and findings that name the tensor and the size of its error.
+
+A gradient may be zero for mathematical reasons (a key's bias under softmax), so its error is measured against its own
+size plus a small part of the largest tensor of its kind: `|got - want|max / (|want|max + 1e-4 * max over all |want|)`.
+Comparing every gradient on every rank is what finds missing reductions: forward results are exact without them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autoplan.values import Finding
+
+__all__ = ["DOUBLE", "SINGLE", "Tensors", "Tolerance", "compare", "error_of", "tolerance_for"]
+
+Tensors = Mapping[str, torch.Tensor]
+FLOOR = 1e-4
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The largest error that still counts as equal. In single precision sums in another order already differ."""
+
+    limit: float
+    precision: str
+
+
+DOUBLE = Tolerance(1e-5, "float64")
+SINGLE = Tolerance(2e-3, "float32")
+
+
+def tolerance_for(dtype: torch.dtype) -> Tolerance:
+    return DOUBLE if dtype == torch.float64 else SINGLE
+
+
+def error_of(got: torch.Tensor, want: torch.Tensor, largest: float) -> float:
+    """The error measure above; infinite when shapes or the places of infinities differ."""
+    if got.shape != want.shape:
+        return float("inf")
+    if not want.numel():
+        return 0.0
+    got, want = _comparable(got), _comparable(want)
+    finite = torch.isfinite(want)
+    if not bool((torch.isfinite(got) == finite).all()) or not torch.equal(got[~finite], want[~finite]):
+        return float("inf")
+    if not bool(finite.any()):
+        return 0.0
+    got, want = got[finite], want[finite]
+    scale = float(want.abs().max()) + FLOOR * largest
+    difference = float((got - want).abs().max())
+    return difference / scale if scale else float(difference > 0)
+
+
+def compare(
+    check: str,
+    what: str,
+    want: Tensors,
+    ranks: Sequence[Tensors],
+    tolerance: Tolerance,
+    *,
+    missing_is_zero: bool = False,
+) -> tuple[list[Finding], dict[str, float]]:
+    """Every tensor of every rank against the unsharded model's: findings, and the worst error of each name."""
+    largest = max((_largest(tensor) for tensor in want.values()), default=0.0)
+    findings: list[Finding] = []
+    errors: dict[str, float] = {}
+    for name in sorted({*want, *(name for rank in ranks for name in rank)}):
+        if name in want and bool(torch.isnan(want[name]).any()):
+            findings.append(_not_comparable(check, what, name))
+            continue
+        pairs = [(rank.get(name), want.get(name)) for rank in ranks]
+        found = [_error(got, wanted, largest, missing_is_zero) for got, wanted in pairs]
+        worst = max((error, number) for number, error in enumerate(found))
+        errors[name] = worst[0]
+        if not worst[0] <= tolerance.limit:
+            text = _wrong(worst, [rank.get(name) for rank in ranks], want.get(name), tolerance)
+            findings.append(Finding(check, "error", name, f"{what} {text}"))
+    return findings, errors
+
+
+def _error(got: torch.Tensor | None, want: torch.Tensor | None, largest: float, missing_is_zero: bool) -> float:
+    there = got if got is not None else want
+    if there is None:
+        return 0.0
+    if (got is None or want is None) and not missing_is_zero:
+        return float("inf")
+    zeros = torch.zeros_like(there)
+    return error_of(zeros if got is None else got, zeros if want is None else want, largest)
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    values = _comparable(tensor).abs()
+    values = values[torch.isfinite(values)]
+    return float(values.max()) if values.numel() else 0.0
+
+
+def _not_comparable(check: str, what: str, name: str) -> Finding:
+    return Finding(
+        check,
+        "warn",
+        name,
+        f"not comparable: the unsharded model's {what} is NaN",
+        hint="pass inputs on which the unsharded model is finite",
+    )
+
+
+def _wrong(
+    worst: tuple[float, int], got: Sequence[torch.Tensor | None], want: torch.Tensor | None, tolerance: Tolerance
+) -> str:
+    error, number = worst
+    size = f"is off by {error:.2g}" if math.isfinite(error) else "cannot be right"
+    agree = "" if _alike(got) else "; ranks disagree"
+    return f"{size} on rank {number}{_shapes(got[number], want)}{agree} (allowed {tolerance.limit:g})"
+
+
+def _shapes(got: torch.Tensor | None, want: torch.Tensor | None) -> str:
+    if got is None:
+        return ", where it is missing"
+    if want is None:
+        return ", and the unsharded model has none"
+    return "" if got.shape == want.shape else f", shape {list(got.shape)} instead of {list(want.shape)}"
+
+
+def _alike(tensors: Sequence[torch.Tensor | None]) -> bool:
+    first = tensors[0]
+    return all(
+        (a is None and first is None) or (a is not None and first is not None and error_of(a, first, 0.0) <= 1e-9)
+        for a in tensors
+    )

@@ -1,0 +1,135 @@
+"""The model under test, sharded or not: everything a check may do with it.
+
+A check looks at the unsharded model and at every rank's shard through the same small interface, so that it is written
+once and cannot treat them differently by accident. Whatever comes out is plain tensors in checkpoint names and layout.
+"""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoplan.execute import random_streams
+
+__all__ = ["Inputs", "Observation", "Subject", "give_random_values", "plain", "tensors_in"]
+
+Inputs = Mapping[str, Any]  # keyword arguments of one forward call
+Observation = dict[str, dict[str, torch.Tensor]]  # "outputs" | "gradients" | "parameters" | … -> name -> tensor
+Gather = Callable[[nn.Module, bool], Mapping[str, torch.Tensor]]  # (model, gradients?) -> whole tensors
+
+
+@dataclass
+class Subject:
+    """`entries` are the calls to make, `others` the same in another batch and length, `labels` where taken.
+
+    `gather` brings parameters and gradients back in checkpoint layout; None: the model is not sharded.
+    """
+
+    model: nn.Module
+    entries: Mapping[str, Inputs]
+    others: Mapping[str, Inputs] = field(default_factory=dict)
+    labels: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    gather: Gather | None = None
+    rank: int = 0
+    collectives: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Every parameter, whole."""
+        if self.gather is not None:
+            return {name: plain(tensor).clone() for name, tensor in self.gather(self.model, False).items()}
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Every gradient there is, whole."""
+        if self.gather is not None:
+            found = {name: g for name, g in self.gather(self.model, True).items() if g is not None}
+            return {name: plain(gradient).clone() for name, gradient in found.items()}
+        return {name: p.grad.detach().clone() for name, p in self.model.named_parameters() if p.grad is not None}
+
+    def forward(self, inputs: Inputs) -> Any:
+        """One call on copies of the inputs. Caches are left out unless asked for: what they hold is local to a rank."""
+        given = {name: _copied(value) for name, value in inputs.items()}
+        if "use_cache" in self.signature and "use_cache" not in given:
+            given["use_cache"] = False
+        return self.model(**given)
+
+    def forward_and_backward(self, inputs: Inputs) -> Observation:
+        """Outputs and every gradient of one call, under a loss in which each output element has its own weight."""
+        from autoplan.check.ranks import count_collectives
+
+        self.model.zero_grad(set_to_none=True)
+        with count_collectives() as forward:
+            outputs = tensors_in(self.forward(inputs))
+        loss = weighted_sum(outputs)
+        if loss is not None:
+            with count_collectives() as backward:
+                loss.backward()
+            self.collectives = {"forward": dict(forward), "backward": dict(backward)}
+        gradients = self.gradients() if loss is not None else {}
+        return {"outputs": {name: tensor.detach().clone() for name, tensor in outputs.items()}, "gradients": gradients}
+
+    def seed(self, number: int) -> None:
+        """Seed this rank, differently from the others."""
+        random_streams.manual_seed(1000 * number + self.rank)
+
+    @property
+    def signature(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.model.forward).parameters
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor: a DTensor is gathered (its gradient flows back), any other is returned."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def tensors_in(value: Any, path: str = "") -> dict[str, torch.Tensor]:
+    """Float tensors of a result by path, whole. Objects that are no containers (caches) are not looked into."""
+    if isinstance(value, torch.Tensor):
+        return {path or "output": plain(value)} if value.is_floating_point() or value.is_complex() else {}
+    items: Iterator[tuple[Any, Any]] = iter(())
+    if isinstance(value, Mapping):
+        items = iter(value.items())
+    elif isinstance(value, (list, tuple)):
+        items = iter(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
+    found: dict[str, torch.Tensor] = {}
+    for key, item in items:
+        found.update(tensors_in(item, f"{path}.{key}" if path else str(key)))
+    return found
+
+
+def weighted_sum(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """A loss that no wrong element escapes: fixed random weights over every output that carries gradient."""
+    total: torch.Tensor | None = None
+    for name, tensor in outputs.items():
+        if not tensor.requires_grad:
+            continue
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name}{tuple(tensor.shape)}".encode()))
+        weights = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        finite = torch.isfinite(tensor)
+        tensor = tensor if bool(finite.all()) else tensor.masked_fill(~finite, 0)
+        term = (tensor * weights.to(tensor.device, tensor.real.dtype)).sum()
+        term = term.real if term.is_complex() else term
+        total = term if total is None else total + term
+    return total
+
+
+def give_random_values(model: nn.Module, seed: int = 1) -> nn.Module:
+    """Add noise to every float parameter: initial ones, zeros and tiny weights hide wrong layouts and missing sums."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                noise *= 0.3 if parameter.dim() < 2 else 0.15
+                parameter.add_(noise.to(parameter.device, parameter.dtype))
+    return model
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

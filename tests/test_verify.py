@@ -1,0 +1,111 @@
+"""Verify finds nothing in a right sharding and the fault in a wrong one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from toy_sharding import Toy, sharding
+
+from autoplan.check.subject import give_random_values
+from autoplan.check.verify import CHECK_NAMES, check_sharding
+from autoplan.errors import AutoplanError
+
+
+def toy(**kwargs) -> Toy:
+    torch.manual_seed(0)
+    return give_random_values(Toy(**kwargs)).double()
+
+
+def ids(batch: int, length: int) -> dict[str, dict[str, torch.Tensor]]:
+    return {"forward": {"ids": torch.randint(12, (batch, length), generator=torch.Generator().manual_seed(7))}}
+
+
+def check(model: Toy, fault: str = "", **kwargs):
+    return check_sharding(model, ids(2, 5), sharding(fault), 2, others=ids(3, 12), **kwargs)
+
+
+@pytest.mark.parametrize("engine", ["threads", "gloo"])
+def test_right_sharding_is_exact(engine) -> None:
+    report = check(toy(), engine=engine)
+    assert report.findings == () and report.ok
+    assert set(report.gradients) == {name for name, _ in toy().named_parameters()}
+    assert max(report.gradients.values()) < 1e-12 and report.forward < 1e-12
+    assert set(report.details["checked"]) == set(CHECK_NAMES) - {"attention", "cache"}
+    assert set(report.details["not_checked"]) == {"attention", "cache"}
+    assert report.details["collectives"] == {"forward": {"all_reduce": 1}, "backward": {"all_reduce": 2}}
+
+
+@pytest.mark.parametrize(
+    ("fault", "model", "checks_that_see_it", "named"),
+    [
+        ("no gradient sum", {}, {"gradients", "second_shape", "loss", "optimizer"}, "scale"),
+        ("scale without sum", {}, {"gradients", "second_shape", "loss", "optimizer", "dropout"}, "scale"),
+        ("double gradient sum", {}, {"gradients"}, "norm.weight"),
+        ("no forward sum", {}, {"forward", "second_shape", "loss", "state_dict"}, "logits"),
+        ("wrong piece", {}, {"parameters", "forward", "gradients", "state_dict"}, "gate.weight"),
+        ("untied", {"tied": True}, {"gradients", "optimizer"}, "embedding.weight"),
+        ("rank's own norm", {}, {"parameters", "forward"}, "norm.weight"),
+        ("renamed", {}, {"state_dict"}, ""),
+        ("unseeded dropout", {"dropout": 0.3}, {"dropout"}, "logits"),
+        ("wrong dim", {}, {"forward"}, ""),
+    ],
+)
+def test_wrong_sharding_is_found_and_named(fault, model, checks_that_see_it, named) -> None:
+    report = check(toy(**model), fault)
+    assert not report.ok
+    errors = [finding for finding in report.findings if finding.level == "error"]
+    assert checks_that_see_it <= {finding.check for finding in errors}
+    assert named in {finding.where for finding in errors} or not named
+
+
+def test_forward_alone_does_not_see_a_missing_gradient_sum() -> None:
+    """Why gradients are compared at all."""
+    report = check(toy(), "no gradient sum", checks=["forward"])
+    assert {finding.check for finding in report.findings} == {"gradients"}
+    assert report.forward < 1e-12 and max(report.gradients.values()) > 0.1
+
+
+def test_dropout_drawn_alike_is_right() -> None:
+    assert check(toy(dropout=0.3)).ok
+
+
+@pytest.mark.parametrize("engine", ["threads", "gloo"])
+def test_a_rank_that_raises_is_a_finding(engine) -> None:
+    report = check(toy(), "a rank raises", engine=engine)
+    (finding,) = report.findings
+    assert finding.check == "forward" and "planted" in finding.message and "toy_sharding.py" in finding.message
+
+
+def test_ranks_that_wait_for_each_other_are_a_finding(monkeypatch) -> None:
+    monkeypatch.setattr("autoplan.check.threads.STUCK_AFTER", 0.4)
+    report = check(toy(), "ranks wait for each other", checks=["forward"])
+    assert not report.ok and "others never enter" in report.findings[0].message
+
+
+def test_nan_reference_is_not_comparable() -> None:
+    model = toy()
+    with torch.no_grad():
+        model.norm.weight[0] = torch.nan
+    report = check(model, checks=["forward"])
+    assert {finding.level for finding in report.findings} == {"warn"}
+    assert "not comparable" in report.findings[0].message
+
+
+def test_single_precision_is_said() -> None:
+    report = check(toy().float())
+    assert report.ok and report.details["precision"] == "float32" and report.details["tolerance"] > 1e-5
+
+
+def test_the_model_is_left_alone() -> None:
+    model = toy().train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    check(model)
+    assert model.training and type(model) is Toy and all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_unknown_check_is_refused() -> None:
+    with pytest.raises(AutoplanError, match="no such check: 'fowrard'"):
+        check(toy(), checks=["fowrard"])
