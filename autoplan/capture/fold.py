@@ -2,7 +2,7 @@
 
 The problem: what a model does is learnt by running it, and 80 equal blocks tell nothing that two do not. The copy must
 keep the names of the real parameters, must never touch the user's model (its tensors, hooks, config, attributes), and
-must keep every *kind* of block: a stack may mix dense and expert blocks, sliding and full attention, Mamba and attention.
+must keep every *kind* of block: a stack may mix dense and expert blocks, sliding and full attention, Mamba and others.
 
 Two blocks are of one kind when their signatures are equal: classes, parameters and buffers (names, shapes, dtypes), the
 plain attributes of all submodules, and the values that per-layer lists of a configuration hold for them. Attributes
@@ -29,6 +29,7 @@ __all__ = ["Folded", "fold"]
 
 Replace = Callable[[torch.Tensor, str], torch.Tensor]
 KEPT_PER_KIND = 2  # the second of a kind shows that a block may follow one of its own kind
+HOOK_FLAGS = ("_output_capturing_hooks_installed",)  # where transformers notes that its own hooks are in place
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -73,8 +74,10 @@ def fold(model: nn.Module, replace: Replace | None = None, *, fold: bool = True)
         for key, representative in choice.members:  # a plain list that also holds the block gets its representative
             memo[id(blocks[key])] = copies[representative]
     module = _deepcopy(model, memo, "")
-    for choice in choices:
-        configs.shorten(choice, memo)
+    configs.shorten(choices, memo)
+    for part in module.modules():
+        for flag in HOOK_FLAGS:
+            part.__dict__.pop(flag, None)
     return Folded(module, tuple(Fold(choice.name, choice.members) for choice in choices))
 
 
@@ -108,9 +111,7 @@ def _choose(model: nn.Module, configs: _Configs) -> list[_Choice]:
     return found
 
 
-def _choose_in(
-    container: nn.Module, name: str, above: tuple[nn.Module, ...], configs: _Configs
-) -> _Choice | None:
+def _choose_in(container: nn.Module, name: str, above: tuple[nn.Module, ...], configs: _Configs) -> _Choice | None:
     blocks = {key: block for key, block in container._modules.items() if block is not None}
     alone = len({id(block) for block in blocks.values()}) == len(blocks)
     if len(blocks) <= KEPT_PER_KIND or not alone or not all(map(_is_block, blocks.values())):
@@ -164,7 +165,7 @@ def _align(kept: list[int], kinds: list[Hashable]) -> tuple[int, ...]:
 
 
 class _Configs:
-    """Objects beside the modules (configurations): their plain content, and their lists with one value per block."""
+    """Objects beside the blocks (configurations, modules above): their plain content, and per-layer lists in them."""
 
     def __init__(self) -> None:
         self.numbers: dict[Hashable, int] = {}  # content -> number: equal content is compared by number
@@ -185,20 +186,27 @@ class _Configs:
                 if isinstance(value, list | tuple) and len(value) == length and len(set(map(_text, value))) > 1:
                     yield thing, name, value
 
-    def shorten(self, choice: _Choice, memo: dict[int, Any]) -> None:
+    def shorten(self, choices: list[_Choice], memo: dict[int, Any]) -> None:
         """Let the copy's per-layer lists give, at a kept block's place among the kept, that block's value."""
-        if choice.kept == tuple(range(len(choice.kept))):
-            return
-        for thing, name, values in list(self.lists(len(choice.keys))):
-            if id(thing) in memo:
+        edits: dict[tuple[int, str], tuple[Any, list[Any]]] = {}
+        for choice in choices:
+            for thing, name, values in self.lists(len(choice.keys)):
                 edited = list(values)
                 for place, position in enumerate(choice.kept):
                     edited[place] = values[position]
-                vars(memo[id(thing)])[name] = type(values)(edited)
+                if edits.setdefault((id(thing), name), (thing, edited))[1] != edited:
+                    raise CaptureError(
+                        f"two stacks of {len(choice.keys)} blocks read one per-layer list ({name!r}) differently",
+                        hint="capture the model with all its blocks (fold=False)",
+                    )
+        for (_, name), (thing, edited) in edits.items():
+            if id(thing) in memo:
+                vars(memo[id(thing)])[name] = type(vars(thing)[name])(edited)
 
 
 def _signatures(blocks: list[nn.Module], above: tuple[nn.Module, ...], configs: _Configs) -> list[Hashable]:
     for module in above:
+        configs.objects[id(module)] = module
         for value in module.__dict__.values():
             if _is_config(value):
                 configs.number(value)
@@ -255,7 +263,8 @@ def _plain(value: Any) -> Hashable:
 
 
 def _text(value: Any) -> str:
-    return repr(value) if not hasattr(value, "__dict__") else repr(sorted(vars(value).items(), key=lambda item: item[0]))
+    """A per-layer value written out: they may be numbers, names, dicts or small objects."""
+    return repr(sorted(vars(value).items(), key=lambda item: item[0])) if hasattr(value, "__dict__") else repr(value)
 
 
 def _is_config(value: Any) -> bool:

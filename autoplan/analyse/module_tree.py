@@ -1,0 +1,105 @@
+"""A model's modules as plain data: what contains what, what it holds, what it could be fed. No torch, no meaning.
+
+A module that is registered under several names is one node with several names. Names are labels: to print, and to
+point back at the model. Classes are numbers: equal numbers mean the same class, and nothing more is known of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+__all__ = ["Feed", "Mask", "ModuleNode", "ModuleTree", "ParameterShape"]
+
+Feed = Literal["text", "vision", "audio", "other"]
+Mask = Literal["causal", "bidirectional"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterShape:
+    """One parameter as its module holds it. Tied parameters share `id`."""
+
+    name: str
+    shape: tuple[int, ...]
+    bytes: int
+    id: int
+
+
+@dataclass(frozen=True)
+class ModuleNode:
+    """One module. `children` are node numbers with their keys, in order of definition.
+
+    `container`: it only holds modules (a list, a dict) or runs them one after the other, without parameters of its own.
+    `inputs`: what the arguments of its forward say about what it is fed; `stem`: what it reads if it stands first
+    (a table of ids, a convolution over an image or a signal); `masks`: the attention masks that its forward builds;
+    `generates`: it can write text token by token; `reads` and `writes`: widths of a linear or convolution.
+    """
+
+    names: tuple[str, ...]
+    class_id: int
+    class_name: str
+    container: bool
+    parameters: tuple[ParameterShape, ...]
+    children: tuple[tuple[str, int], ...]
+    inputs: frozenset[Feed] = frozenset()
+    stem: Feed | None = None
+    masks: frozenset[Mask] = frozenset()
+    generates: bool = False
+    reads: int | None = None
+    writes: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+@dataclass(frozen=True)
+class ModuleTree:
+    """All modules of a model; node 0 is the model itself."""
+
+    nodes: tuple[ModuleNode, ...]
+    _sizes: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def by_name(self) -> dict[str, int]:
+        return {name: number for number, node in enumerate(self.nodes) for name in node.names}
+
+    @cached_property
+    def parents(self) -> dict[int, tuple[int, ...]]:
+        """The modules that hold a module, the one that defines it first."""
+        found: dict[int, list[int]] = {}
+        for number, node in enumerate(self.nodes):
+            for _, child in node.children:
+                found.setdefault(child, []).append(number)
+        return {child: tuple(dict.fromkeys(holders)) for child, holders in found.items()}
+
+    def children(self, number: int) -> tuple[int, ...]:
+        """The modules held by this one, each once."""
+        return tuple(dict.fromkeys(child for _, child in self.nodes[number].children))
+
+    def subtree(self, number: int) -> tuple[int, ...]:
+        """The module and everything below it, each once, in order of definition."""
+        found: dict[int, None] = {}
+        pending = [number]
+        while pending:
+            current = pending.pop()
+            if current not in found:
+                found[current] = None
+                pending.extend(reversed(self.children(current)))
+        return tuple(found)
+
+    def parameters(self, number: int) -> tuple[ParameterShape, ...]:
+        """All parameters of the module and everything below it, in order of definition."""
+        return tuple(parameter for below in self.subtree(number) for parameter in self.nodes[below].parameters)
+
+    def bytes(self, number: int) -> int:
+        """Bytes of all parameters of the module and below it, ties counted once."""
+        if number not in self._sizes:
+            self._sizes[number] = sum({p.id: p.bytes for p in self.parameters(number)}.values())
+        return self._sizes[number]
+
+    def depth(self, number: int) -> int:
+        """0 for a module without children; containers do not count as a level."""
+        below = [self.depth(child) for child in self.children(number)]
+        return max(below, default=0) + (1 if below and not self.nodes[number].container else 0)
