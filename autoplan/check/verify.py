@@ -87,14 +87,7 @@ def check_sharding(
 
     wanted = _chosen(checks)
     subject = _prepared(model, entries, others or {})
-    absent: dict[str, str] = {}
-    reference: dict[str, Any] = {}
-    for check in CHECKS:
-        if check.name in wanted:
-            if reason := check.absent(subject):
-                absent[check.name] = reason
-                continue
-            reference[check.name] = check.run(replace(subject, model=copy.deepcopy(subject.model)))
+    reference, absent = _reference(subject, wanted)
     job = _Job(subject, sharding, tp_size, tuple(reference))
     ranks, findings = _observe_all(job, engine, mesh, timeout)
     tolerance = tolerance_for(_dtype(model))
@@ -143,6 +136,23 @@ def _prepared(model: Any, entries: Mapping[str, Any], others: Mapping[str, Any])
 
     subject = Subject(copy.deepcopy(model).eval(), entries, others)
     return replace(subject, labels=labels_for(subject))
+
+
+def _reference(subject: Any, wanted: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
+    """What the unsharded model says, by check; and why some checks do not apply to it."""
+    from autoplan.check.checks import CHECKS
+    from autoplan.execute import random_streams
+
+    seen: dict[str, Any] = {}
+    absent: dict[str, str] = {}
+    with random_streams.fork():
+        for check in CHECKS:
+            if check.name not in wanted:
+                continue
+            absent[check.name] = check.absent(subject)
+            if not absent[check.name]:
+                seen[check.name] = check.run(_copy(subject))
+    return seen, {name: reason for name, reason in absent.items() if reason}
 
 
 def _dtype(model: Any) -> Any:

@@ -64,10 +64,11 @@ def manual_seed(seed: int) -> None:
 
 
 @contextmanager
-def fork(seed: int) -> Iterator[None]:
-    """Draw from `seed` inside the block; afterwards this rank goes on where it was."""
+def fork(seed: int | None = None) -> Iterator[None]:
+    """Draw inside the block, from `seed` if there is one; afterwards this rank goes on where it was."""
     before = get_state()
-    manual_seed(seed)
+    if seed is not None:
+        manual_seed(seed)
     try:
         yield
     finally:
