@@ -369,6 +369,13 @@ class Report:
     tp_size: int = 1
     details: dict[str, Any] = field(default_factory=dict)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data: what `autoplan verify --json` prints."""
+        from autoplan.emit.plain import plain
+
+        report: dict[str, Any] = plain(self)
+        return report
+
 
 @dataclass(frozen=True)
 class Change:

@@ -20,18 +20,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Hashable
-from dataclasses import MISSING, Field, fields, is_dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
 from autoplan.emit.decode import decode
+from autoplan.emit.plain import plain
 from autoplan.errors import PlanFileError
 from autoplan.values import Plan
 
-__all__ = ["FORMAT_VERSION", "load_plan", "plan_from_dict", "plan_to_dict", "save_plan"]
+__all__ = ["FORMAT_VERSION", "check_suffix", "is_plan_file", "load_plan", "plan_from_dict", "plan_to_dict", "save_plan"]
 
 FORMAT_VERSION = 1
 _KEYS = (
@@ -44,13 +44,11 @@ _KEYS = (
     "proof",
 )  # the contract's, in order
 _MORE_KEYS = ("source", "legal_tp", "findings", "runtime")
-Notation = TypeVar("Notation")
-_SUFFIXES = ".yaml, .yml or .json"
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """The plan as plain dicts, lists, text and numbers: what files hold and `--json` prints."""
-    values = {name: _plain(getattr(plan, name), brief=name == "runtime") for name in _KEYS + _MORE_KEYS}
+    values = {name: plain(getattr(plan, name), brief=name == "runtime") for name in _KEYS + _MORE_KEYS}
     return {"autoplan": FORMAT_VERSION, **values}
 
 
@@ -80,10 +78,21 @@ def plan_from_dict(data: Any, where: str = "plan") -> Plan:
     return plan
 
 
+def is_plan_file(name: str | PathLike[str]) -> bool:
+    """Does this name a file that could be a plan, rather than a model?"""
+    return Path(name).suffix.lower() in _NOTATIONS and Path(name).is_file()
+
+
+def check_suffix(path: str | PathLike[str]) -> None:
+    """Raise now, rather than after the plan is made, if no plan file can have this name."""
+    _notation(Path(path))
+
+
 def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
     """Write `plan` to `path`, as YAML or JSON by its suffix."""
     target = Path(path)
-    text = _writer(target)(plan_to_dict(plan))
+    _, write = _notation(target)
+    text = write(plan_to_dict(plan))
     try:
         target.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -93,7 +102,7 @@ def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
 def load_plan(path: str | PathLike[str]) -> Plan:
     """Read a plan file. Nothing in it is executed."""
     source = Path(path)
-    parse = _reader(source)
+    parse, _ = _notation(source)
     try:
         text = source.read_text(encoding="utf-8")
     except OSError as error:
@@ -110,31 +119,6 @@ def load_plan(path: str | PathLike[str]) -> Plan:
             hint="mend the place named above, or make the plan again",
         ) from error
     return plan_from_dict(data, f"plan file {source}")
-
-
-# ------------------------------------------------------------------------------------------------ values to plain data
-
-
-def _plain(value: Any, *, brief: bool) -> Any:
-    """`brief` leaves out fields that have their default value."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {
-            field.name: _plain(getattr(value, field.name), brief=brief)
-            for field in fields(value)
-            if not (brief and getattr(value, field.name) == _default(field))
-        }
-    if isinstance(value, tuple):
-        return [_plain(item, brief=brief) for item in value]
-    if isinstance(value, dict):
-        assert all(isinstance(key, str) for key in value), f"plan files need text as keys, not {list(value)}"
-        return {key: _plain(item, brief=brief) for key, item in value.items()}
-    # A list would come back as a tuple and a tensor not at all: such a value must not enter a plan in the first place.
-    assert value is None or isinstance(value, (str, int, float, bool)), f"{value!r} cannot be written to a plan file"
-    return value
-
-
-def _default(field: Field[Any]) -> Any:
-    return field.default_factory() if field.default_factory is not MISSING else field.default
 
 
 # ------------------------------------------------------------------------------------------------ the two notations
@@ -193,18 +177,18 @@ def _write_json(data: dict[str, Any]) -> str:
     return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
 
-def _reader(path: Path) -> Callable[[str], Any]:
-    return _by_suffix(path, {".yaml": _parse_yaml, ".yml": _parse_yaml, ".json": _parse_json})
+_NOTATIONS = {
+    ".yaml": (_parse_yaml, _write_yaml),
+    ".yml": (_parse_yaml, _write_yaml),
+    ".json": (_parse_json, _write_json),
+}
 
 
-def _writer(path: Path) -> Callable[[dict[str, Any]], str]:
-    return _by_suffix(path, {".yaml": _write_yaml, ".yml": _write_yaml, ".json": _write_json})
-
-
-def _by_suffix(path: Path, notations: dict[str, Notation]) -> Notation:
-    if path.suffix.lower() not in notations:
+def _notation(path: Path) -> tuple[Callable[[str], Any], Callable[[dict[str, Any]], str]]:
+    """How to read and how to write a file of this name."""
+    if path.suffix.lower() not in _NOTATIONS:
         raise PlanFileError(
-            f"{path}: plan files end in {_SUFFIXES}, not {path.suffix or 'no suffix'!r}",
-            hint=f"rename it, for example to {path.with_suffix('.yaml').name or 'plan.yaml'}",
+            f"{path}: plan files end in .yaml, .yml or .json, not {path.suffix or 'no suffix'!r}",
+            hint=f"rename it, for example to {path.stem or 'plan'}.yaml",
         )
-    return notations[path.suffix.lower()]
+    return _NOTATIONS[path.suffix.lower()]

@@ -53,24 +53,30 @@ def plan_view(plan: Plan) -> RenderableType:
 
 
 def report_view(report: Report, title: str) -> RenderableType:
-    """The outcome of a check: verdict first, then each finding."""
-    verdict = Text.assemble(
-        (title, "bold"), f" · tp {report.tp_size} · ", ("passed", "bold green") if report.ok else ("failed", "bold red")
-    )
-    facts = []
+    """The outcome of a check: verdict first, then what was compared, then each finding."""
+    verdict = ("passed", "bold green") if report.ok else ("failed", "bold red")
+    facts = _table("what", "value", header=False)
     if report.forward is not None:
-        facts.append(f"forward off by {report.forward:.1e}")
+        facts.add_row("forward", f"off by {report.forward:.1e}")
     if report.gradients:
         worst = max(report.gradients, key=lambda name: report.gradients[name])
-        facts.append(
-            f"{count(len(report.gradients), 'gradient')} compared, the worst off by "
-            f"{report.gradients[worst]:.1e} ({worst})"
-        )
-    facts += [f"{key}: {value}" for key, value in report.details.items() if isinstance(value, (str, int, float))]
-    lines: list[RenderableType] = [verdict, *(Text(f"  {fact}") for fact in facts)]
+        largest = f"the largest error {report.gradients[worst]:.1e} at {worst}"
+        facts.add_row("gradients", f"{len(report.gradients)} compared, {largest}")
+    for name, value in report.details.items():
+        if value or value == 0:
+            facts.add_row(name.replace("_", " "), _detail(value))
+    lines: list[RenderableType] = [Text.assemble((title, "bold"), f" · tp {report.tp_size} · ", verdict)]
+    if facts.row_count:
+        lines.append(Padding(facts, (0, 0, 0, 2)))
     if report.findings:
         lines += [_heading("Findings"), *_findings(report.findings)]
     return Group(*lines)
+
+
+def _detail(value: object) -> str:
+    if isinstance(value, dict):
+        return "\n".join(f"{key}: {_detail(inner)}" for key, inner in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
 # ------------------------------------------------------------------------------------------------ the plan's sections

@@ -1,0 +1,236 @@
+"""The command line: `autoplan plan MODEL --tp 8` and its neighbours.
+
+People run these by hand and in CI, so: data goes to stdout, progress and messages to stderr; the exit code is 0 (all
+well), 1 (there are findings) or 2 (the question could not be answered); an error is one message without a traceback.
+torch is imported by the commands that need it, when they run: `--help` and `--version` answer at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from autoplan.errors import AutoplanError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from autoplan.values import Finding, Plan
+
+__all__ = ["app", "main"]
+
+OK, FINDINGS, FAILED = 0, 1, 2
+
+app = typer.Typer(
+    help="Plan the tensor parallelism of a model that nobody wrote a plan for, and prove it before paying for GPUs.",
+    epilog="MODEL is a folder with a config.json, package.module:builder, a model type (llama), or a hub id.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+class Prove(StrEnum):
+    """How far a plan is proven before it is shown."""
+
+    graph = "graph"
+    ranks = "ranks"
+    none = "none"
+
+
+class Engine(StrEnum):
+    """How ranks are simulated."""
+
+    threads = "threads"
+    gloo = "gloo"
+
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="What to plan; see the end of `autoplan --help`.")]
+TpSize = Annotated[int, typer.Option("--tp", min=1, help="Ranks to split over.")]
+Source = Annotated[
+    str, typer.Option(help="Where decisions come from: auto, inferred, handwritten, a plan file, id or dotted path.")
+]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write there, not to stdout.")]
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=lambda wanted: _version(wanted), help="Print it.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _version(wanted: bool) -> None:
+    from autoplan.version import __version__
+
+    if wanted:
+        print(f"autoplan {__version__}")
+        raise typer.Exit(OK)
+
+
+@app.command()
+def plan(
+    model: Model,
+    tp: TpSize,
+    source: Source = "auto",
+    prove: Annotated[Prove, typer.Option(help="What must hold before the plan is shown.")] = Prove.graph,
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Say how a model is split, and why. -o writes a plan file (.yaml or .json)."""
+    from autoplan.emit.plan_file import check_suffix
+    from autoplan.emit.terminal import plan_view
+
+    if output is not None:
+        check_suffix(output)
+    made = _make_plan(model, tp, source, prove.value, trust_remote_code)
+    if output is not None:
+        made.save(output)
+        _note(f"plan written to {output}")
+    elif as_json:
+        _print_json(made.to_dict())
+    else:
+        _print(plan_view(made))
+    proven = made.proof.ok or made.proof.method == "none"
+    raise typer.Exit(_exit_code(made.findings) if proven else FINDINGS)
+
+
+@app.command()
+def explain(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="As in `autoplan plan`, or a plan file.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A module, a parameter, or a pattern of either.")],
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Ranks to split over (a plan file has its own).")] = 0,
+    source: Source = "auto",
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Say why one module or parameter is split, or whole, and what runs around it."""
+    from autoplan.emit.plan_file import is_plan_file, load_plan
+
+    if is_plan_file(model):
+        made = load_plan(model)
+    elif tp:
+        made = _make_plan(model, tp, source, "none", trust_remote_code)
+    else:
+        raise typer.BadParameter("needed unless MODEL is a plan file", param_hint="--tp")
+    text = made.explain(path)
+    _emit(text, {"path": path, "explanation": text.splitlines()}, as_json, output)
+
+
+@app.command()
+def verify(
+    model: Model,
+    tp: TpSize = 2,
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", metavar="FILE", help="Check this plan instead of making one.")
+    ] = None,
+    engine: Annotated[Engine, typer.Option(help="Ranks as threads, or as processes that talk over gloo.")] = (
+        Engine.threads
+    ),
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Prove a plan on simulated ranks: outputs, loss, every gradient, checkpoint, optimizer steps."""
+    import autoplan
+    from autoplan.emit.plan_file import load_plan
+    from autoplan.emit.terminal import plain_text, report_view
+
+    loaded = None if plan_file is None else load_plan(plan_file)
+    with _progress(f"verifying {model} on {tp} simulated ranks"):
+        report = autoplan.verify(model, loaded, tp_size=tp, engine=engine.value, trust_remote_code=trust_remote_code)
+    view = report_view(report, model)
+    _emit(view if output is None else plain_text(view), report.to_dict(), as_json, output)
+    raise typer.Exit(_exit_code(report.findings) if report.ok else FINDINGS)
+
+
+# ------------------------------------------------------------------------------------------------ what commands share
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """The entry point: every way out is an exit code of ours."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without × or → still gets the table
+    try:
+        app(args=arguments, prog_name="autoplan")
+    except AutoplanError as error:
+        _note(f"error: {error}")
+    except KeyboardInterrupt:
+        _note("interrupted")
+    except Exception:  # a bug of ours must not exit with 1, which means findings
+        traceback.print_exc()
+        _note("error: this is a bug in autoplan; the lines above say where")
+    sys.exit(FAILED)
+
+
+def _make_plan(model: str, tp: int, source: str, prove: str, trust_remote_code: bool) -> Plan:
+    import autoplan
+
+    with _progress(f"planning {model} for tp {tp}"):
+        return autoplan.plan(model, tp_size=tp, source=source, prove=prove, trust_remote_code=trust_remote_code)
+
+
+def _exit_code(findings: tuple[Finding, ...]) -> int:
+    """Notes inform; warnings and errors are findings."""
+    return FINDINGS if any(finding.level != "note" for finding in findings) else OK
+
+
+def _emit(shown: RenderableType, data: dict[str, Any], as_json: bool, output: Path | None) -> None:
+    """Text or JSON, to stdout or a file."""
+    if output is None:
+        _print_json(data) if as_json else _print(shown)
+        return
+    text = json.dumps(data, indent=2, ensure_ascii=False) if as_json else str(shown)
+    try:
+        output.write_text(f"{text}\n", encoding="utf-8")
+    except OSError as error:
+        raise AutoplanError(f"{output} cannot be written: {error.strerror}", hint="choose another path") from error
+    _note(f"written to {output}")
+
+
+def _print(view: RenderableType) -> None:
+    """In colour on a terminal; elsewhere the plain text that `str(plan)` gives."""
+    from autoplan.emit.terminal import plain_text
+
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        Console(highlight=False, markup=False).print(view)
+    else:
+        print(plain_text(view))
+
+
+def _print_json(data: dict[str, Any]) -> None:
+    print(json.dumps(data, indent=2, ensure_ascii=False))
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+@contextmanager
+def _progress(text: str) -> Iterator[None]:
+    """A spinner on stderr while something slow runs; silent where nobody watches."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text):
+        yield

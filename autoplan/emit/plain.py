@@ -1,0 +1,30 @@
+"""Frozen values as dicts, lists, text and numbers: the only form in which anything leaves the process."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any
+
+__all__ = ["plain"]
+
+
+def plain(value: Any, *, brief: bool = False) -> Any:
+    """`brief` leaves out fields that have their default value."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {
+            field.name: plain(getattr(value, field.name), brief=brief)
+            for field in fields(value)
+            if not (brief and getattr(value, field.name) == _default(field))
+        }
+    if isinstance(value, tuple):
+        return [plain(item, brief=brief) for item in value]
+    if isinstance(value, dict):
+        assert all(isinstance(key, str) for key in value), f"files need text as keys, not {list(value)}"
+        return {key: plain(item, brief=brief) for key, item in value.items()}
+    # A list would come back as a tuple and a tensor not at all: such a value must not get here in the first place.
+    assert value is None or isinstance(value, (str, int, float, bool)), f"{value!r} cannot be written to a file"
+    return value
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default_factory() if field.default_factory is not MISSING else field.default
