@@ -28,7 +28,8 @@ import yaml
 
 from autoplan.emit.decode import decode
 from autoplan.emit.plain import plain
-from autoplan.errors import PlanFileError
+from autoplan.errors import AutoplanError, PlanFileError
+from autoplan.layout import Layout
 from autoplan.values import Plan
 
 __all__ = ["FORMAT_VERSION", "check_suffix", "is_plan_file", "load_plan", "plan_from_dict", "plan_to_dict", "save_plan"]
@@ -75,7 +76,20 @@ def plan_from_dict(data: Any, where: str = "plan") -> Plan:
     plan: Plan = decode(Plan, {key: value for key, value in data.items() if key != "autoplan"}, where)
     if plan.tp_size < 1:
         raise PlanFileError(f"{where}: tp_size is {plan.tp_size}; it must be 1 or more", hint="make the plan again")
+    _check_layouts(plan, where)
     return plan
+
+
+def _check_layouts(plan: Plan, where: str) -> None:
+    """A layout is text to the types, and a language of its own."""
+    layouts = {f"parameters[{i}]": rule.layout for i, rule in enumerate(plan.runtime.parameters)}
+    layouts |= {f"hooks[{i}]": hook.layout for i, hook in enumerate(plan.runtime.hooks)}
+    for place, layout in layouts.items():
+        try:
+            Layout.parse(layout or "1")
+        except AutoplanError as error:
+            problem = f"{where}.runtime.{place}.layout: {error.message}"
+            raise PlanFileError(problem, hint="mend it, or make the plan again") from error
 
 
 def is_plan_file(name: str | PathLike[str]) -> bool:
