@@ -8,6 +8,7 @@ cannot be expressed is never dropped in silence.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -35,7 +36,7 @@ MOST_SEGMENTS = 256  # a finer concatenation is no axis any more, and comparing 
 
 @dataclass(frozen=True)
 class Conflict:
-    """Two things that should be one and are not: what was tried, and at which op of the trace."""
+    """Two things that should be one and are not: what was tried, on which terms, and at which op of the trace."""
 
     why: str
     left: str
@@ -43,6 +44,7 @@ class Conflict:
     op: int = -1
     name: str = ""
     module: str = ""
+    terms: tuple[Term, ...] = ()
 
     def __str__(self) -> str:
         place = f" at op {self.op} ({self.name}) in {self.module or 'the model'}" if self.op >= 0 else ""
@@ -75,14 +77,15 @@ class Algebra:
                 for axis in leaves(root):
                     axis.events |= term.events
 
-    def conflict(self, why: str, left: object, right: object) -> None:
-        self.conflicts.append(Conflict(why, str(left), str(right), *self.place))
+    def conflict(self, why: str, left: str, right: str, terms: Iterable[Term], event: Event) -> None:
+        """Keep a conflict, and mark every term that is part of it."""
+        terms = tuple(terms)
+        self.conflicts.append(Conflict(why, left, right, *self.place, terms))
+        for term in terms:
+            self.mark(term, event)
 
-    def clash(self, why: str, left: Term, right: Term) -> None:
-        """Two terms of one size that cannot be made equal."""
-        self.conflict(why, show(left), show(right))
-        self.mark(left, Event.CLASH)
-        self.mark(right, Event.CLASH)
+    def _clash(self, why: str, left: Term, right: Term) -> None:
+        self.conflict(why, show(left), show(right), (left, right), Event.CLASH)
 
     # -------------------------------------------------------------------------------------------- equality
 
@@ -94,9 +97,7 @@ class Algebra:
             if a is b or a.size == b.size == 1:
                 continue
             if a.size != b.size:
-                self.conflict("sizes differ", show(a), show(b))
-                self.mark(a, Event.CLASH)
-                self.mark(b, Event.CLASH)
+                self._clash("sizes differ", a, b)
                 continue
             if a.kind != "leaf" and b.kind == "leaf":
                 a, b = b, a
@@ -105,7 +106,7 @@ class Algebra:
                 continue
             aligned = self._align(a, b)
             if aligned is None:
-                self.clash("structures differ", a, b)
+                self._clash("structures differ", a, b)
             else:
                 pairs.extend(reversed(aligned))
 

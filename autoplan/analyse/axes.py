@@ -16,7 +16,7 @@ from autoplan.analyse.algebra import Conflict
 from autoplan.analyse.events import Event
 from autoplan.analyse.op_rules import Site, State, refs, rule_for
 from autoplan.analyse.op_rules.site import Dims
-from autoplan.analyse.terms import Term, find, is_data, leaf, leaves, segments
+from autoplan.analyse.terms import Term, find, is_data, leaf, leaves, segments, show
 from autoplan.values import Op, Ref, Trace
 
 __all__ = ["Axes", "infer_axes"]
@@ -29,12 +29,14 @@ _RANDOM_SOURCES = frozenset({"rand", "randn", "randint", "randperm", "multinomia
 class Axes:
     """The outcome. `dims` has every tensor of the trace; terms are settled: leaves carry all their events.
 
+    `conflicts` are those that touch an axis of a weight; the `harmless` ones lie between others (positions, mostly).
     `weights` are parameters and views of them, and `sources` says of which; `static` are tensors made in forward from
     nothing but constants, equal in every run; `unknown` counts ops that were treated as opaque.
     """
 
     dims: dict[int, tuple[Term, ...]]
     conflicts: list[Conflict] = field(default_factory=list)
+    harmless: list[Conflict] = field(default_factory=list)
     unknown: Counter[str] = field(default_factory=Counter)
     weights: set[int] = field(default_factory=set)
     sources: dict[int, int] = field(default_factory=dict)
@@ -107,9 +109,7 @@ class _Reader:
             shape = self.trace.tensors[ref.id].shape
             dims = answer[position] if position < len(answer) else None
             if dims is not None and tuple(term.size for term in dims) != shape:
-                algebra.conflict("shape", [str(term) for term in dims], shape)
-                for term in dims:
-                    algebra.mark(term, Event.OPAQUE)
+                algebra.conflict("shape", ", ".join(map(show, dims)), str(shape), dims, Event.OPAQUE)
                 dims = None
             if dims is None:
                 dims = [leaf(size) for size in shape]
@@ -149,7 +149,12 @@ class _Reader:
             _mark_mixed(state, find(term))
         state.algebra.settle()
         dims = {i: tuple(find(term) for term in state.terms(i)) for i in range(len(self.trace.tensors))}
-        return Axes(dims, state.algebra.conflicts, self.unknown, set(state.sources), state.sources, state.static)
+        in_weights = {axis.id for i in state.sources for term in dims[i] for axis in leaves(term)}
+        conflicts: tuple[list[Conflict], list[Conflict]] = [], []
+        for conflict in state.algebra.conflicts:
+            harmless = in_weights.isdisjoint(axis.id for term in conflict.terms for axis in leaves(term))
+            conflicts[harmless].append(conflict)
+        return Axes(dims, *conflicts, self.unknown, set(state.sources), state.sources, state.static)
 
 
 def _mark_mixed(state: State, term: Term) -> None:

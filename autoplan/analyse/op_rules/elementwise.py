@@ -9,9 +9,9 @@ __all__: list[str] = []
 
 _ARITHMETIC = """
 add sub rsub mul div true_divide floor_divide remainder fmod pow neg abs sign sgn signbit square sqrt rsqrt reciprocal
-exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh erf erfc erfinv lgamma
-digamma floor ceil round trunc frac clamp clamp_min clamp_max maximum minimum fmax fmin lerp addcmul addcdiv hypot
-xlogy logaddexp logaddexp2 copysign nan_to_num heaviside special_expit real imag angle complex polar conj _conj
+exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh erf erfc erfinv
+lgamma digamma floor ceil round trunc frac clamp clamp_min clamp_max maximum minimum fmax fmin lerp addcmul addcdiv
+hypot xlogy logaddexp logaddexp2 copysign nan_to_num heaviside special_expit real imag angle complex polar conj _conj
 _conj_physical resolve_conj resolve_neg sinc logit deg2rad rad2deg i0 float_power threshold ldexp
 """
 _ACTIVATIONS = """

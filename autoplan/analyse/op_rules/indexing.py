@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from autoplan.analyse.events import Event
 from autoplan.analyse.op_rules.pieces import slice_of
 from autoplan.analyse.op_rules.site import Answer, Dims, Site, rule
@@ -20,37 +23,64 @@ def embedding(site: Site) -> Answer:
     return [[*site.terms(indices), site.from_weight(width)]]
 
 
+@dataclass(frozen=True)
+class _Lookup:
+    """x[indices] taken apart: dims before and after the looked-up ones, and what each index tensor brings.
+
+    Integer tensors bring their dims, a mask brings one: how many positions it keeps (`None` until a shape tells).
+    """
+
+    before: Dims
+    after: Dims
+    operands: list[Dims | None]
+    event: Event
+    masked_data: bool
+
+    def dims(self, site: Site, sizes: Sequence[int]) -> Dims:
+        """Dims of x[indices], given the sizes of the looked-up part."""
+        kept = [site.fresh(sizes[-1], self.event, data=self.masked_data)] if sizes else []
+        middle = site.broadcast([kept if operand is None else operand for operand in self.operands], sizes)
+        return [find(term) for term in (*self.before, *middle, *self.after)]
+
+
 @rule("index", "_unsafe_index", view=True)
 def index(site: Site) -> Answer:
     source = site.inputs[0]
-    dims = site.terms(source)
     indices = list(site.arg(1, "indices"))
-    run = _constant_run(site, dims, indices)
+    run = _constant_run(site, site.terms(source), indices)
     if run is not None:
         return [run]
-    layout = _indexed(site, dims, indices, Event.INDEX_W if site.is_weight(source) else Event.INDEX)
-    if layout is None:
-        return None
-    return [_result(site, *layout)]
+    lookup = _look_up(site, indices, Event.INDEX_W if site.is_weight(source) else Event.INDEX)
+    shape = site.out_shape
+    return [lookup.dims(site, shape[len(lookup.before) : len(shape) - len(lookup.after)])]
 
 
 @rule("index_put", "_index_put_impl", "_unsafe_index_put")
 def index_put(site: Site) -> Answer:
-    """x[indices] = values."""
-    dims = site.terms(site.inputs[0])
-    layout = _indexed(site, dims, list(site.arg(1, "indices")), Event.SCATTER)
-    values = site.tensor(2, "values")
-    if layout is None or values is None:
+    """x[indices] = values: values stretch to what the lookup would give."""
+    lookup = _look_up(site, list(site.arg(1, "indices")), Event.SCATTER)
+    values = site.terms(site.inputs[-1])
+    place = len(lookup.after) + 1
+    kept = values[-place].size if len(values) >= place else 1
+    sizes = _broadcast_sizes([[kept] if o is None else [term.size for term in o] for o in lookup.operands])
+    dims = lookup.dims(site, sizes)
+    shape = [term.size for term in dims]
+    if not site.broadcasts([[term.size for term in values]], shape):
         return None
-    shape = [term.size for term in _arranged(*layout)]
-    given = site.terms(values)
-    if not site.broadcasts([[term.size for term in given]], shape):
-        return None
-    site.broadcast([_arranged(*layout), given], shape)
+    site.broadcast([dims, values], shape)
     return [site.terms(site.inputs[0])]
 
 
-def _constant_run(site: Site, dims: Dims, indices: list[Ref | None]) -> Dims | None:
+def _broadcast_sizes(shapes: Sequence[Sequence[int]]) -> list[int]:
+    """The shape in which tensors of these shapes meet."""
+    sizes: list[int] = []
+    for place in range(max(map(len, shapes)), 0, -1):
+        here = [shape[-place] for shape in shapes if len(shape) >= place]
+        sizes.append(next((size for size in here if size != 1), 1))
+    return sizes
+
+
+def _constant_run(site: Site, dims: Dims, indices: Sequence[Ref | None]) -> Dims | None:
     """One index tensor whose values are always the same consecutive positions: a slice."""
     where = [position for position, ref in enumerate(indices) if ref is not None]
     ref = indices[where[0]] if len(where) == 1 else None
@@ -66,66 +96,32 @@ def _constant_run(site: Site, dims: Dims, indices: list[Ref | None]) -> Dims | N
     return dims
 
 
-_Layout = tuple[Dims, Dims, Dims]  # before the looked-up dims, what they become, after
-
-
-def _arranged(before: Dims, middle: Dims, after: Dims) -> Dims:
-    return [find(term) for term in (*before, *middle, *after)]
-
-
-def _result(site: Site, before: Dims, middle: Dims, after: Dims) -> Dims:
-    """Dims of the result. How many rows a mask keeps is known from the recorded shape only."""
-    dims = _arranged(before, middle, after)
-    return dims
-
-
-def _indexed(site: Site, dims: Dims, indices: list[Ref | None], event: Event) -> _Layout | None:
-    """Work out x[indices]: integer tensors meet by broadcasting, a mask stands for as many dims as it has."""
+def _look_up(site: Site, indices: Sequence[Ref | None], event: Event) -> _Lookup:
+    """Mark what is looked up. A mask covers as many dims as it has; where index tensors are apart, they go first."""
+    dims = site.terms(site.inputs[0])
     rest: list[tuple[int, Term]] = []
-    operands: list[Dims] = []
+    operands: list[Dims | None] = []
     places: list[int] = []
+    covered: Dims = []
     position = 0
-    for slot, ref in enumerate(indices):
+    for place, ref in enumerate([*indices, *[None] * len(dims)]):
         if ref is None:
-            rest.append((slot, dims[position]))
+            rest += [(place, term) for term in dims[position : position + 1]]
             position += 1
             continue
-        places.append(slot)
-        if site.info(ref).dtype.endswith(("bool", "uint8")):
-            covered = dims[position : position + len(site.shape(ref))]
-            position += len(covered)
-            kept = _mask_rows(site, covered, ref, event)
-            if kept is None:
-                return None
-            operands.append([kept])
-        else:
-            site.mark(dims[position], event)
-            position += 1
-            operands.append(site.terms(ref))
-    rest += [(len(indices) + k, term) for k, term in enumerate(dims[position:])]
-    width = max(len(operand) for operand in operands)
-    shape = [max((o[-k].size for o in operands if len(o) >= k), default=1) for k in range(width, 0, -1)]
-    if any(o[-k].size == 0 for o in operands for k in range(1, len(o) + 1)):
-        shape = [0 if any(len(o) >= k and o[-k].size == 0 for o in operands) else shape[width - k]
-                 for k in range(width, 0, -1)]  # fmt: skip
-    middle = site.broadcast(operands, shape)
-    adjacent = places == list(range(places[0], places[-1] + 1))
-    first = places[0] if adjacent else 0
-    return [t for s, t in rest if s < first], middle, [t for s, t in rest if s >= first]
-
-
-def _mask_rows(site: Site, covered: Dims, mask: Ref, event: Event) -> Term | None:
-    """The positions a mask keeps. Their number is that of the first output dim, when there is an output to see it."""
-    site.unify_equal_sizes(covered, site.terms(mask))
-    for term in covered:
-        site.mark(term, event)
-    rest = 1
-    shape = site.out_shape
-    if event is Event.SCATTER:
-        return None
-    del rest
-    kept = shape[0] if shape else 0
-    return site.fresh(kept, event, data=all(is_data(term) for term in covered))
+        places.append(place)
+        masked = site.info(ref).dtype in ("bool", "uint8")
+        looked_up = dims[position : position + (len(site.shape(ref)) if masked else 1)]
+        position += len(looked_up)
+        for term in looked_up:
+            site.mark(term, event)
+        if masked:
+            site.unify_equal_sizes(looked_up, site.terms(ref))
+            covered += looked_up
+        operands.append(None if masked else site.terms(ref))
+    first = places[0] if places == list(range(places[0], places[-1] + 1)) else 0
+    before, after = ([t for p, t in rest if p < first], [t for p, t in rest if p >= first])
+    return _Lookup(before, after, operands, event, all(is_data(term) for term in covered if term.size > 1))
 
 
 @rule("masked_select")

@@ -16,7 +16,8 @@ _REDUCTIONS = {
     "max": Event.REDUCE_MAX, "min": Event.REDUCE_MAX, "amax": Event.REDUCE_MAX, "amin": Event.REDUCE_MAX,
     "aminmax": Event.REDUCE_MAX, "median": Event.REDUCE_MAX, "nanmedian": Event.REDUCE_MAX, "mode": Event.REDUCE_MAX,
     "argmax": Event.REDUCE_ARG, "argmin": Event.REDUCE_ARG,
-    "any": Event.REDUCE_LOGIC, "all": Event.REDUCE_LOGIC, "count_nonzero": Event.REDUCE_LIN,
+    "any": Event.REDUCE_LOGIC, "all": Event.REDUCE_LOGIC, "_is_all_true": Event.REDUCE_LOGIC,
+    "_is_any_true": Event.REDUCE_LOGIC, "equal": Event.REDUCE_LOGIC, "count_nonzero": Event.REDUCE_LIN,
     "var": Event.REDUCE_VAR, "std": Event.REDUCE_VAR, "var_mean": Event.REDUCE_VAR, "std_mean": Event.REDUCE_VAR,
     "norm": Event.REDUCE_NORM, "linalg_vector_norm": Event.REDUCE_NORM, "frobenius_norm": Event.REDUCE_NORM,
     "logsumexp": Event.REDUCE_LOGSUMEXP, "prod": Event.REDUCE_PROD,
@@ -65,17 +66,21 @@ def cumulative(site: Site) -> Answer:
     return _along(site, Event.CUMSUM)
 
 
-@rule("sort", "argsort", "msort")
-def sort(site: Site) -> Answer:
-    return _along(site, Event.SORT, place=2 if site.op.overload == "stable" and len(site.op.args) > 2 else 1)
-
-
-def _along(site: Site, event: Event, place: int = 1) -> Answer:
+def _along(site: Site, event: Event) -> Answer:
     """Same dims; one of them is worked along."""
     dims = site.terms(site.inputs[0])
-    dim = site.arg(place, "dim", -1)
     if dims:
-        site.mark(dims[dim], event)
+        site.mark(dims[site.arg(1, "dim", -1)], event)
+    return [list(dims) for _ in site.outputs]
+
+
+@rule("sort", "argsort", "msort")
+def sort(site: Site) -> Answer:
+    """A position in the result is a rank, no longer the position it was."""
+    dims = site.terms(site.inputs[0])
+    dim = 0 if site.op.name == "msort" else site.arg(1, "dim", -1)
+    if dims:
+        dims[dim] = site.replaced([dims[dim]], dims[dim].size, Event.SORT)
     return [list(dims) for _ in site.outputs]
 
 

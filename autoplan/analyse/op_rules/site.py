@@ -14,7 +14,7 @@ from typing import Any
 
 from autoplan.analyse.algebra import Algebra
 from autoplan.analyse.events import Event
-from autoplan.analyse.terms import Term, factors, find, is_data, leaf, product
+from autoplan.analyse.terms import Term, factors, find, is_data, leaf, product, show
 from autoplan.values import Op, Ref, TensorInfo, Trace
 
 __all__ = ["Answer", "Dims", "RULES", "Rule", "Site", "State", "refs", "rule", "rule_for"]
@@ -238,9 +238,9 @@ class Site:
 
     def _mixed(self, old: Dims, sizes: Sequence[int]) -> Dims:
         """A view that mixes neighbours. Input axes among themselves may; anything else is a conflict."""
-        if not all(is_data(term) for term in old if term.size > 1):
-            self.algebra.conflict("view", [str(term) for term in old], list(sizes))
         axes = [term for term in old if term.size > 1]
+        if not all(map(is_data, axes)):
+            self.algebra.conflict("view", ", ".join(map(show, axes)), str(list(sizes)), axes, Event.BADVIEW)
         return [self.replaced(axes, size, Event.BADVIEW) for size in sizes]
 
 

@@ -9,8 +9,8 @@ from autoplan.analyse.terms import ONE, Term, leaf, product
 __all__: list[str] = []
 
 
-@rule("view", "_unsafe_view", "reshape", "_reshape_alias", "_reshape_copy", "view_copy", "view_as", "reshape_as", "ravel",
-      "flatten", "unflatten", "unsqueeze", "squeeze", "unsqueeze_copy", "squeeze_copy", view=True)  # fmt: skip
+@rule("view", "_unsafe_view", "reshape", "_reshape_alias", "_reshape_copy", "view_copy", "view_as", "reshape_as",
+      "ravel", "flatten", "unflatten", "unsqueeze", "squeeze", "unsqueeze_copy", "squeeze_copy", view=True)  # fmt: skip
 def reshape(site: Site) -> Answer:
     """Same elements in the same order: factors are distributed anew."""
     source = site.inputs[0]
