@@ -1,0 +1,69 @@
+"""A parameter seen through views: which of its dims each dim of the viewed tensor is.
+
+Linear layers read `weight.t()`, experts read `weight[choice]` or `weight.transpose(1, 2)`, attention reads chunks
+of one packed weight. To say which dim of the parameter a matmul contracts, the dims are followed through such ops.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autoplan.values import Op
+
+__all__ = ["View", "as_lookup", "follow_view", "whole_view"]
+
+
+@dataclass(frozen=True)
+class View:
+    """`dims[i]` is the parameter's dim that dim i of the viewed tensor runs over; None: none of them, or not known.
+
+    `chosen`: the box whose values picked among the parameter's first dim (the chosen experts).
+    """
+
+    parameter: int
+    dims: tuple[int | None, ...]
+    chosen: int | None = None
+
+
+def whole_view(parameter: int, rank: int) -> View:
+    return View(parameter, tuple(range(rank)))
+
+
+def as_lookup(view: View, index_rank: int) -> View:
+    """weight[index]: the first dim gives way to those of the index; it is still the first dim that they run over."""
+    return replace(view, dims=(view.dims[:1] * index_rank) + view.dims[1:])
+
+
+def follow_view(op: Op, view: View, before: tuple[int, ...], after: tuple[int, ...]) -> View:
+    """The view after one more op that reads nothing but it (and constants)."""
+    dims: list[int | None] = list(view.dims)
+    rest = op.args[1:]
+    if op.name in ("t", "numpy_T"):
+        dims.reverse()
+    elif op.name == "transpose":
+        i, j = int(rest[0]), int(rest[1])
+        dims[i], dims[j] = dims[j], dims[i]
+    elif op.name == "permute":
+        dims = [dims[int(i)] for i in rest[0]]
+    elif op.name == "unsqueeze":
+        dims.insert(int(rest[0]) % (len(dims) + 1), None)
+    elif op.name == "select":
+        del dims[int(rest[0])]
+    elif op.name == "unbind":
+        del dims[int(rest[0]) if rest else 0]
+    elif op.name == "expand":
+        dims[:0] = [None] * (len(after) - len(dims))
+    elif len(before) != len(after) or (before != after and op.name in ("view", "reshape", "_unsafe_view")):
+        dims = _by_size(dims, before, after)
+    return replace(view, dims=tuple(dims)) if len(dims) == len(after) else replace(view, dims=(None,) * len(after))
+
+
+def _by_size(dims: list[int | None], before: tuple[int, ...], after: tuple[int, ...]) -> list[int | None]:
+    """A reshape: dims that keep their size, in order, stay known."""
+    result: list[int | None] = []
+    position = 0
+    for size in after:
+        matching = next((i for i in range(position, len(before)) if before[i] == size and size > 1), None)
+        result.append(dims[matching] if matching is not None else None)
+        position = matching + 1 if matching is not None else position
+    return result
