@@ -1,0 +1,80 @@
+"""Drawing example tensors, always the same ones, from a generator of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autoplan.errors import SourceError
+
+__all__ = ["Draw", "evaluate"]
+
+
+class Draw:
+    """Example tensors of one model: floats in the model's own dtype."""
+
+    def __init__(self, seed: int, dtype: torch.dtype):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.dtype = dtype
+
+    def normal(self, shape: Sequence[int]) -> torch.Tensor:
+        return torch.randn(tuple(shape), generator=self.generator, dtype=torch.float64).to(self.dtype)
+
+    def uniform(self, shape: Sequence[int]) -> torch.Tensor:
+        return torch.rand(tuple(shape), generator=self.generator, dtype=torch.float64).to(self.dtype)
+
+    def integers(self, low: int, high: int, shape: Sequence[int]) -> torch.Tensor:
+        return torch.randint(low, max(high, low + 1), tuple(shape), generator=self.generator)
+
+    def choice(self, allowed: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(allowed)[self.integers(0, len(allowed), shape)]
+
+    def described(self, rule: Mapping[str, Any], known: Mapping[str, Any]) -> Any:
+        """One argument as a rule file describes it: kind, shape, and for ids low and high; or a plain `value`."""
+        if "value" in rule:
+            return rule["value"]
+        shape = [evaluate(size, known) for size in rule["shape"]]
+        kind = rule.get("kind", "normal")
+        if kind == "ids":
+            return self.integers(evaluate(rule.get("low", 1), known), evaluate(rule.get("high", 90), known), shape)
+        if kind in ("zeros", "ones"):
+            dtype = {"int": torch.long, "bool": torch.bool}.get(rule.get("dtype", "float"), self.dtype)
+            return torch.full(tuple(shape), float(kind == "ones")).to(dtype)
+        if kind == "rows":
+            return torch.tensor(rule["row"]).expand(*shape, len(rule["row"])).clone()
+        if kind not in ("normal", "uniform"):
+            raise SourceError(
+                f"rules/inputs: unknown kind {kind!r}", hint="use ids, normal, uniform, zeros, ones or rows"
+            )
+        return self.normal(shape) if kind == "normal" else self.uniform(shape)
+
+
+def evaluate(size: int | str, known: Mapping[str, Any]) -> int:
+    """A size in a rule file: sums of products of numbers, known sizes and paths into the config or the model.
+
+    >>> evaluate("2*batch+1", {"batch": 3})
+    7
+    """
+    if isinstance(size, int):
+        return size
+    total = 0
+    for term in size.split("+"):
+        product = 1
+        for factor in term.split("*"):
+            product *= _look_up(factor.strip(), known)
+        total += product
+    return total
+
+
+def _look_up(name: str, known: Mapping[str, Any]) -> int:
+    if name.isdigit():
+        return int(name)
+    head, *path = name.split(".")
+    value = known.get(head)
+    for part in path:
+        value = value[int(part)] if part.isdigit() and value is not None else getattr(value, part, None)
+    if not isinstance(value, int):
+        raise SourceError(f"rules/inputs: size {name!r} is {value!r}", hint="name an integer of the config")
+    return value

@@ -1,0 +1,85 @@
+"""Random numbers that hide nothing, drawn so that nobody else's random numbers change.
+
+Initial ones and zeros hide wrong layouts: a norm weight of ones is the same however it is cut, a bias of zeros may be
+added twice. So every parameter of a tiny clone is random, and stays in the range its module expects: what starts as
+ones stays near one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy
+import torch
+from torch import nn
+
+__all__ = ["fill_meta", "randomise", "untouched_randomness"]
+
+_VECTOR_STD = 0.3
+_WEIGHT_STD = 0.12
+
+
+@contextmanager
+def untouched_randomness(seed: int | None = None) -> Iterator[None]:
+    """Leave torch's CPU generator, numpy's and Python's as they were found; inside, they start from `seed`."""
+    kept = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
+    try:
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+            numpy.random.seed(seed)
+            random.seed(seed)
+        yield
+    finally:
+        torch.set_rng_state(kept[0])
+        numpy.random.set_state(kept[1])
+        random.setstate(kept[2])
+
+
+@torch.no_grad()
+def randomise(model: nn.Module, seed: int = 0) -> None:
+    """Random values in every parameter: weights anew, vectors and scalars around what they start from."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if not parameter.is_floating_point():
+            continue
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
+        if parameter.dim() >= 2:
+            parameter.copy_(_WEIGHT_STD * noise)
+        else:
+            parameter.nan_to_num_(0.0, 0.0, 0.0)
+            parameter.add_(_VECTOR_STD * noise)
+
+
+def fill_meta(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Give a meta module real memory: parameters as their modules reset them, buffers with plausible numbers."""
+    buffers_on_meta = {id(b) for b in model.buffers() if b.is_meta}
+    owners = [(m, n) for m in model.modules() for n, b in m._buffers.items() if b is not None and id(b) in buffers_on_meta]
+    model = model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad(), untouched_randomness(seed):
+        for parameter in model.parameters():
+            parameter.zero_() if parameter.dim() >= 2 else parameter.fill_(1.0)
+        for module in model.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
+        for module, name in owners:
+            buffer = module._buffers[name]
+            assert buffer is not None
+            buffer.copy_(_plausible(buffer, generator))
+    return model
+
+
+def _plausible(buffer: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A buffer on meta has lost its values: causal masks, positions and positive numbers are the likely ones."""
+    if buffer.dtype == torch.bool:
+        square = buffer.dim() >= 2 and buffer.shape[-1] == buffer.shape[-2]
+        return torch.ones_like(buffer).tril() if square else torch.ones_like(buffer)
+    if not buffer.is_floating_point() and not buffer.is_complex():
+        last = buffer.shape[-1] if buffer.dim() else 1
+        return torch.arange(last).expand(buffer.shape) if buffer.dim() else torch.zeros((), dtype=torch.int64)
+    if buffer.dim() >= 2 and buffer.shape[-1] == buffer.shape[-2]:
+        return torch.ones(buffer.shape).tril()
+    return 0.5 + torch.rand(buffer.shape, generator=generator)

@@ -1,0 +1,287 @@
+"""From the config of a real model to the config of a tiny one that is built the same way.
+
+A tiny clone stands for the real model only if every choice of its config survives: one kv head stays one, as many kv
+heads as heads stay as many, tied stays tied, every type of layer still occurs. So the given config is shrunk, not the
+class's default, and a field that the class derived from others is left out, so that the class derives it again.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from autoplan.capture.sizes import VARIANTS, Sizes, amount, field_rule, is_layer_count, is_token_id
+from autoplan.capture.type_rules import type_rules
+from autoplan.errors import SourceError
+
+__all__ = ["all_configs", "sub_configs", "tiny_config"]
+
+_HIDDEN = ("hidden_size", "d_model", "n_embd", "hidden_dim", "dim", "embed_dim")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "attention_heads")
+_DEPTH = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "depth")
+_PERIODS = (
+    "full_attention_interval",
+    "attn_layer_period",
+    "layer_group_size",
+    "global_attn_every_n_layers",
+    "no_rope_layer_interval",
+    "sliding_window_pattern",
+    "_sliding_window_pattern",
+)
+_PER_LAYER = re.compile(r"types?$|layers_block_type|pattern|layers_config|no_rope_layers")
+_LAYER_INDEX = re.compile(r"layer|index|idx|indices")
+_MOST_LAYERS = 8
+# What every config has and a clone decides for itself.
+_OWN_BUSINESS = {"transformers_version", "dtype", "torch_dtype", "quantization_config", "use_cache", "auto_map"}
+
+
+@dataclass
+class _Shrinking:
+    """One shrinking of a whole config tree: special tokens keep their identity across sub-configs."""
+
+    sizes: Sizes
+    token_ids: dict[int, int] = field(default_factory=dict)
+
+    def token(self, value: int) -> int:
+        """An id below the tiny vocabulary; small ids stay, large ones move to the top, equal ones stay equal."""
+        if value < 100:
+            return value
+        return self.token_ids.setdefault(value, self.sizes.vocab - 1 - len(self.token_ids) % (self.sizes.vocab // 3))
+
+
+def tiny_config(config: PretrainedConfig, variant: int = 0, model_class: type | None = None) -> PretrainedConfig:
+    """A tiny config of the same class that makes the same choices. `config` is not touched.
+
+    Raises SourceError when the class refuses the shrunk fields.
+    """
+    if not 0 <= variant < len(VARIANTS):
+        raise SourceError(f"there is no tiny variant {variant}", hint=f"use 0 to {len(VARIANTS) - 1}")
+    tiny = _shrunk(copy.deepcopy(config), _Shrinking(VARIANTS[variant]), {})
+    if model_class is not None:
+        _fit_rotary_lists(tiny, model_class)
+    return tiny
+
+
+def sub_configs(config: PretrainedConfig) -> dict[str, PretrainedConfig]:
+    """The configs inside a config, by field."""
+    return {name: value for name, value in vars(config).items() if isinstance(value, PretrainedConfig)}
+
+
+def _shrunk(config: PretrainedConfig, work: _Shrinking, overrides: dict[str, Any]) -> PretrainedConfig:
+    """Shrink one config and the ones inside it, then build it anew."""
+    overrides = _merged(type_rules(config.model_type or "").tiny, overrides)
+    inner = sub_configs(config)
+    keywords = _chosen_fields(config)
+    layers = _layers_needed(config)
+    keywords = {name: _small(name, value, config, layers, work) for name, value in keywords.items()}
+    for name, sub in inner.items():
+        keywords[name] = _shrunk(sub, work, overrides.get(name, {}))
+    for name, value in overrides.items():
+        if name in inner:
+            continue
+        if value == "=default":
+            keywords.pop(name, None)
+        else:
+            keywords[name] = _read_sizes(value, work.sizes)
+    try:
+        return type(config)(**keywords)
+    except Exception as error:  # whatever a config class raises, the caller learns which class and fields
+        small = {name: value for name, value in keywords.items() if isinstance(value, int | list)}
+        raise SourceError(
+            f"{type(config).__name__} refuses the sizes of a tiny clone: {error}",
+            hint=f"tried {small}; say what it needs in rules/inputs/{config.model_type}.toml under [tiny]",
+        ) from error
+
+
+# ------------------------------------------------------------------------------------ which fields were chosen
+
+
+def _defaults(cls: type) -> dict[str, Any]:
+    """Every field that the class can be built with, and its default."""
+    fields: dict[str, Any] = {}
+    for item in dataclasses.fields(cls):
+        if item.default is not dataclasses.MISSING:
+            fields[item.name] = item.default
+        else:
+            made = item.default_factory is not dataclasses.MISSING
+            fields[item.name] = item.default_factory() if made else None  # type: ignore[misc]
+    for item in inspect.signature(cls.__init__).parameters.values():  # remote code often has an __init__ of its own
+        if item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY) and item.name != "self":
+            fields.setdefault(item.name, None if item.default is item.empty else item.default)
+    return fields
+
+
+def _chosen_fields(config: PretrainedConfig) -> dict[str, Any]:
+    """The fields that were given a value, less those that the class derives by itself and equal to what it derives."""
+    defaults = _defaults(type(config))
+    inner = set(sub_configs(config))
+    current = {n: v for n, v in vars(config).items() if n not in inner and n not in _OWN_BUSINESS}
+    fixed, open_fields = {}, {}
+    for name, value in current.items():
+        default = defaults.get(name)
+        if name.startswith("_") or value is None and default is None:
+            continue
+        derived = default is None or isinstance(default, str) and not isinstance(value, str)
+        (open_fields if derived else fixed)[name] = value
+    baseline = _derived(config, fixed)
+    chosen = {n: v for n, v in open_fields.items() if n not in baseline or baseline[n] != v}
+    return copy.deepcopy({**fixed, **chosen})
+
+
+def _derived(config: PretrainedConfig, fixed: dict[str, Any]) -> dict[str, Any]:
+    """What the class itself makes of the fields that were not left open."""
+    try:
+        return vars(type(config)(**copy.deepcopy({**fixed, **sub_configs(config)})))
+    except Exception:  # it needs an open field to be built at all: then every field is taken as chosen
+        return {}
+
+
+# -------------------------------------------------------------------------------------------- how small a value
+
+
+def _small(name: str, value: Any, config: PretrainedConfig, layers: list[int], work: _Shrinking) -> Any:
+    """The tiny value of one field. `layers`: which of the real layers the clone keeps."""
+    if isinstance(value, bool) or not isinstance(value, int | list | tuple):
+        return value
+    if is_token_id(name):
+        return _map_ints(value, work.token)
+    if isinstance(value, int):
+        counts = is_layer_count(name)
+        if counts:
+            return min(value, 1 if counts == "one" else len(layers))
+        return _size(name, value, config, work.sizes)
+    depth = _first_int(config, _DEPTH)
+    if depth and len(value) == depth > len(layers):
+        return type(value)(_map_ints(value[i], lambda x: _size(name, x, config, work.sizes)) for i in layers)
+    numbers = bool(value) and all(isinstance(x, int) and not isinstance(x, bool) for x in value)
+    if numbers and depth and max(value) >= len(layers) and _LAYER_INDEX.search(name) and "feature_layer" not in name:
+        return type(value)(x for x in value if x < len(layers)) or type(value)([len(layers) - 1])
+    if name in ("image_size", "crop_size", "img_size"):
+        return _map_ints(value, lambda x: _size(name, x, config, work.sizes))
+    return value
+
+
+def _size(name: str, value: int, config: PretrainedConfig, sizes: Sizes) -> int:
+    """The tiny value of one integer that counts or measures something."""
+    size, how = field_rule(name)
+    hidden, heads = _first_int(config, _HIDDEN), _first_int(config, _HEADS)
+    if how == "keep" or value <= 1:
+        return value
+    if how == "one":
+        return 1
+    if how == "image":
+        patch = _read(config, "patch_size") or 14
+        patch = patch[0] if isinstance(patch, list | tuple) else patch
+        return min(value, 4 * patch)
+    target: int = getattr(sizes, size)
+    if how == "exact":
+        return target
+    if how == "kv":
+        return sizes.heads if heads and value >= heads else target
+    if how == "head" and hidden and heads and heads * value != hidden:
+        return min(value, sizes.wide_head_dim)
+    if how == "width" and (not hidden or value == hidden):
+        target = sizes.hidden
+    if how == "double":
+        target = 2 * sizes.hidden
+    return min(value, target)
+
+
+def _layers_needed(config: PretrainedConfig) -> list[int]:
+    """The first layers that show every type of layer; when that takes too many, the first layer of each type."""
+    depth = _first_int(config, _DEPTH) or 2
+    needed = 2
+    rows: list[list[str]] = []
+    for name, value in config.to_dict().items():
+        if isinstance(value, list | tuple) and len(value) == depth and _PER_LAYER.search(name):
+            rows.append([str(x) for x in value])
+    kinds = list(zip(*rows, strict=True)) if rows else []
+    first = sorted({kind: i for i, kind in reversed(list(enumerate(kinds)))}.values())
+    for name in _PERIODS:
+        period = _read(config, name)
+        if isinstance(period, int) and period > 1:
+            needed = max(needed, min(period, _MOST_LAYERS))
+    needed = max(needed, first[-1] + 1 if first else 0)
+    if needed <= _MOST_LAYERS:
+        return list(range(min(needed, max(depth, 1))))
+    return first if len(first) > 1 else list(range(2))
+
+
+def _first_int(config: PretrainedConfig, names: tuple[str, ...]) -> int | None:
+    values = (_read(config, name) for name in names)
+    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool)), None)
+
+
+def _read(config: PretrainedConfig, name: str) -> Any:
+    """A field under its own or its common name, as it is stored: no property, no look at single layers."""
+    return vars(config).get(type(config).attribute_map.get(name, name))
+
+
+def _map_ints(value: Any, change: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_map_ints(x, change) for x in value)
+    return change(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+# ---------------------------------------------------------------------------------------------------- overrides
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """`above` wins; tables are merged."""
+    result = dict(below)
+    for name, value in above.items():
+        old = result.get(name)
+        result[name] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return result
+
+
+def _read_sizes(value: Any, sizes: Sizes) -> Any:
+    if isinstance(value, list):
+        return [_read_sizes(x, sizes) for x in value]
+    if isinstance(value, dict):
+        return {name: _read_sizes(x, sizes) for name, x in value.items()}
+    return amount(value, sizes) if isinstance(value, str) and value.startswith("=") else value
+
+
+# --------------------------------------------------------------------------------------------- rotary embeddings
+
+
+def _fit_rotary_lists(config: PretrainedConfig, model_class: type) -> None:
+    """Lists in rope parameters that have one number per rotary frequency must fit the tiny head width."""
+    source = inspect.getsourcefile(model_class)
+    sections = False
+    if source:
+        with open(source, encoding="utf-8") as file:
+            sections = "mrope_section" in file.read()
+    for one in all_configs(config):
+        rope = vars(one).get("rope_parameters")
+        if not isinstance(rope, dict):
+            continue
+        nested = [x for x in rope.values() if isinstance(x, dict)]
+        for parameters in nested or [rope]:
+            _fit_one_rope(parameters, one, sections)
+
+
+def _fit_one_rope(parameters: dict[str, Any], config: PretrainedConfig, sections: bool) -> None:
+    heads, hidden = _first_int(config, _HEADS), _first_int(config, _HIDDEN)
+    head_dim = _first_int(config, ("head_dim",)) or (hidden // heads if hidden and heads else None)
+    if not head_dim:
+        return
+    part = parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
+    half = int(head_dim * part) // 2
+    if sections and sum(parameters.get("mrope_section") or (0,)) != half:
+        third = half // 3
+        parameters["mrope_section"] = [half - 2 * third, third, third]
+    for name in ("short_factor", "long_factor"):
+        if isinstance(parameters.get(name), list):
+            parameters[name] = parameters[name][:half]
+
+
+def all_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
+    return [config] + [inner for sub in sub_configs(config).values() for inner in all_configs(sub)]

@@ -1,0 +1,153 @@
+"""How small is tiny: the sizes of a tiny clone, and which config field takes which of them.
+
+A clone must be small enough to run in milliseconds and yet show everything: were two of its sizes equal, or one of
+them 1, a layout could hide behind the coincidence. So heads, kv heads, groups, experts and widths all differ, heads
+and kv heads divide by 2 and 4, and there are two variants, so that what one hides the other shows.
+
+This is the one place that knows the names of config fields. A pattern is a regular expression; the first one that
+matches a field decides; what no pattern names keeps its value.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+
+__all__ = ["FIELDS", "VARIANTS", "Sizes", "amount", "field_rule", "is_layer_count", "is_token_id"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of one variant. `hidden == heads * head_dim` and `2 * hidden == state_heads * head_dim`."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    wide_head_dim: int  # where a config is free to have heads * head_dim != hidden
+    narrow: int  # an embedding that is smaller than hidden
+    intermediate: int
+    vocab: int
+    experts: int
+    expert_width: int
+    state_heads: int
+    linear_key_heads: int
+    linear_value_heads: int
+    query_rank: int
+    kv_rank: int
+    value_dim: int
+    rope_dim: int = 8
+    state: int = 12
+    rank: int = 6
+    groups: int = 2
+    top_k: int = 2
+    chunk: int = 16
+    latents: int = 4
+    codebook: int = 32
+    positions: int = 64
+
+
+VARIANTS = (
+    Sizes(8, 4, 16, 128, 32, 96, 224, 160, 12, 80, 16, 4, 16, 56, 40, 20),
+    Sizes(12, 4, 16, 192, 48, 144, 352, 224, 16, 112, 24, 4, 8, 88, 72, 28),
+)
+
+# (pattern of the field's name, size, how). How: "most" caps; "exact" replaces anything above 1; the rest are
+# answered in shrink.py: "kv" (relative to the heads), "head" (relative to hidden / heads), "width" (relative to hidden).
+FIELDS: tuple[tuple[str, str, str], ...] = (
+    (r"^(type_vocab_sizes?|shape_vocab_size|pronunciation_vocab_size)$", "", "keep"),
+    (r"^(num_channels|in_channels|n_codebooks|num_codebooks|num_mel_bins|n_mel_bins|num_mel_filters)$", "", "keep"),
+    (r"^(sliding_window|attention_window_size|sliding_window_size|window_size|index_topk|swa_window)$", "", "keep"),
+    (r"^(local_attention|attention_chunk_size)$", "", "keep"),
+    (r"vocab(_size)?(_\w+)?$|_vocab_size", "vocab", "most"),
+    (r"^(codebook_size|num_embeddings)$", "codebook", "most"),
+    (r"(key_value_heads|kv_heads|num_query_groups|multi_query_group_num)$", "kv_heads", "kv"),
+    (r"^linear_(num_)?key_heads$|^linear_num_key_heads$", "linear_key_heads", "exact"),
+    (r"^linear_num_value_heads$", "linear_value_heads", "exact"),
+    (r"^(mamba|ssm)_(num_|n_)?heads$|^n_mamba_heads$", "state_heads", "exact"),
+    (r"^index_n_heads$", "kv_heads", "exact"),
+    (r"(^|_)(num_)?(\w+_)?(attention_)?heads$|^n_heads?$|_num_heads$", "heads", "exact"),
+    (r"qk_rope_head_dim", "rope_dim", "most"),
+    (r"^rotary_dim$", "rope_dim", "most"),
+    (r"^(v_head_dim|value_head_dim)$", "value_dim", "most"),
+    (r"(linear_\w*head_dim|mamba_\w*head_?dim|qk_nope_head_dim|mamba_d_head)$", "head_dim", "most"),
+    (r"(head_dim|_head_size|d_kv|dim_head|d_head|headdim|kv_channels|head_size)$", "head_dim", "head"),
+    (r"q_lora_rank$", "query_rank", "most"),
+    (r"(lora_rank|hc_lowrank|laurel_rank|adapter_rank|embedding_rank|gated_norm_rank)$", "kv_rank", "most"),
+    (r"topk_group$", "", "one"),
+    (r"(group|groups)$", "groups", "exact"),
+    (r"(experts_per_tok|top_k|topk|num_experts_per_token|moe_k)$", "top_k", "most"),
+    (r"(shared_experts?)$", "", "one"),
+    (r"(num_experts|local_experts|routed_experts|moe_num_experts|expert_num)$", "experts", "exact"),
+    (r"expert_capacity", "chunk", "most"),
+    (r"(moe|expert)\w*(intermediate_size|ffn_hidden_size|_dim)$", "expert_width", "most"),
+    (r"(intermediate_size|intermediate_dim|ffn_dim|d_ff|dff|dim_ff|mlp_dim|n_inner|ffn_hidden_size)$", "intermediate", "most"),
+    (r"(feed_forward_size|d_inner|intermediate_size_mlp|ffn_inner_dim|ff_dim)$", "intermediate", "most"),
+    (r"(d_state|state_size|ssm_state_size)$", "state", "most"),
+    (r"chunk_size$", "chunk", "most"),
+    (r"(mamba_dt_rank|time_step_rank)$", "rank", "most"),
+    (r"^(embedding_size|word_embed_proj_dim|emb_dim)$", "narrow", "width"),
+    (
+        r"^(\w*hidden_size\w*|d_model|d_model_\w+|n_embd|\w*embed_dim|hidden_dim|projection_dim|\w*embedding_size|"
+        r"\w*output_dim|out_hidden_size|lru_width|dim|d_latents|hidden_channels|embedding_dim|encoder_dim|decoder_dim|"
+        r"projector_input_dim|projector_output_dim|adapter_out_dim|adapter_in_dim|adapter_input_size|true_hidden_size|"
+        r"text_dim|input_dim|output_channels|width|\w*_channel|conv_channels|model_dim|projection_hidden_dim|"
+        r"input_embedding_size)$",
+        "hidden",
+        "most",
+    ),
+    (r"^mamba_d_ssm$", "hidden", "double"),
+    (r"(num_query_tokens|num_latents|latent_query_num|n_latents|num_image_tokens|query_num|num_latents)$", "latents", "most"),
+    (r"max_source_positions$", "positions", "most"),
+    (r"^(image_size|crop_size|img_size)$", "", "image"),
+)
+
+_LAYERS = re.compile(
+    r"^((num_)?(\w+_)?(hidden_|num_)*layers|depth|n_layers?|num_blocks|\w*_depth|num_self_attends_per_block|"
+    r"num_nextn_predict_layers|aligner_num_add_layers|num_mem_blocks)$"
+)
+_AT_MOST_ONE = re.compile(
+    r"(num_kv_shared_layers|no_rope_layers|every_n_layers|global_layers|dense_layers|first_k_dense_replace|"
+    r"rope_scaling_layers|kv_source|cross_attention_layers|mlp_only|sparse_\w+_layers|num_residual_layers|"
+    r"moe_layer_start_index)$"
+)
+_KEEP = re.compile(r"(vision_feature_layer|num_feat_extract_layers|num_conv_layers|max_window_layers)$")
+_TOKEN_ID = re.compile(
+    r"(_token_ids?|token_index|_token_idx|_tokens?_id|_start_id|_end_id|_newline_id|pad_index|bos_index|eos_index|"
+    r"unk_index|mask_index|_patch_id)$"
+)
+
+
+def field_rule(name: str) -> tuple[str, str]:
+    """(size, how) of a config field; ("", "keep") for what no pattern names."""
+    for pattern, size, how in FIELDS:
+        if re.search(pattern, name):
+            return size, how
+    return "", "keep"
+
+
+def is_layer_count(name: str) -> str:
+    """ "depth": a number of layers; "one": a number of layers of which one is enough; "": neither."""
+    if _KEEP.search(name):
+        return ""
+    if _AT_MOST_ONE.search(name):
+        return "one"
+    return "depth" if _LAYERS.search(name) else ""
+
+
+def is_token_id(name: str) -> bool:
+    return bool(_TOKEN_ID.search(name))
+
+
+def amount(text: str, sizes: Sizes) -> int:
+    """Read a size written in a rule file: a product of numbers and size names.
+
+    >>> amount("=2*heads", VARIANTS[0])
+    16
+    """
+    names = asdict(sizes)
+    result = 1
+    for factor in text.removeprefix("=").split("*"):
+        factor = factor.strip()
+        result *= int(factor) if factor.isdigit() else names[factor]
+    return result

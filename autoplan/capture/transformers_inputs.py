@@ -1,0 +1,142 @@
+"""Inputs for transformers models, made from the config and the forward's signature.
+
+The config says what ids there are and which of them mean something else; `main_input_name` and the signature say what
+the forward takes. What neither says is in `rules/inputs/<type>.toml`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from autoplan.capture.draw import Draw
+from autoplan.capture.shrink import all_configs
+from autoplan.capture.sizes import is_token_id
+from autoplan.capture.type_rules import type_rules
+from autoplan.errors import CaptureError
+
+__all__ = ["make_entries"]
+
+_MEL = ("num_mel_bins", "n_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "num_mel_filters")
+_MEL_LATER = ("d_mel", "feature_size", "input_dim")
+_SAMPLES, _FRAMES = 4000, 128
+_AUDIO = ("input_features", "input_values", "audio_values")
+
+
+def make_entries(
+    model: nn.Module, config: PretrainedConfig, model_type: str, batch: int, length: int, seed: int
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """All entries of a transformers model, and a note for each that is missing."""
+    maker = _Maker(model, config, model_type, batch, length, seed)
+    main = maker.main_entry()
+    if not main:
+        raise CaptureError(
+            f"no inputs known for {type(model).__name__}: its main input is {maker.main!r}",
+            hint="pass inputs={argument: tensor} for its forward",
+        )
+    name = "text" if "input_ids" in main or "decoder_input_ids" in main else "forward"
+    return {name: main}, []
+
+
+class _Maker:
+    """What is known about one model while its inputs are made."""
+
+    def __init__(self, model: nn.Module, config: PretrainedConfig, model_type: str, batch: int, length: int, seed: int):
+        self.model, self.config, self.model_type = model, config, model_type
+        self.batch, self.length = batch, length
+        self.parameters = inspect.signature(model.forward).parameters
+        self.main = getattr(model, "main_input_name", "input_ids")
+        self.configs = all_configs(config)
+        self.draw = Draw(seed, _floating_dtype(model))
+
+    def takes(self, name: str) -> bool:
+        return name in self.parameters
+
+    def requires(self, name: str) -> bool:
+        return self.takes(name) and self.parameters[name].default is inspect.Parameter.empty
+
+    def ids(self, batch: int | None = None, length: int | None = None) -> torch.Tensor:
+        """Ordinary tokens: below every vocabulary, and no special token."""
+        text = self.config.get_text_config()
+        vocab = getattr(text, "vocab_size", None)
+        special = set(_special_ids(self.configs))
+        top = min(vocab if isinstance(vocab, int) else 100, 100)
+        allowed = [i for i in range(min(20, top // 2), top) if i not in special] or list(range(top))
+        return self.draw.choice(allowed, (batch or self.batch, length or self.length))
+
+    def main_entry(self) -> dict[str, Any]:
+        """The text pass where there is one, else whatever the model mainly takes."""
+        made: dict[str, Any] = {}
+        speech_only = self.main in _AUDIO and (self.config.is_encoder_decoder or not self.takes("input_ids"))
+        if self.takes("input_ids") and not speech_only:
+            made["input_ids"] = self.ids()
+        if speech_only and self.takes(self.main):
+            made[self.main] = self.sound()
+        if self.takes("pixel_values") and ("input_ids" not in made or self.requires("pixel_values")):
+            made["pixel_values"] = self.picture()
+        if self.takes("decoder_input_ids"):
+            made["decoder_input_ids"] = self.ids(length=self.length - 1 if self.length > 4 else self.length)
+        made.update(self.from_rules(made))
+        if self.takes("use_cache") or self._passes_on("use_cache"):
+            made["use_cache"] = False
+        dropped = [n for n, rule in type_rules(self.model_type).inputs.items() if rule.get("drop")]
+        return {name: value for name, value in made.items() if name not in dropped}
+
+    def _passes_on(self, name: str) -> bool:
+        """A forward with **kwargs hands them to inner models; those that cache know the word."""
+        variable = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
+        return variable and "input_ids" in self.parameters and hasattr(self.config.get_text_config(), name)
+
+    def from_rules(self, made: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments that the type's rule file describes."""
+        variable = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
+        result = {}
+        for name, rule in type_rules(self.model_type).inputs.items():
+            if rule.get("drop") or not (self.takes(name) or variable):
+                continue
+            result[name] = self.draw.described(rule, self.known())
+        return result
+
+    def known(self) -> dict[str, Any]:
+        return {"batch": self.batch, "length": self.length, "config": self.config, "model": self.model}
+
+    def sound(self) -> torch.Tensor:
+        """A spectrogram or a waveform."""
+        if self.main != "input_features":
+            return self.draw.normal((self.batch, _SAMPLES))
+        mel = next((v for names in (_MEL, _MEL_LATER) for c in self.configs for n in names if (v := _int(c, n))), 80)
+        positions = _int(self.config, "max_source_positions")
+        if positions and self.takes("decoder_input_ids") and not self.takes("attention_mask_audio"):
+            pass
+        return self.draw.normal((self.batch, _FRAMES, mel))
+
+    def picture(self) -> torch.Tensor:
+        """Pixels in the size that the vision config names."""
+        vision = next((c for c in self.configs if getattr(c, "image_size", None)), None)
+        size = getattr(vision, "image_size", 64)
+        height, width = size[-2:] if isinstance(size, list | tuple) else (size, size)
+        channels = _int(vision, "num_channels") or _int(vision, "in_channels") or 3
+        return self.draw.normal((self.batch, channels, height, width))
+
+
+def _special_ids(configs: list[PretrainedConfig]) -> list[int]:
+    found: list[int] = []
+    for config in configs:
+        for name, value in vars(config).items():
+            if is_token_id(name):
+                found += [value] if isinstance(value, int) else [x for x in value or () if isinstance(x, int)]
+    return found
+
+
+def _int(config: Any, name: str) -> int | None:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _floating_dtype(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
