@@ -292,7 +292,8 @@ class Runtime:
     hooks: tuple[HookSite, ...] = ()
     heads: tuple[HeadSite, ...] = ()
     scoped: tuple[ScopedCall, ...] = ()
-    random: tuple[str, ...] = ()  # module patterns whose random draws act on split values
+    random: tuple[str, ...] = ()  # module patterns whose random draws act on split values: each rank its own
+    random_whole: tuple[str, ...] = ()  # and those that act on whole values: the same on every rank
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,20 @@ the product can still be computed in parts and gathered at once: the weight is s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
+from typing import Any
 
 from autoplan.analyse.axes import Axes
-from autoplan.analyse.callflow import CallFlow
+from autoplan.analyse.callflow import Border, CallFlow
 from autoplan.analyse.events import FORBIDDING
 from autoplan.analyse.shards import Shards
-from autoplan.analyse.sites import Placement
+from autoplan.analyse.sites import Placement, Refusal
 from autoplan.analyse.terms import Term, find, leaves
-from autoplan.values import HeadSite, Op, Ref, Trace
+from autoplan.layout import Layout
+from autoplan.values import HeadSite, HookSite, Op, Ref, Trace
 
-__all__ = ["gathered_leaves", "head_sites", "products_to_gather", "vocabularies"]
+__all__ = ["gathered_leaves", "head_sites", "products_to_gather", "refuse_homeless_logits", "vocabularies"]
 
 _WORTH_GATHERING = 0.004  # share of all matrix elements below which a whole weight is not worth an all-gather
 _LARGE_TABLE = 0.5  # of the largest table: smaller ones (positions, types) stay whole
@@ -107,36 +110,65 @@ def gathered_leaves(trace: Trace, axes: Axes, gathered: frozenset[int], tp: int)
     return found
 
 
-def head_sites(trace: Trace, flow: CallFlow, shards: Shards, placement: Placement) -> tuple[HeadSite, ...]:
-    """Vocabulary tables to mask, heads whose product leaves the model, and other split outputs to gather."""
-    found: dict[HeadSite, None] = {}
+def head_sites(
+    trace: Trace, flow: CallFlow, shards: Shards, placement: Placement, vocabulary: set[Term]
+) -> tuple[tuple[HeadSite, ...], tuple[HookSite, ...]]:
+    """Vocabulary tables to mask, heads whose product leaves the model, and other split outputs to gather at its exit."""
+    heads: dict[HeadSite, None] = {}
+    gathers: dict[HookSite, None] = {}
     for index, border in placement.embeddings.items():
         table = trace.calls[index].args[1].id
-        rows = trace.tensors[table].shape[0]
-        found[HeadSite(border.module, "embedding", rows, 0, (border.path,))] = None
+        heads[HeadSite(border.module, "embedding", trace.tensors[table].shape[0], 0, (border.path,))] = None
+    for path, tensor, dim, layout in _split_outputs(trace, shards):
+        back = dim - len(trace.tensors[tensor].shape)
+        if _is_logits(tensor, dim, shards, vocabulary):
+            border_of_head = _head_border(tensor, flow, shards)
+            assert border_of_head is not None
+            heads[HeadSite(border_of_head.module, "logits", layout.size, back, (path,))] = None
+        else:
+            gathers[HookSite("", "output", path, "gather", back, str(layout))] = None
+    return tuple(heads), tuple(gathers)
+
+
+def refuse_homeless_logits(
+    trace: Trace, flow: CallFlow, shards: Shards, placement: Placement, vocabulary: set[Term]
+) -> None:
+    """A loss inside forward needs whole logits; they can be gathered only where a module returns them."""
+    for _, tensor, dim, _ in _split_outputs(trace, shards):
+        if _is_logits(tensor, dim, shards, vocabulary) and _head_border(tensor, flow, shards) is None:
+            why = "the head's product is not what a module returns, so it could not be gathered for a loss"
+            placement.refusals.append(Refusal(-1, why, (tensor,)))
+
+
+def _split_outputs(trace: Trace, shards: Shards) -> Iterator[tuple[tuple[Any, ...], int, int, Layout]]:
     for visit in trace.visits:
-        if visit.parent is not None:
-            continue
-        for path, tensor in visit.outputs:
-            for dim, layout in enumerate(shards.layouts(tensor)):
-                if layout is None:
-                    continue
-                module = _made_by(tensor, flow, shards)
-                back = dim - len(trace.tensors[tensor].shape)
-                site = HeadSite(module, "logits", layout.size, back, (path,))
-                found[site] = None
-    return tuple(found)
+        if visit.parent is None:
+            for path, tensor in visit.outputs:
+                for dim, layout in enumerate(shards.layouts(tensor)):
+                    if layout is not None:
+                        yield path, tensor, dim, layout
 
 
-def _made_by(tensor: int, flow: CallFlow, shards: Shards) -> str:
-    """The module whose product a split output is: walk back while one split value makes another."""
+def _is_logits(tensor: int, dim: int, shards: Shards, vocabulary: set[Term]) -> bool:
+    terms = shards.axes.of(tensor)
+    return dim == len(terms) - 1 and find(terms[dim]) in vocabulary
+
+
+def _head_border(tensor: int, flow: CallFlow, shards: Shards) -> Border | None:
+    """Where the product that became a split output leaves its module: walk back while one split value makes another."""
     seen = set()
     while tensor in flow.producer and tensor not in seen:
         seen.add(tensor)
         call = flow.producer[tensor]
-        split = [t for t in flow.inputs[call] if shards.is_split(t)]
-        activations = [t for t in split if t in flow.producer]
+        activations = [t for t in flow.inputs[call] if shards.is_split(t) and t in flow.producer]
+        made_of_weight = any(
+            shards.is_split(t) and flow.trace.tensors[t].kind == "parameter" for t in flow.inputs[call]
+        )
+        if made_of_weight and not activations:
+            module = flow.trace.calls[call].module
+            leaving = [b for b in flow.leaving.get(tensor, []) if b.module == module and b.path == ()]
+            return leaving[0] if leaving and module else None
         if not activations:
-            return flow.trace.calls[call].module
+            return None
         tensor = activations[0]
-    return ""
+    return None

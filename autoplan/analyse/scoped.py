@@ -32,6 +32,7 @@ class Scope:
     calls: tuple[ScopedCall, ...] = ()
     tensors: tuple[tuple[int, ...], ...] = ()
     random: tuple[str, ...] = ()
+    random_whole: tuple[str, ...] = ()
     refusals: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
 
 
@@ -50,7 +51,7 @@ def scope(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits) ->
         tensors[key] = _split_in(index, flow, shards)
     _same_on_every_visit(shards, calls, tensors, result)
     result.calls, result.tensors = tuple(calls.values()), tuple(tensors.values())
-    result.random = _random_modules(shards, flow)
+    result.random, result.random_whole = _random_modules(shards, flow)
     for module, left, right, _ in edits.broken_comparisons:
         blame = tuple(_sizes_in(left) | _sizes_in(right))
         result.refusals.append((f"Python in {module or 'the model'} compares sizes that a split changes", blame))
@@ -68,7 +69,8 @@ def _wanted(
     for requirement in edits.left:
         arguments[requirement.call].append((requirement.path, (requirement.old, *requirement.want)))
     cuts = _cuts(shards, flow, result)
-    indices = set(arguments) | set(placement.inside_reductions) | set(placement.inside_copies) | set(cuts)
+    draws = _mixed_draws(shards, flow)
+    indices = set(arguments) | set(placement.inside_reductions) | set(placement.inside_copies) | set(cuts) | draws
     for index in placement.inside_scales:
         result.refusals.append(("whole rows of a partly split value, inside a module", _split_in(index, flow, shards)))
     found = {}
@@ -76,6 +78,7 @@ def _wanted(
         call = shards.trace.calls[index]
         copies = tuple(path for t in sorted(placement.inside_copies.get(index, ())) for path in flow.path_of(index, t))
         details = _norm_details(call, shards) if placement.inside_reductions.get(index) == "norm" else ()
+        details += (("random", "split"),) if index in draws else ()
         found[index] = ScopedCall(
             call.module, call.position, call.name, tuple(arguments.get(index, ())), copies,
             placement.inside_reductions.get(index), cuts.get(index, ()), details,
@@ -131,13 +134,27 @@ def _same_on_every_visit(
             result.refusals.append((f"{call.module} makes other torch calls from run to run", tensors[key]))
 
 
-def _random_modules(shards: Shards, flow: CallFlow) -> tuple[str, ...]:
-    found = {
-        call.module
-        for index, call in enumerate(shards.trace.calls)
-        if call.name in _RANDOM and any(shards.is_split(t) for t in flow.inputs[index])
-    }
-    return tuple(sorted(found))
+def _random_calls(shards: Shards, flow: CallFlow) -> dict[str, dict[bool, list[int]]]:
+    """Random calls by module, apart by whether they act on split values."""
+    found: dict[str, dict[bool, list[int]]] = defaultdict(lambda: {True: [], False: []})
+    for index, call in enumerate(shards.trace.calls):
+        if call.name in _RANDOM:
+            found[call.module][any(shards.is_split(t) for t in flow.inputs[index])].append(index)
+    return found
+
+
+def _random_modules(shards: Shards, flow: CallFlow) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Modules whose draws act on split values, and modules inside those whose draws act on whole ones."""
+    calls = _random_calls(shards, flow)
+    split = tuple(sorted(m for m, kinds in calls.items() if kinds[True] and not kinds[False]))
+    whole = (m for m, kinds in calls.items() if not kinds[True])
+    return split, tuple(sorted(m for m in whole if any(m.startswith(f"{s}.") for s in split)))
+
+
+def _mixed_draws(shards: Shards, flow: CallFlow) -> set[int]:
+    """Draws on split values in modules that also draw on whole ones: each needs a stream of its own."""
+    mixed = [kinds for kinds in _random_calls(shards, flow).values() if kinds[True] and kinds[False]]
+    return {index for kinds in mixed for index in kinds[True]}
 
 
 def _sizes_in(value: Any) -> set[int]:

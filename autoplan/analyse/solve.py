@@ -7,19 +7,20 @@ promise: an entry with nothing refused is right.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from math import gcd, prod
 
 from autoplan.analyse.axes import Axes, infer_axes
 from autoplan.analyse.callflow import CallFlow
 from autoplan.analyse.edits import Edits, solve_edits
-from autoplan.analyse.heads import gathered_leaves, head_sites, products_to_gather, vocabularies
+from autoplan.analyse.heads import gathered_leaves, head_sites, products_to_gather, refuse_homeless_logits, vocabularies
 from autoplan.analyse.scoped import Scope, scope
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.sites import Placement, place
 from autoplan.analyse.splits import Choice, choose, occurrences
 from autoplan.analyse.terms import Term, find, leaves
-from autoplan.values import ClassFact, HookSite, ParameterFact, Runtime, Trace
+from autoplan.values import ClassFact, Edit, HookSite, ParameterFact, ParameterRule, Runtime, Trace
 
 __all__ = ["Solution", "solve"]
 
@@ -79,6 +80,7 @@ def _settle(
         choice = choose(trace, axes, tp, refused=refused, vocabularies=special)
         shards = Shards(trace, axes, choice.marks, tp)
         placement = place(shards, flow, gathered)
+        refuse_homeless_logits(trace, flow, shards, placement, choice.vocabularies)
         edits = solve_edits(shards)
         found = scope(shards, flow, placement, edits)
         blamed = _blame(shards, placement, found, scoped)
@@ -123,18 +125,22 @@ def _solution(
     trace: Trace, flow: CallFlow, done: _Round, tp: int, refusals: list[str], refused: dict[Term, str]
 ) -> Solution:
     ids = _class_ids(trace, done)
+    facts = tuple(_parameter_facts(trace, done, ids))
+    heads, gathers = head_sites(trace, flow, done.shards, done.placement, done.choice.vocabularies)
     runtime = Runtime(
+        parameters=tuple(_rules(facts)),
         edits=tuple(_with_old(done.edits, trace)),
-        hooks=_hooks(done.placement),
-        heads=head_sites(trace, flow, done.shards, done.placement),
+        hooks=_hooks(done.placement) + gathers,
+        heads=heads,
         scoped=done.scope.calls,
         random=done.scope.random,
+        random_whole=done.scope.random_whole,
     )
     return Solution(
         trace=trace,
         axes=done.axes,
         tp_size=tp,
-        parameters=tuple(_parameter_facts(trace, done, ids)),
+        parameters=facts,
         classes=tuple(_class_facts(trace, done, ids)),
         runtime=runtime,
         reductions=dict(done.placement.reductions),
@@ -144,9 +150,15 @@ def _solution(
     )
 
 
-def _with_old(edits: Edits, trace: Trace):  # type: ignore[no-untyped-def]
-    from dataclasses import replace
+def _rules(facts: tuple[ParameterFact, ...]) -> Iterator[ParameterRule]:
+    """What execution must know of parameters and buffers that are not simply whole, under each of their names."""
+    for fact in facts:
+        if fact.dim is not None or fact.gradient != "local" or fact.divide:
+            for name in fact.names:
+                yield ParameterRule(name, fact.dim, fact.layout, fact.gradient, fact.divide)
 
+
+def _with_old(edits: Edits, trace: Trace) -> Iterator[Edit]:
     for edit in edits.as_edits():
         stored = trace.attributes[edit.pattern][edit.attribute]
         yield replace(edit, old=stored if edit.index is None else stored[edit.index])
@@ -173,7 +185,7 @@ def _class_ids(trace: Trace, done: _Round) -> dict[Term, int]:
     return ids
 
 
-def _class_facts(trace: Trace, done: _Round, ids: dict[Term, int]):  # type: ignore[no-untyped-def]
+def _class_facts(trace: Trace, done: _Round, ids: dict[Term, int]) -> Iterator[ClassFact]:
     found = occurrences(trace, done.axes)
     for leaf, number in ids.items():
         places = tuple((trace.tensors[t].names[0], d) for t, dims in found.get(leaf, {}).items() for d in sorted(dims))
@@ -182,7 +194,7 @@ def _class_facts(trace: Trace, done: _Round, ids: dict[Term, int]):  # type: ign
         yield ClassFact(number, leaf.size, frozenset(map(str, leaf.events)), places, split, reason)
 
 
-def _parameter_facts(trace: Trace, done: _Round, ids: dict[Term, int]):  # type: ignore[no-untyped-def]
+def _parameter_facts(trace: Trace, done: _Round, ids: dict[Term, int]) -> Iterator[ParameterFact]:
     placement, shards = done.placement, done.shards
     for tensor, info in enumerate(trace.tensors):
         if info.kind not in ("parameter", "buffer") or not info.names:

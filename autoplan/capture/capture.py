@@ -1,0 +1,83 @@
+"""From a source to a trace, on fake tensors where possible.
+
+First on a folded copy with fake tensors at real widths: no memory, no weights, cost by distinct blocks. If its Python
+counts blocks, on all blocks. If its Python needs real numbers (branches on values, kernels without fake versions), on a
+real tiny clone, whose parameters have the same names but other sizes. The trace says which it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autoplan.capture.fold import fold
+from autoplan.capture.random_values import untouched_randomness
+from autoplan.capture.recorder import Recording, record
+from autoplan.errors import CaptureError
+from autoplan.values import Trace
+
+__all__ = ["Captured", "capture_fake", "capture_real"]
+
+_MODEL_COPIES = (True, False)  # folded first, then every block
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A trace with the recording that made it (real tensors by id, for replaying)."""
+
+    trace: Trace
+    recording: Recording
+
+
+def capture_fake(model: nn.Module, entries: dict[str, dict[str, Any]], *, folded: bool = True) -> Captured:
+    """Record a storage-free copy of `model`. Raises CaptureError when its Python needs more than shapes."""
+    problem: CaptureError | None = None
+    for folding in _MODEL_COPIES if folded else (False,):
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        copy = fold(model, _faker(mode), fold=folding)
+        _settle_experts(copy.module)
+        copy.module.eval()
+        try:
+            with untouched_randomness():
+                trace, recording = record(copy.module, entries, fake_mode=mode, folds=copy.folds)
+            return Captured(trace, recording)
+        except CaptureError as error:
+            problem = error
+            if not copy.folds:
+                break
+    assert problem is not None
+    raise problem
+
+
+def _faker(mode: FakeTensorMode) -> Any:
+    """Fake tensors of the same shape, on a pretended CPU; nothing requires a gradient (see recorder)."""
+
+    def fake(tensor: torch.Tensor, name: str) -> torch.Tensor:
+        with mode:
+            empty = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+
+    return fake
+
+
+def _settle_experts(module: nn.Module) -> None:
+    """Grouped products of experts have no fake version for every dtype; the batched form is the same mathematics."""
+    seen: set[int] = set()
+    for part in module.modules():
+        for value in list(vars(part).values()):
+            if id(value) not in seen and hasattr(value, "_experts_implementation") and hasattr(value, "to_dict"):
+                seen.add(id(value))
+                value._experts_implementation = "batched_mm"
+
+
+def capture_real(model: nn.Module, entries: dict[str, dict[str, Any]], *, keep_values: bool = False) -> Captured:
+    """Record a throw-away real model (its stored integers are replaced)."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with untouched_randomness():
+        trace, recording = record(model, entries, keep_values=keep_values)
+    return Captured(replace(trace, real=True), recording)

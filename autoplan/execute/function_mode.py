@@ -1,0 +1,174 @@
+"""The scoped function mode: for the few torch calls of a module that neither hooks nor stored integers can mend.
+
+It is entered in the owning module's forward only and looks at that module's own calls, not its children's. A call is
+known by its position; its name is checked, and a mismatch is an error, never a guess.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from autoplan.errors import PlanMismatchError
+from autoplan.execute.collectives import RankGroup, copy_to_ranks, sum_over_ranks, take_rows
+from autoplan.execute.randomness import SharedRandomness
+from autoplan.layout import Layout
+from autoplan.values import ScopedCall
+
+__all__ = ["ModuleMode", "call_name"]
+
+_SIZES = ("attr:shape", "size", "numel")
+_WITH_BIAS = ("linear", "conv1d", "conv2d", "conv3d")
+
+
+def call_name(function: Any) -> str:
+    """The name the recorder gives a torch function."""
+    name: str = getattr(function, "__name__", str(function))
+    owner = getattr(function, "__self__", None)
+    if name in ("__get__", "__set__") and owner is not None:
+        return f"attr:{getattr(owner, '__name__', '?')}"
+    return name
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_has_tensor(item) for item in value)
+    if isinstance(value, dict):
+        return any(_has_tensor(item) for item in value.values())
+    return isinstance(value, torch.Tensor)
+
+
+class ModuleMode(TorchFunctionMode):
+    """Rewrites planned calls of one module. `frames` is the stack of running modules; only our own frame counts."""
+
+    def __init__(
+        self,
+        name: str,
+        calls: tuple[ScopedCall, ...],
+        group: RankGroup,
+        frames: list[str],
+        randomness: SharedRandomness,
+    ) -> None:
+        super().__init__()
+        self.name, self.group, self.frames, self.randomness = name, group, frames, randomness
+        self.calls = {call.position: call for call in calls}
+        self.position = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.frames or self.frames[-1] != self.name:
+            return func(*args, **kwargs)
+        name = call_name(func)
+        if name in _SIZES or name == "_set_grad_enabled":
+            return func(*args, **kwargs)
+        planned = self.calls.get(self.position)
+        if planned is None or (planned.name != name and name.startswith("attr:")):
+            result = func(*args, **kwargs)
+            self.position += name == "__setitem__" or _has_tensor(result)
+            return result
+        if planned.name != name:
+            raise PlanMismatchError(
+                f"{self.name or 'the model'}: its torch call number {self.position} is {name!r}, "
+                f"the plan was made for {planned.name!r}",
+                hint="the module runs another branch than when it was planned; plan again with inputs= that show it",
+            )
+        self.position += 1
+        return self._run(planned, func, args, kwargs)
+
+    def _run(self, planned: ScopedCall, func: Any, args: Any, kwargs: Any) -> Any:
+        everything = {"args": tuple(args), "kwargs": dict(kwargs)}
+        for path, numbers in planned.arguments:
+            everything = _set(everything, path, lambda have, n=numbers: self._literal(have, n))
+        for path in planned.copies:
+            everything = _set(everything, path, lambda x: copy_to_ranks(x, self.group))
+        args, kwargs = everything["args"], everything["kwargs"]
+        if planned.reduce == "norm":
+            result = self._norm(planned, args, kwargs)
+        elif planned.reduce in ("sum", "mean"):
+            result = self._reduced(planned, func, args, kwargs)
+        elif self.randomness.active and ("random", "split") in planned.details:
+            self.randomness.enter_split()
+            try:
+                result = func(*args, **kwargs)
+            finally:
+                self.randomness.leave_split()
+        else:
+            result = func(*args, **kwargs)
+        for output, dim, layout in planned.cuts:
+            result = self._cut(result, output, dim, Layout.parse(layout))
+        return result
+
+    def _literal(self, have: int, numbers: tuple[int, ...]) -> int:
+        """The number this rank must pass: as planned, or in proportion when a size of the batch is in it."""
+        old, want = numbers[0], numbers[1 + self.group.rank]
+        if have == old:
+            return want
+        if have == want or not old:
+            return have
+        return have * want // old
+
+    def _reduced(self, planned: ScopedCall, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        bias = None
+        if planned.name in _WITH_BIAS:
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            args, kwargs = (*args[:2], None, *args[3:]), {k: v for k, v in kwargs.items() if k != "bias"}
+            if bias is not None and planned.name != "linear":
+                bias = bias.view(-1, *[1] * (args[0].dim() - 2))
+        elif planned.name in ("addmm", "baddbmm"):
+            bias, args = args[0] * kwargs.get("beta", 1), args[1:]
+            func, kwargs = (torch.mm if planned.name == "addmm" else torch.bmm), {}
+        result = sum_over_ranks(func(*args, **kwargs), self.group)
+        if planned.reduce == "mean":
+            result = result / self.group.size
+        return result if bias is None else result + bias
+
+    def _norm(self, planned: ScopedCall, args: Any, kwargs: Any) -> torch.Tensor:
+        """layer_norm or rms_norm whose statistic spans all ranks: sums are reduced forward and backward."""
+        details = dict(planned.details)
+        layer = planned.name == "layer_norm"
+        x = args[0]
+        dims = tuple(range(-details["dims"], 0))
+
+        def given(position: int, key: str) -> Any:
+            return args[position] if len(args) > position else kwargs.get(key)
+
+        weight, bias = given(2, "weight"), given(3, "bias") if layer else None
+        eps = given(4 if layer else 3, "eps")
+        if eps is None:
+            eps = 1e-5 if layer else torch.finfo(x.dtype).eps
+        if layer:
+            x = x - self._statistic(x, dims) / details["count"]
+        x = x * torch.rsqrt(self._statistic(x.pow(2), dims) / details["count"] + eps)
+        if weight is not None:
+            x = x * weight
+        return x if bias is None else x + bias
+
+    def _statistic(self, x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+        return copy_to_ranks(sum_over_ranks(x.sum(dims, keepdim=True), self.group), self.group)
+
+    def _cut(self, result: Any, output: int, dim: int, layout: Layout) -> Any:
+        if isinstance(result, torch.Tensor):
+            if result.shape[dim] != layout.size:
+                return result
+            return take_rows(result, dim, layout.rows(self.group.rank, self.group.size))
+        items = list(result)
+        items[output] = self._cut(items[output], 0, dim, layout)
+        return items if isinstance(result, list) else tuple(items)
+
+
+def _set(value: Any, path: tuple[Any, ...], change: Any) -> Any:
+    """A nested value with one item changed; slices are entered by "start", "stop" and "step"."""
+    if not path:
+        return change(value)
+    key, rest = path[0], path[1:]
+    if isinstance(value, slice):
+        parts = {name: getattr(value, name) for name in ("start", "stop", "step")}
+        parts[key] = _set(parts[key], rest, change)
+        return slice(parts["start"], parts["stop"], parts["step"])
+    if isinstance(value, dict):
+        return value | {key: _set(value[key], rest, change)}
+    items = list(value)
+    items[key] = _set(items[key], rest, change)
+    return items if isinstance(value, list) else tuple(items)

@@ -1,0 +1,243 @@
+"""What the plan does at the borders of modules, as one pre-hook and one post-hook per module.
+
+A hook changes tensors by path, the same on every call: activation checkpointing may run a module again. Inside the
+hooks torch functions are hidden from function modes, whose counters they would shift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.hooks import RemovableHandle
+
+from autoplan.capture.recorder import signature_names
+from autoplan.execute.collectives import RankGroup, copy_to_ranks, gather_over_ranks, scale_gradient, sum_over_ranks
+from autoplan.execute.function_mode import ModuleMode
+from autoplan.execute.paths import change_input, change_output
+from autoplan.execute.randomness import SharedRandomness
+from autoplan.layout import Layout, chunk
+from autoplan.values import HeadSite, HookSite, ScopedCall
+
+__all__ = ["ModuleWork", "Running", "install", "install_root"]
+
+_ORDER = {"reduce": 0, "mean": 0, "gather": 1, "copy": 2, "scale": 3}
+_LOSS_ARGUMENTS = ("label", "target")  # what a forward calls the argument that makes it compute a loss
+
+
+@dataclass
+class Running:
+    """The state of one sharded model on one rank while its forward runs."""
+
+    mesh: DeviceMesh
+    group: RankGroup
+    gather_logits: bool
+    randomness: SharedRandomness
+    frames: list[str] = field(default_factory=list)
+    whole_logits: bool = False
+    depth: int = 0
+
+
+@dataclass
+class ModuleWork:
+    """Everything the plan does at one module."""
+
+    name: str
+    hooks: list[HookSite] = field(default_factory=list)
+    embedding: HeadSite | None = None
+    logits: HeadSite | None = None
+    scoped: list[ScopedCall] = field(default_factory=list)
+    framed: bool = False
+    random: str = ""  # "split", "whole" or ""
+
+    @property
+    def empty(self) -> bool:
+        return not (self.hooks or self.embedding or self.logits or self.scoped or self.framed or self.random)
+
+
+def install(module: nn.Module, work: ModuleWork, running: Running) -> list[RemovableHandle]:
+    """Put the work of one module into its hooks."""
+    worker = _Worker(module, work, running)
+    handles = [module.register_forward_pre_hook(worker.before, with_kwargs=True)]
+    handles.append(module.register_forward_hook(worker.after, with_kwargs=True))
+    if worker.needs_cleanup:
+        handles.append(
+            module.register_forward_hook(worker.clean_up, with_kwargs=True, always_call=True)  # type: ignore[arg-type]
+        )
+    return handles
+
+
+class _Worker:
+    def __init__(self, module: nn.Module, work: ModuleWork, running: Running) -> None:
+        self.work, self.running, self.group = work, running, running.group
+        self.names = signature_names(module)
+        inputs = [h for h in work.hooks if h.side == "input"]
+        self.inputs = [(h.path, self._action(h)) for h in inputs]
+        outputs = sorted((h for h in work.hooks if h.side == "output"), key=lambda h: _ORDER[h.action])
+        self.outputs = [(h.path, self._action(h)) for h in outputs]
+        self.masks: list[torch.Tensor] = []
+        self.entered: list[ModuleMode] = []
+        self.opened: list[bool] = []
+        if work.embedding is not None:
+            size, tp = work.embedding.size, running.group.size
+            own = chunk(size, tp, running.group.rank)
+            self.first, self.last = own.start, own.stop
+        if work.logits is not None:
+            size, tp = work.logits.size, running.group.size
+            self.vocabulary = tuple(tuple(chunk(size, tp, rank)) for rank in range(tp))
+
+    @property
+    def needs_cleanup(self) -> bool:
+        return bool(self.work.scoped or self.work.framed or self.work.random)
+
+    def _action(self, site: HookSite) -> Callable[[torch.Tensor], torch.Tensor]:
+        group = self.group
+        if site.action == "copy":
+            return lambda x: copy_to_ranks(x, group)
+        if site.action == "reduce":
+            return lambda x: sum_over_ranks(x, group)
+        if site.action == "mean":
+            return lambda x: sum_over_ranks(x, group) / group.size
+        assert site.layout is not None and site.dim is not None
+        layout, dim = Layout.parse(site.layout), site.dim
+        if site.action == "gather":
+            rows = tuple(layout.rows(rank, group.size) for rank in range(group.size))
+            return lambda x: gather_over_ranks(x, group, dim, rows)
+        scale = [1.0 if carried else 1.0 / group.size for carried in layout.carried(group.size)]
+        return lambda x: scale_gradient(x, scale, dim)
+
+    # ------------------------------------------------------------------ before the module runs
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        where = self.work.name or "the model"
+        if self.inputs or self.work.embedding is not None:
+            with torch._C.DisableTorchFunction():
+                for path, action in self.inputs:
+                    args, kwargs = change_input(args, kwargs, self.names, path, action, where)
+                if self.work.embedding is not None:
+                    path = self.work.embedding.outputs[0]
+                    args, kwargs = change_input(args, kwargs, self.names, path, self._mask, where)
+        if self.needs_cleanup:
+            self._open()
+        return args, kwargs
+
+    def _mask(self, ids: torch.Tensor) -> torch.Tensor:
+        """Token ids as rows of our piece; foreign ones look up row 0 and are zeroed afterwards."""
+        foreign = (ids < self.first) | (ids >= self.last)
+        self.masks.append(foreign)
+        return (ids - self.first).masked_fill(foreign, 0)
+
+    def _open(self) -> None:
+        running = self.running
+        if self.work.random and running.randomness.active:
+            with torch._C.DisableTorchFunction():
+                split = self.work.random == "split"
+                (running.randomness.enter_split if split else running.randomness.enter_whole)()
+            self.opened.append(True)
+        else:
+            self.opened.append(False)
+        running.frames.append(self.work.name)
+        if self.work.scoped:
+            mode = ModuleMode(
+                self.work.name, tuple(self.work.scoped), self.group, running.frames, running.randomness
+            )
+            mode.__enter__()
+            self.entered.append(mode)
+
+    # ------------------------------------------------------------------ after it ran
+
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        where = self.work.name or "the model"
+        with torch._C.DisableTorchFunction():
+            if self.work.embedding is not None:
+                mask = self.masks.pop()
+                output = sum_over_ranks(output.masked_fill(mask.unsqueeze(-1), 0), self.group)
+            for path, action in self.outputs:
+                output = change_output(output, path, action, where)
+            if self.work.logits is not None and self.running.whole_logits:
+                output = gather_over_ranks(output, self.group, self.work.logits.dim, self.vocabulary)
+        return output
+
+    def clean_up(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not self.opened:
+            return
+        if self.work.scoped:
+            self.entered.pop().__exit__(None, None, None)
+        self.running.frames.pop()
+        if self.opened.pop():
+            with torch._C.DisableTorchFunction():
+                split = self.work.random == "split"
+                (self.running.randomness.leave_split if split else self.running.randomness.leave_whole)()
+
+
+def install_root(
+    model: nn.Module, heads: tuple[HeadSite, ...], outputs: list[HookSite], running: Running, random: bool
+) -> list[RemovableHandle]:
+    """The model's own entry and exit: shared randomness, whole or split logits, whole other outputs."""
+    root = _Root(model, heads, outputs, running, random)
+    return [
+        model.register_forward_pre_hook(root.before, with_kwargs=True, prepend=True),
+        model.register_forward_hook(root.after, with_kwargs=True),
+        model.register_forward_hook(root.clean_up, with_kwargs=True, always_call=True),  # type: ignore[arg-type]
+    ]
+
+
+class _Root:
+    def __init__(
+        self, model: nn.Module, heads: tuple[HeadSite, ...], outputs: list[HookSite], running: Running, random: bool
+    ) -> None:
+        self.running, self.heads, self.outputs, self.random = running, heads, outputs, random
+        self.names = signature_names(model)
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.running.depth += 1
+        if self.running.depth > 1:
+            return
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        loss = any(value is not None and any(w in name for w in _LOSS_ARGUMENTS) for name, value in given.items())
+        self.running.whole_logits = self.running.gather_logits or loss
+        if self.random and module.training:
+            self.running.randomness.begin()
+
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        group = self.running.group
+        with torch._C.DisableTorchFunction():
+            for site in self.outputs:
+                assert site.layout is not None and site.dim is not None
+                layout, dim = Layout.parse(site.layout), site.dim
+                rows = tuple(layout.rows(rank, group.size) for rank in range(group.size))
+                output = change_output(
+                    output, site.path, lambda x, d=dim, r=rows: gather_over_ranks(x, group, d, r), "the model"
+                )
+            if not self.running.whole_logits:
+                for head in self.heads:
+                    for path in head.outputs:
+                        output = change_output(output, self._shifted(path, output), self._wrap(head), "the model")
+        return output
+
+    def _shifted(self, path: tuple[Any, ...], output: Any) -> tuple[Any, ...]:
+        """A tuple result instead of a dict (return_dict=False) holds the same values in order."""
+        if path and isinstance(path[0], str) and isinstance(output, tuple) and not isinstance(output, dict):
+            return (0, *path[1:])
+        return path
+
+    def _wrap(self, head: HeadSite) -> Callable[[torch.Tensor], torch.Tensor]:
+        def wrap(local: torch.Tensor) -> torch.Tensor:
+            dim = head.dim % local.dim()
+            shape = torch.Size([*local.shape[:dim], head.size, *local.shape[dim + 1 :]])
+            stride = torch.empty(shape, device="meta").stride()
+            return DTensor.from_local(
+                local.contiguous(), self.running.mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride
+            )
+
+        return wrap
+
+    def clean_up(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self.running.depth -= 1
+        if self.running.depth == 0 and self.running.randomness.active:
+            self.running.randomness.end()

@@ -1,0 +1,212 @@
+"""Apply a plan to a live model: all of it, or none of it.
+
+Everything that can fail happens first: patterns are matched, pieces are cut, integers are checked. Then parameters are
+swapped, integers set and hooks put in place; whatever fails on the way undoes what was done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoplan.errors import PlanMismatchError
+from autoplan.execute.collectives import RankGroup
+from autoplan.execute.hooks import ModuleWork, Running, install, install_root
+from autoplan.execute.integers import apply_edit
+from autoplan.execute.parameters import mesh_device, prepare_parameters
+from autoplan.execute.randomness import SharedRandomness
+from autoplan.layout import chunk
+from autoplan.patterns import matches, nearest
+from autoplan.values import ParameterRule, Plan
+
+__all__ = ["Applied", "apply_plan", "applied", "tp_mesh_of"]
+
+_RECORD = "_autoplan_applied"
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What was done to a model: the plan, the mesh, and what changed, in plain data."""
+
+    plan: Plan
+    tp_size: int
+    split: tuple[str, ...]
+    edits: tuple[tuple[str, str, int, int], ...]
+    hooked: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    undo: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
+
+
+def applied(model: nn.Module) -> Applied | None:
+    """The record of what `parallelize` did to a model, or None."""
+    return model.__dict__.get(_RECORD)
+
+
+def tp_mesh_of(mesh: DeviceMesh, plan: Plan, names: dict[str, str] | None = None) -> DeviceMesh | None:
+    """The 1-D mesh over which the plan splits; None when there is nothing to split over."""
+    wanted = (names or {}).get("tp", "tp")
+    dims = mesh.mesh_dim_names or ()
+    if wanted in dims:
+        found = mesh[wanted] if mesh.ndim > 1 else mesh
+    elif plan.tp_size == 1:
+        return None
+    else:
+        raise PlanMismatchError(
+            f"the plan is for tp={plan.tp_size}, but the mesh has no dim named {wanted!r} (it has {list(dims)})",
+            hint='name it: init_device_mesh(device, shape, mesh_dim_names=("tp",)), or pass mesh_dims={"tp": name}',
+        )
+    if found.size() != plan.tp_size:
+        raise PlanMismatchError(
+            f"the plan is for tp={plan.tp_size}, but the mesh's {wanted!r} dim has {found.size()} ranks",
+            hint=f"plan again with tp_size={found.size()}",
+        )
+    return found
+
+
+def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan, *, gather_logits: bool = False) -> nn.Module:
+    """Shard `model` in place over a 1-D tp mesh and return it."""
+    if applied(model) is not None:
+        raise PlanMismatchError("the model is already parallelized", hint="build a fresh one")
+    group = RankGroup.of(mesh)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    rules = parameter_rules(model, plan)
+    running = Running(mesh, group, gather_logits, SharedRandomness(group, mesh_device(mesh)))
+    works = _works(modules, plan)
+    undo: list[Callable[[], None]] = []
+    try:
+        edits = _edit_integers(modules, plan, group.rank, undo)
+        _localise_padding(modules, works, group, undo)
+        prepared = prepare_parameters(model, mesh, rules)
+        undo.append(prepared.undo)
+        prepared.commit()
+        for name, work in works.items():
+            for handle in install(modules[name], work, running):
+                undo.append(handle.remove)
+        for handle in _install_root(model, plan, running):
+            undo.append(handle.remove)
+    except BaseException:
+        _roll_back(undo)
+        raise
+    model.__dict__[_RECORD] = Applied(
+        plan=plan,
+        tp_size=group.size,
+        split=tuple(sorted(name for name, rule in rules.items() if rule is not None and rule.dim is not None)),
+        edits=edits,
+        hooked=tuple(works),
+        undo=lambda: _undo(model, undo),
+    )
+    return model
+
+
+def _undo(model: nn.Module, undo: list[Callable[[], None]]) -> None:
+    _roll_back(undo)
+    model.__dict__.pop(_RECORD, None)
+
+
+def _roll_back(undo: list[Callable[[], None]]) -> None:
+    while undo:
+        undo.pop()()
+
+
+def parameter_rules(model: nn.Module, plan: Plan) -> dict[str, ParameterRule | None]:
+    """The rule of every parameter and split buffer by full name; every pattern must mean something."""
+    names = [n for n, _ in model.named_parameters(remove_duplicate=False)]
+    names += [n for n, _ in model.named_buffers(remove_duplicate=False)]
+    found: dict[str, ParameterRule | None] = {}
+    for rule in plan.runtime.parameters:
+        hits = [rule.pattern] if rule.pattern in names else [n for n in names if matches(rule.pattern, n)]
+        if not hits:
+            close = nearest(rule.pattern, names)
+            raise PlanMismatchError(
+                f"the plan's pattern {rule.pattern!r} matches no parameter of {type(model).__name__}",
+                hint=f"the nearest is {close[0]!r}" if close else "the plan was made for another model",
+            )
+        for name in hits:
+            if name not in found or rule.pattern == name:
+                found[name] = rule
+    return found
+
+
+def _module_names(pattern: str, modules: dict[str, nn.Module]) -> list[str]:
+    hits = [pattern] if pattern in modules else [name for name in modules if matches(pattern, name)]
+    if not hits:
+        close = nearest(pattern, list(modules))
+        raise PlanMismatchError(
+            f"the plan's pattern {pattern!r} matches no module",
+            hint=f"the nearest is {close[0]!r}" if close else "the plan was made for another model",
+        )
+    return hits
+
+
+def _works(modules: dict[str, nn.Module], plan: Plan) -> dict[str, ModuleWork]:
+    """What each module has to do, one module object once however many names it has."""
+    works: dict[str, ModuleWork] = {}
+    names: dict[int, str] = {}
+
+    def work(name: str) -> ModuleWork:
+        known = names.setdefault(id(modules[name]), name)
+        return works.setdefault(known, ModuleWork(known))
+
+    def each(items: Any, add: Callable[[ModuleWork, Any], None]) -> None:
+        for item in items:
+            for name in _module_names(item.pattern, modules):
+                if item.pattern or name == "":
+                    add(work(name), item)
+
+    def add_hook(target: ModuleWork, item: Any) -> None:
+        if item not in target.hooks and not (item.pattern == "" and item.action == "gather"):
+            target.hooks.append(item)
+
+    each(plan.runtime.hooks, add_hook)
+    each([h for h in plan.runtime.heads if h.kind == "embedding"], lambda w, h: setattr(w, "embedding", h))
+    each([h for h in plan.runtime.heads if h.kind == "logits"], lambda w, h: setattr(w, "logits", h))
+    each(plan.runtime.scoped, lambda w, c: w.scoped.append(c))
+    for name in [w.name for w in works.values() if w.scoped]:
+        for inner, module in modules.items():
+            if inner.startswith(f"{name}." if name else "") and inner != name and module is not modules[name]:
+                work(inner).framed = True
+    for kind, patterns in (("split", plan.runtime.random), ("whole", plan.runtime.random_whole)):
+        for pattern in patterns:
+            for name in _module_names(pattern, modules):
+                work(name).random = kind
+    return {name: found for name, found in works.items() if not found.empty}
+
+
+def _edit_integers(
+    modules: dict[str, nn.Module], plan: Plan, rank: int, undo: list[Callable[[], None]]
+) -> tuple[tuple[str, str, int, int], ...]:
+    done, seen = [], set()
+    for edit in plan.runtime.edits:
+        for name in _module_names(edit.pattern, modules):
+            key = (id(modules[name]), edit.attribute, edit.index)
+            if key in seen:
+                continue
+            seen.add(key)
+            undo.append(apply_edit(name, modules[name], edit, rank))
+            done.append((name, edit.attribute, edit.old, edit.new if edit.per_rank is None else edit.per_rank[rank]))
+    return tuple(done)
+
+
+def _localise_padding(
+    modules: dict[str, nn.Module], works: dict[str, ModuleWork], group: RankGroup, undo: list[Callable[[], None]]
+) -> None:
+    """The padding row of a split table lives on one rank; its number is local there."""
+    for name, work in works.items():
+        state = modules[name].__dict__
+        padding = state.get("padding_idx")
+        if work.embedding is None or padding is None:
+            continue
+        own = chunk(work.embedding.size, group.size, group.rank)
+        state["padding_idx"] = padding - own.start if padding in own else None
+        undo.append(lambda s=state, p=padding: s.__setitem__("padding_idx", p))
+
+
+def _install_root(model: nn.Module, plan: Plan, running: Running) -> list[Any]:
+    heads = tuple(h for h in plan.runtime.heads if h.kind == "logits")
+    outputs = [h for h in plan.runtime.hooks if h.pattern == "" and h.action == "gather"]
+    random = bool(plan.runtime.random or plan.runtime.random_whole)
+    return install_root(model, heads, outputs, running, random)

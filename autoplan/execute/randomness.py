@@ -1,0 +1,66 @@
+"""Dropout under tensor parallelism: whole activations draw the same numbers on every rank, split ones different.
+
+At the start of a training forward the ranks of a tp group agree on one seed (whatever seeds they came with) and draw
+from that shared stream. A module whose random calls act on split values switches to a stream of its own rank, seeded
+from the shared one: so recomputation under activation checkpointing, which restores the shared state, draws the same
+masks again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autoplan.execute import random_streams
+from autoplan.execute.collectives import RankGroup, all_reduce
+
+__all__ = ["SharedRandomness"]
+
+_SEEDS = 2**31 - 1
+
+
+class SharedRandomness:
+    """The streams of one model on one rank."""
+
+    def __init__(self, group: RankGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.outside: list[Any] = []
+        self.switched: list[Any] = []  # states of the streams we left, innermost last
+
+    def begin(self) -> None:
+        """Agree on a seed: the first rank's draw counts."""
+        draw = torch.randint(_SEEDS, (1,))
+        self.outside.append(random_streams.get_state())
+        mine = draw.to(self.device) if self.group.rank == 0 else torch.zeros(1, dtype=draw.dtype, device=self.device)
+        random_streams.manual_seed(int(all_reduce(mine, self.group).item()))
+
+    def end(self) -> None:
+        self.switched.clear()
+        random_streams.set_state(self.outside.pop())
+
+    @property
+    def active(self) -> bool:
+        return bool(self.outside)
+
+    def enter_split(self) -> None:
+        """Draw per rank from here on."""
+        seed = int(torch.randint(_SEEDS, (1,)).item())
+        self.switched.append(random_streams.get_state())
+        random_streams.manual_seed(seed + 1 + self.group.rank)
+
+    def leave_split(self) -> None:
+        random_streams.set_state(self.switched.pop())
+
+    def enter_whole(self) -> None:
+        """Inside a split module: back to the shared stream for a while."""
+        if self.switched:
+            mine = random_streams.get_state()
+            random_streams.set_state(self.switched[-1])
+            self.switched.append(mine)
+
+    def leave_whole(self) -> None:
+        if self.switched:
+            mine = self.switched.pop()
+            self.switched[-1] = random_streams.get_state()
+            random_streams.set_state(mine)
