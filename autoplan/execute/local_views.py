@@ -47,8 +47,9 @@ def local_view(parameter: torch.Tensor | None, held: Held | None) -> torch.Tenso
     if held.gradient != "local" and held.group.size > 1 and local.requires_grad:
         if held.dim is None:
             local = copy_to_ranks(local, held.group)
-        elif held.shared[2]:
-            local = _SumSharedRows.apply(local, held.group, held.dim, *held.shared)
+        elif held.shared.count:
+            shared = held.shared
+            local = _SumSharedRows.apply(local, held.group, held.dim, shared.positions, shared.places, shared.count)
     return _Divide.apply(local, held.group.size) if held.divide and held.group.size > 1 else local
 
 

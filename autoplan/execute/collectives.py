@@ -1,0 +1,190 @@
+"""The few communications a sharded model makes, each differentiable and each a no-op on one rank.
+
+The problem: a collective in the middle of a model needs a backward that is right *for what the value means*, and
+torch's own functional collectives leave that open. Three meanings suffice here:
+
+    copy_to_ranks     a whole value enters a split region    identity forward, sum of the gradients backward
+    sum_over_ranks    partial sums leave a split region      sum forward, identity backward
+    gather_over_ranks pieces become a whole value            concatenate forward, own piece backward
+
+Each is the other's backward where that is so, hence second derivatives are right too. They call the functional ops that
+`torch.compile` traces. An identity returns a detached alias: the input object itself, or `view_as` of it, would make
+every later in-place op on the result an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "RankGroup",
+    "all_gather_rows",
+    "all_reduce",
+    "copy_to_ranks",
+    "gather_over_ranks",
+    "scale_gradient",
+    "sum_over_ranks",
+    "whole_order",
+]
+
+_NAMED = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """The ranks that share one split, as plain data: traceable, comparable, and copied with the model that holds it."""
+
+    name: str
+    size: int
+    rank: int
+
+    @staticmethod
+    def of(ranks: RankGroup | DeviceMesh | dist.ProcessGroup) -> RankGroup:
+        """From a 1-D mesh or a process group."""
+        if isinstance(ranks, RankGroup):
+            return ranks
+        group = ranks.get_group() if isinstance(ranks, DeviceMesh) else ranks
+        return RankGroup(group.group_name, group.size(), group.rank())
+
+
+Ranks: TypeAlias = "RankGroup | DeviceMesh | dist.ProcessGroup"
+
+
+# ------------------------------------------------------------------------------------------------------ not recorded
+
+
+def all_reduce(x: torch.Tensor, group: RankGroup, op: str = "sum") -> torch.Tensor:
+    """The sum (or "max", "min") of x over ranks, as a new tensor. Not differentiable by itself."""
+    if x.is_complex():
+        return torch.view_as_complex(all_reduce(torch.view_as_real(x), group, op))
+    return _NAMED.wait_tensor(_NAMED.all_reduce(x.contiguous(), op, group.name))
+
+
+def all_gather_rows(x: torch.Tensor, group: RankGroup, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    """Every rank's x concatenated along `dim` in rank order; `sizes` says how many rows each rank has."""
+    if x.is_complex():
+        real = all_gather_rows(torch.view_as_real(x), group, dim % x.dim(), sizes)
+        return torch.view_as_complex(real.contiguous())
+    rows, longest = x.movedim(dim, 0), max(sizes)
+    if rows.size(0) < longest:  # collectives want equal pieces
+        rows = torch.cat([rows, rows.new_zeros(longest - rows.size(0), *rows.shape[1:])])
+    whole = _NAMED.wait_tensor(_NAMED.all_gather_into_tensor(rows.contiguous(), group.size, group.name))
+    if min(sizes) < longest:
+        whole = torch.cat([whole[rank * longest : rank * longest + size] for rank, size in enumerate(sizes)])
+    return whole.movedim(0, dim)
+
+
+@lru_cache(maxsize=4096)
+def whole_order(rows: tuple[tuple[int, ...], ...]) -> tuple[int, ...] | None:
+    """Where in rank order each row of the whole is found (with its first holder); None when it is already in place.
+
+    >>> whole_order(((0, 2), (1, 2)))
+    (0, 2, 1)
+    """
+    found: dict[int, int] = {}
+    for position, row in enumerate(row for held in rows for row in held):
+        found.setdefault(row, position)
+    order = tuple(found[row] for row in range(len(found)))
+    return None if order == tuple(range(sum(len(held) for held in rows))) else order
+
+
+# ---------------------------------------------------------------------------------------------------------- recorded
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: RankGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _Sum.apply(gradient, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: RankGroup) -> torch.Tensor:
+        ctx.group = group
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _Copy.apply(gradient, ctx.group), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: RankGroup, dim: int, rows: tuple[tuple[int, ...], ...]) -> Any:
+        ctx.dim, ctx.held = dim, rows[group.rank]
+        whole = all_gather_rows(x, group, dim, [len(held) for held in rows])
+        order = whole_order(rows)
+        return whole if order is None else take_rows(whole, dim, order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return take_rows(gradient, ctx.dim, ctx.held), None, None, None
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(scale)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (scale,) = ctx.saved_tensors
+        return gradient * scale, None
+
+
+def copy_to_ranks(x: torch.Tensor, group: Ranks) -> torch.Tensor:
+    """x itself; its gradient is summed over ranks. For a whole value that every rank uses a part of."""
+    group = RankGroup.of(group)
+    return x if group.size == 1 or not _carries_gradient(x) else _Copy.apply(x, group)
+
+
+def sum_over_ranks(x: torch.Tensor, group: Ranks) -> torch.Tensor:
+    """The sum of every rank's x; the gradient passes as it is. For partial sums that become a whole value."""
+    group = RankGroup.of(group)
+    return x if group.size == 1 else _Sum.apply(x, group)
+
+
+def gather_over_ranks(x: torch.Tensor, group: Ranks, dim: int, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """The whole of which rank r holds `rows[r]` (in that order) along `dim`; backward takes the own rows.
+
+    Ranks may hold unequal numbers of rows, and several ranks the same row: the first holder's is taken.
+    """
+    group = RankGroup.of(group)
+    return x if group.size == 1 else _Gather.apply(x, group, dim, tuple(tuple(held) for held in rows))
+
+
+def scale_gradient(x: torch.Tensor, vector: Sequence[float] | float, dim: int = -1) -> torch.Tensor:
+    """x itself; its gradient is multiplied by `vector` along `dim` (or by a number)."""
+    if not _carries_gradient(x):
+        return x
+    real = x.real if x.is_complex() else x
+    scale = torch.as_tensor(vector, dtype=real.dtype, device=x.device)
+    if scale.dim():
+        shape = [1] * x.dim()
+        shape[dim] = -1
+        scale = scale.view(shape)
+    return _Scale.apply(x, scale)
+
+
+def take_rows(x: torch.Tensor, dim: int, rows: Sequence[int]) -> torch.Tensor:
+    """These rows of x along `dim`, as a new tensor; consecutive ones without an index."""
+    if rows and tuple(rows) == tuple(range(rows[0], rows[0] + len(rows))):
+        return x.narrow(dim, rows[0], len(rows)).clone(memory_format=torch.contiguous_format)
+    return x.index_select(dim, torch.tensor(rows, dtype=torch.long, device=x.device))
+
+
+def _carries_gradient(x: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and x.requires_grad
