@@ -149,8 +149,9 @@ class Algebra:
         if max(len(left), len(right)) > MOST_SEGMENTS and [t.size for t in left] != [t.size for t in right]:
             return None
         pairs: list[Pair] = []
+        most = len(left) + len(right) + 4 * MOST_SEGMENTS
         while left and right:
-            if len(pairs) > 4 * MOST_SEGMENTS + len(segments(a)):
+            if len(pairs) > most:
                 return None
             x, y = find(left[-1]), find(right[-1])
             if x.size < y.size:

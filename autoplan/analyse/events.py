@@ -19,9 +19,10 @@ class Event(StrEnum):
     CONTRACT_W = "contract_w"  # summed over in a product with a weight (the input features of a linear)
     CONTRACT_A = "contract_a"  # summed over in a product of two activations (head width in q @ k)
     CONTRACT_MIXED = "contract_mixed"  # a summed concatenation carries this axis in some of its segments only
-    BATCH_W = "batch_w"  # batch position of a product with a weight (packed experts, groups of a convolution)
+    BATCH_W = "batch_w"  # batch position of a product with a weight (packed experts)
     BATCH_A = "batch_a"  # batch position of a product of two activations (heads in q @ k)
     FREE_A = "free_a"  # row or column of a product of two activations (query and key positions)
+    CONV_GROUP = "conv_group"  # groups of a convolution, single channels of a depthwise one
     EXPERT_BATCH = "expert_batch"  # picks the weight of a grouped product (experts in _grouped_mm)
     SOLVE = "solve"  # a triangular system is solved along it
     # sums and comparisons along the axis
@@ -71,6 +72,7 @@ FORBIDDING: frozenset[Event] = frozenset(Event) - {
     Event.BATCH_W,
     Event.BATCH_A,
     Event.FREE_A,
+    Event.CONV_GROUP,
     Event.REDUCE_LIN,
     Event.NORM,
     Event.CREATED,

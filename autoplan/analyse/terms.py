@@ -187,7 +187,7 @@ def layout(term: Term, is_split: Callable[[Term], str | None]) -> str:
         if not node.parts:
             return node.id in marks
         if node.id not in carried:
-            carried[node.id] = any(carries(find(part)) for part in node.parts)
+            carried[node.id] = any([carries(part) for part in _flat(node)])
         return carried[node.id]
 
     def render(node: Term) -> str:

@@ -23,7 +23,7 @@ where eq ne gt lt ge le logical_not logical_and logical_or logical_xor bitwise_a
 bitwise_left_shift bitwise_right_shift __and__ __or__ __xor__ __lshift__ __rshift__ isnan isinf isneginf isposinf
 isfinite isclose masked_fill
 """
-_FILLS = "fill zero"
+_FILLS = "fill zero copy"  # x[...] = y: y stretches to x
 _RANDOM = "dropout native_dropout feature_dropout alpha_dropout bernoulli normal uniform exponential random rrelu"
 
 
@@ -44,12 +44,6 @@ def same(site: Site) -> Answer:
     if site.shape(first) != site.out_shape:
         return None
     return [site.terms(first)]
-
-
-@rule("copy", "set_data")
-def copy(site: Site) -> Answer:
-    """x[...] = y: y stretches to x."""
-    return elementwise(site)
 
 
 @rule(*_RANDOM.split())
@@ -75,8 +69,7 @@ def triangle(site: Site) -> Answer:
 @rule("bucketize", "searchsorted")
 def bucketize(site: Site) -> Answer:
     """Each element is looked up in a sorted row of boundaries."""
-    name = site.op.name
-    values, boundaries = (0, 1) if name == "bucketize" else (1, 0)
+    values, boundaries = (0, 1) if site.op.name == "bucketize" else (1, 0)
     table, looked_up = site.tensor(boundaries, "boundaries"), site.tensor(values, "self")
     if table is None or looked_up is None or len(site.shape(table)) != 1:
         return None

@@ -9,10 +9,10 @@ from autoplan.analyse.terms import find
 __all__: list[str] = []
 
 
-@rule("linalg_solve_triangular", "linalg_solve", "_linalg_solve_ex")
+@rule("linalg_solve_triangular")
 def solve(site: Site) -> Answer:
     """A x = B: rows of A and B are tied together along the square side."""
-    if site.op.name != "linalg_solve_triangular":
+    if site.op.kwargs.get("left") is False:
         return None
     matrix, right = site.terms(site.inputs[0]), site.terms(site.inputs[1])
     site.unify(matrix[-1], right[-2])

@@ -15,11 +15,9 @@ def matrix_product(site: Site) -> Answer:
     return [_product_of(site, site.inputs[0], site.inputs[1])]
 
 
-@rule("addmm", "baddbmm", "addbmm", "_addmm_activation")
+@rule("addmm", "baddbmm", "_addmm_activation")
 def matrix_product_with_bias(site: Site) -> Answer:
     bias, left, right = site.inputs[:3]
-    if site.op.name == "addbmm":
-        return None
     return [_product_of(site, left, right, bias)]
 
 
@@ -99,11 +97,9 @@ def grouped_product(site: Site) -> Answer:
     return [[x[0], site.from_weight(weight[-1])]]
 
 
-@rule("convolution", "_convolution", "convolution_overrideable", "cudnn_convolution", "mkldnn_convolution")
+@rule("convolution", "_convolution", "convolution_overrideable")
 def convolution(site: Site) -> Answer:
-    """Channels are groups x channels of a group, on both sides; the groups are batch positions."""
-    if site.op.name not in ("convolution", "_convolution", "convolution_overrideable"):
-        return None
+    """Channels are groups x channels of a group, on both sides; groups pass through, each for itself."""
     x, weight = site.terms(site.inputs[0]), site.terms(site.inputs[1])
     transposed, groups = site.arg(6, "transposed"), site.arg(8, "groups")
     channels, rows = x[1], weight[0]
@@ -113,7 +109,7 @@ def convolution(site: Site) -> Answer:
         return None
     if groups > 1:
         site.unify(incoming[0], grouped[0])
-        site.mark(incoming[0], Event.BATCH_W)
+        site.mark(incoming[0], Event.CONV_GROUP)
     inner = grouped[1] if transposed else weight[1]
     site.unify(incoming[1], inner)
     site.contract(incoming[1], Event.CONTRACT_W)

@@ -91,12 +91,10 @@ def _repeated(term: Term, times: int, *, outer: bool) -> Term:
     return product([leaf(times), term] if outer else [term, leaf(times)])
 
 
-@rule("flip", "roll", "rot90", "fft_fftshift", "fft_ifftshift")
+@rule("flip", "roll")
 def rearranged(site: Site) -> Answer:
     """Positions along some dims trade places; with no dims given, along all."""
     dims = site.terms(site.inputs[0])
-    if site.op.name not in ("flip", "roll"):
-        return None
     where = site.arg(1, "dims") if site.op.name == "flip" else site.arg(2, "dims", ())
     event = Event.FLIP if site.op.name == "flip" else Event.ROLL
     for position in where or range(len(dims)):
