@@ -113,18 +113,18 @@ def plan(
 def explain(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="As in `autoplan plan`, or a plan file.")],
     path: Annotated[str, typer.Argument(metavar="PATH", help="A module, a parameter, or a pattern of either.")],
-    tp: Annotated[int, typer.Option("--tp", min=1, help="Ranks to split over (a plan file has its own).")] = 0,
+    tp: Annotated[int | None, typer.Option("--tp", min=1, help="Ranks to split over; a plan file has its own.")] = None,
     source: Source = "auto",
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
     """Say why one module or parameter is split, or whole, and what runs around it."""
-    from autoplan.emit.plan_file import is_plan_file, load_plan
+    from autoplan.emit.plan_file import load_plan, names_plan_file
 
-    if is_plan_file(model):
+    if names_plan_file(model):
         made = load_plan(model)
-    elif tp:
+    elif tp is not None:
         made = _make_plan(model, tp, source, "none", trust_remote_code)
     else:
         raise typer.BadParameter("needed unless MODEL is a plan file", param_hint="--tp")

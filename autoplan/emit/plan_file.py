@@ -32,7 +32,15 @@ from autoplan.errors import AutoplanError, PlanFileError
 from autoplan.layout import Layout
 from autoplan.values import Plan
 
-__all__ = ["FORMAT_VERSION", "check_suffix", "is_plan_file", "load_plan", "plan_from_dict", "plan_to_dict", "save_plan"]
+__all__ = [
+    "FORMAT_VERSION",
+    "check_suffix",
+    "load_plan",
+    "names_plan_file",
+    "plan_from_dict",
+    "plan_to_dict",
+    "save_plan",
+]
 
 FORMAT_VERSION = 1
 _KEYS = (
@@ -92,9 +100,9 @@ def _check_layouts(plan: Plan, where: str) -> None:
             raise PlanFileError(problem, hint="mend it, or make the plan again") from error
 
 
-def is_plan_file(name: str | PathLike[str]) -> bool:
-    """Does this name a file that could be a plan, rather than a model?"""
-    return Path(name).suffix.lower() in _NOTATIONS and Path(name).is_file()
+def names_plan_file(name: str | PathLike[str]) -> bool:
+    """Is this the name of a plan file, there or not, rather than of a model?"""
+    return Path(name).suffix.lower() in _NOTATIONS and not Path(name).is_dir()
 
 
 def check_suffix(path: str | PathLike[str]) -> None:
