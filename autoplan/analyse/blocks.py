@@ -6,8 +6,8 @@ holds them, not experts, not norms or heads, whatever containers they lie in. Wh
 - A *block* holds at least two matrices. It is *whole* if it holds modules that hold modules (attention and its
   projections); otherwise (*bare*: an MLP, attention alone, convolution and norm) the widths must follow on from one
   member to the next, and no router beside the list may have one output per member: those are experts.
-- A *stage* is a member most of which is a stack itself (what lies beside that stack weighs less than one of its
-  blocks). Stages are opened, and so are lists in lists and dictionaries of lists.
+- A *stage* is a member that is little else than a stack itself. Stages are opened, and so are lists in lists and
+  dictionaries of lists.
 - The outermost stack wins: whatever repeats inside a block is part of the block.
 - Blocks are the members of a container, or equal siblings held as attributes. Bare lists of one length beside each
   other (attention here, feed-forward there) make one stack of units, taken alternately.
@@ -24,6 +24,11 @@ from dataclasses import dataclass, replace
 from autoplan.analyse.module_tree import ModuleTree
 
 __all__ = ["Blocks", "find_blocks"]
+
+BESIDE = 0.1  # a stage holds at most this share of its bytes beside its blocks (down-sampling between stages)
+ALONE = "a single block: taken for a stack of one layer"
+SIBLINGS = "equal modules held as attributes: taken to run one after the other"
+PARTS = "no block module: the parts of a block (attention, feed-forward) are the units"
 
 
 @dataclass(frozen=True)
@@ -86,48 +91,64 @@ class _Search:
 
     def _in_container(self, number: int, outermost: bool) -> Blocks | None:
         members = self._members(number)
-        blocks: list[int] = []
-        for member in members:
-            blocks.extend(self._opened(member) or ((member,) if self._is_block(member) else ()))
+        opened = self._opened(tuple(dict.fromkeys(members)))
+        blocks = [block for member in members for block in opened.get(member, (member,)) if self._is_block(block)]
         once = tuple(dict.fromkeys(blocks))
         whole = any(self._is_whole(block) for block in once)
         stack = Blocks(self.tree.nodes[number].name, number, once, len(blocks), whole)
         if not once or not self._is_stack(stack, outermost):
             return None
         alone = len(members) == 1 and len(blocks) == 1
-        return replace(stack, notes=("a single block: taken for a stack of one layer",)) if alone else stack
+        notes = ((ALONE,) if alone else ()) + ((PARTS,) if self._holds_parts(number, once) else ())
+        return replace(stack, notes=notes)
 
-    def _members(self, number: int) -> list[int]:
-        """What a container holds, with repetitions, containers in it opened where they hold the same kind of block."""
+    def _members(self, number: int, together: bool = False) -> list[int]:
+        """What a container holds, with repetitions; containers in it are opened.
+
+        Lists of different kinds beside each other are different stacks, unless they are `together` in a longer list.
+        """
         children = [child for _, child in self.tree.nodes[number].children]
-        inner = {child: self._members(child) for child in children if self.tree.nodes[child].container}
-        if len(inner) > 1 and not self._alike(list(inner.values())):
+        inner = {child: self._members(child, True) for child in children if self.tree.nodes[child].container}
+        if len(inner) > 1 and not together and not self._alike(list(inner.values())):
             return []
         return [member for child in children for member in inner.get(child, [child])]
 
     def _alike(self, groups: list[list[int]]) -> bool:
-        """Whether groups of blocks share a class; stacks of different kinds in one dictionary stay apart."""
+        """Whether every group of blocks shares a class with another."""
         sets = [{self.tree.nodes[m].class_id for m in group if self.tree.children(m)} for group in groups]
         filled = [classes for classes in sets if classes]
         return all(classes & set().union(*(other for other in filled if other is not classes)) for classes in filled)
 
-    def _opened(self, member: int) -> tuple[int, ...]:
-        """The blocks in a stage; nothing if the member is a block."""
-        if not self.tree.children(member):
-            return ()
-        inner = self.below(member, outermost=False)
-        if len(inner) != 1:
-            return ()
-        blocks = inner[0].blocks
-        largest = max(map(self.tree.bytes, blocks))
-        beside = self.tree.bytes(member) - sum(map(self.tree.bytes, blocks))
-        return blocks if largest >= beside else ()
+    def _holds_parts(self, number: int, blocks: tuple[int, ...]) -> bool:
+        """Whether the container holds lists like [attention, feed-forward]: the parts of a block, and no block."""
+        groups = [
+            self._members(child, True) for child in self.tree.children(number) if self.tree.nodes[child].container
+        ]
+        parts = [[self.tree.nodes[m].class_id for m in group if m in blocks] for group in groups]
+        return len(parts) > 1 and all(len(part) > 1 and len(set(part)) == len(part) for part in parts)
+
+    def _opened(self, members: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+        """The blocks in each stage among the members; nothing if the members are blocks themselves."""
+        stages: dict[int, tuple[int, ...]] = {}
+        for member in members:
+            inner = self.below(member, outermost=False) if self.tree.children(member) else ()
+            if len(inner) == 1 and not self._routed(inner[0], member):
+                stages[member] = inner[0].blocks
+        total = sum(map(self.tree.bytes, stages))
+        inside = sum(self.tree.bytes(block) for blocks in stages.values() for block in blocks)
+        return stages if total - inside <= BESIDE * total else {}
 
     # ------------------------------------------------------------------------------------------------ what is a block
 
     def _is_block(self, number: int) -> bool:
-        matrices = sum(len(parameter.shape) > 1 for parameter in self.tree.parameters(number))
+        matrices = len(self._matrices(number))
         return matrices > 1 or (matrices == 1 and bool(self.tree.children(number)))
+
+    def _matrices(self, number: int) -> list[tuple[int, tuple[int, ...]]]:
+        """The matrices in a module and the leaves that hold them; tables of ids multiply nothing."""
+        nodes = self.tree.nodes
+        leaves = (below for below in self.tree.subtree(number) if nodes[below].stem != "text")
+        return [(leaf, p.shape) for leaf in leaves for p in nodes[leaf].parameters if len(p.shape) > 1]
 
     def _is_whole(self, number: int) -> bool:
         return self.tree.depth(number) > 1
@@ -138,28 +159,25 @@ class _Search:
             return stack.whole
         if not outermost and len(classes) > 1 and max(classes.values()) == 1:
             return False  # the different parts of one block, kept in a list
-        return stack.whole or (self._follows(stack.blocks) and not self._routed(stack))
+        scope = self.tree.parents.get(stack.holder, (stack.holder,))[0]
+        return stack.whole or (self._follow(stack.blocks) and not (len(classes) < 3 and self._routed(stack, scope)))
 
-    def _follows(self, blocks: tuple[int, ...]) -> bool:
-        """Whether each block can read what the one before it writes, as far as widths are known."""
+    def _follow(self, blocks: tuple[int, ...]) -> bool:
+        """Whether most blocks can read what the one before them writes, as far as widths are known."""
         widths = [self._widths(block) for block in blocks]
-        pairs = zip(widths, widths[1:], strict=False)
-        return all(None in (before[1], after[0]) or before[1] == after[0] for before, after in pairs)
+        pairs = list(zip(widths, widths[1:], strict=False))
+        return 2 * sum(_fits(before, after) for before, after in pairs) >= len(pairs)
 
     def _widths(self, number: int) -> tuple[int | None, int | None]:
-        nodes = [self.tree.nodes[below] for below in self.tree.subtree(number)]
-        known = [node for node in nodes if any(len(parameter.shape) > 1 for parameter in node.parameters)]
-        return (known[0].reads, known[-1].writes) if known else (None, None)
+        leaves = [self.tree.nodes[leaf] for leaf, _ in self._matrices(number)]
+        return (leaves[0].reads, leaves[-1].writes) if leaves else (None, None)
 
-    def _routed(self, stack: Blocks) -> bool:
-        """Whether something beside the list has one output per member: a router, and the members are experts."""
-        count = len(stack.blocks)
-        for parent in self.tree.parents.get(stack.holder, ()):
-            beside = [parent, *(child for child in self.tree.children(parent) if not self.tree.children(child))]
-            shapes = [p.shape for node in beside for p in self.tree.nodes[node].parameters if len(p.shape) > 1]
-            if count > 2 and any(count in shape for shape in shapes):
-                return True
-        return False
+    def _routed(self, stack: Blocks, scope: int) -> bool:
+        """Whether a module in scope, beside the list, has one output per member: a router, and these are experts."""
+        count, listed = len(stack.blocks), set(self.tree.subtree(stack.holder))
+        nodes = [self.tree.nodes[below] for below in self.tree.subtree(scope)[1:] if below not in listed]
+        gates = [node for node in nodes if not node.children and node.stem is None]
+        return any(len(p.shape) == 2 and count in p.shape for gate in gates for p in gate.parameters)
 
     # -------------------------------------------------------------------------------------------- blocks without a list
 
@@ -173,9 +191,9 @@ class _Search:
                 groups.setdefault((node.class_id, shapes), []).append(child)
         for group in groups.values():
             stack = Blocks(self.tree.nodes[number].name, number, tuple(group), len(group), self._is_whole(group[0]))
-            if len(group) > (1 if stack.whole else 2) and self._is_stack(stack, outermost=True):
-                note = "equal modules held as attributes: taken to run one after the other"
-                yield replace(stack, notes=(note,))
+            share = sum(map(self.tree.bytes, group)) / max(1, self.tree.bytes(number))
+            if len(group) > 1 and (share > 0.5 or stack.whole or len(group) > 2) and self._is_stack(stack, True):
+                yield replace(stack, notes=(SIBLINGS,))
 
     def _interleave(self, number: int, by_child: dict[int, tuple[Blocks, ...]]) -> dict[int, tuple[Blocks, ...]]:
         """Join bare lists of one length and different classes beside each other: models without a block module."""
@@ -197,6 +215,14 @@ class _Search:
         joined = Blocks(f"{name}.{keys}" if name else keys, same[0].holder, units, len(units), False, (note,))
         rest = {child: tuple(stack for stack in stacks if stack not in same) for child, stacks in by_child.items()}
         return {**rest, same[0].holder: (joined,)}
+
+
+def _fits(before: tuple[int | None, int | None], after: tuple[int | None, int | None]) -> bool:
+    """Equal widths, or several of what was written merged into one; heads side by side all read the same."""
+    written, read = before[1], after[0]
+    if written is None or read is None or written == read:
+        return True
+    return before[0] != read and read % written == 0
 
 
 def _sharing(tree: ModuleTree, blocks: tuple[int, ...]) -> tuple[str, ...]:

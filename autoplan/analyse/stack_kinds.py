@@ -17,31 +17,41 @@ from autoplan.analyse.module_tree import Feed, Mask, ModuleTree
 __all__ = ["Kind", "kind_of"]
 
 Kind = Literal["decoder", "encoder", "vision", "audio", "other"]
+UNKNOWN = "what feeds it cannot be told from structure"
 PROJECTIONS = 3  # query, key, value: fewer matrices are no attention
 
 
 def kind_of(stack: Blocks, stacks: tuple[Blocks, ...], tree: ModuleTree) -> tuple[Kind, str]:
     """The kind, and what had to be guessed."""
     around = _around(stack, tree)
-    feed = _feed(around, stacks, tree)
+    feed = _feed(stack, stacks, tree)
     if feed is None:
-        return "other", "what feeds it cannot be told from structure"
-    if feed in ("vision", "audio", "other"):
-        return feed, ""
-    if _attends_elsewhere(stack, stacks, tree):
+        feed = _left_over(around, tree)
+        known = feed is not None and feed != "text"
+        return (feed, f"taken for {feed}: the model's only input beside text") if known else ("other", UNKNOWN)
+    return _text_kind(stack, stacks, tree) if feed == "text" else (feed, "")
+
+
+def _text_kind(stack: Blocks, stacks: tuple[Blocks, ...], tree: ModuleTree) -> tuple[Kind, str]:
+    masks = _masks(stack, tree)
+    if len(masks) == 1:
+        return ("decoder" if "causal" in masks else "encoder"), ""
+    others = [other for other in stacks if other is not stack]
+    causal = [other for other in others if _masks(other, tree) == {"causal"}]
+    partners = [
+        other for other in others if other not in causal and ("causal" in masks or _reads_text(other, stacks, tree))
+    ]
+    if any(_attends_to(stack, other, tree) for other in partners):
         return "decoder", ""
-    if any(_attends_elsewhere(other, (stack,), tree) for other in stacks):
+    if any(_attends_to(other, stack, tree) for other in partners):
         return "encoder", ""
-    masks = _masks(stack, around, tree)
-    if masks == {"causal"}:
-        return "decoder", ""
-    if masks == {"bidirectional"}:
-        return "encoder", ""
-    if any(tree.nodes[number].generates for number in around):
-        return "decoder", ""
-    if masks:
-        return "encoder", "its masks may be causal or not: taken for an encoder, as the model does not write text"
-    return "encoder", "decoder or encoder cannot be told from structure: taken for an encoder"
+    if not causal and any(tree.nodes[number].generates for number in _around(stack, tree)):
+        return "decoder", "" if masks else "taken for a decoder: the model writes text"
+    return "encoder", "" if masks else "taken for an encoder: nothing says that it is causal"
+
+
+def _reads_text(stack: Blocks, stacks: tuple[Blocks, ...], tree: ModuleTree) -> bool:
+    return _feed(stack, stacks, tree) == "text"
 
 
 def _around(stack: Blocks, tree: ModuleTree) -> list[int]:
@@ -53,45 +63,78 @@ def _around(stack: Blocks, tree: ModuleTree) -> list[int]:
     return path
 
 
-def _feed(around: list[int], stacks: tuple[Blocks, ...], tree: ModuleTree) -> Feed | None:
-    busy = {number for stack in stacks for number in _around(stack, tree)} | {b for s in stacks for b in s.blocks}
+def _feed(stack: Blocks, stacks: tuple[Blocks, ...], tree: ModuleTree) -> Feed | None:
+    """What the nearest telling module says. Tables of ids are weaker than the rest: positions are looked up too."""
+    busy = {number for other in stacks for number in (*_around(other, tree), *other.blocks)}
+    own = _own_stem(stack, tree)
+    looks_up = False
+    for number in _around(stack, tree):
+        inputs = tree.nodes[number].inputs
+        if len(inputs) == 1 and not (looks_up and "other" in inputs):
+            return next(iter(inputs))
+        stems = _stems(number, busy, tree)
+        if "text" in stems and "text" in inputs and own is None:
+            return "text"
+        convolutions = [stem for stem in stems if stem != "text"]
+        if convolutions and not looks_up:
+            return convolutions[0]
+        looks_up = looks_up or "text" in stems
+    return own or ("text" if looks_up else None)
+
+
+def _stems(number: int, busy: set[int], tree: ModuleTree) -> list[Feed]:
+    """What stands in a module beside its stacks and could read the model's input, in order of definition."""
+    found: list[Feed] = []
+    for child in tree.children(number):
+        if child not in busy:
+            stem = tree.nodes[child].stem
+            found += [stem] if stem else _stems(child, busy, tree)
+    return found
+
+
+def _own_stem(stack: Blocks, tree: ModuleTree) -> Feed | None:
+    """The convolution with which the first block begins, if it does: it reads an image or a signal."""
+    first = next(
+        below for below in tree.subtree(stack.blocks[0]) if any(len(p.shape) > 1 for p in tree.nodes[below].parameters)
+    )
+    return tree.nodes[first].stem
+
+
+def _left_over(around: list[int], tree: ModuleTree) -> Feed | None:
+    """The one input beside text of the nearest module that takes several: what is not text must be fed by it."""
     for number in around:
-        node = tree.nodes[number]
-        if len(node.inputs) == 1:
-            return next(iter(node.inputs))
-        level = [child for child in tree.children(number) if child not in busy]
-        while level:  # the nearest layer of modules that holds a stem
-            stems = {tree.nodes[child].stem for child in level}
-            for feed in ("vision", "audio", "text"):
-                if feed in stems:
-                    return feed
-            level = [below for child in level for below in tree.children(child)]
+        inputs = tree.nodes[number].inputs
+        if len(inputs) == 2 and "text" in inputs:
+            return next(iter(inputs - {"text"}))
     return None
 
 
-def _masks(stack: Blocks, around: list[int], tree: ModuleTree) -> frozenset[Mask]:
+def _masks(stack: Blocks, tree: ModuleTree) -> frozenset[Mask]:
+    """The masks built in the blocks, else by the nearest module around that builds any."""
     inside = frozenset(mask for below in tree.subtree(stack.blocks[0]) for mask in tree.nodes[below].masks)
-    return inside or next((tree.nodes[number].masks for number in around if tree.nodes[number].masks), frozenset())
+    around = (tree.nodes[number].masks for number in _around(stack, tree))
+    return inside or next((masks for masks in around if masks), frozenset())
 
 
-def _attends_elsewhere(stack: Blocks, others: tuple[Blocks, ...], tree: ModuleTree) -> bool:
-    """Whether the blocks hold more attentions of one class than the blocks of another stack hold of the same class."""
-    mine = _attentions(stack, tree)
-    for other in others:
-        theirs = _attentions(other, tree) if other is not stack else {}
-        if any(mine[kind] > theirs[kind] for kind in mine if kind in theirs):
-            return True
-    return False
+def _attends_to(stack: Blocks, other: Blocks, tree: ModuleTree) -> bool:
+    """Whether the blocks hold one attention more than those of the other stack, which they could attend to."""
+    mine, theirs = stack.blocks[0], other.blocks[0]
+    if tree.nodes[mine].class_id == tree.nodes[theirs].class_id:
+        return len(tree.parameters(mine)) > len(tree.parameters(theirs))
+    attentions, known = _attentions(stack, tree), _attentions(other, tree)
+    if attentions.keys() & known.keys():
+        return attentions.total() > known.total()
+    return max(attentions.values(), default=0) > 1 and known.total() == 1
 
 
 def _attentions(stack: Blocks, tree: ModuleTree) -> Counter[int]:
-    """How many modules that could be attentions one block holds, by class, at most over all blocks."""
-    found: Counter[int] = Counter()
+    """How many modules that could be attentions a block holds, by class, at most over all blocks."""
+    most: Counter[int] = Counter()
     for block in stack.blocks:
-        here: Counter[int] = Counter()
+        found: Counter[int] = Counter()
         for below in tree.subtree(block)[1:]:
             leaves = [child for child in tree.children(below) if not tree.children(child)]
             matrices = sum(len(p.shape) > 1 for child in leaves for p in tree.nodes[child].parameters)
-            here[tree.nodes[below].class_id] += matrices >= PROJECTIONS
-        found |= here
-    return found
+            found[tree.nodes[below].class_id] += matrices >= PROJECTIONS
+        most |= found
+    return most

@@ -138,8 +138,9 @@ def _masks(kind: type[nn.Module]) -> Iterator[Mask]:
         function = inspect.unwrap(function) if callable(function) else function
         if not isinstance(function, FunctionType) or function.__module__.startswith("torch."):
             continue
-        for name in _names(function.__code__):
-            if name in TRIANGLES:
+        names = set(_names(function.__code__))
+        for name in names:
+            if name in TRIANGLES and "flip" not in names:  # a flipped triangle masks a band's corners
                 yield "causal"
             elif id(function.__globals__.get(name)) in builders:
                 yield builders[id(function.__globals__[name])]
