@@ -229,7 +229,7 @@ def set_group(model: nn.Module, group: RankGroup) -> None:
 
 
 def compiled_errors(rank: int) -> dict[str, float]:
-    """The largest gradient error of compiled toys on two ranks; at top level, so that processes can be started on it."""
+    """The largest gradient error of compiled toys on two ranks; at top level, where processes find it."""
     errors = {}
     for name in ("shared key", "tied"):
         model, mesh = build(name), tp_mesh(2)
