@@ -1,0 +1,189 @@
+"""What holds for the project as a whole: who may import whom, which names are public, what the wheel carries.
+
+Each check is shown able to fail, on a small example of what it is there to catch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "autoplan"
+
+# The pure part of the path: plain data in, plain data out.
+PURE = ("values", "layout", "errors", "patterns", "rules_folder", "version", "analyse", "decide", "emit", "cli")
+HEAVY = ("torch", "transformers", "numpy")
+
+PUBLIC = (
+    "AutoplanError",
+    "Change",
+    "Entry",
+    "Finding",
+    "Plan",
+    "Report",
+    "Stack",
+    "applied",
+    "full_tensors",
+    "layers",
+    "load_plan",
+    "load_weights",
+    "parallelize",
+    "plan",
+    "verify",
+)
+COMMANDS = ("explain", "plan", "rules", "verify")
+
+
+def modules_of(*names: str) -> list[str]:
+    """Dotted names of all modules in these packages or files of autoplan."""
+    found: list[str] = []
+    for name in names:
+        folder, file = PACKAGE / name, PACKAGE / f"{name}.py"
+        paths = sorted(folder.rglob("*.py")) if folder.is_dir() else [file]
+        found += [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    return found
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+
+
+def import_without(blocked: tuple[str, ...], modules: list[str]) -> subprocess.CompletedProcess[str]:
+    """Import `modules` in a Python where importing any of `blocked` raises."""
+    block = f"import sys; sys.modules.update(dict.fromkeys({blocked!r}))"  # None in sys.modules means: not to be had
+    return python(f"{block}\nimport importlib\nfor name in {modules!r}: importlib.import_module(name)")
+
+
+# ------------------------------------------------------------------------------------------------ layering
+
+
+def test_the_pure_core_imports_no_torch() -> None:
+    done = import_without(HEAVY, ["autoplan", *modules_of(*PURE)])
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_check_above_can_fail() -> None:
+    done = import_without(HEAVY, ["autoplan.capture.recorder"])
+    assert done.returncode != 0 and "torch" in done.stderr
+
+
+def imports_of(path: Path) -> set[str]:
+    """The parts of autoplan that a file imports anywhere, in functions too."""
+    import ast
+
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("autoplan."):
+            found.add(node.module.split(".")[1])
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("autoplan.")}
+    return found
+
+
+# The path runs capture → analyse → decide → Plan → execute, check, emit. What a part may not know:
+AHEAD = {"decide", "execute", "check", "emit", "api", "cli"}
+FORBIDDEN = {
+    "capture": AHEAD,  # sees, and judges nothing
+    "analyse": AHEAD | {"capture"},
+    "decide": AHEAD - {"decide"} | {"capture"},
+    "execute": AHEAD - {"execute"} | {"analyse"},  # applying a plan decides nothing
+    "emit": AHEAD - {"emit"} | {"capture", "analyse"},  # a plan is all that is printed
+}
+
+
+@pytest.mark.parametrize("part", FORBIDDEN)
+def test_no_part_knows_what_it_must_not(part: str) -> None:
+    for path in sorted((PACKAGE / part).rglob("*.py")):
+        known = imports_of(path) & FORBIDDEN[part]
+        assert not known, f"{path.relative_to(ROOT)} imports autoplan.{', autoplan.'.join(sorted(known))}"
+
+
+def test_imports_are_seen_wherever_they_stand(tmp_path: Path) -> None:
+    file = tmp_path / "example.py"
+    file.write_text("import autoplan.check.verify\ndef f():\n    from autoplan.execute.hooks import g\n")
+    assert imports_of(file) == {"check", "execute"}
+
+
+# ------------------------------------------------------------------------------------------------ frozen lists
+
+
+def test_public_names() -> None:
+    import autoplan
+
+    assert tuple(sorted(autoplan.__all__)) == PUBLIC
+    for name in PUBLIC:
+        assert getattr(autoplan, name).__doc__, f"autoplan.{name} has no docstring"
+
+
+def test_commands() -> None:
+    import typer
+
+    from autoplan.cli import app
+
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert tuple(sorted(commands)) == COMMANDS
+    assert all(command.help for command in commands.values())
+
+
+# ------------------------------------------------------------------------------------------------ what is shipped
+
+
+def test_one_version() -> None:
+    from autoplan.version import __version__
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["hatch"]["version"]["path"] == "autoplan/version.py"
+    assert "version" in project["project"]["dynamic"]
+    assert __version__.count(".") == 2
+
+
+def test_a_checkout_finds_its_rules() -> None:
+    """An editable install runs from the checkout: there the rules are `rules/`."""
+    from autoplan.rules_folder import rules_folder
+
+    assert rules_folder() == ROOT / "rules"
+    assert sorted(path.name for path in rules_folder().iterdir() if path.is_dir()) == ["inputs", "plans", "roles"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built as a user's pip would, without network: hatchling is one of the test tools."""
+    assert importlib.util.find_spec("hatchling"), "hatchling is missing: pip install -e '.[dev]'"
+    folder = tmp_path_factory.mktemp("wheel")
+    code = f"from hatchling.build import build_wheel; print(build_wheel({str(folder)!r}))"
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    return folder / done.stdout.split()[-1]
+
+
+def test_the_wheel_carries_all_rules_and_nothing_else(wheel: Path) -> None:
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    expected = {f"autoplan/{path.relative_to(PACKAGE).as_posix()}" for path in PACKAGE.rglob("*.py")}
+    expected |= {f"autoplan/_rules/{p.relative_to(ROOT / 'rules').as_posix()}" for p in (ROOT / "rules").rglob("*.*")}
+    assert names == expected
+
+
+def test_an_installed_wheel_finds_its_rules(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = "from autoplan.rules_folder import rules_folder; print(rules_folder())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60, env={"PYTHONPATH": ""}
+    )
+    assert Path(done.stdout.strip()) == tmp_path / "autoplan" / "_rules", done.stderr
+
+
+def test_make_targets_and_ci() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in ("demo", "test", "lint", "types"):
+        assert f"\n{target}:" in makefile
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & 0o111, ".ci/run is not executable"
+    steps = script.read_text()
+    assert all(f"make {target}" in steps for target in ("lint", "types", "test", "demo"))
