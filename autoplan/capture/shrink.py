@@ -36,7 +36,7 @@ _PERIODS = (
 )
 _PER_LAYER = re.compile(r"types?$|layers_block_type|pattern|layers_config|no_rope_layers")
 _LAYER_INDEX = re.compile(r"layer|index|idx|indices")
-_MOST_LAYERS = 8
+_MOST_LAYERS, _MOST_PERIOD = 4, 8
 # What every config has and a clone decides for itself.
 _OWN_BUSINESS = {"transformers_version", "dtype", "torch_dtype", "quantization_config", "use_cache", "auto_map"}
 
@@ -114,7 +114,8 @@ def _defaults(cls: type) -> dict[str, Any]:
     for item in inspect.signature(cls.__init__).parameters.values():  # remote code often has an __init__ of its own
         if item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY) and item.name != "self":
             fields.setdefault(item.name, None if item.default is item.empty else item.default)
-    return fields
+    aliases = getattr(cls, "attribute_map", {})  # a value is stored under the name that an alias stands for
+    return {aliases.get(name, name): default for name, default in fields.items()}
 
 
 def _chosen_fields(config: PretrainedConfig) -> dict[str, Any]:
@@ -130,7 +131,12 @@ def _chosen_fields(config: PretrainedConfig) -> dict[str, Any]:
         derived = default is None or isinstance(default, str) and not isinstance(value, str)
         (open_fields if derived else fixed)[name] = value
     baseline = _derived(config, fixed)
-    chosen = {n: v for n, v in open_fields.items() if n not in baseline or baseline[n] != v}
+    depth = _first_int(config, _DEPTH)
+    chosen = {
+        name: value
+        for name, value in open_fields.items()
+        if name not in baseline or baseline[name] != value or (name in defaults and _per_layer(value, depth))
+    }
     return copy.deepcopy({**fixed, **chosen})
 
 
@@ -157,7 +163,7 @@ def _small(name: str, value: Any, config: PretrainedConfig, layers: list[int], w
             return min(value, 1 if counts == "one" else len(layers))
         return _size(name, value, config, work.sizes)
     depth = _first_int(config, _DEPTH)
-    if depth and len(value) == depth > len(layers):
+    if depth and _per_layer(value, depth) and depth > len(layers):
         return type(value)(_map_ints(value[i], lambda x: _size(name, x, config, work.sizes)) for i in layers)
     numbers = bool(value) and all(isinstance(x, int) and not isinstance(x, bool) for x in value)
     if numbers and depth and max(value) >= len(layers) and _LAYER_INDEX.search(name) and "feature_layer" not in name:
@@ -193,24 +199,27 @@ def _size(name: str, value: int, config: PretrainedConfig, sizes: Sizes) -> int:
     return min(value, target)
 
 
+def _per_layer(value: Any, depth: int | None) -> bool:
+    return isinstance(value, list | tuple) and depth is not None and len(value) == depth > 2
+
+
 def _layers_needed(config: PretrainedConfig) -> list[int]:
     """The first layers that show every type of layer; when that takes too many, the first layer of each type."""
     depth = _first_int(config, _DEPTH) or 2
-    needed = 2
-    rows: list[list[str]] = []
-    for name, value in config.to_dict().items():
-        if isinstance(value, list | tuple) and len(value) == depth and _PER_LAYER.search(name):
-            rows.append([str(x) for x in value])
-    kinds = list(zip(*rows, strict=True)) if rows else []
+    rows = [
+        [str(x) for x in value]
+        for name, value in vars(config).items()
+        if _per_layer(value, depth) and _PER_LAYER.search(name)
+    ]
+    kinds = list(zip(*rows, strict=True))
     first = sorted({kind: i for i, kind in reversed(list(enumerate(kinds)))}.values())
-    for name in _PERIODS:
-        period = _read(config, name)
-        if isinstance(period, int) and period > 1:
-            needed = max(needed, min(period, _MOST_LAYERS))
-    needed = max(needed, first[-1] + 1 if first else 0)
+    needed = first[-1] + 1 if first else 0
+    if len(first) < 2:
+        periods = [p for name in _PERIODS if isinstance(p := _read(config, name), int)]
+        needed = max([needed, *periods])
     if needed <= _MOST_LAYERS:
-        return list(range(min(needed, max(depth, 1))))
-    return first if len(first) > 1 else list(range(2))
+        return list(range(min(max(needed, 2), max(depth, 1))))
+    return first if len(first) > 1 else list(range(min(needed, _MOST_PERIOD)))
 
 
 def _first_int(config: PretrainedConfig, names: tuple[str, ...]) -> int | None:
