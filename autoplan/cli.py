@@ -98,13 +98,11 @@ def plan(
     if output is not None:
         check_suffix(output)
     made = _make_plan(model, tp, source, prove.value, trust_remote_code)
-    if output is not None:
-        made.save(output)
-        _note(f"plan written to {output}")
-    elif as_json:
-        _print_json(made.to_dict())
+    if output is None:
+        _emit(plan_view(made), made.to_dict(), as_json, None)
     else:
-        _print(plan_view(made))
+        made.save(output)
+        _note(f"written to {output}")
     proven = made.proof.ok or made.proof.method == "none"
     raise typer.Exit(_exit_code(made.findings) if proven else FINDINGS)
 
@@ -149,14 +147,63 @@ def verify(
     """Prove a plan on simulated ranks: outputs, loss, every gradient, checkpoint, optimizer steps."""
     import autoplan
     from autoplan.emit.plan_file import load_plan
-    from autoplan.emit.terminal import plain_text, report_view
+    from autoplan.emit.terminal import report_view
 
     loaded = None if plan_file is None else load_plan(plan_file)
     with _progress(f"verifying {model} on {tp} simulated ranks"):
         report = autoplan.verify(model, loaded, tp_size=tp, engine=engine.value, trust_remote_code=trust_remote_code)
-    view = report_view(report, model)
-    _emit(view if output is None else plain_text(view), report.to_dict(), as_json, output)
+    _emit(report_view(report, model), report.to_dict(), as_json, output)
     raise typer.Exit(_exit_code(report.findings) if report.ok else FINDINGS)
+
+
+rules_app = typer.Typer(help="Read the rules that name what is found and choose styles.", no_args_is_help=True)
+app.add_typer(rules_app, name="rules")
+
+
+@rules_app.command("list")
+def rules_list(as_json: AsJson = False, output: Output = None) -> None:
+    """All rules, a line each."""
+    from autoplan.decide.rulebook import load_rules
+    from autoplan.emit.rule_pages import rule_to_dict, rules_view
+
+    rules = load_rules()
+    _emit(rules_view(rules), [rule_to_dict(rule) for rule in rules], as_json, output)
+
+
+@rules_app.command("show")
+def rules_show(
+    rule_id: Annotated[str, typer.Argument(metavar="RULE", help="As `autoplan rules list` names it.")],
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """One rule: what it recognises, why, where it stops, examples."""
+    from autoplan.decide.rulebook import load_rules
+    from autoplan.emit.rule_pages import rule_to_dict, rule_view
+    from autoplan.patterns import nearest
+
+    rules = {rule.id: rule for rule in load_rules()}
+    if rule_id not in rules:
+        close = ", ".join(nearest(rule_id, rules)) or ", ".join(rules)
+        raise AutoplanError(f"there is no rule {rule_id!r}", hint=f"rules like it: {close}")
+    _emit(rule_view(rules[rule_id]), rule_to_dict(rules[rule_id]), as_json, output)
+
+
+@rules_app.command("test")
+def rules_test(
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Also drop each part of each rule: an example must notice.")
+    ] = (False),
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Does each rule do what its examples say?"""
+    from autoplan.decide.rule_tests import test_rules
+    from autoplan.emit.plain import plain
+    from autoplan.emit.rule_pages import results_view
+
+    results = test_rules(strict=strict)
+    _emit(results_view(results), plain(results), as_json, output)
+    raise typer.Exit(OK if all(result.ok for result in results) else FINDINGS)
 
 
 # ------------------------------------------------------------------------------------------------ what commands share
@@ -191,33 +238,25 @@ def _exit_code(findings: tuple[Finding, ...]) -> int:
     return FINDINGS if any(finding.level != "note" for finding in findings) else OK
 
 
-def _emit(shown: RenderableType, data: dict[str, Any], as_json: bool, output: Path | None) -> None:
-    """Text or JSON, to stdout or a file."""
-    if output is None:
-        _print_json(data) if as_json else _print(shown)
+def _emit(view: RenderableType | str, data: Any, as_json: bool, output: Path | None) -> None:
+    """Text, a table or JSON, to stdout or a file. Colour only on a terminal; elsewhere what `str(plan)` gives."""
+    from autoplan.emit.terminal import plain_text
+
+    if output is None and not as_json and not isinstance(view, str) and sys.stdout.isatty():
+        from rich.console import Console
+
+        Console(highlight=False, markup=False).print(view)
         return
-    text = json.dumps(data, indent=2, ensure_ascii=False) if as_json else str(shown)
+    shown = view if isinstance(view, str) else plain_text(view)
+    text = json.dumps(data, indent=2, ensure_ascii=False) if as_json else shown
+    if output is None:
+        print(text)
+        return
     try:
         output.write_text(f"{text}\n", encoding="utf-8")
     except OSError as error:
         raise AutoplanError(f"{output} cannot be written: {error.strerror}", hint="choose another path") from error
     _note(f"written to {output}")
-
-
-def _print(view: RenderableType) -> None:
-    """In colour on a terminal; elsewhere the plain text that `str(plan)` gives."""
-    from autoplan.emit.terminal import plain_text
-
-    if sys.stdout.isatty():
-        from rich.console import Console
-
-        Console(highlight=False, markup=False).print(view)
-    else:
-        print(plain_text(view))
-
-
-def _print_json(data: dict[str, Any]) -> None:
-    print(json.dumps(data, indent=2, ensure_ascii=False))
 
 
 def _note(text: str) -> None:

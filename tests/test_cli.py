@@ -19,6 +19,9 @@ from example_plans import llama_plan
 
 import autoplan
 from autoplan.cli import main
+from autoplan.decide import rule_tests
+from autoplan.decide.rule_tests import RuleResult
+from autoplan.decide.rulebook import load_rules
 from autoplan.emit.plan_file import load_plan
 from autoplan.errors import SourceError
 from autoplan.values import Finding, Proof, Report, replace
@@ -89,7 +92,7 @@ def test_plan_json_is_the_plan_file(asked: Asked, capsys: pytest.CaptureFixture[
 def test_plan_writes_a_file(name: str, asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("plan", "llama", "--tp", "8", "-o", name) == 0
     out, err = capsys.readouterr()
-    assert out == "" and err == f"plan written to {name}\n"
+    assert out == "" and err == f"written to {name}\n"
     assert load_plan(name) == llama_plan()
 
 
@@ -149,7 +152,33 @@ def test_explain_a_model(asked: Asked, capsys: pytest.CaptureFixture[str]) -> No
     assert "--tp" in capsys.readouterr().err
 
 
+def test_rules_list_and_show_print_the_rule_files(capsys: pytest.CaptureFixture[str]) -> None:
+    rules = load_rules()
+    assert run("rules", "list") == 0
+    listed = capsys.readouterr().out
+    for rule in rules:
+        assert rule.id in listed
+        assert run("rules", "show", rule.id) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        for words in (rule.summary, rule.why, rule.limits, *(example.because for example in rule.examples)):
+            assert " ".join(words.split()) in shown
+    assert run("rules", "list", "--json") == 0
+    assert [rule["id"] for rule in json.loads(capsys.readouterr().out)] == [rule.id for rule in rules]
+
+
+@pytest.mark.parametrize(("ok", "code", "words"), [(True, 0, "2 of 2 checks of 1 rule passed"), (False, 1, "1 of 2")])
+def test_rules_test_exits_1_on_a_failure(
+    ok: bool, code: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = (RuleResult("r", "example: a", True), RuleResult("r", "example: b", ok, "claims nothing"))
+    monkeypatch.setattr(rule_tests, "test_rules", lambda strict: results)
+    assert run("rules", "test") == code
+    out = capsys.readouterr().out
+    assert words in out and ("claims nothing" in out) is not ok
+
+
 FAILURES = {
+    "unknown rule": (("rules", "show", "no-such-rule"), "there is no rule 'no-such-rule'"),
     "unknown path": (("explain", "plan.yaml", "lm_hat"), "nearest paths: lm_head"),
     "no such plan": (("explain", "gone.yaml", "lm_head"), "gone.yaml cannot be read: No such file"),
     "corrupt plan": (("explain", "cut.yaml", "lm_head"), "cannot be parsed"),

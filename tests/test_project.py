@@ -94,7 +94,7 @@ FORBIDDEN = {
     "analyse": AHEAD | {"capture"},
     "decide": AHEAD - {"decide"} | {"capture"},
     "execute": AHEAD - {"execute"} | {"analyse"},  # applying a plan decides nothing
-    "emit": AHEAD - {"emit"} | {"capture", "analyse"},  # a plan is all that is printed
+    "emit": AHEAD - {"emit", "decide"} | {"capture", "analyse"},  # plans and rules are all that is printed
 }
 
 
