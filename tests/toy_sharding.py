@@ -151,7 +151,7 @@ def whole(local: torch.Tensor, dim: int, mesh) -> torch.Tensor:
 
 def gather(model: Toy, gradients: bool) -> dict[str, torch.Tensor]:
     found = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         tensor = parameter.grad if gradients else parameter.detach()
         if tensor is not None:
             found[name] = whole(tensor, CUTS[name], model.mesh) if name in CUTS else tensor

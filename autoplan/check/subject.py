@@ -43,14 +43,17 @@ class Subject:
         """Every parameter, whole."""
         if self.gather is not None:
             return {name: plain(tensor).clone() for name, tensor in self.gather(self.model, False).items()}
-        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        return {name: p.detach().clone() for name, p in self._named()}
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Every gradient there is, whole."""
         if self.gather is not None:
             found = {name: g for name, g in self.gather(self.model, True).items() if g is not None}
             return {name: plain(gradient).clone() for name, gradient in found.items()}
-        return {name: p.grad.detach().clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        return {name: p.grad.detach().clone() for name, p in self._named() if p.grad is not None}
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.model.named_parameters(remove_duplicate=False)  # a tied parameter under each of its names
 
     def forward(self, inputs: Inputs) -> Any:
         """One call on copies of the inputs. Caches are left out unless asked for: what they hold is local to a rank."""
