@@ -50,6 +50,7 @@ class _Choice:
     keys: tuple[str, ...]
     kept: tuple[int, ...]
     members: tuple[tuple[str, str], ...]  # dropped key -> representative key
+    lists: tuple[tuple[Any, str], ...]  # (object, attribute) of the per-layer lists that tell its blocks apart
 
 
 def fold(model: nn.Module, replace: Replace | None = None, *, fold: bool = True) -> Folded:
@@ -58,8 +59,7 @@ def fold(model: nn.Module, replace: Replace | None = None, *, fold: bool = True)
     `replace` is called once per tensor (ties stay ties) and defaults to empty tensors on the meta device.
     With `fold=False` all blocks are kept: the way out when a model's forward counts on their number.
     """
-    configs = _Configs()
-    choices = _choose(model, configs) if fold else []
+    choices = _choose(model) if fold else []
     left_out = {id(choice.container): choice for choice in choices}
     memo: dict[int, Any] = {}
     _plant_tensors(model, left_out, replace or _to_meta, memo)
@@ -74,7 +74,7 @@ def fold(model: nn.Module, replace: Replace | None = None, *, fold: bool = True)
         for key, representative in choice.members:  # a plain list that also holds the block gets its representative
             memo[id(blocks[key])] = copies[representative]
     module = _deepcopy(model, memo, "")
-    configs.shorten(choices, memo)
+    _shorten(choices, memo)
     for part in module.modules():
         for flag in HOOK_FLAGS:
             part.__dict__.pop(flag, None)
@@ -89,8 +89,9 @@ def _to_meta(tensor: torch.Tensor, name: str) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------- what is left out
 
 
-def _choose(model: nn.Module, configs: _Configs) -> list[_Choice]:
+def _choose(model: nn.Module) -> list[_Choice]:
     """The outermost containers in which some block is a repetition."""
+    configs = _Configs()
     found: list[_Choice] = []
     seen: set[int] = set()
 
@@ -117,12 +118,14 @@ def _choose_in(container: nn.Module, name: str, above: tuple[nn.Module, ...], co
     if len(blocks) <= KEPT_PER_KIND or not alone or not all(map(_is_block, blocks.values())):
         return None
     keys = tuple(blocks)
+    configs.near.clear()
     kinds = _signatures(list(blocks.values()), above, configs)
+    lists = tuple((thing, attribute) for thing, attribute, _ in configs.lists(len(blocks)))
     kept = _align(_first_of_each(kinds), kinds)
     stands_for = {kinds[position]: keys[position] for position in kept}
     dropped = (position for position in range(len(keys)) if position not in kept)
     members = tuple((keys[position], stands_for[kinds[position]]) for position in dropped)
-    return _Choice(name, container, keys, kept, members)
+    return _Choice(name, container, keys, kept, members, lists)
 
 
 def _is_block(module: nn.Module) -> bool:
@@ -152,7 +155,7 @@ def _first_of_each(kinds: list[Hashable]) -> list[int]:
 def _align(kept: list[int], kinds: list[Hashable]) -> tuple[int, ...]:
     """Fill holes until a block's index and its place among the kept ones never mean different kinds.
 
-    Models look into per-layer lists by either (`enumerate`, or the index that a block stores); see `_Configs.shorten`.
+    Models look into per-layer lists by either (`enumerate`, or the index that a block stores); see `_shorten`.
     """
     chosen = sorted(kept)
     while any(place in chosen and kinds[place] != kinds[chosen[place]] for place in range(len(chosen))):
@@ -169,44 +172,27 @@ class _Configs:
 
     def __init__(self) -> None:
         self.numbers: dict[Hashable, int] = {}  # content -> number: equal content is compared by number
-        self.known: dict[int, int] = {}  # id(object) -> number
-        self.objects: dict[int, Any] = {}  # everything seen, kept alive
+        self.known: dict[int, tuple[Any, int]] = {}  # id(object) -> the object, kept alive, and its number
+        self.near: dict[int, Any] = {}  # the objects that the stack at hand can read
 
     def number(self, thing: Any) -> int:
         if id(thing) not in self.known:
             content = tuple((name, _plain(value)) for name, value in vars(thing).items())
-            self.objects[id(thing)] = thing
-            self.known[id(thing)] = self.numbers.setdefault((type(thing), content), len(self.numbers))
-        return self.known[id(thing)]
+            self.known[id(thing)] = thing, self.numbers.setdefault((type(thing), content), len(self.numbers))
+        self.near[id(thing)] = thing
+        return self.known[id(thing)][1]
 
     def lists(self, length: int) -> Iterator[tuple[Any, str, Any]]:
-        """(object, attribute, list) of every list that has one value per block, and not the same for all."""
-        for thing in self.objects.values():
+        """(object, attribute, list) of every list nearby that has one value per block, and not the same for all."""
+        for thing in self.near.values():
             for name, value in vars(thing).items():
                 if isinstance(value, list | tuple) and len(value) == length and len(set(map(_text, value))) > 1:
                     yield thing, name, value
 
-    def shorten(self, choices: list[_Choice], memo: dict[int, Any]) -> None:
-        """Let the copy's per-layer lists give, at a kept block's place among the kept, that block's value."""
-        edits: dict[tuple[int, str], tuple[Any, list[Any]]] = {}
-        for choice in choices:
-            for thing, name, values in self.lists(len(choice.keys)):
-                edited = list(values)
-                for place, position in enumerate(choice.kept):
-                    edited[place] = values[position]
-                if edits.setdefault((id(thing), name), (thing, edited))[1] != edited:
-                    raise CaptureError(
-                        f"two stacks of {len(choice.keys)} blocks read one per-layer list ({name!r}) differently",
-                        hint="capture the model with all its blocks (fold=False)",
-                    )
-        for (_, name), (thing, edited) in edits.items():
-            if id(thing) in memo:
-                vars(memo[id(thing)])[name] = type(vars(thing)[name])(edited)
-
 
 def _signatures(blocks: list[nn.Module], above: tuple[nn.Module, ...], configs: _Configs) -> list[Hashable]:
     for module in above:
-        configs.objects[id(module)] = module
+        configs.near[id(module)] = module
         for value in module.__dict__.values():
             if _is_config(value):
                 configs.number(value)
@@ -313,6 +299,25 @@ def _plant_tensors(model: nn.Module, left_out: dict[int, _Choice], replace: Repl
                 visit(child, dot + key)
 
     visit(model, "")
+
+
+def _shorten(choices: list[_Choice], memo: dict[int, Any]) -> None:
+    """Let the copy's per-layer lists give, at a kept block's place among the kept, that block's value."""
+    edits: dict[tuple[int, str], tuple[Any, list[Any]]] = {}
+    for choice in choices:
+        for thing, name in choice.lists:
+            values = vars(thing)[name]
+            edited = list(values)
+            for place, position in enumerate(choice.kept):
+                edited[place] = values[position]
+            if edits.setdefault((id(thing), name), (thing, edited))[1] != edited:
+                raise CaptureError(
+                    f"two stacks of {len(choice.keys)} blocks read one per-layer list ({name!r}) differently",
+                    hint="capture the model with all its blocks (fold=False)",
+                )
+    for (_, name), (thing, edited) in edits.items():
+        if id(thing) in memo:
+            vars(memo[id(thing)])[name] = type(vars(thing)[name])(edited)
 
 
 def _deepcopy(module: nn.Module, memo: dict[int, Any], name: str) -> nn.Module:
