@@ -1,0 +1,157 @@
+"""Rules are documents: one TOML file each in rules/roles, read into frozen values.
+
+A rule says what it recognises (a flow over boxes and guards over facts), what it calls the boxes and which style each
+takes, why that is right, where it stops, and shows itself on examples: at least one that must match and one that must be
+refused. A rule without `match` is a document only: it explains what applies when no other rule does.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from autoplan.decide.conditions import Condition, parse_condition
+from autoplan.decide.pattern import Pattern, parse_pattern
+from autoplan.errors import AutoplanError
+from autoplan.rules_folder import rules_folder
+
+__all__ = ["GENERIC", "STYLES", "Example", "Match", "Rule", "RuleError", "load_rules", "parse_rule"]
+
+GENERIC = "generic"
+
+# What can be said about a parameter's module. "local": per-channel parameters that are cut with the values they meet.
+STYLES = (
+    *("colwise", "rowwise", "packed_colwise", "packed_rowwise", "colwise_gather_output", "rowwise_scatter"),
+    *("embedding_rowwise", "embedding_colwise", "embedding_rowwise_scatter", "local", "distributed_norm"),
+    *("sequence_parallel", "replicated_with_grad_allreduce", "replicate"),
+)
+
+_KEYS = {"id", "summary", "why", "limits", "seen_in", "beats", "match", "roles", "yields", "example"}
+
+
+class RuleError(AutoplanError):
+    """A rule file cannot be read, or rules contradict each other."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A picture and what the rule must make of it: a style per box, or a refusal that says `because`."""
+
+    name: str
+    graph: str
+    expect: tuple[tuple[str, tuple[str, ...]], ...]
+    tp: int = 2
+    because: str = ""
+
+
+@dataclass(frozen=True)
+class Match:
+    """What a rule looks for. The texts are kept beside what was read from them: they are printed, and mutated in tests."""
+
+    flow: str
+    where: tuple[str, ...]
+    pattern: Pattern
+    conditions: tuple[Condition, ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule file. `yields` maps a box to the styles that it may have; `roles` to what it is called."""
+
+    id: str
+    summary: str
+    why: str
+    limits: str
+    seen_in: tuple[str, ...]
+    text: str
+    match: Match | None = None
+    yields: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    sequence_parallel: tuple[tuple[str, str], ...] = ()
+    roles: tuple[tuple[str, str], ...] = ()
+    beats: tuple[str, ...] = ()
+    examples: tuple[Example, ...] = ()
+
+    def role(self, name: str) -> str:
+        return dict(self.roles).get(name, name.replace("_", " "))
+
+
+@cache
+def load_rules(folder: Path | None = None) -> tuple[Rule, ...]:
+    """All role rules, ordered by id: the order of files never decides anything."""
+    place = (folder or rules_folder()) / "roles"
+    rules = tuple(parse_rule(path.read_text("utf-8"), path.stem) for path in sorted(place.glob("*.toml")))
+    known = {rule.id for rule in rules}
+    for rule in rules:
+        for other in rule.beats:
+            if other not in known:
+                raise RuleError(f"rule {rule.id!r} beats {other!r}, which does not exist")
+    return rules
+
+
+def parse_rule(text: str, stem: str) -> Rule:
+    """Read one rule file; every problem names the file."""
+    try:
+        return _parse(tomllib.loads(text), text, stem)
+    except tomllib.TOMLDecodeError as error:
+        raise RuleError(f"rules/roles/{stem}.toml is not TOML: {error}") from error
+    except AutoplanError as error:
+        raise RuleError(f"rules/roles/{stem}.toml: {error.message}", hint=getattr(error, "hint", "")) from error
+
+
+def _parse(data: Mapping[str, Any], text: str, stem: str) -> Rule:
+    unknown = sorted(data.keys() - _KEYS)
+    if unknown:
+        raise RuleError(f"unknown key {unknown[0]!r}", hint=f"keys are {', '.join(sorted(_KEYS))}")
+    if data.get("id") != stem:
+        raise RuleError(f"id is {data.get('id')!r}, but the file is called {stem!r}")
+    match = _match(data["match"]) if "match" in data else None
+    names = match.pattern.names if match else ()
+    sequence_parallel = data.get("yields", {}).get("sequence_parallel", {})
+    plain = {name: style for name, style in data.get("yields", {}).items() if name != "sequence_parallel"}
+    for name in (*plain, *sequence_parallel, *data.get("roles", {})):
+        if name not in names:
+            raise RuleError(f"{name!r} is not a box of the flow ({', '.join(names) or 'none'})")
+    return Rule(
+        id=stem,
+        summary=_text(data, "summary"),
+        why=_text(data, "why"),
+        limits=_text(data, "limits"),
+        seen_in=tuple(data.get("seen_in", ())),
+        text=text,
+        match=match,
+        yields=tuple((name, _styles(style)) for name, style in plain.items()),
+        sequence_parallel=tuple((name, _styles(style)[0]) for name, style in sequence_parallel.items()),
+        roles=tuple(data.get("roles", {}).items()),
+        beats=tuple(data.get("beats", ())),
+        examples=tuple(_example(item) for item in data.get("example", ())),
+    )
+
+
+def _text(data: Mapping[str, Any], key: str) -> str:
+    value = data.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise RuleError(f"{key!r} is missing: a rule is a document")
+    return " ".join(value.split())
+
+
+def _styles(value: Any) -> tuple[str, ...]:
+    styles = (value,) if isinstance(value, str) else tuple(value)
+    for style in styles:
+        if style not in STYLES:
+            raise RuleError(f"{style!r} is not a style", hint=f"styles are {', '.join(STYLES)}")
+    return styles
+
+
+def _match(data: Mapping[str, Any]) -> Match:
+    pattern = parse_pattern(data["flow"])
+    where = tuple(data.get("where", ()))
+    return Match(data["flow"], where, pattern, tuple(parse_condition(text, pattern.names) for text in where))
+
+
+def _example(data: Mapping[str, Any]) -> Example:
+    expect = tuple((box, _styles(style)) for box, style in data["expect"].items())
+    return Example(data["name"], data["graph"], expect, int(data.get("tp", 2)), data.get("because", ""))
