@@ -228,6 +228,8 @@ def _getitem(call: Call, shards: Shards) -> Found:
         if dim >= rank or shards.layout_of(shards.axes.of(tensor)[dim]) is None:
             continue
         size = shards.trace.tensors[tensor].shape[dim]
+        if isinstance(item, slice) and item.step not in (None, 1):
+            continue  # a step deals with positions inside a unit: what it says stays
         if isinstance(item, slice):
             for key in ("start", "stop"):
                 bound = getattr(item, key)

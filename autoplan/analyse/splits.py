@@ -24,9 +24,9 @@ from autoplan.values import Trace
 __all__ = ["Choice", "Occurrences", "choose", "occurrences", "residual_leaves"]
 
 # Events that allow a split at a price: classes without them go first.
-PRICE = {"contract_a": 4, "reduce_lin": 2, "norm": 2, "created": 1, "const": 1, "random": 0}
-FREE = frozenset({"contract_w", "batch_w", "batch_a", "free_a"})
-_UNKNOWN_PRICE = 5
+PRICE = {"contract_a": 4, "reduce_lin": 2, "norm": 2, "created": 1, "const": 1}
+FREE = frozenset({"contract_w", "batch_w", "batch_a", "free_a", "conv_group", "random"})
+_OTHER_PRICE = 2
 _DEAR = 3  # a class this dear goes after all cheaper ones, whatever it holds
 
 Occurrences = dict[Term, dict[int, set[int]]]
@@ -56,29 +56,48 @@ def occurrences(trace: Trace, axes: Axes) -> Occurrences:
 
 def residual_leaves(trace: Trace, axes: Axes) -> set[Term]:
     """Leaves of the residual stream: dims shared by both sides of `x + f(x)` when f goes through a weight."""
+    same = _Sameness(trace, axes)
     reached: dict[int, int] = defaultdict(int)  # tensor -> bit set of ancestors
     through: dict[int, int] = defaultdict(int)  # the same, on paths through a contraction with a weight
     found: set[Term] = set()
     for op in trace.ops:
-        inputs = [t for t in refs((op.args, tuple(op.kwargs.values()))) if t not in axes.weights]
-        outputs = list(refs(op.outputs))
+        mentioned = tuple(refs((op.args, tuple(op.kwargs.values()))))
+        inputs = [same.root(t) for t in mentioned if t not in axes.weights]
+        outputs = [same.root(t) for t in refs(op.outputs)]
         if op.name in ("add", "add_") and len(inputs) >= 2:
             left, right = inputs[0], inputs[1]
             if through[right] >> left & 1 or through[left] >> right & 1:
                 shared = {find(x) for t in axes.of(left) for x in leaves(t)}
                 found |= shared & {find(x) for t in axes.of(right) for x in leaves(t)}
-        weighted = _contracts_weight(op.name, tuple(refs((op.args, tuple(op.kwargs.values())))), axes)
+        weighted = _contracts_weight(op.name, mentioned, axes)
         above = through_above = 0
         for tensor in inputs:
             above |= reached[tensor] | 1 << tensor
             through_above |= through[tensor]
         for tensor in outputs:
-            if tensor in inputs:  # in place: the tensor is its own ancestor, which says nothing
-                above &= ~(1 << tensor)
-                through_above &= ~(1 << tensor)
-            reached[tensor] |= above
-            through[tensor] |= above if weighted else through_above
+            if tensor not in inputs:  # in place, or one and the same value: it is no ancestor of itself
+                reached[tensor] |= above
+                through[tensor] |= above if weighted else through_above
     return {leaf for leaf in found if not leaf.data}
+
+
+class _Sameness:
+    """Values that are one value cast, copied, scaled or shifted: the stream is still the stream in another dtype."""
+
+    _COPIES = frozenset("_to_copy clone alias detach lift_fresh view _unsafe_view native_dropout mul div add sub".split())
+
+    def __init__(self, trace: Trace, axes: Axes) -> None:
+        self._root: dict[int, int] = {}
+        for op in trace.ops:
+            mentioned = list(refs((op.args, tuple(op.kwargs.values()))))
+            active = [t for t in mentioned if t not in axes.weights and trace.tensors[t].kind != "constant"]
+            outputs = list(refs(op.outputs))
+            if op.name in self._COPIES and len(active) == 1 and outputs and outputs[0] != active[0]:
+                if trace.tensors[outputs[0]].shape == trace.tensors[active[0]].shape:
+                    self._root.setdefault(outputs[0], self.root(active[0]))
+
+    def root(self, tensor: int) -> int:
+        return self._root.get(tensor, tensor)
 
 
 def _contracts_weight(name: str, tensors: tuple[int, ...], axes: Axes) -> bool:
@@ -103,7 +122,7 @@ def choose(
             continue
         weights = [t for t in places if len(trace.tensors[t].shape) >= 2]
         held = sum(prod(trace.tensors[t].shape) for t in weights)
-        price = sum(0 if e in FREE else PRICE.get(e, _UNKNOWN_PRICE) for e in leaf.events)
+        price = sum(0 if e in FREE else PRICE.get(e, _OTHER_PRICE) for e in leaf.events)
         candidates.append((price > _DEAR, -held, price, leaf))
     for leaf in sorted(vocabularies or (), key=lambda x: -x.size):
         if leaf not in refused:

@@ -20,8 +20,9 @@ from autoplan.capture.recorder import Recording, record
 from autoplan.errors import CaptureError
 from autoplan.values import Trace
 
-__all__ = ["Captured", "capture_fake", "capture_real"]
+__all__ = ["Captured", "capture_any", "capture_fake", "capture_real"]
 
+_MOST_REAL = 4_000_000_000  # parameters that a run on hollow real tensors may multiply with
 _MODEL_COPIES = (True, False)  # folded first, then every block
 
 
@@ -31,6 +32,74 @@ class Captured:
 
     trace: Trace
     recording: Recording
+
+
+def capture_any(model: nn.Module, entries: dict[str, dict[str, Any]], notes: tuple[str, ...] = ()) -> Captured:
+    """Fake tensors if they do, else real numbers: entries that cannot run are left out with a note if others can."""
+    try:
+        return _with_notes(capture_fake(model, entries), notes)
+    except CaptureError as error:
+        fake_error = error
+    try:
+        captured = capture_hollow(model, entries)
+    except CaptureError as error:
+        if len(entries) < 2:
+            raise error from fake_error
+        kept, more = _runnable(model, entries)
+        if not kept:
+            raise error from fake_error
+        return capture_any(model, kept, (*notes, *more))
+    note = f"traced on real numbers, since its Python needs them: {fake_error.message}"
+    return _with_notes(captured, (*notes, note))
+
+
+def _runnable(model: nn.Module, entries: dict[str, dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    kept: dict[str, dict[str, Any]] = {}
+    notes = []
+    for name, inputs in entries.items():
+        try:
+            capture_any(model, {name: inputs})
+            kept[name] = inputs
+        except CaptureError as error:
+            notes.append(f"entry {name!r} was left out: {error.message}")
+    return kept, notes
+
+
+def _with_notes(captured: Captured, notes: tuple[str, ...]) -> Captured:
+    return replace(captured, trace=replace(captured.trace, notes=captured.trace.notes + tuple(notes)))
+
+
+def capture_hollow(model: nn.Module, entries: dict[str, dict[str, Any]]) -> Captured:
+    """Record a folded copy whose parameters are real numbers without real storage: one random row, repeated."""
+    problem: CaptureError | None = None
+    for folding in _MODEL_COPIES:
+        copy = fold(model, _hollow, fold=folding)
+        if sum(p.numel() for p in copy.module.parameters()) > _MOST_REAL:
+            break
+        copy.module.eval()
+        try:
+            with untouched_randomness():
+                trace, recording = record(copy.module, entries, folds=copy.folds)
+            return Captured(replace(trace, real=True), recording)
+        except CaptureError as error:
+            problem = error
+            if not copy.folds:
+                break
+    raise problem or CaptureError(
+        "the model's Python depends on real numbers and it is too large to run for real",
+        hint="plan a smaller model of the same class and use its plan's entries",
+    )
+
+
+def _hollow(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    if not tensor.is_floating_point():
+        real = torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu().clone()
+    elif not isinstance(tensor, nn.Parameter) and not tensor.is_meta:
+        real = tensor.detach().cpu().clone()
+    else:
+        row = torch.randn(tensor.shape[-1:], generator=torch.Generator().manual_seed(len(name)))
+        real = (row * 0.05).expand(tensor.shape)
+    return nn.Parameter(real, requires_grad=False) if isinstance(tensor, nn.Parameter) else real
 
 
 def capture_fake(model: nn.Module, entries: dict[str, dict[str, Any]], *, folded: bool = True) -> Captured:

@@ -126,7 +126,9 @@ class _Gather(torch.autograd.Function):
         ctx.dim, ctx.held = dim, rows[group.rank]
         whole = all_gather_rows(x, group, dim, [len(held) for held in rows])
         order = whole_order(rows)
-        return whole if order is None else take_rows(whole, dim, order)
+        if order is not None:
+            return take_rows(whole, dim, order)
+        return whole.clone(memory_format=torch.contiguous_format) if whole._is_view() else whole  # a later += may come
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

@@ -23,7 +23,7 @@ from autoplan.layout import chunk
 from autoplan.patterns import matches, nearest
 from autoplan.values import ParameterRule, Plan
 
-__all__ = ["Applied", "apply_plan", "applied", "tp_mesh_of"]
+__all__ = ["Applied", "apply_plan", "applied", "check_matches", "tp_mesh_of"]
 
 _RECORD = "_autoplan_applied"
 
@@ -100,6 +100,14 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan, *, gather_logits:
         undo=lambda: _undo(model, undo),
     )
     return model
+
+
+def check_matches(model: nn.Module, plan: Plan) -> None:
+    """Does every pattern of the plan mean something in this model? Raises PlanMismatchError with the nearest path."""
+    parameter_rules(model, plan)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for item in (*plan.runtime.edits, *plan.runtime.hooks, *plan.runtime.heads, *plan.runtime.scoped):
+        _module_names(item.pattern, modules)
 
 
 def _undo(model: nn.Module, undo: list[Callable[[], None]]) -> None:

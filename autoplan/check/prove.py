@@ -1,0 +1,92 @@
+"""Proofs that a plan carries: permutation law and graph replay on a tiny clone, or a run on simulated ranks.
+
+The tiny clone is planned by the same rules at its own small size; what holds for its axes holds for the large model's,
+since both are the same code. Where a clone cannot be made or run, the proof says so and entries stay unproven.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+
+from autoplan.analyse.solve import Solution, solve
+from autoplan.capture.capture import capture_real
+from autoplan.capture.inputs import make_inputs
+from autoplan.capture.source import Source
+from autoplan.errors import AutoplanError
+from autoplan.values import Entry, Finding, Plan, Proof
+
+__all__ = ["GraphProof", "prove_graph", "prove_ranks"]
+
+_TINY_TP = 2
+
+
+@dataclass(frozen=True)
+class GraphProof:
+    """The outcome of the graph proof, ready to be written into a plan."""
+
+    proof: Proof
+    findings: tuple[Finding, ...] = ()
+    failed: bool = False
+
+    def stamp(self, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+        """Say in each entry what was proven."""
+        if not self.proof.ok:
+            return entries
+        return tuple(replace(entry, proof=f"graph at tp={self.proof.tp_size}") for entry in entries)
+
+
+def prove_graph(source: Source, plan: Plan) -> GraphProof:
+    """Permutation law and replay on a tiny clone, at a size of its own."""
+    import torch
+
+    from autoplan.check.permute import check_permutations
+    from autoplan.check.replay import replay
+
+    try:
+        clone = source.tiny(dtype=torch.float64, experts="batched_mm")
+        made = make_inputs(
+            clone, config=getattr(clone, "config", None), model_type=source.model_type, inputs=source.inputs
+        )
+        captured = capture_real(copy.deepcopy(clone), made.entries, keep_values=True)
+    except AutoplanError as error:
+        note = Finding("proof", "note", "", f"no tiny clone to prove the plan on: {error.message}")
+        return GraphProof(Proof("none", 1, False, (), "unproven"), (note,))
+    solution = solve(captured.trace, _TINY_TP)
+    assert solution.shards is not None
+    law = check_permutations(clone, made.entries, captured.trace, solution.axes, solution.shards.marks)
+    played = replay(captured.trace, captured.recording, solution.shards)
+    findings = list(played.findings) + [
+        Finding(
+            "permutation",
+            "error",
+            _where(solution, axis),
+            f"permuting its {axis.size} units changes the output by {e:.1e}",
+        )
+        for axis, e in law.failed.items()
+    ]
+    text = (
+        f"{len(law.passed)} axes permuted without change, {played.split_ops} ops replayed on {_TINY_TP} simulated ranks"
+    )
+    proof = Proof("graph", _TINY_TP, not findings, ("permutation", "replay"), text)
+    return GraphProof(proof, tuple(findings), bool(findings))
+
+
+def _where(solution: Solution, axis: object) -> str:
+    for fact in solution.classes:
+        if fact.split and fact.size == getattr(axis, "size", 0):
+            return fact.parameters[0][0]
+    return ""
+
+
+def prove_ranks(source: Source, plan: Plan) -> Plan:
+    """Run the sharded tiny clone on simulated ranks and write the outcome into the plan."""
+    from autoplan.check.verify import verify_source
+
+    report = verify_source(source, tp_size=_TINY_TP)
+    checked = tuple(report.details.get("checked", ()))
+    text = f"largest gradient error {max(report.gradients.values(), default=0.0):.1e}"
+    proof = Proof("ranks", _TINY_TP, report.ok, checked, text)
+    stamp = f"ranks at tp={_TINY_TP}" if report.ok else "unproven"
+    entries = tuple(replace(entry, proof=stamp) for entry in plan.entries)
+    return replace(plan, proof=proof, findings=plan.findings + report.findings, entries=entries)
