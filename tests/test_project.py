@@ -144,23 +144,28 @@ def test_one_version() -> None:
     assert __version__.count(".") == 2
 
 
-def test_a_checkout_finds_its_rules() -> None:
-    """An editable install runs from the checkout: there the rules are `rules/`."""
-    from autoplan.rules_folder import rules_folder
-
-    assert rules_folder() == ROOT / "rules"
-    assert sorted(path.name for path in rules_folder().iterdir() if path.is_dir()) == ["inputs", "plans", "roles"]
+def built(kind: str, folder: Path) -> Path:
+    """A wheel as a user's pip would build it, without network: hatchling is one of the test tools."""
+    assert importlib.util.find_spec("hatchling"), "hatchling is missing: pip install -e '.[dev]'"
+    done = python(f"from hatchling.build import build_{kind}; print(build_{kind}({str(folder)!r}))")
+    assert done.returncode == 0, done.stderr
+    return folder / done.stdout.split()[-1]
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as a user's pip would, without network: hatchling is one of the test tools."""
-    assert importlib.util.find_spec("hatchling"), "hatchling is missing: pip install -e '.[dev]'"
-    folder = tmp_path_factory.mktemp("wheel")
-    code = f"from hatchling.build import build_wheel; print(build_wheel({str(folder)!r}))"
-    done = python(code)
+    return built("wheel", tmp_path_factory.mktemp("wheel"))
+
+
+def rules_seen_from(site: Path, cwd: Path) -> Path:
+    """Where autoplan finds its rules when `site` is the only place that it is installed in."""
+    code = (
+        f"import site; site.addsitedir({str(site)!r})\nfrom autoplan.rules_folder import rules_folder\n"
+        "print(rules_folder())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd, timeout=60)
     assert done.returncode == 0, done.stderr
-    return folder / done.stdout.split()[-1]
+    return Path(done.stdout.strip())
 
 
 def test_the_wheel_carries_all_rules_and_nothing_else(wheel: Path) -> None:
@@ -171,12 +176,13 @@ def test_the_wheel_carries_all_rules_and_nothing_else(wheel: Path) -> None:
 
 
 def test_an_installed_wheel_finds_its_rules(wheel: Path, tmp_path: Path) -> None:
-    zipfile.ZipFile(wheel).extractall(tmp_path)
-    code = "from autoplan.rules_folder import rules_folder; print(rules_folder())"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60, env={"PYTHONPATH": ""}
-    )
-    assert Path(done.stdout.strip()) == tmp_path / "autoplan" / "_rules", done.stderr
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    assert rules_seen_from(tmp_path / "site", tmp_path / "site") == tmp_path / "site" / "autoplan" / "_rules"
+
+
+def test_an_editable_install_finds_the_rules_of_the_checkout(tmp_path: Path) -> None:
+    zipfile.ZipFile(built("editable", tmp_path)).extractall(tmp_path / "site")
+    assert rules_seen_from(tmp_path / "site", tmp_path) == ROOT / "rules"
 
 
 def test_make_targets_and_ci() -> None:
