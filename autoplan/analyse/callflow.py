@@ -43,7 +43,9 @@ class CallFlow:
         self.leaving: dict[int, list[Border]] = defaultdict(list)
         self.entering: dict[int, list[Border]] = defaultdict(list)
         self.final: set[int] = set()
+        self._visits_of: dict[str, list[int]] = defaultdict(list)
         for index, visit in enumerate(trace.visits):
+            self._visits_of[visit.module].append(index)
             for path, tensor in visit.outputs:
                 self.leaving[tensor].append(Border(index, visit.module, path, *visit.calls))
                 if visit.parent is None:
@@ -78,6 +80,14 @@ class CallFlow:
             for call in self.uses[tensor]
             if any(t in self.carries for t in self.outputs[call]) and self.trace.calls[call].grad_enabled
         }
+
+    def runs_through(self, module: str, side: str, path: tuple[Any, ...]) -> list[int]:
+        """The visits of a module that have a tensor at a path."""
+        return [
+            index
+            for index in self._visits_of.get(module, [])
+            if any(p == path for p, _ in (self.trace.visits[index].inputs if side == "input" else self.trace.visits[index].outputs))
+        ]  # fmt: skip
 
     def is_identity(self, index: int) -> bool:
         """A call that hands back one of its inputs without an op: nothing happened."""

@@ -43,13 +43,13 @@ def scope(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits) ->
     calls: dict[tuple[str, int], ScopedCall] = {}
     tensors: dict[tuple[str, int], tuple[int, ...]] = {}
     for index, built in wanted.items():
-        call = shards.trace.calls[index]
+        key = (built.pattern, built.position)
+        calls.setdefault(key, built)
+        tensors[key] = tensors.get(key, ()) + _blame_of(index, flow, shards)
+    for index, call in enumerate(shards.trace.calls):
         key = (call.module, call.position)
-        if key in calls and calls[key] != built:
-            result.refusals.append((f"{call.name} in {call.module} differs between calls", _split_in(index, flow, shards)))
-        calls[key] = built
-        tensors[key] = _split_in(index, flow, shards)
-    _same_on_every_visit(shards, calls, tensors, result)
+        if key in calls and wanted.get(index) != calls[key]:
+            result.refusals.append((f"{call.name} in {call.module} needs different work from run to run", tensors[key]))
     result.calls, result.tensors = tuple(calls.values()), tuple(tensors.values())
     result.random, result.random_whole = _random_modules(shards, flow)
     for module, left, right, _ in edits.broken_comparisons:
@@ -60,6 +60,13 @@ def scope(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits) ->
 
 def _split_in(index: int, flow: CallFlow, shards: Shards) -> tuple[int, ...]:
     return tuple(t for t in (*flow.inputs[index], *flow.outputs[index]) if shards.is_split(t))
+
+
+def _blame_of(index: int, flow: CallFlow, shards: Shards) -> tuple[int, ...]:
+    """Split tensors that made a call need work: its own, or those its outputs run into next."""
+    return _split_in(index, flow, shards) or tuple(
+        t for made in flow.outputs[index] for use in flow.uses[made] for t in _split_in(use, flow, shards)
+    )
 
 
 def _wanted(
@@ -119,19 +126,6 @@ def _norm_details(call: Call, shards: Shards) -> tuple[tuple[str, Any], ...]:
     for n in op.args[1]:
         count *= int(n)
     return (("count", count), ("dims", len(op.args[1])))
-
-
-def _same_on_every_visit(
-    shards: Shards,
-    calls: dict[tuple[str, int], ScopedCall],
-    tensors: dict[tuple[str, int], tuple[int, ...]],
-    result: Scope,
-) -> None:
-    """Every run of a module must make the same call at the same position."""
-    for call in shards.trace.calls:
-        key = (call.module, call.position)
-        if key in calls and call.name != calls[key].name:
-            result.refusals.append((f"{call.module} makes other torch calls from run to run", tensors[key]))
 
 
 def _random_calls(shards: Shards, flow: CallFlow) -> dict[str, dict[bool, list[int]]]:

@@ -60,14 +60,42 @@ class Placement:
     refusals: list[Refusal] = field(default_factory=list)
 
 
+Door = tuple[str, str, tuple[object, ...]]  # module, "input" or "output", path
+
+
 def place(shards: Shards, flow: CallFlow, gathered: frozenset[int]) -> Placement:
-    """Place every sum owed by the splits."""
-    return _Placer(shards, flow, gathered).solve()
+    """Place every sum owed by the splits.
+
+    A hook acts on every run of its module. A door at which only some of the runs owe something is closed, and
+    everything is placed again.
+    """
+    closed: set[Door] = set()
+    while True:
+        result = _Placer(shards, flow, gathered, closed).solve()
+        uneven = _uneven_doors(result, flow) - closed
+        if not uneven:
+            return result
+        closed |= uneven
+
+
+def _uneven_doors(result: Placement, flow: CallFlow) -> set[Door]:
+    """Doors whose work differs between runs of the module."""
+    work: dict[Door, dict[int, set[tuple[str, str | None]]]] = defaultdict(lambda: defaultdict(set))
+    for (border, action), (_, layout) in result.outputs.items():
+        work[border.module, "output", border.path][border.visit].add((action, layout))
+    for border, action in result.inputs:
+        work[border.module, "input", border.path][border.visit].add((action, None))
+    found = set()
+    for door, by_visit in work.items():
+        runs = flow.runs_through(*door)
+        if any(by_visit.get(run) != next(iter(by_visit.values())) for run in runs):
+            found.add(door)
+    return found
 
 
 class _Placer:
-    def __init__(self, shards: Shards, flow: CallFlow, gathered: frozenset[int]) -> None:
-        self.shards, self.flow, self.result = shards, flow, Placement()
+    def __init__(self, shards: Shards, flow: CallFlow, gathered: frozenset[int], closed: set[Door]) -> None:
+        self.shards, self.flow, self.closed, self.result = shards, flow, closed, Placement()
         self.trace = shards.trace
         self.reductions: dict[int, str] = {}
         self.partial: dict[int, set[int]] = defaultdict(set)  # value -> calls whose gradient for it is partial
@@ -147,9 +175,13 @@ class _Placer:
              and b.first <= index < b.last and self.trace.visits[b.visit].visit == call.visit), None
         )  # fmt: skip
         leaving = self._border_out(output, index)
-        if border is None or leaving is None or leaving.module != call.module:
+        path: list[int] = []
+        if leaving is None:
+            leaving, path = self._follow_down(output)
+        if border is None or leaving is None or leaving.module != call.module or leaving.path != ():
             self._refuse(index, "a table looked up by rows outside a module of its own")
             return
+        self._multiplied(path)
         self.result.embeddings[index] = border
 
     def _place_gather(self, index: int, output: int) -> None:
@@ -171,7 +203,11 @@ class _Placer:
             self.result.inside_reductions[index] = kind
             return
         self.result.outputs[(border, "reduce" if kind == "sum" else "mean")] = (None, None)
-        for step in path:  # what multiplies a partial value gets a partial gradient
+        self._multiplied(path)
+
+    def _multiplied(self, path: list[int]) -> None:
+        """What multiplies a partial value gets a partial gradient."""
+        for step in path:
             for tensor in self.flow.inputs[step]:
                 if tensor in self.flow.carries and tensor not in self._on_path:
                     self.partial[tensor].add(step)
@@ -188,7 +224,10 @@ class _Placer:
     def _border_out(self, tensor: int, made: int) -> Border | None:
         """The innermost module that returns the value before anything else reads it."""
         first_use = min((u for u in self.flow.uses[tensor] if u > made), default=None)
-        inside = [b for b in self.flow.leaving.get(tensor, []) if b.first <= made < b.last]
+        inside = [
+            b for b in self.flow.leaving.get(tensor, [])
+            if b.first <= made < b.last and (b.module, "output", b.path) not in self.closed
+        ]  # fmt: skip
         for border in sorted(inside, key=lambda b: b.last - b.first):
             if first_use is None or border.last <= first_use:
                 return border
@@ -345,6 +384,8 @@ class _Placer:
         calls, uses = self.partial[tensor], self._uses.get(tensor, set())
         left, chosen = set(calls), []
         for border in sorted(self.flow.entering.get(tensor, []), key=lambda b: b.first - b.last):
+            if (border.module, "input", border.path) in self.closed:
+                continue
             inside = {u for u in uses if border.first <= u < border.last}
             if inside and inside <= calls and inside & left and not inside - left:
                 left -= inside

@@ -27,6 +27,7 @@ __all__ = ["Choice", "Occurrences", "choose", "occurrences", "residual_leaves"]
 PRICE = {"contract_a": 4, "reduce_lin": 2, "norm": 2, "created": 1, "const": 1}
 FREE = frozenset({"contract_w", "batch_w", "batch_a", "free_a", "conv_group", "random"})
 _OTHER_PRICE = 2
+_WORTHWHILE = 16  # rows: a narrower dim saves less than the sum it costs
 _DEAR = 3  # a class this dear goes after all cheaper ones, whatever it holds
 
 Occurrences = dict[Term, dict[int, set[int]]]
@@ -166,6 +167,8 @@ def _why_not(
         return "no weight contracts it, so cutting it saves nothing"
     if len([t for t in places if len(trace.tensors[t].shape) >= 2]) < 2:
         return "it sits in one weight only, so nothing downstream shares the cut"
+    if max(trace.tensors[t].shape[d] for t, dims in places.items() for d in dims) < _WORTHWHILE:
+        return f"all its dims are narrower than {_WORTHWHILE}: it would save less than it costs"
     if any(len(dims) > 1 for dims in places.values()):
         return "one weight has it on both dims"
     return ""
