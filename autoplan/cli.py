@@ -56,9 +56,7 @@ class Engine(StrEnum):
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="What to plan; see the end of `autoplan --help`.")]
 TpSize = Annotated[int, typer.Option("--tp", min=1, help="Ranks to split over.")]
-Source = Annotated[
-    str, typer.Option(help="Where decisions come from: auto, inferred, handwritten, a plan file, id or dotted path.")
-]
+Source = Annotated[str, typer.Option(help="Where decisions come from: auto or inferred (analysis), or a plan file.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write there, not to stdout.")]

@@ -6,6 +6,7 @@ Each check is shown able to fail, on a small example of what it is there to catc
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 import tomllib
@@ -193,3 +194,31 @@ def test_make_targets_and_ci() -> None:
     assert script.stat().st_mode & 0o111, ".ci/run is not executable"
     steps = script.read_text()
     assert all(f"make {target}" in steps for target in ("lint", "types", "test", "demo"))
+
+
+# ------------------------------------------------------------------------------------------------ the README
+
+
+def readme_tree() -> list[Path]:
+    """The paths that the file tree in the README names."""
+    block = (ROOT / "README.md").read_text(encoding="utf-8").split("## The tree")[1].split("```")[1]
+    paths, folder = [], Path()
+    for line in block.strip().splitlines():
+        name = line.split()[0]
+        folder = folder if line.startswith(" ") else Path(name)
+        paths.append(folder / name if line.startswith(" ") else folder)
+    return paths
+
+
+def test_the_readme_shows_what_is_there() -> None:
+    import autoplan
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [path for path in readme_tree() if not (ROOT / path).exists()] == []
+    assert {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"} <= {
+        path.name for path in readme_tree()
+    }
+    commands = set(re.findall(r"^autoplan (\w+) .*(?:MODEL|RULE)", text, re.MULTILINE))
+    assert commands == set(COMMANDS)
+    for name in re.findall(r"autoplan\.(\w+)\(", text):
+        assert name in autoplan.__all__, name
