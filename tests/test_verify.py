@@ -7,7 +7,7 @@ import torch
 from toy_sharding import Toy, sharding
 
 from autoplan.check.subject import give_random_values
-from autoplan.check.verify import CHECK_NAMES, check_sharding
+from autoplan.check.sharded import CHECK_NAMES, check_sharding
 from autoplan.errors import AutoplanError
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
-from autoplan.check.verify import Sharding
+from autoplan.check.sharded import Sharding
 
 
 class Toy(nn.Module):

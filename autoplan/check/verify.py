@@ -1,256 +1,209 @@
 """Does the sharded model compute what the model computes? The check that counts.
 
-The model (or a tiny clone of it) runs once unsharded, in double precision with random weights, and once on N simulated
-ranks with the styles that ship. Outputs, the loss, every gradient on every rank, another input shape, the other
-attention implementation, decoding from a cache, training mode with dropout, the checkpoint and three optimizer steps
-must agree; each finding names the tensor and the size of its error. `checks.py` says what each check does.
+A tiny clone of the model, with random weights in double precision, runs once unsharded and once on N simulated ranks
+with the styles that ship. Outputs, the loss, every gradient on every rank, another input shape, the other attention
+implementation, decoding from a cache, training mode with dropout, the checkpoint and three optimizer steps must agree.
+Each finding names the tensor and the size of its error. (`checks.py` says what each check does.)
 
-Three layers: `check_sharding` compares any way of sharding any module; `verify_clone` applies a plan to a model as it
-is; `verify` makes a tiny clone first, and a plan for it.
+The clone has its own sizes, so it gets its own plan by the same rules; that this plan and the one to be verified say
+the same of the same modules is checked as well. A plan that a person wrote is applied as it is.
 """
 
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from autoplan.check.ranks import Engine, RankError, RankTimeout, run_processes, run_ranks
+from autoplan.check.ranks import Engine
+from autoplan.check.sharded import CHECK_NAMES, Sharding, check_sharding
 from autoplan.errors import AutoplanError
-from autoplan.values import Finding, Report
+from autoplan.patterns import best_match, matches
+from autoplan.values import Finding, Plan, Report
 
-__all__ = ["CHECK_NAMES", "Sharding", "check_sharding"]
+__all__ = ["CHECK_NAMES", "sharding_of", "verify", "verify_source"]
 
-CHECK_NAMES = (
-    "parameters",
-    "forward",
-    "second_shape",
-    "loss",
-    "attention",
-    "cache",
-    "state_dict",
-    "dropout",
-    "optimizer",
-)
+_OWN_CLONE = 3_000_000  # a module of so few parameters is verified itself
+_REDERIVED = ("auto", "inferred", "handwritten")
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """How a model is sharded on a mesh, and how its parameters or gradients come back whole. Picklable for gloo."""
-
-    shard: Callable[[Any, Any], Any]  # (model, mesh) -> the model, sharded
-    gather: Callable[[Any, bool], Mapping[str, Any]]  # (model, gradients?) -> {name: whole tensor}
-
-
-class CheckFailed(AutoplanError):
-    """A check could not be carried out on a rank."""
-
-    def __init__(self, check: str, reason: str) -> None:
-        super().__init__(reason)
-        self.check = check
-
-    def __reduce__(self) -> Any:
-        return CheckFailed, (self.check, self.message)
-
-
-@dataclass(frozen=True)
-class _Job:
-    """Everything that a rank needs."""
-
-    subject: Any  # of the unsharded model
-    sharding: Sharding
-    tp_size: int
-    checks: tuple[str, ...]
-
-
-def check_sharding(
+def verify(
     model: Any,
-    entries: Mapping[str, Mapping[str, Any]],
-    sharding: Sharding,
-    tp_size: int,
-    *,
-    others: Mapping[str, Mapping[str, Any]] | None = None,
-    checks: Iterable[str] | None = None,
-    engine: Engine = "threads",
+    plan: Plan | None = None,
+    tp_size: int = 2,
     mesh: Any = None,
-    timeout: float = 120.0,
+    engine: Engine = "threads",
+    inputs: Mapping[str, Any] | None = None,
+    *,
+    checks: Iterable[str] | None = None,
+    trust_remote_code: bool = False,
 ) -> Report:
-    """Compare `model` sharded over `tp_size` ranks with itself unsharded, on a copy; weights and dtype as they are.
+    """Shard a tiny clone of `model` on `tp_size` simulated ranks and compare it with itself unsharded.
 
-    `entries` are the calls to make, by name; `others` the same calls with another batch and length.
+    `model` and `inputs` are what `autoplan.plan` takes. Without a `plan` one is made. With a `mesh` the ranks are the
+    real ones: every rank of its "tp" dim must call this. `checks` chooses among `CHECK_NAMES`.
     """
-    start = time.perf_counter()
-    from autoplan.check.checks import CHECKS, judge
-    from autoplan.check.compare import tolerance_for
+    from autoplan.capture.source import resolve
 
-    wanted = _chosen(checks)
-    subject = _prepared(model, entries, others or {})
-    reference, absent = _reference(subject, wanted)
-    job = _Job(subject, sharding, tp_size, tuple(reference))
-    ranks, findings = _observe_all(job, engine, mesh, timeout)
-    tolerance = tolerance_for(_dtype(model))
-    gradients: dict[str, float] = {}
-    forward: float | None = None
-    for check in CHECKS:
-        if ranks and check.name in ranks[0][0]:
-            seen = [observed[check.name] for observed, _ in ranks]
-            more, errors = judge(check, reference[check.name], seen, tolerance)
-            findings += more
-            if check.name == "forward":
-                gradients = _worst(errors, "gradient")
-                forward = max(_worst(errors, "output").values(), default=None)
-    done = tuple(name for name in CHECK_NAMES if ranks and name in ranks[0][0])
-    return Report(
-        ok=not any(finding.level == "error" for finding in findings),
-        findings=tuple(findings),
-        gradients=gradients,
-        forward=forward,
-        tp_size=tp_size,
-        details={
-            "checked": done,
-            "not_checked": absent,
-            "engine": "mesh" if mesh is not None else engine,
-            "precision": tolerance.precision,
-            "tolerance": tolerance.limit,
-            "collectives": ranks[0][1] if ranks else {},
-            "seconds": round(time.perf_counter() - start, 3),
-        },
+    source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
+    return verify_source(source, plan, tp_size, mesh=mesh, engine=engine, checks=checks)
+
+
+def verify_source(
+    source: Any,
+    plan: Plan | None = None,
+    tp_size: int = 2,
+    *,
+    mesh: Any = None,
+    engine: Engine = "threads",
+    checks: Iterable[str] | None = None,
+) -> Report:
+    """`verify` for a source that is already resolved."""
+    tp_size = tp_size if mesh is None else mesh["tp"].size()
+    subject = _subject(source)
+    applied, findings = _plan_for(subject, source, plan, tp_size)
+    wanted = tuple(checks) if checks is not None else CHECK_NAMES
+    how = {"others": subject.others, "engine": engine, "mesh": mesh}
+    report = check_sharding(subject.model, subject.entries, sharding_of(applied), tp_size, checks=wanted, **how)
+    if report.ok and "loss" in wanted and any(head.kind == "logits" for head in applied.runtime.heads):
+        gathered = sharding_of(applied, gather_logits=True)
+        again = check_sharding(subject.model, subject.entries, gathered, tp_size, checks=["loss"], **how)
+        findings += [replace(found, message=f"with gathered logits: {found.message}") for found in again.findings]
+    details = {**report.details, "model": source.name, "plan_tp": (plan or applied).tp_size, "clone": subject.note}
+    findings = [*report.findings, *findings]
+    return replace(report, ok=not any(f.level == "error" for f in findings), findings=tuple(findings), details=details)
+
+
+def sharding_of(plan: Plan, *, gather_logits: bool = False) -> Sharding:
+    """The way a plan shards, for `check_sharding`."""
+    from autoplan.execute.gather import full_tensors
+
+    return Sharding(partial(_apply, plan=plan, gather_logits=gather_logits), full_tensors)
+
+
+def _apply(model: Any, mesh: Any, *, plan: Plan, gather_logits: bool) -> Any:
+    from autoplan.api import parallelize
+
+    return parallelize(model, mesh, plan, gather_logits=gather_logits)
+
+
+# ------------------------------------------------------------------------------------------------ the clone
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What is verified: a clone, the calls to make, and the same calls with another batch and length."""
+
+    model: Any
+    entries: Mapping[str, Any]
+    others: Mapping[str, Any]
+    note: str
+
+
+def _subject(source: Any) -> _Subject:
+    """In double precision, or in single where the model refuses that."""
+    import torch
+
+    refusal = ""
+    for dtype in (torch.float64, torch.float32):
+        model, note = _clone(source, dtype)
+        entries = _entries(source, model, batch=2, length=10)
+        try:
+            with torch.no_grad():
+                for entry in entries.values():
+                    copy.deepcopy(model)(**entry)
+        except (RuntimeError, TypeError, NotImplementedError, ValueError) as error:
+            refusal = str(error).splitlines()[0] if str(error) else repr(error)
+            continue
+        others = {} if source.inputs is not None else _entries(source, model, batch=3, length=12)
+        if dtype == torch.float32:
+            note += f"; in float32, because in float64 it does not run ({refusal})"
+        return _Subject(model, entries, others, note)
+    raise AutoplanError(
+        f"the tiny clone of {source.name} cannot run unsharded: {refusal}", hint="pass inputs= that the model accepts"
     )
 
 
-def _chosen(checks: Iterable[str] | None) -> tuple[str, ...]:
-    if checks is None:
-        return CHECK_NAMES
-    wanted = tuple(checks)
-    if unknown := [name for name in wanted if name not in CHECK_NAMES]:
-        raise AutoplanError(f"no such check: {', '.join(map(repr, unknown))}", hint=f"choose from {CHECK_NAMES}")
-    return wanted
+def _clone(source: Any, dtype: Any) -> tuple[Any, str]:
+    from autoplan.capture.random_values import randomise
+
+    given = source.given
+    if given is not None and _is_small_and_real(given):
+        model = copy.deepcopy(given).cpu().to(dtype)
+        randomise(model)
+        return model.eval(), "the model itself with random weights"
+    model = source.tiny(dtype=dtype, experts="batched_mm")
+    return model, f"a clone of {sum(parameter.numel() for parameter in model.parameters()):,} parameters"
 
 
-def _prepared(model: Any, entries: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
-    """The unsharded subject, in eval mode, with labels for the entries that take them."""
-    from autoplan.check.checks import labels_for
-    from autoplan.check.subject import Subject
-
-    subject = Subject(copy.deepcopy(model).eval(), entries, others)
-    return replace(subject, labels=labels_for(subject))
+def _is_small_and_real(model: Any) -> bool:
+    parameters = list(model.parameters())
+    return sum(p.numel() for p in parameters) <= _OWN_CLONE and not any(p.is_meta for p in parameters)
 
 
-def _reference(subject: Any, wanted: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
-    """What the unsharded model says, by check; and why some checks do not apply to it."""
-    from autoplan.check.checks import CHECKS
-    from autoplan.execute import random_streams
+def _entries(source: Any, model: Any, *, batch: int, length: int) -> dict[str, Any]:
+    from autoplan.capture.inputs import make_inputs
 
-    seen: dict[str, Any] = {}
-    absent: dict[str, str] = {}
-    with random_streams.fork():
-        for check in CHECKS:
-            if check.name not in wanted:
-                continue
-            absent[check.name] = check.absent(subject)
-            if not absent[check.name]:
-                seen[check.name] = check.run(_copy(subject))
-    return seen, {name: reason for name, reason in absent.items() if reason}
+    config = getattr(model, "config", None) if source.config is not None else None
+    made = make_inputs(
+        model, config=config, model_type=source.model_type, inputs=source.inputs, batch=batch, length=length
+    )
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    return {entry: _cast(inputs, dtype) for entry, inputs in made.entries.items()}
 
 
-def _dtype(model: Any) -> Any:
-    return next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+def _cast(value: Any, dtype: Any) -> Any:
+    if hasattr(value, "is_floating_point") and value.is_floating_point():
+        return value.to(dtype)
+    if isinstance(value, dict):
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    return type(value)(_cast(item, dtype) for item in value) if isinstance(value, (list, tuple)) else value
 
 
-def _worst(errors: Mapping[str, Mapping[str, float]], kind: str) -> dict[str, float]:
-    """The worst error of each name over all groups of one kind (one group per entry)."""
-    worst: dict[str, float] = {}
-    for group, found in errors.items():
-        if group.endswith(kind):
-            for name, error in found.items():
-                worst[name] = max(error, worst.get(name, 0.0))
-    return worst
+# ------------------------------------------------------------------------------------------------ the plan
 
 
-# ------------------------------------------------------------------------------------------------ on the ranks
+def _plan_for(subject: _Subject, source: Any, plan: Plan | None, tp_size: int) -> tuple[Plan, list[Finding]]:
+    """The plan to apply to the clone, and how it differs from the one to be verified."""
+    if plan is not None and _fits(plan, subject.model, source, tp_size):
+        return plan, []
+    if plan is not None and plan.source not in _REDERIVED:
+        raise AutoplanError(
+            f"a plan from {plan.source!r} is applied as it is written, for tp={plan.tp_size} and the model's own sizes",
+            hint=f"verify a model that holds real weights, with tp_size={plan.tp_size}",
+        )
+    from autoplan.api import plan_source
+    from autoplan.capture.source import resolve
+
+    inputs = source.inputs if source.inputs is not None else dict(subject.entries)
+    derived = plan_source(resolve(subject.model, inputs=inputs), tp_size, prove="none")
+    return derived, [] if plan is None else _correspondence(plan, derived, subject.model)
 
 
-def _observe_all(job: _Job, engine: Engine, mesh: Any, timeout: float) -> tuple[list[Any], list[Finding]]:
-    """What every rank saw. A check that raises becomes a finding and the others are run without it."""
-    findings: list[Finding] = []
-    while job.checks:
-        try:
-            return _run(job, engine, mesh, timeout), findings
-        except (CheckFailed, RankError, RankTimeout) as error:
-            cause = getattr(error, "cause", error)
-            failed = cause.check if isinstance(cause, CheckFailed) else ""
-            text = str(cause) if isinstance(cause, CheckFailed) else str(error)
-            findings.append(Finding(failed or "sharding", "error", "", text))
-            if failed in ("", "parameters", "forward"):
-                return [], findings
-            job = replace(job, checks=tuple(name for name in job.checks if name != failed))
-    return [], findings
+def _fits(plan: Plan, model: Any, source: Any, tp_size: int) -> bool:
+    """Is the plan for these very sizes? Then it is applied itself."""
+    if plan.tp_size != tp_size:
+        return False
+    theirs = {name: tuple(parameter.shape) for name, parameter in source.module().named_parameters()}
+    return theirs == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def _run(job: _Job, engine: Engine, mesh: Any, timeout: float) -> list[Any]:
-    if mesh is not None:
-        return _on_live_mesh(job, mesh)
-    if engine == "gloo":
-        return run_processes(_on_rank, (job,), job.tp_size, timeout=timeout)
-    # Copies are made here: deepcopy is Python code of the model's own, and threads would run it at the same time.
-    jobs = [replace(job, subject=_copy(job.subject)) for _ in range(job.tp_size)]
-    return run_ranks(lambda rank: _on_rank(rank, jobs[rank]), job.tp_size, engine=engine, timeout=timeout)
-
-
-def _copy(subject: Any) -> Any:
-    return replace(subject, model=copy.deepcopy(subject.model), collectives={})
-
-
-def _on_rank(rank: int, job: _Job) -> tuple[dict[str, Any], dict[str, Any]]:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return _observe(rank, job, init_device_mesh("cpu", (job.tp_size,), mesh_dim_names=("tp",)))
-
-
-def _on_live_mesh(job: _Job, mesh: Any) -> list[Any]:
-    """The ranks are real and every one of them is here: observe, then tell each other."""
-    import torch.distributed as dist
-
-    group = mesh["tp"].get_group()
-    subject = _copy(job.subject)
-    subject.model.to(mesh.device_type)
-    seen = _observe(dist.get_rank(group), replace(job, subject=subject), mesh)
-    everyone: list[Any] = [None] * job.tp_size
-    dist.all_gather_object(everyone, seen, group=group)
-    return everyone
-
-
-def _observe(rank: int, job: _Job, mesh: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Shard the model, run the checks one after the other: their observations, and the collectives of one step."""
-    from autoplan.check.checks import CHECKS
-
-    try:
-        model = job.sharding.shard(job.subject.model, mesh)
-    except Exception as error:
-        raise CheckFailed("sharding", _said(error)) from error
-    subject = replace(job.subject, model=model, gather=job.sharding.gather, rank=rank)
-    seen, collectives = {}, {}
-    for check in CHECKS:
-        if check.name in job.checks:
-            try:
-                seen[check.name] = check.run(subject)
-            except Exception as error:
-                raise CheckFailed(check.name, f"the sharded model cannot run: {_said(error)}") from error
-            if check.name == "forward":
-                collectives = subject.collectives
-    return seen, collectives
-
-
-def _said(error: Exception) -> str:
-    """An error in one line, with the place in the model's code (the last line outside torch) where it arose."""
-    import traceback
-
-    from autoplan.check.threads import __file__ as threads
-
-    steps = traceback.extract_tb(error.__traceback__)
-    own = [step for step in steps if "/torch/" not in step.filename and step.filename != threads] or list(steps)
-    place = f" (at {own[-1].filename.rsplit('/', 1)[-1]}:{own[-1].lineno} in {own[-1].name})" if own else ""
-    text = (str(error).strip() or "no message").splitlines()[0]
-    return f"{type(error).__name__}: {text}{place}"
+def _correspondence(plan: Plan, derived: Plan, model: Any) -> list[Finding]:
+    """Do both plans say the same of the modules that the clone has?"""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    findings = []
+    for entry in plan.entries:
+        here = next((name for name in names if matches(entry.pattern, name)), None)
+        if here is None:
+            continue  # a block that the clone is not deep enough for
+        other = best_match(derived.entries, here)
+        theirs = "whole" if other is None else f"{other.style} ({other.role})"
+        if other is None or (other.style, other.role) != (entry.style, entry.role):
+            message = (
+                f"{entry.style} ({entry.role}) in the plan for tp={plan.tp_size}, but {theirs} in the plan of the "
+                f"clone for tp={derived.tp_size}: the proof does not speak about it"
+            )
+            findings.append(Finding("plan", "warn", entry.pattern, message))
+    return findings

@@ -1,0 +1,253 @@
+"""Compare any module with itself sharded in any way: the machinery under `verify`.
+
+The unsharded model runs first and says what is right. Then every rank shards a copy and goes through the same checks
+(`checks.py`), and what it saw is judged. It does not matter here where the sharding comes from: a plan, a planted
+fault, a few hand-written lines in a test. A check that cannot run on the ranks is a finding, and the others go on
+without it.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autoplan.check.ranks import Engine, RankError, RankTimeout, run_processes, run_ranks
+from autoplan.errors import AutoplanError
+from autoplan.values import Finding, Report
+
+__all__ = ["CHECK_NAMES", "Sharding", "check_sharding"]
+
+CHECK_NAMES = (
+    "parameters",
+    "forward",
+    "second_shape",
+    "loss",
+    "attention",
+    "cache",
+    "state_dict",
+    "dropout",
+    "optimizer",
+)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is sharded on a mesh, and how its parameters or gradients come back whole. Picklable for gloo."""
+
+    shard: Callable[[Any, Any], Any]  # (model, mesh) -> the model, sharded
+    gather: Callable[[Any, bool], Mapping[str, Any]]  # (model, gradients?) -> {name: whole tensor}
+
+
+class CheckFailed(AutoplanError):
+    """A check could not be carried out on a rank."""
+
+    def __init__(self, check: str, reason: str) -> None:
+        super().__init__(reason)
+        self.check = check
+
+    def __reduce__(self) -> Any:
+        return CheckFailed, (self.check, self.message)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Everything that a rank needs."""
+
+    subject: Any  # of the unsharded model
+    sharding: Sharding
+    tp_size: int
+    checks: tuple[str, ...]
+
+
+def check_sharding(
+    model: Any,
+    entries: Mapping[str, Mapping[str, Any]],
+    sharding: Sharding,
+    tp_size: int,
+    *,
+    others: Mapping[str, Mapping[str, Any]] | None = None,
+    checks: Iterable[str] | None = None,
+    engine: Engine = "threads",
+    mesh: Any = None,
+    timeout: float = 120.0,
+) -> Report:
+    """Compare `model` sharded over `tp_size` ranks with itself unsharded, on a copy; weights and dtype as they are.
+
+    `entries` are the calls to make, by name; `others` the same calls with another batch and length.
+    """
+    start = time.perf_counter()
+    from autoplan.check.checks import CHECKS, judge
+    from autoplan.check.compare import tolerance_for
+
+    wanted = _chosen(checks)
+    subject = _prepared(model, entries, others or {})
+    reference, absent = _reference(subject, wanted)
+    job = _Job(subject, sharding, tp_size, tuple(reference))
+    ranks, findings = _observe_all(job, engine, mesh, timeout)
+    tolerance = tolerance_for(_dtype(model))
+    gradients: dict[str, float] = {}
+    forward: float | None = None
+    for check in CHECKS:
+        if ranks and check.name in ranks[0][0]:
+            seen = [observed[check.name] for observed, _ in ranks]
+            more, errors = judge(check, reference[check.name], seen, tolerance)
+            findings += more
+            if check.name == "forward":
+                gradients = _worst(errors, "gradient")
+                forward = max(_worst(errors, "output").values(), default=None)
+    done = tuple(name for name in CHECK_NAMES if ranks and name in ranks[0][0])
+    return Report(
+        ok=not any(finding.level == "error" for finding in findings),
+        findings=tuple(findings),
+        gradients=gradients,
+        forward=forward,
+        tp_size=tp_size,
+        details={
+            "checked": done,
+            "not_checked": absent,
+            "engine": "mesh" if mesh is not None else engine,
+            "precision": tolerance.precision,
+            "tolerance": tolerance.limit,
+            "collectives": ranks[0][1] if ranks else {},
+            "seconds": round(time.perf_counter() - start, 3),
+        },
+    )
+
+
+def _chosen(checks: Iterable[str] | None) -> tuple[str, ...]:
+    if checks is None:
+        return CHECK_NAMES
+    wanted = tuple(checks)
+    if unknown := [name for name in wanted if name not in CHECK_NAMES]:
+        raise AutoplanError(f"no such check: {', '.join(map(repr, unknown))}", hint=f"choose from {CHECK_NAMES}")
+    return wanted
+
+
+def _prepared(model: Any, entries: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
+    """The unsharded subject, in eval mode, with labels for the entries that take them."""
+    from autoplan.check.checks import labels_for
+    from autoplan.check.subject import Subject
+
+    subject = Subject(copy.deepcopy(model).eval(), entries, others)
+    return replace(subject, labels=labels_for(subject))
+
+
+def _reference(subject: Any, wanted: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
+    """What the unsharded model says, by check; and why some checks do not apply to it."""
+    from autoplan.check.checks import CHECKS
+    from autoplan.execute import random_streams
+
+    seen: dict[str, Any] = {}
+    absent: dict[str, str] = {}
+    with random_streams.fork():
+        for check in CHECKS:
+            if check.name not in wanted:
+                continue
+            absent[check.name] = check.absent(subject)
+            if not absent[check.name]:
+                seen[check.name] = check.run(_copy(subject))
+    return seen, {name: reason for name, reason in absent.items() if reason}
+
+
+def _dtype(model: Any) -> Any:
+    return next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+
+
+def _worst(errors: Mapping[str, Mapping[str, float]], kind: str) -> dict[str, float]:
+    """The worst error of each name over all groups of one kind (one group per entry)."""
+    worst: dict[str, float] = {}
+    for group, found in errors.items():
+        if group.endswith(kind):
+            for name, error in found.items():
+                worst[name] = max(error, worst.get(name, 0.0))
+    return worst
+
+
+# ------------------------------------------------------------------------------------------------ on the ranks
+
+
+def _observe_all(job: _Job, engine: Engine, mesh: Any, timeout: float) -> tuple[list[Any], list[Finding]]:
+    """What every rank saw. A check that raises becomes a finding and the others are run without it."""
+    findings: list[Finding] = []
+    while job.checks:
+        try:
+            return _run(job, engine, mesh, timeout), findings
+        except (CheckFailed, RankError, RankTimeout) as error:
+            cause = getattr(error, "cause", error)
+            failed = cause.check if isinstance(cause, CheckFailed) else ""
+            text = str(cause) if isinstance(cause, CheckFailed) else str(error)
+            findings.append(Finding(failed or "sharding", "error", "", text))
+            if failed in ("", "parameters", "forward"):
+                return [], findings
+            job = replace(job, checks=tuple(name for name in job.checks if name != failed))
+    return [], findings
+
+
+def _run(job: _Job, engine: Engine, mesh: Any, timeout: float) -> list[Any]:
+    if mesh is not None:
+        return _on_live_mesh(job, mesh)
+    if engine == "gloo":
+        return run_processes(_on_rank, (job,), job.tp_size, timeout=timeout)
+    # Copies are made here: deepcopy is Python code of the model's own, and threads would run it at the same time.
+    jobs = [replace(job, subject=_copy(job.subject)) for _ in range(job.tp_size)]
+    return run_ranks(lambda rank: _on_rank(rank, jobs[rank]), job.tp_size, engine=engine, timeout=timeout)
+
+
+def _copy(subject: Any) -> Any:
+    return replace(subject, model=copy.deepcopy(subject.model), collectives={})
+
+
+def _on_rank(rank: int, job: _Job) -> tuple[dict[str, Any], dict[str, Any]]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return _observe(rank, job, init_device_mesh("cpu", (job.tp_size,), mesh_dim_names=("tp",)))
+
+
+def _on_live_mesh(job: _Job, mesh: Any) -> list[Any]:
+    """The ranks are real and every one of them is here: observe, then tell each other."""
+    import torch.distributed as dist
+
+    group = mesh["tp"].get_group()
+    subject = _copy(job.subject)
+    subject.model.to(mesh.device_type)
+    seen = _observe(dist.get_rank(group), replace(job, subject=subject), mesh)
+    everyone: list[Any] = [None] * job.tp_size
+    dist.all_gather_object(everyone, seen, group=group)
+    return everyone
+
+
+def _observe(rank: int, job: _Job, mesh: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Shard the model, run the checks one after the other: their observations, and the collectives of one step."""
+    from autoplan.check.checks import CHECKS
+
+    try:
+        model = job.sharding.shard(job.subject.model, mesh)
+    except Exception as error:
+        raise CheckFailed("sharding", _said(error)) from error
+    subject = replace(job.subject, model=model, gather=job.sharding.gather, rank=rank)
+    seen, collectives = {}, {}
+    for check in CHECKS:
+        if check.name in job.checks:
+            try:
+                seen[check.name] = check.run(subject)
+            except Exception as error:
+                raise CheckFailed(check.name, f"the sharded model cannot run: {_said(error)}") from error
+            if check.name == "forward":
+                collectives = subject.collectives
+    return seen, collectives
+
+
+def _said(error: Exception) -> str:
+    """An error in one line, with the place in the model's code (the last line outside torch) where it arose."""
+    import traceback
+
+    from autoplan.check.threads import __file__ as threads
+
+    steps = traceback.extract_tb(error.__traceback__)
+    own = [step for step in steps if "/torch/" not in step.filename and step.filename != threads] or list(steps)
+    place = f" (at {own[-1].filename.rsplit('/', 1)[-1]}:{own[-1].lineno} in {own[-1].name})" if own else ""
+    text = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {text}{place}"
