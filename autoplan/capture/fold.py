@@ -186,7 +186,10 @@ class _Configs:
         """(object, attribute, list) of every list nearby that has one value per block, and not the same for all."""
         for thing in self.near.values():
             for name, value in vars(thing).items():
-                if isinstance(value, list | tuple) and len(value) == length and len(set(map(_text, value))) > 1:
+                if not isinstance(value, list | tuple) or len(value) != length:
+                    continue
+                held = any(isinstance(item, nn.Module | torch.Tensor) for item in value)  # the blocks themselves
+                if not held and len(set(map(_text, value))) > 1:
                     yield thing, name, value
 
 

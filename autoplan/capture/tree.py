@@ -99,8 +99,8 @@ def _is_container(module: nn.Module) -> bool:
     children = [child for child in module._modules.values() if child is not None]
     if isinstance(module, nn.Sequential):
         return any(child._modules for child in children)  # of leaves, it is a small network of its own
-    silent = type(module).forward is nn.Module.forward
-    return isinstance(module, nn.ModuleList | nn.ModuleDict) or (silent and bool(children))
+    namespace = type(module) is nn.Module  # `group = nn.Module(); group.blocks = ...`
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) or (namespace and bool(children))
 
 
 def _stem(module: nn.Module) -> Feed | None:
