@@ -17,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help demo test lint format types wheel clean
+.PHONY: help demo test lint format types bench wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+: .*## ' Makefile | sed 's/:.*## /\t/' | expand -t 14
@@ -51,6 +51,9 @@ format: $(VENV)/dev  ## ruff, mending what it can
 
 types: $(VENV)/dev  ## mypy
 	$(BIN)/mypy
+
+bench: $(VENV)/dev  ## measure planning beside import and build; asserts nothing
+	$(BIN)/python tests/benchmarks/planning_time.py
 
 wheel: $(VENV)/dev  ## build dist/*.whl
 	$(BIN)/python -m build --wheel

@@ -20,7 +20,7 @@ from difflib import SequenceMatcher
 from functools import lru_cache
 from typing import Protocol, TypeVar
 
-__all__ = ["best_match", "fold_names", "is_under", "matches", "nearest"]
+__all__ = ["best_match", "fold_counted", "fold_names", "is_under", "matches", "nearest"]
 
 
 class HasPattern(Protocol):
@@ -59,6 +59,11 @@ def fold_names(names: Iterable[str], universe: Iterable[str] = ()) -> tuple[str,
     No pattern means a name of `universe` that is not in `names`: where folding everything would claim too much, it is
     done within one value of the leftmost number at a time.
     """
+    return tuple(pattern for pattern, _ in fold_counted(names, universe))
+
+
+def fold_counted(names: Iterable[str], universe: Iterable[str] = ()) -> tuple[tuple[str, int], ...]:
+    """`fold_names`, with how many names each pattern stands for."""
     wanted = list(dict.fromkeys(names))
     everything = set(universe) - set(wanted)
     groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
@@ -66,20 +71,21 @@ def fold_names(names: Iterable[str], universe: Iterable[str] = ()) -> tuple[str,
         segments = tuple(name.split("."))
         shape = tuple("*" if segment.isdigit() else segment for segment in segments)
         groups.setdefault(shape, []).append(segments)
-    return tuple(pattern for members in groups.values() for pattern in _fold(members, everything))
+    return tuple(folded for members in groups.values() for folded in _fold(members, everything))
 
 
-def _fold(members: Sequence[tuple[str, ...]], others: set[str]) -> list[str]:
+def _fold(members: Sequence[tuple[str, ...]], others: set[str]) -> list[tuple[str, int]]:
     """Members have one length and differ in numbers only."""
     columns = list(zip(*members, strict=True))
     varying = [position for position, column in enumerate(columns) if len(set(column)) > 1]
     pattern = ".".join("*" if position in varying else column[0] for position, column in enumerate(columns))
-    if not varying or not any(matches(pattern, other) for other in others):
-        return [pattern]
+    claimed = {other for other in others if matches(pattern, other)} if varying else set()
+    if not claimed:
+        return [(pattern, len(members))]
     parts: dict[str, list[tuple[str, ...]]] = {}
     for member in members:
         parts.setdefault(member[varying[0]], []).append(member)
-    return [folded for part in parts.values() for folded in _fold(part, others)]
+    return [folded for part in parts.values() for folded in _fold(part, claimed)]
 
 
 def nearest(name: str, names: Iterable[str], count: int = 3) -> tuple[str, ...]:

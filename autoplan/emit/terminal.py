@@ -18,7 +18,7 @@ from rich.text import Text
 
 from autoplan.emit.entry_table import EntryTable
 from autoplan.emit.words import bytes_text, count
-from autoplan.patterns import fold_names, matches
+from autoplan.patterns import fold_counted, fold_names
 from autoplan.values import Entry, Finding, Plan, Proof, Replicated, Report
 
 __all__ = ["plain_text", "plan_view", "report_view"]
@@ -113,9 +113,9 @@ def _replicated(items: tuple[Replicated, ...]) -> Iterable[RenderableType]:
     weights = {reason: sum(size * len(fqns) for size, fqns in sizes.items()) for reason, sizes in by_reason.items()}
     for reason in sorted(by_reason, key=lambda reason: -weights[reason]):
         rows = [
-            (sum(matches(pattern, fqn) for fqn in fqns), size, pattern)
+            (members, size, pattern)
             for size, fqns in by_reason[reason].items()
-            for pattern in fold_names(fqns, names)
+            for pattern, members in fold_counted(fqns, names)
         ]
         table = _table("bytes", "count", "parameter", header=False, right=("bytes", "count"))
         for members, size, pattern in sorted(rows, key=lambda row: -row[0] * row[1]):

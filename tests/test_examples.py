@@ -1,0 +1,32 @@
+"""The examples run, each as a reader would start it, and say what they promise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+PROMISES = {
+    "plan_from_config.py": "tp 8 → 4",
+    "plain_torch.py": "gradients agree",
+    "train_two_ranks.py": "equal to one process",
+}
+
+
+def test_each_example_is_run() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(PROMISES)
+
+
+@pytest.mark.parametrize("name", PROMISES)
+def test_example(name: str, tmp_path: Path) -> None:
+    root = str(EXAMPLES.parent)
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(EXAMPLES / name)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert PROMISES[name] in done.stdout
