@@ -227,14 +227,34 @@ def test_masks_and_index_assignment() -> None:
     w = Writer()
     weight = w.weight(8, D)
     y = w.linear(w.hidden(), weight)
-    mask = w.tensor((B, S), "input", dtype="bool")
+    mask, flags = w.tensor((B, S), "constant", dtype="bool"), w.weight(S)
+    w.add(w.view(mask, B, S), flags)
     kept = w.op("index", y, [mask], shape=(7, 8))
     target = w.op("zeros", [B, S, 8], shape=(B, S, 8))
     w.in_place("index_put_", target, [mask], kept)
     axes = clean(w.axes())
     assert axes.of(kept.id)[1] is axes.of(target.id)[2] is axes.of(weight.id)[0]
     assert is_data(axes.of(kept.id)[0]) and target.id not in axes.static
-    assert not events(axes, weight, 0)
+    assert not events(axes, weight, 0) and is_data(axes.of(flags.id)[0])
+
+
+def test_what_is_written_in_place_becomes_equal() -> None:
+    w = Writer()
+    weight, other = w.weight(8, D), w.weight(8)
+    buffer = w.op("empty", [B, S, 8], shape=(B, S, 8))
+    w.in_place("copy_", buffer, w.linear(w.hidden(), weight))
+    w.in_place("mul_", w.op("alias", buffer, shape=(B, S, 8)), other)
+    axes = clean(w.axes())
+    assert only(axes, weight, 0) is only(axes, other, 0)
+
+
+def test_concatenation_along_one_dim_links_the_others() -> None:
+    w = Writer()
+    one, two = w.weight(8, D), w.weight(8, D)
+    x = w.hidden()
+    w.op("cat", [w.linear(x, one), w.linear(x, two)], 1, shape=(B, 2 * S, 8))
+    axes = clean(w.axes())
+    assert only(axes, one, 0) is only(axes, two, 0)
 
 
 def test_constant_index_of_consecutive_positions_is_a_slice() -> None:

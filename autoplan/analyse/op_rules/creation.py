@@ -23,13 +23,10 @@ def ramp(site: Site) -> Answer:
     return [[site.fresh(size, Event.CREATED) for size in site.out_shape]]
 
 
-@rule("rand", "randn", "randint", "randperm", "normal_", "uniform_like")
+@rule("rand", "randn", "randint", "randperm")
 def noise(site: Site) -> Answer:
     """Random values: different along every dim, and different in every run."""
-    if site.op.name == "normal_":
-        dims = site.terms(site.inputs[0])
-    else:
-        dims = [site.fresh(size, Event.CREATED) for size in site.out_shape]
+    dims = [site.fresh(size, Event.CREATED) for size in site.out_shape]
     for term in dims:
         site.mark(term, Event.RANDOM)
     return [dims]

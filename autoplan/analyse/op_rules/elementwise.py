@@ -16,7 +16,7 @@ _conj_physical resolve_conj resolve_neg sinc logit deg2rad rad2deg i0 float_powe
 """
 _ACTIVATIONS = """
 relu relu6 sigmoid silu gelu elu selu celu leaky_relu hardswish hardtanh hardsigmoid mish softplus softsign tanhshrink
-log_sigmoid log_sigmoid_forward hardshrink softshrink prelu _prelu_kernel
+log_sigmoid log_sigmoid_forward hardshrink softshrink _prelu_kernel
 """
 _LOGIC = """
 where eq ne gt lt ge le logical_not logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor bitwise_not

@@ -56,6 +56,21 @@ def _reduced(site: Site, name: str, rank: int) -> set[int]:
     return {position % max(1, rank) for position in chosen} if rank else set()
 
 
+@rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div",
+      "binary_cross_entropy_with_logits")  # fmt: skip
+def loss(site: Site) -> Answer:
+    """Elementwise between prediction and target, then averaged over everything unless asked not to."""
+    shape = max((site.shape(ref) for ref in site.inputs), key=lambda shape: (len(shape), shape))
+    if not site.broadcasts([site.shape(ref) for ref in site.inputs], shape):
+        return None
+    dims = site.broadcast([site.terms(ref) for ref in site.inputs], shape)
+    if site.out_shape == shape:
+        return [dims]
+    for term in dims:
+        site.contract(term, Event.REDUCE_LIN)
+    return [[]]
+
+
 @rule("_softmax", "softmax", "_log_softmax", "log_softmax", "_safe_softmax", "_masked_softmax")
 def softmax(site: Site) -> Answer:
     return _along(site, Event.SOFTMAX)
