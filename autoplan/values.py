@@ -371,10 +371,10 @@ class Report:
     details: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data: what `autoplan verify --json` prints."""
-        from autoplan.emit.plain import plain
+        """The report as plain data: what `autoplan verify --json` prints. JSON has no NaN: such errors are null."""
+        from autoplan.emit.plain import finite, plain
 
-        report: dict[str, Any] = plain(self)
+        report: dict[str, Any] = finite(plain(self))
         return report
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from example_plans import llama_plan, odd_plan
 from rich.cells import cell_len
@@ -249,3 +251,10 @@ def test_report_leads_with_the_verdict_and_the_worst_gradient() -> None:
     ):
         assert words in shown
     assert plain_text(report_view(Report(ok=True, tp_size=4), "gpt2")).splitlines() == ["gpt2 · tp 4 · passed"]
+
+
+def test_a_report_as_json_has_no_nan() -> None:
+    report = Report(ok=False, gradients={"w": float("nan")}, forward=float("inf"), details={"worst": (float("nan"), 1)})
+    data = report.to_dict()
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    assert data["gradients"] == {"w": None} and data["details"] == {"worst": [None, 1]}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, Field, fields, is_dataclass
+from math import isfinite
 from typing import Any
 
-__all__ = ["plain"]
+__all__ = ["finite", "plain"]
 
 
 def plain(value: Any, *, brief: bool = False) -> Any:
@@ -24,6 +25,15 @@ def plain(value: Any, *, brief: bool = False) -> Any:
     # A list would come back as a tuple and a tensor not at all: such a value must not get here in the first place.
     assert value is None or isinstance(value, (str, int, float, bool)), f"{value!r} cannot be written to a file"
     return value
+
+
+def finite(data: Any) -> Any:
+    """Plain data with None in place of NaN and infinity, which JSON cannot say."""
+    if isinstance(data, dict):
+        return {key: finite(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not isfinite(data) else data
 
 
 def _default(field: Field[Any]) -> Any:
