@@ -29,6 +29,7 @@ __all__ = [
     "all_reduce",
     "copy_to_ranks",
     "gather_over_ranks",
+    "mesh_device",
     "scale_gradient",
     "sum_over_ranks",
     "whole_order",
@@ -52,6 +53,13 @@ class RankGroup:
             return ranks
         group = ranks.get_group() if isinstance(ranks, DeviceMesh) else ranks
         return RankGroup(group.group_name, group.size(), group.rank())
+
+
+def mesh_device(mesh: DeviceMesh) -> torch.device:
+    """The device on which this rank computes."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
 Ranks: TypeAlias = "RankGroup | DeviceMesh | dist.ProcessGroup"

@@ -109,6 +109,7 @@ class ModuleRecord:
     """One per module: how its own parameters and split buffers are held, by their names in the module."""
 
     reading: Reading
+    original: type  # the module's own class; `local_views` gives it a subclass
     parameters: dict[str, Held] = field(default_factory=dict)
     buffers: dict[str, Held] = field(default_factory=dict)
 

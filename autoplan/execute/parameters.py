@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.hooks import RemovableHandle
 
 from autoplan.errors import AutoplanError, IndivisibleError, PlanMismatchError
-from autoplan.execute.collectives import RankGroup, all_gather_rows
+from autoplan.execute.collectives import RankGroup, all_gather_rows, mesh_device
 from autoplan.execute.held import Held, ModuleRecord, Reading
 from autoplan.execute.local_views import view_class
 from autoplan.execute.state_dict import register_hooks
@@ -55,7 +55,7 @@ def prepare_parameters(model: nn.Module, tp_mesh: DeviceMesh, rules: Rules) -> P
         if not any(True for _ in module.parameters()) and not any(True for _ in module.buffers(recurse=False)):
             continue
         _refuse_module(module, path)
-        record = ModuleRecord(reading)
+        record = ModuleRecord(reading, type(module))
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 new, record.parameters[name] = builder.parameter(_join(path, name), parameter, module)
@@ -181,13 +181,6 @@ class _Builder:
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.is_meta or tensor.device == self.device else tensor.to(self.device)
-
-
-def mesh_device(mesh: DeviceMesh) -> torch.device:
-    """The device on which this rank computes."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals
