@@ -90,6 +90,7 @@ def dataflow(trace: Trace) -> Flow:
     prune(artist.graph)
     collapse_scans(artist.graph)
     prune(artist.graph)
+    artist.graph.graph["tensors"] = artist.boxes_of_borders()
     return artist.graph
 
 
@@ -470,6 +471,12 @@ class _Artist:
         while self.node(line[-1]).kind in ("split", "statistic", "sum"):
             line.append(next(iter(self.graph.predecessors(line[-1]))))
         return line
+
+    def boxes_of_borders(self) -> dict[int, int]:
+        """For tensors that enter or leave modules, the box whose value they hold."""
+        borders = (t for visit in self.trace.visits for _, t in (*visit.inputs, *visit.outputs))
+        boxes = ((tensor, self.value(tensor).node) for tensor in dict.fromkeys(borders))
+        return {tensor: box for tensor, box in boxes if box is not None and box in self.graph}
 
     def draw_outputs(self) -> None:
         """One box for what leaves the model, and what flows into it."""

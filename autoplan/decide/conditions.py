@@ -8,7 +8,7 @@
     shares(key.out, out.in)    have an axis class in common
     tied(head, table)          read one parameter
     bare(n)                    reads no parameter
-    inside(a, b)               a is computed by b's module or one below it
+    gathered(a)                its output is gathered from all ranks
     not …                      any of them, refused
 
 There is no other code in a rule: a guard says what must be true, never how to find out.
@@ -164,9 +164,8 @@ def _bare(arguments: list[str], boxes: Boxes, tp: int | None) -> str:
     return f"{arguments[0]} reads a parameter" if boxes[arguments[0]].parameters else ""
 
 
-def _inside(arguments: list[str], boxes: Boxes, tp: int | None) -> str:
-    inner, outer = (boxes[name].module for name in arguments)
-    return "" if f"{inner}.".startswith(f"{outer}.") else f"{arguments[0]} is not computed inside {arguments[1]}"
+def _gathered(arguments: list[str], boxes: Boxes, tp: int | None) -> str:
+    return "" if boxes[arguments[0]].gathered else f"the output of {arguments[0]} is not gathered"
 
 
 _FACTS: dict[str, Callable[[list[str], Boxes, int | None], str]] = {
@@ -177,5 +176,5 @@ _FACTS: dict[str, Callable[[list[str], Boxes, int | None], str]] = {
     "shares": _shares,
     "tied": _tied,
     "bare": _bare,
-    "inside": _inside,
+    "gathered": _gathered,
 }

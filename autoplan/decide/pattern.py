@@ -8,7 +8,8 @@
 `a ~> b` means that a's value reaches b through norms, splits, joins and the like, but through no other contraction.
 In an example, a kind carries the dims of its weight in layout notation: `linear[64, 256!]` has in = 64 and out = 256,
 dealt out over ranks; `linear[64, 96!|96!]` is packed. `#name` after a dim names its axis class where the size does not
-tell, and `@name` after the brackets lets two boxes share one parameter.
+tell, `@name` after the brackets lets two boxes share one parameter, and `+gathered` says that the
+output is gathered from all ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ PLAIN_KINDS = {
     *("scatter", "write", "matmul", "cumsum", "any"),
 }
 
-_BOX = re.compile(r"(?P<name>\w+)(:(?P<kinds>[a-z|]+)(\[(?P<dims>[^\]]*)\])?(@(?P<shared>\w+))?)?(\.(?P<port>\w+))?")
+_BOX = re.compile(r"(?P<name>\w+)(:(?P<kinds>[a-z|]+)(\[(?P<dims>[^\]]*)\])?(@(?P<shared>\w+))?(?P<gathered>\+gathered)?)?(\.(?P<port>\w+))?")
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class _Box:
     kinds: frozenset[str]
     dims: str | None
     shared: str | None
+    gathered: bool
     port: str
 
 
@@ -89,7 +91,7 @@ def _read_box(text: str, line: str) -> _Box:
             f"{unknown[0]!r} is not a kind of box, in the line {line.strip()!r}",
             hint=f"kinds are {', '.join(sorted(PLAIN_KINDS | FIELDS.keys()))}",
         )
-    return _Box(found["name"], kinds, found["dims"], found["shared"], found["port"] or "")
+    return _Box(found["name"], kinds, found["dims"], found["shared"], bool(found["gathered"]), found["port"] or "")
 
 
 def _chains(text: str) -> list[tuple[list[_Box], list[bool]]]:
@@ -141,8 +143,9 @@ def _example_node(box: _Box) -> Node:
     fields = FIELDS.get(kind, ())
     if len(texts) > len(fields):
         raise AutoplanError(f"box {box.name!r} has {len(texts)} dims; {kind} has {', '.join(fields) or 'none'}")
-    dims = tuple((field, _example_dim(text, parameter, i)) for i, (field, text) in enumerate(zip(fields, texts)))  # noqa: B905
-    return Node(kind, box.name, (parameter,) if fields or texts else (), dims)
+    numbered = enumerate(zip(fields, texts, strict=False))
+    dims = tuple((field, _example_dim(text, parameter, i)) for i, (field, text) in numbered)
+    return Node(kind, box.name, (parameter,) if texts else (), dims, box.gathered)
 
 
 def _example_dim(text: str, parameter: str, dim: int) -> Dim:

@@ -30,7 +30,7 @@ STYLES = (
     *("sequence_parallel", "replicated_with_grad_allreduce", "replicate"),
 )
 
-_KEYS = {"id", "summary", "why", "limits", "seen_in", "beats", "match", "roles", "yields", "example"}
+_KEYS = {"id", "summary", "why", "limits", "seen_in", "unit", "beats", "match", "roles", "yields", "example"}
 
 
 class RuleError(AutoplanError):
@@ -68,6 +68,7 @@ class Rule:
     limits: str
     seen_in: tuple[str, ...]
     text: str
+    unit: str = "feature"  # what is dealt out over ranks, as reasons call it
     match: Match | None = None
     yields: tuple[tuple[str, tuple[str, ...]], ...] = ()
     sequence_parallel: tuple[tuple[str, str], ...] = ()
@@ -122,6 +123,7 @@ def _parse(data: Mapping[str, Any], text: str, stem: str) -> Rule:
         limits=_text(data, "limits"),
         seen_in=tuple(data.get("seen_in", ())),
         text=text,
+        unit=data.get("unit", "feature"),
         match=match,
         yields=tuple((name, _styles(style)) for name, style in plain.items()),
         sequence_parallel=tuple((name, _styles(style)[0]) for name, style in sequence_parallel.items()),

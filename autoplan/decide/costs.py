@@ -1,0 +1,78 @@
+"""What a module's split costs at run time, in words: which sums and gathers happen because of it.
+
+A sum of input gradients often sits upstream of the module, shared by several projections that read one value (the
+norm before q, k and v): it is told at each of them, with the others named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autoplan.analyse.flow import Flow, node_of
+from autoplan.analyse.solve import Solution
+from autoplan.decide.match import TRANSPARENT
+from autoplan.decide.naming import Reading
+from autoplan.values import ParameterFact
+
+__all__ = ["Costs"]
+
+
+class Costs:
+    """Answers for modules, from the sites that analysis decided on."""
+
+    def __init__(self, solution: Solution, flow: Flow) -> None:
+        self.flow = flow
+        self.runtime = solution.runtime
+        self.trace = solution.trace
+        self.copied = self._copied_boxes()
+        self.scoped = {call.pattern: call for call in self.runtime.scoped if call.reduce}
+
+    def _copied_boxes(self) -> set[int]:
+        """Boxes whose value has its gradient summed, wherever that is attached."""
+        sites = {(hook.pattern, hook.side, hook.path) for hook in self.runtime.hooks if hook.action == "copy"}
+        tensors: set[int] = set()
+        for visit in self.trace.visits:
+            for side, borders in (("input", visit.inputs), ("output", visit.outputs)):
+                tensors.update(tensor for path, tensor in borders if (visit.module, side, path) in sites)
+        boxes: dict[int, int] = self.flow.graph.get("tensors", {})
+        return {boxes[tensor] for tensor in tensors if tensor in boxes}
+
+    def of(self, module: str, facts: Iterable[tuple[str, ParameterFact]], readings: list[Reading]) -> tuple[str, ...]:
+        """Every cost of one module, forward ones first."""
+        found: list[str] = []
+        for hook in self.runtime.hooks:
+            if hook.pattern == module and hook.side == "output":
+                found += {"reduce": ["sum of the output (forward)"], "gather": ["gather of the output (forward)"]}.get(
+                    hook.action, []
+                )
+        for head in self.runtime.heads:
+            if head.pattern == module and head.kind == "embedding":
+                found.append("sum of the output (forward)")
+        if module in self.scoped:
+            found.append(f"{self.scoped[module].reduce} inside the module (forward)")
+        found += self._input_gradient(module, readings)
+        for name, fact in facts:
+            if fact.gradient != "local":
+                rows = " on shared rows" if fact.gradient == "shared" else ""
+                found.append(f"sum of the gradient of {name.rpartition('.')[2]}{rows} (backward)")
+        return tuple(dict.fromkeys(found))
+
+    def _input_gradient(self, module: str, readings: list[Reading]) -> list[str]:
+        sources = {source for reading in readings for source in self.flow.predecessors(reading.box)} & self.copied
+        if not sources:
+            return []
+        others = dict.fromkeys(
+            node.module.rpartition(".")[2]
+            for source in sorted(sources)
+            for node in self._readers(source)
+            if node.parameters and node.module != module
+        )
+        shared = f", shared with {', '.join(others)}" if others else ""
+        return [f"sum of the input gradient (backward){shared}"]
+
+    def _readers(self, box: int) -> list:  # type: ignore[type-arg]
+        found = []
+        for reader in self.flow.successors(box):
+            node = node_of(self.flow, reader)
+            found += self._readers(reader) if node.kind in TRANSPARENT else [node]
+        return found

@@ -1,0 +1,86 @@
+"""One line for many blocks: what was decided for a representative is said for every block it stands for.
+
+A trace may hold a few blocks of an 80-layer stack (`Trace.folds` says which block stands for which). Names are first
+expanded to all blocks, then written as few patterns that match those and no other name of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from autoplan.patterns import fold_names
+from autoplan.values import Fold, Runtime, Trace
+
+__all__ = ["Names", "fold_runtime"]
+
+Item = TypeVar("Item")
+
+
+class Names:
+    """The names of a model's modules and parameters, in all its blocks."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.folds = trace.folds
+        self.modules = frozenset(self.expand_all(trace.module_classes))
+        held = (name for tensor in trace.tensors if tensor.kind in ("parameter", "buffer") for name in tensor.names)
+        self.parameters = frozenset(self.expand_all(held))
+
+    def expand(self, name: str) -> tuple[str, ...]:
+        """The name itself, and its like in every block that its block stands for."""
+        names = [name]
+        for fold in self.folds:
+            names += [other for known in names for other in _in_other_blocks(known, fold)]
+        return tuple(dict.fromkeys(names))
+
+    def expand_all(self, names: Iterable[str]) -> list[str]:
+        return [expanded for name in names for expanded in self.expand(name)]
+
+    def fold(self, names: Sequence[str], *, parameters: bool = False) -> tuple[str, ...]:
+        """Patterns for these names (of representatives) and their like, and for nothing else."""
+        expanded = sorted(self.expand_all(names), key=natural)
+        return fold_names(expanded, self.parameters if parameters else self.modules)
+
+
+def natural(name: str) -> tuple[tuple[int, str], ...]:
+    """Numbers in order of size: layer 2 before layer 10."""
+    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in name.split("."))
+
+
+def _in_other_blocks(name: str, fold: Fold) -> list[str]:
+    prefix = f"{fold.container}." if fold.container else ""
+    if not name.startswith(prefix):
+        return []
+    key, dot, rest = name[len(prefix) :].partition(".")
+    return [f"{prefix}{member}{dot}{rest}" for member, stands_in in fold.members if stands_in == key]
+
+
+def fold_runtime(runtime: Runtime, names: Names) -> Runtime:
+    """The same actions, one per pattern."""
+    return Runtime(
+        parameters=_fold_items(runtime.parameters, names, parameters=True),
+        edits=_fold_items(runtime.edits, names),
+        hooks=_fold_items(runtime.hooks, names),
+        heads=_fold_items(runtime.heads, names),
+        scoped=_fold_items(runtime.scoped, names),
+        random=_fold_plain(runtime.random, names),
+        random_whole=_fold_plain(runtime.random_whole, names),
+    )
+
+
+def _fold_plain(modules: tuple[str, ...], names: Names) -> tuple[str, ...]:
+    return names.fold(modules) if modules else ()
+
+
+def _fold_items(items: tuple[Any, ...], names: Names, *, parameters: bool = False) -> tuple[Any, ...]:
+    """Items that say the same of different names become items that say it of patterns; order of appearance stays."""
+    groups: dict[str, tuple[Any, list[str]]] = {}
+    for item in items:
+        plain = replace(item, pattern="")
+        groups.setdefault(repr(plain), (plain, []))[1].append(item.pattern)
+    return tuple(
+        replace(plain, pattern=pattern)
+        for plain, patterns in groups.values()
+        for pattern in names.fold(patterns, parameters=parameters)
+    )

@@ -1,0 +1,209 @@
+"""From what analysis proved and rules named to the plan: one entry per module that is split, and nothing left out.
+
+Axes prove, rules decide names. Every parameter ends in an entry, or in the list of what stays whole, with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from autoplan.analyse.dataflow import dataflow
+from autoplan.analyse.solve import Solution
+from autoplan.decide.costs import Costs
+from autoplan.decide.facts import gathered_modules, with_facts
+from autoplan.decide.folding import Names, fold_runtime, natural
+from autoplan.decide.match import Matching, match_rules
+from autoplan.decide.naming import Naming, Reading, name_parameters, readings
+from autoplan.decide.reasons import reason_text, units_text
+from autoplan.decide.rulebook import GENERIC, Rule, load_rules
+from autoplan.decide.styles import style_of
+from autoplan.patterns import matches
+from autoplan.values import Entry, Finding, ParameterFact, Plan, Replicated, Stack
+
+__all__ = ["make_plan"]
+
+Source = Literal["user", "handwritten", "inferred", "hf"]
+
+
+def make_plan(
+    solution: Solution,
+    *,
+    model: str,
+    layers: Sequence[Stack] = (),
+    source: Source = "inferred",
+    sequence_parallel: bool = False,
+    rules: Sequence[Rule] | None = None,
+) -> Plan:
+    """Write the plan of a solution. `rules` are the shipped ones unless given."""
+    picture = with_facts(dataflow(solution.trace), solution)
+    matching = match_rules(picture, load_rules() if rules is None else rules)
+    desk = _Desk(solution, picture, matching, sequence_parallel)
+    names = Names(solution.trace)
+    drafts = list(desk.drafts(source))
+    return Plan(
+        model=model,
+        tp_size=solution.tp_size,
+        sequence_parallel=sequence_parallel,
+        source=source,
+        entries=tuple(_fold_entries(drafts, names)),
+        replicated=tuple(_replicated(solution, desk.named, names)),
+        layers=tuple(layers),
+        legal_tp=solution.legal_tp,
+        findings=tuple(_findings(solution, desk, drafts, names)),
+        runtime=fold_runtime(solution.runtime, names),
+    )
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """An entry for one module of the trace, before blocks are folded. `facts` are its parameters by local name."""
+
+    module: str
+    entry: Entry
+    allowed: tuple[str, ...]
+    rule: Rule | None
+
+
+class _Desk:
+    """Everything known about modules while entries are written."""
+
+    def __init__(self, solution: Solution, picture: object, matching: Matching, sequence_parallel: bool) -> None:
+        self.solution = solution
+        self.matching = matching
+        self.sequence_parallel = sequence_parallel
+        self.tp = solution.tp_size
+        self.read = readings(picture, solution.parameters)  # type: ignore[arg-type]
+        self.named = name_parameters(matching, self.read, picture)  # type: ignore[arg-type]
+        self.costs = Costs(solution, picture)  # type: ignore[arg-type]
+        self.gathered = gathered_modules(solution)
+        self.reducing = {solution.trace.calls[call].module for call in solution.reductions}
+
+    def drafts(self, source: Source) -> Iterator[_Draft]:
+        for module, facts in self._by_module().items():
+            styles = {name: self._style(module, fact) for name, fact in facts}
+            decided = [(name, fact) for name, fact in facts if self._is_decided(fact)]
+            if not decided:
+                continue
+            cut = {styles[name] for name, fact in decided if fact.dim is not None and len(fact.shape) > 1}
+            if len(cut) > 1:
+                for name, fact in decided:
+                    yield self._draft(name, [(name, fact)], facts, styles[name], source)
+            else:
+                yield self._draft(module, facts, facts, self._leading(decided, styles), source)
+
+    def _is_decided(self, fact: ParameterFact) -> bool:
+        """Cut, or whole with a gradient that ranks must sum. (A bias that is divided follows its weight.)"""
+        return fact.dim is not None or (fact.gradient != "local" and not fact.buffer)
+
+    def _leading(self, decided: list[tuple[str, ParameterFact]], styles: dict[str, str]) -> str:
+        """The style of a module is that of its largest cut parameter, else of its largest."""
+        _, _, name = max((fact.dim is not None, fact.bytes, name) for name, fact in decided)
+        return styles[name]
+
+    def _by_module(self) -> dict[str, list[tuple[str, ParameterFact]]]:
+        """Parameters by the module that owns them; a tied one under each module that reads it."""
+        modules: dict[str, list[tuple[str, ParameterFact]]] = {}
+        for fact in self.solution.parameters:
+            own = dict.fromkeys(reading.name for reading in self.read.get(fact.names[0], ()))
+            for name in own or (fact.names[0],):
+                modules.setdefault(name.rpartition(".")[0], []).append((name, fact))
+        return modules
+
+    def _style(self, module: str, fact: ParameterFact) -> str:
+        nodes = [reading.node for reading in self.read.get(fact.names[0], ()) if self._owner(reading, fact) == module]
+        return style_of(fact, nodes, self.tp, gathered=module in self.gathered, reduced=module in self.reducing)
+
+    def _owner(self, reading: Reading, fact: ParameterFact) -> str:
+        return reading.name.rpartition(".")[0]
+
+    def _draft(
+        self,
+        pattern: str,
+        facts: list[tuple[str, ParameterFact]],
+        siblings: list[tuple[str, ParameterFact]],
+        style: str,
+        source: Source,
+    ) -> _Draft:
+        module = siblings[0][0].rpartition(".")[0]
+        leading = max(facts, key=lambda item: (self._is_decided(item[1]), item[1].dim is not None, item[1].bytes))
+        naming = self.named.get(leading[0])
+        own = [r for name, fact in facts for r in self.read.get(fact.names[0], ()) if r.name == name]
+        entry = Entry(
+            pattern=pattern,
+            parameters=tuple(name.rpartition(".")[2] for name, _ in facts),
+            style=self._chosen(style, naming, leading[0]),
+            role=naming.role if naming else GENERIC,
+            rule=naming.rule.id if naming else GENERIC,
+            source=source,
+            reason=reason_text(leading[1], naming, self.tp),
+            units=units_text(leading[1], naming),
+            segments=tuple(_segment(fact) for _, fact in facts),
+            reduces=self.costs.of(module, facts, own),
+        )
+        return _Draft(module, entry, naming.styles if naming else (), naming.rule if naming else None)
+
+    def _chosen(self, style: str, naming: Naming | None, name: str) -> str:
+        """Under sequence parallel a rule may choose another form of the proven style."""
+        if naming is None or not self.sequence_parallel:
+            return style
+        binding = {role: name for name, role in ((n, naming.rule.role(n)) for n, _ in naming.rule.yields)}
+        return dict(naming.rule.sequence_parallel).get(binding.get(naming.role, ""), style)
+
+
+def _segment(fact: ParameterFact) -> str:
+    return f"{fact.dim}:{fact.layout}" if fact.dim is not None else "whole"
+
+
+def _fold_entries(drafts: list[_Draft], names: Names) -> Iterator[Entry]:
+    """Entries that say the same of several modules become one; in the order in which the model holds them."""
+    groups: dict[Entry, list[str]] = {}
+    for draft in drafts:
+        groups.setdefault(replace(draft.entry, pattern=""), []).append(draft.entry.pattern)
+    for entry, patterns in groups.items():
+        owned = any(pattern in names.parameters for pattern in patterns)
+        for pattern in names.fold(patterns, parameters=owned):
+            yield replace(entry, pattern=pattern)
+
+
+def _replicated(solution: Solution, named: dict[str, Naming], names: Names) -> Iterator[Replicated]:
+    """Every parameter that stays whole, by pattern, with the bytes of all blocks and the reason."""
+    groups: dict[tuple[str, int], list[str]] = {}
+    for fact in solution.parameters:
+        if fact.dim is None and not fact.buffer:
+            name = fact.names[0]
+            role = f"{named[name].role}: " if name in named else ""
+            groups.setdefault((role + _why_whole(fact), fact.bytes), []).append(name)
+    for (reason, size), members in groups.items():
+        expanded = sorted(names.expand_all(members), key=natural)
+        for pattern in names.fold(members, parameters=True):
+            count = sum(1 for name in expanded if matches(pattern, name))
+            yield Replicated(pattern, size * count, reason)
+
+
+def _why_whole(fact: ParameterFact) -> str:
+    reason = fact.reason or "nothing in it can be split"
+    return f"{reason}; its gradient is summed over ranks" if fact.gradient != "local" else reason
+
+
+def _findings(solution: Solution, desk: _Desk, drafts: list[_Draft], names: Names) -> Iterator[Finding]:
+    """Notes on what was refused, and warnings where rules and facts disagree (facts win)."""
+    for refusal in solution.refusals:
+        yield Finding("refused", "note", "", refusal)
+    for note in solution.trace.notes:
+        yield Finding("capture", "note", "", note)
+    seen: dict[tuple[str, str], list[str]] = {}
+    for draft in drafts:
+        if draft.rule is not None and draft.entry.style not in draft.allowed and not desk.sequence_parallel:
+            text = f"rule {draft.rule.id!r} expects {' or '.join(draft.allowed)}, the facts say {draft.entry.style}"
+            seen.setdefault(("rule-style", text), []).append(draft.entry.pattern)
+    for quarrel in desk.matching.contradictions:
+        text = f"rules {quarrel.first!r} and {quarrel.second!r} both claim it; it is listed as {GENERIC}"
+        for several in desk.read.values():
+            for reading in several:
+                if reading.box == quarrel.box:
+                    seen.setdefault(("rule-conflict", text), []).append(reading.name.rpartition(".")[0])
+    for (check, text), patterns in seen.items():
+        for pattern in names.fold(list(dict.fromkeys(patterns))):
+            yield Finding(check, "warn", pattern, text)
