@@ -144,7 +144,8 @@ class Recording:
     def _tensor_info(self, index: int) -> TensorInfo:
         tensor, kind = self.kept[index], self.kinds[index]
         values = None
-        if kind in ("constant", "activation") and not tensor.is_floating_point() and not tensor.is_complex():
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # lives only inside its vmap
+        if kind in ("constant", "activation") and not (tensor.is_floating_point() or tensor.is_complex() or wrapped):
             known = getattr(tensor, "constant", None) if _is_fake(tensor) else tensor
             if known is not None and known.numel() < _KEEP_VALUES_BELOW and known.device.type != "meta":
                 values = tuple(int(item) for item in known.reshape(-1).tolist())
