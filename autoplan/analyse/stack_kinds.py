@@ -25,11 +25,14 @@ def kind_of(stack: Blocks, stacks: tuple[Blocks, ...], tree: ModuleTree) -> tupl
     """The kind, and what had to be guessed."""
     around = _around(stack, tree)
     feed = _feed(stack, stacks, tree)
-    if feed is None:
-        feed = _left_over(around, tree)
-        known = feed is not None and feed != "text"
-        return (feed, f"taken for {feed}: the model's only input beside text") if known else ("other", UNKNOWN)
-    return _text_kind(stack, stacks, tree) if feed == "text" else (feed, "")
+    if feed == "text":
+        return _text_kind(stack, stacks, tree)
+    if feed is not None:
+        return feed, ""
+    rest = _left_over(around, tree)
+    if rest is None or rest == "text":
+        return "other", UNKNOWN
+    return rest, f"taken for {rest}: the model's only input beside text"
 
 
 def _text_kind(stack: Blocks, stacks: tuple[Blocks, ...], tree: ModuleTree) -> tuple[Kind, str]:

@@ -63,7 +63,7 @@ def fold(model: nn.Module, replace: Replace | None = None, *, fold: bool = True)
     left_out = {id(choice.container): choice for choice in choices}
     memo: dict[int, Any] = {}
     _plant_tensors(model, left_out, replace or _to_meta, memo)
-    folded_children = {id(choice.container): {} for choice in choices}
+    folded_children: dict[int, dict[str, nn.Module]] = {id(choice.container): {} for choice in choices}
     for choice in choices:
         memo[id(choice.container._modules)] = folded_children[id(choice.container)]
     for choice in choices:

@@ -73,7 +73,7 @@ def _node(
     tensors: dict[int, int],
 ) -> ModuleNode:
     kind = type(module)
-    inputs, masks, generates = _class_facts(kind)
+    inputs, masks, generates = _class_facts(kind)  # type: ignore[arg-type]  # classes are hashable
     held = [(key, p) for key, p in module._parameters.items() if p is not None]
     reads, writes = _widths(module)
     return ModuleNode(
@@ -123,9 +123,9 @@ def _widths(module: nn.Module) -> tuple[int | None, int | None]:
 @cache
 def _class_facts(kind: type[nn.Module]) -> tuple[frozenset[Feed], frozenset[Mask], bool]:
     try:
-        arguments = inspect.signature(kind.forward).parameters
+        arguments = tuple(inspect.signature(kind.forward).parameters)
     except (TypeError, ValueError):  # forwards written in C or replaced by odd callables have no signature
-        arguments = {}
+        arguments = ()
     inputs = frozenset(ARGUMENTS[name] for name in arguments if name in ARGUMENTS)
     return inputs, frozenset(_masks(kind)), hasattr(kind, WRITES_TEXT)
 
