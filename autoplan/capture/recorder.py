@@ -167,6 +167,8 @@ class _OpRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         r, kwargs = self.recording, kwargs or {}
+        if func.namespace == "prim":  # questions about a fake tensor's device, not mathematics
+            return func(*args, **kwargs)
         encoded_args, encoded_kwargs = r.encode(tuple(args)), r.encode(kwargs)
         result = func(*args, **kwargs)
         for _, tensor in flatten_tensors(result):
