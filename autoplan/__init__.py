@@ -1,1 +1,67 @@
-"""autoplan reads a model it has never seen and writes the plan that parallelises it."""
+"""autoplan reads a model it has never seen and writes the plan that parallelises it.
+
+    plan = autoplan.plan("llama", tp_size=8)
+    model = autoplan.parallelize(model, mesh, plan)
+
+Names are loaded on first use: importing the package imports no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from autoplan.errors import AutoplanError
+from autoplan.values import Change, Entry, Finding, Plan, Proof, Report, Stack
+from autoplan.version import __version__
+
+if TYPE_CHECKING:
+    from autoplan.api import parallelize, plan
+    from autoplan.check.verify import verify
+    from autoplan.emit.plan_file import load_plan
+    from autoplan.execute.gather import full_tensors
+    from autoplan.execute.parallelize import Applied, applied
+    from autoplan.execute.weights import load_weights
+    from autoplan.layers import layers
+
+__all__ = [
+    "Applied",
+    "AutoplanError",
+    "Change",
+    "Entry",
+    "Finding",
+    "Plan",
+    "Proof",
+    "Report",
+    "Stack",
+    "__version__",
+    "applied",
+    "full_tensors",
+    "layers",
+    "load_plan",
+    "load_weights",
+    "parallelize",
+    "plan",
+    "verify",
+]
+
+_HOMES = {
+    "Applied": "autoplan.execute.parallelize",
+    "applied": "autoplan.execute.parallelize",
+    "full_tensors": "autoplan.execute.gather",
+    "layers": "autoplan.layers",
+    "load_plan": "autoplan.emit.plan_file",
+    "load_weights": "autoplan.execute.weights",
+    "parallelize": "autoplan.api",
+    "plan": "autoplan.api",
+    "verify": "autoplan.check.verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'autoplan' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value  # `autoplan.layers` is the function, also after its module was imported
+    return value

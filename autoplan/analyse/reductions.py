@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from autoplan.analyse.shards import Shards
+from autoplan.analyse.shards import Shards, refs
 from autoplan.values import Call, Op, Ref
 
 __all__ = ["reduction_of", "row_bias_of"]
@@ -34,7 +34,16 @@ def reduction_of(call: Call, shards: Shards, gathered: frozenset[int]) -> str | 
         here = _op_reduction(op, shards)
         if here:
             found = here
+    if found in ("sum", "mean", "norm") and _counts_twice(call, shards):
+        return "refused: a sum over an axis that several ranks hold together"
     return found
+
+
+def _counts_twice(call: Call, shards: Shards) -> bool:
+    """Would a sum over all ranks count rows of one holder group several times?"""
+    layouts = [found for t in refs((call.args, call.kwargs)) for found in shards.layouts(t) if found is not None]
+    summed = [found for found in layouts if all(found.carried(shards.tp))]
+    return bool(summed) and all(found.shared_rows(shards.tp) for found in summed)
 
 
 def _tensors(op: Op) -> list[int]:

@@ -20,6 +20,7 @@ from autoplan.analyse.shards import Shards
 from autoplan.analyse.sites import Placement, place
 from autoplan.analyse.splits import Choice, choose, occurrences
 from autoplan.analyse.terms import Term, find, leaves
+from autoplan.layout import Layout
 from autoplan.values import ClassFact, Edit, HookSite, ParameterFact, ParameterRule, Runtime, Trace
 
 __all__ = ["Solution", "solve"]
@@ -203,7 +204,7 @@ def _parameter_facts(trace: Trace, done: _Round, ids: dict[Term, int]) -> Iterat
         dim = next((d for d, found in enumerate(layouts) if found is not None), None)
         gradient = (
             "sum" if tensor in placement.summed_parameters
-            else "shared" if tensor in placement.shared_parameters
+            else "shared" if tensor in placement.shared_parameters or _held_twice(layouts, shards.tp)
             else "local"
         )  # fmt: skip
         split = sorted(shards.split_leaves(tensor), key=lambda leaf: -leaf.size)
@@ -219,6 +220,11 @@ def _parameter_facts(trace: Trace, done: _Round, ids: dict[Term, int]) -> Iterat
             axis=ids.get(split[0]) if split else None,
             reason="" if dim is not None else _why_whole(tensor, done),
         )
+
+
+def _held_twice(layouts: tuple[Layout | None, ...], tp: int) -> bool:
+    """Dealt out to groups of ranks, so that every row has several holders, each with a part of its gradient?"""
+    return any(found is not None and all(found.carried(tp)) and found.shared_rows(tp) for found in layouts)
 
 
 def _why_whole(tensor: int, done: _Round) -> str:

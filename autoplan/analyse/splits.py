@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from math import prod
+from math import gcd, prod
 
 from autoplan.analyse.axes import Axes
 from autoplan.analyse.events import FORBIDDING
 from autoplan.analyse.shards import refs
-from autoplan.analyse.terms import Term, find, leaves
+from autoplan.analyse.terms import Term, factors, find, leaves
 from autoplan.values import Trace
 
 __all__ = ["Choice", "Occurrences", "choose", "occurrences", "residual_leaves"]
@@ -137,6 +137,12 @@ def choose(
             continue
         if weights_of & taken:
             choice.reasons[leaf] = "its weights are already split along another axis"
+        elif leaf.size % tp and (partner := _partner(leaf, found, candidates, taken, trace, axes, tp)):
+            groups = gcd(leaf.size, tp)
+            choice.marks[leaf] = f"!{groups}@{tp // groups}"
+            choice.marks[partner] = f"!{tp // groups}@1"
+            choice.indivisible[leaf] = leaf.size
+            taken |= weights_of
         elif leaf.size % tp:
             choice.reasons[leaf] = f"{leaf.size} does not divide by tp={tp}"
             choice.indivisible[leaf] = leaf.size
@@ -144,6 +150,41 @@ def choose(
             choice.marks[leaf] = "!"
             taken |= weights_of
     return choice
+
+
+def _partner(
+    leaf: Term,
+    found: Occurrences,
+    candidates: list[tuple[bool, int, int, Term]],
+    taken: set[int],
+    trace: Trace,
+    axes: Axes,
+    tp: int,
+) -> Term | None:
+    """The axis that splits on where `leaf` (key/value heads, fewer than ranks) cannot: query heads within a group.
+
+    Ranks form groups; each group holds some key/value heads, and its ranks share out the query heads of those.
+    """
+    groups = gcd(leaf.size, tp)
+    if groups == 1:
+        return None
+    mine = _weights_of(leaf, found, trace)
+    for _, _, _, other in candidates:
+        theirs = _weights_of(other, found, trace)
+        if other is leaf or other.size % (tp // groups) or not theirs or not theirs < mine or theirs & taken:
+            continue
+        if all(_follows(leaf, other, axes.of(t)) for t in theirs):
+            return other
+    return None
+
+
+def _follows(major: Term, minor: Term, terms: tuple[Term, ...]) -> bool:
+    """Does some dim run over `minor` right inside `major`?"""
+    for term in terms:
+        parts = [find(part) for part in factors(term)]
+        if major in parts and minor in parts and parts.index(minor) == parts.index(major) + 1:
+            return True
+    return False
 
 
 def _weights_of(leaf: Term, found: Occurrences, trace: Trace) -> set[int]:
