@@ -55,8 +55,6 @@ def random(site: Site) -> Answer:
     return answer
 
 
-
-
 @rule("tril", "triu")
 def triangle(site: Site) -> Answer:
     """What is kept depends on the position in the last two dims."""
