@@ -428,6 +428,12 @@ class Plan:
 
         return plan_to_dict(self)
 
+    def to_torch(self, *, gather_logits: bool = False) -> dict[str, Any]:
+        """{pattern: ParallelStyle} for torch's `parallelize_module(model, tp_mesh, …)`; fresh objects each call."""
+        from autoplan.execute.styles import to_torch
+
+        return dict(to_torch(self, gather_logits=gather_logits))
+
     def save(self, path: str | PathLike[str]) -> None:
         """Write a plan file, YAML or JSON by suffix; `autoplan.load_plan` reads it back exactly."""
         from autoplan.emit.plan_file import save_plan

@@ -1,0 +1,65 @@
+"""A plan as styles for torch's own `parallelize_module`.
+
+Splitting is decided for the model as a whole: reductions sit on other modules than the weights they belong to, tied
+weights have two homes, integers are edited together. So each module's style only says that the module takes part, and
+the last one, for the model itself (key ""), applies the plan: same code, same numbers as `autoplan.parallelize`. A
+dictionary from which entries were taken out is refused, because half of a column/row pair is silently wrong.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from autoplan.errors import PlanMismatchError
+from autoplan.execute.parallelize import apply_plan, tp_mesh_of
+from autoplan.values import Plan
+
+__all__ = ["PlannedModel", "PlannedModule", "to_torch"]
+
+
+class PlannedModule(ParallelStyle):
+    """Says that the module takes part in the plan. `style` is what the plan calls it."""
+
+    def __init__(self, pattern: str, style: str, taken: set[str]) -> None:
+        super().__init__()
+        self.pattern, self.style, self._taken = pattern, style, taken
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self._taken.add(self.pattern)
+        return module
+
+    def __repr__(self) -> str:
+        return f"PlannedModule({self.style})"
+
+
+class PlannedModel(ParallelStyle):
+    """Applies the plan once every planned module has been named."""
+
+    def __init__(self, plan: Plan, taken: set[str], gather_logits: bool) -> None:
+        super().__init__()
+        self.plan, self._taken, self.gather_logits = plan, taken, gather_logits
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        missing = [e.pattern for e in self.plan.entries if e.pattern and e.pattern not in self._taken]
+        if missing:
+            raise PlanMismatchError(
+                f"{len(missing)} of {len(self.plan.entries)} planned modules were not applied, first {missing[0]!r}",
+                hint="pass the whole dictionary of plan.to_torch() to parallelize_module",
+            )
+        self._taken.clear()
+        mesh = device_mesh if device_mesh.ndim == 1 and device_mesh.size() == self.plan.tp_size else None
+        mesh = mesh or tp_mesh_of(device_mesh, self.plan)
+        return module if mesh is None else apply_plan(module, mesh, self.plan, gather_logits=self.gather_logits)
+
+    def __repr__(self) -> str:
+        return f"PlannedModel({self.plan.model}, tp={self.plan.tp_size})"
+
+
+def to_torch(plan: Plan, *, gather_logits: bool = False) -> dict[str, ParallelStyle]:
+    """{pattern: style} for `parallelize_module(model, tp_mesh, …)`, fresh objects each call; the last key is ""."""
+    taken: set[str] = set()
+    styles: dict[str, ParallelStyle] = {e.pattern: PlannedModule(e.pattern, e.style, taken) for e in plan.entries if e.pattern}
+    styles[""] = PlannedModel(plan, taken, gather_logits)
+    return styles
