@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from sharded_toys import TOYS, build, compiled_errors, inputs, reference, rule, set_group, tp_mesh
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from autoplan.check.ranks import RankError, run_ranks
@@ -194,6 +195,30 @@ def test_copies_and_pickles_of_modules_work() -> None:
         assert isinstance(activation, nn.Sequential)
 
     run_ranks(rank_body, 1)
+
+
+def test_function_modes_do_not_see_the_reading() -> None:
+    class Log(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[str] = []
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    def calls(model: nn.Module, x: torch.Tensor) -> list[str]:
+        with Log() as log:
+            model(x)
+        return log.calls
+
+    def rank_body(rank: int) -> None:
+        model, x = build("inside norm"), inputs("inside norm")
+        expected = calls(model, x)
+        shard_parameters(model, tp_mesh(2), TOYS["inside norm"][1])
+        assert calls(model, x) == expected
+
+    run_ranks(rank_body, 2)
 
 
 def test_frozen_parameters_stay_frozen_and_communicate_nothing() -> None:

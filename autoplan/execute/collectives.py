@@ -32,6 +32,7 @@ __all__ = [
     "mesh_device",
     "scale_gradient",
     "sum_over_ranks",
+    "take_rows",
     "whole_order",
 ]
 
