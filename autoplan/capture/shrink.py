@@ -12,6 +12,8 @@ import dataclasses
 import inspect
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -55,7 +57,7 @@ class _Shrinking:
         return self.token_ids.setdefault(value, self.sizes.vocab - 1 - len(self.token_ids) % (self.sizes.vocab // 3))
 
 
-def tiny_config(config: PretrainedConfig, variant: int = 0, model_class: type | None = None) -> PretrainedConfig:
+def tiny_config(config: PretrainedConfig, variant: int = 0) -> PretrainedConfig:
     """A tiny config of the same class that makes the same choices. `config` is not touched.
 
     Raises SourceError when the class refuses the shrunk fields.
@@ -63,8 +65,8 @@ def tiny_config(config: PretrainedConfig, variant: int = 0, model_class: type | 
     if not 0 <= variant < len(VARIANTS):
         raise SourceError(f"there is no tiny variant {variant}", hint=f"use 0 to {len(VARIANTS) - 1}")
     tiny = _shrunk(copy.deepcopy(config), _Shrinking(VARIANTS[variant]), {})
-    if model_class is not None:
-        _fit_rotary_lists(tiny, model_class)
+    for one in all_configs(tiny):
+        _fit_rotary_lists(one)
     return tiny
 
 
@@ -160,7 +162,8 @@ def _small(name: str, value: Any, config: PretrainedConfig, layers: list[int], w
     if isinstance(value, int):
         counts = is_layer_count(name)
         if counts:
-            return min(value, 1 if counts == "one" else len(layers))
+            every = counts == "depth" or value == _first_int(config, _DEPTH)
+            return min(value, len(layers) if every else 1)
         return _size(name, value, config, work.sizes)
     depth = _first_int(config, _DEPTH)
     if depth and _per_layer(value, depth) and depth > len(layers):
@@ -261,35 +264,38 @@ def _read_sizes(value: Any, sizes: Sizes) -> Any:
 # --------------------------------------------------------------------------------------------- rotary embeddings
 
 
-def _fit_rotary_lists(config: PretrainedConfig, model_class: type) -> None:
+def _fit_rotary_lists(config: PretrainedConfig) -> None:
     """Lists in rope parameters that have one number per rotary frequency must fit the tiny head width."""
-    source = inspect.getsourcefile(model_class)
-    sections = False
-    if source:
-        with open(source, encoding="utf-8") as file:
-            sections = "mrope_section" in file.read()
-    for one in all_configs(config):
-        rope = vars(one).get("rope_parameters")
-        if not isinstance(rope, dict):
-            continue
-        nested = [x for x in rope.values() if isinstance(x, dict)]
-        for parameters in nested or [rope]:
-            _fit_one_rope(parameters, one, sections)
-
-
-def _fit_one_rope(parameters: dict[str, Any], config: PretrainedConfig, sections: bool) -> None:
+    rope = vars(config).get("rope_parameters")
     heads, hidden = _first_int(config, _HEADS), _first_int(config, _HIDDEN)
     head_dim = _first_int(config, ("head_dim",)) or (hidden // heads if hidden and heads else None)
-    if not head_dim:
+    if not isinstance(rope, dict) or not head_dim:
         return
-    part = parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
-    half = int(head_dim * part) // 2
-    if sections and sum(parameters.get("mrope_section") or (0,)) != half:
-        third = half // 3
-        parameters["mrope_section"] = [half - 2 * third, third, third]
-    for name in ("short_factor", "long_factor"):
-        if isinstance(parameters.get(name), list):
-            parameters[name] = parameters[name][:half]
+    for parameters in [x for x in rope.values() if isinstance(x, dict)] or [rope]:
+        part = parameters.get("partial_rotary_factor") or _read(config, "partial_rotary_factor") or 1.0
+        half = int(head_dim * part) // 2
+        old = parameters.get("mrope_section")
+        if (old or _modeling_mentions(type(config), "mrope_section")) and sum(old or ()) != half:
+            parameters["mrope_section"] = _shared_out(half, old or [1, 1, 1])
+        for name in ("short_factor", "long_factor"):
+            if isinstance(parameters.get(name), list):
+                parameters[name] = parameters[name][:half]
+
+
+def _shared_out(total: int, old: list[int]) -> list[int]:
+    """Integers in the proportions of `old` that sum to `total`; what rounding leaves goes to the largest shares."""
+    shares = [total * part / sum(old) for part in old]
+    new = [int(share) for share in shares]
+    for i in sorted(range(len(old)), key=lambda i: new[i] - shares[i])[: total - sum(new)]:
+        new[i] += 1
+    return new
+
+
+@lru_cache(maxsize=1024)
+def _modeling_mentions(config_class: type, word: str) -> bool:
+    """Does the modeling code beside a config class use the word? (It may have a default for it that is too wide.)"""
+    folder = Path(inspect.getsourcefile(config_class) or "").parent
+    return any(word in path.read_text(encoding="utf-8") for path in sorted(folder.glob("modeling_*.py")))
 
 
 def all_configs(config: PretrainedConfig) -> list[PretrainedConfig]:

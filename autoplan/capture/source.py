@@ -21,6 +21,7 @@ from autoplan.capture.catalogue import class_name_of
 from autoplan.capture.model_string import from_string, transformers_class
 from autoplan.capture.random_values import fill_meta, randomise, untouched_randomness
 from autoplan.capture.shrink import all_configs, tiny_config
+from autoplan.capture.type_rules import type_rules
 from autoplan.errors import SourceError
 
 __all__ = ["Source", "resolve"]
@@ -47,6 +48,12 @@ class Source:
         assert self.config is not None and self.model_class is not None
         with torch.device("meta"):
             return _build(self.model_class, copy.deepcopy(self.config), None).eval()
+
+    @property
+    def exact_dtype(self) -> torch.dtype:
+        """The widest dtype that the model's own code runs in: float64, but for a few that say otherwise."""
+        named: torch.dtype = getattr(torch, type_rules(self.model_type).dtype)
+        return named
 
     @cached_property
     def can_shrink(self) -> bool:
@@ -85,7 +92,7 @@ class Source:
         self, variant: int, dtype: torch.dtype, experts: str | None, attention: str | None
     ) -> PreTrainedModel:
         assert self.config is not None and self.model_class is not None
-        config = tiny_config(self.config, variant, self.model_class)
+        config = tiny_config(self.config, variant)
         for one in all_configs(config):
             if experts is not None:
                 one._experts_implementation = experts

@@ -1,6 +1,7 @@
 """Help that a model type needs to be built or fed: `rules/inputs/<type>.toml`, data only.
 
     why = "..."                    # required: what goes wrong without the file
+    dtype = "float32"              # where the model's own code cannot run in float64
     [default]                      # fields without which the type's default config does not build
     [tiny]                         # fields of the tiny clone; "=2*heads" is a product of numbers and sizes,
     [tiny.text_config]             #   "=default" leaves the field to its class; tables reach into sub-configs
@@ -24,7 +25,7 @@ from autoplan.rules_folder import rules_folder
 
 __all__ = ["TypeRules", "type_rules"]
 
-_KEYS = {"why", "default", "tiny", "inputs"}
+_KEYS = {"why", "dtype", "default", "tiny", "inputs"}
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class TypeRules:
     """One file of `rules/inputs`; empty for a type that needs no help."""
 
     why: str = ""
+    dtype: str = "float64"
     default: dict[str, Any] = field(default_factory=dict)
     tiny: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, dict[str, Any]] = field(default_factory=dict)
