@@ -44,7 +44,8 @@ def llama_plan(tp_size: int = 8, layers: int = 4) -> Plan:
     heads, groups, features, rows = "32 heads × 128", "8 heads × 128", "14336 features", "128256 rows"
     attention, mlp = f"{BLOCK}.self_attn", f"{BLOCK}.mlp"
     scores = "each rank computes the scores of its own heads; no head reads another"
-    entry_sum = "backward: all-reduce at the region's entry"
+    entry_sum = "sum of the input gradient (backward)"
+    output_sum = "sum of the output (forward)"
     return Plan(
         model="LlamaForCausalLM",
         tp_size=tp_size,
@@ -57,11 +58,38 @@ def llama_plan(tp_size: int = 8, layers: int = 4) -> Plan:
                 vocabulary,
                 rows,
                 "each rank looks up the ids it owns; the sum over ranks is the row",
-                "forward: all-reduce",
+                output_sum,
             ),
-            _entry(f"{attention}.q_proj", "colwise", "query", "separate-qkv", q, heads, scores, entry_sum),
-            _entry(f"{attention}.k_proj", "colwise", "key", "separate-qkv", kv, groups, scores, entry_sum),
-            _entry(f"{attention}.v_proj", "colwise", "value", "separate-qkv", kv, groups, scores, entry_sum),
+            _entry(
+                f"{attention}.q_proj",
+                "colwise",
+                "query",
+                "separate-qkv",
+                q,
+                heads,
+                scores,
+                f"{entry_sum}, shared with k_proj, v_proj",
+            ),
+            _entry(
+                f"{attention}.k_proj",
+                "colwise",
+                "key",
+                "separate-qkv",
+                kv,
+                groups,
+                scores,
+                f"{entry_sum}, shared with q_proj, v_proj",
+            ),
+            _entry(
+                f"{attention}.v_proj",
+                "colwise",
+                "value",
+                "separate-qkv",
+                kv,
+                groups,
+                scores,
+                f"{entry_sum}, shared with q_proj, k_proj",
+            ),
             _entry(
                 f"{attention}.o_proj",
                 "rowwise",
@@ -70,10 +98,28 @@ def llama_plan(tp_size: int = 8, layers: int = 4) -> Plan:
                 "1:32!*128",
                 heads,
                 "contracts over the heads that its rank holds: one sum",
-                "forward: all-reduce",
+                output_sum,
             ),
-            _entry(f"{mlp}.gate_proj", "colwise", "gate", "gated-mlp", gate, features, READ_ONCE, entry_sum),
-            _entry(f"{mlp}.up_proj", "colwise", "up", "gated-mlp", gate, features, READ_ONCE, entry_sum),
+            _entry(
+                f"{mlp}.gate_proj",
+                "colwise",
+                "gate",
+                "gated-mlp",
+                gate,
+                features,
+                READ_ONCE,
+                f"{entry_sum}, shared with up_proj",
+            ),
+            _entry(
+                f"{mlp}.up_proj",
+                "colwise",
+                "up",
+                "gated-mlp",
+                gate,
+                features,
+                READ_ONCE,
+                f"{entry_sum}, shared with gate_proj",
+            ),
             _entry(
                 f"{mlp}.down_proj",
                 "rowwise",
@@ -82,7 +128,7 @@ def llama_plan(tp_size: int = 8, layers: int = 4) -> Plan:
                 "1:14336!",
                 features,
                 "contracts over the split features: one sum",
-                "forward: all-reduce",
+                output_sum,
             ),
             _entry(
                 "lm_head",
@@ -92,7 +138,7 @@ def llama_plan(tp_size: int = 8, layers: int = 4) -> Plan:
                 vocabulary,
                 rows,
                 "logits leave the model split by vocabulary",
-                "backward: all-reduce",
+                entry_sum,
             ),
         ),
         replicated=tuple(

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 import yaml
 from example_plans import llama_plan, odd_plan
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autoplan.emit.plan_file import load_plan, names_plan_file, plan_from_dict, plan_to_dict
@@ -65,6 +65,7 @@ text = st.text(st.characters(codec="utf-8"), max_size=20)
 
 
 @settings(max_examples=60, deadline=None)
+@example(model="\x85", reason="a\nb", units="\u2028", where="\r", size=0)  # line breaks to YAML
 @given(model=text, reason=text, units=text, where=text, size=st.integers(0, 10**15))
 def test_any_text_survives(
     tmp_path_factory: pytest.TempPathFactory, model: str, reason: str, units: str, where: str, size: int

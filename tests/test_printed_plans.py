@@ -19,18 +19,18 @@ LLAMA_AT_100 = """\
 LlamaForCausalLM · tp 8 · inferred · legal at tp 1, 2, 4, 8
 
 Split
-module              style              units           sums
-model.embed_tokens  embedding_rowwise  128256 rows     forward: all-reduce
+module              style              units           sums over ranks
+model.embed_tokens  embedding_rowwise  128256 rows     output (forward)
 model.layers.*.self_attn
-  q_proj            colwise            32 heads × 128  backward: all-reduce at the region's entry
-  k_proj            colwise            8 heads × 128   backward: all-reduce at the region's entry
-  v_proj            colwise            8 heads × 128   backward: all-reduce at the region's entry
-  o_proj            rowwise            32 heads × 128  forward: all-reduce
+  q_proj            colwise            32 heads × 128  input gradient (backward)
+  k_proj            colwise            8 heads × 128   shared with q_proj
+  v_proj            colwise            8 heads × 128   shared with q_proj
+  o_proj            rowwise            32 heads × 128  output (forward)
 model.layers.*.mlp
-  gate_proj         colwise            14336 features  backward: all-reduce at the region's entry
-  up_proj           colwise            14336 features  backward: all-reduce at the region's entry
-  down_proj         rowwise            14336 features  forward: all-reduce
-lm_head             colwise            128256 rows     backward: all-reduce
+  gate_proj         colwise            14336 features  input gradient (backward)
+  up_proj           colwise            14336 features  shared with gate_proj
+  down_proj         rowwise            14336 features  output (forward)
+lm_head             colwise            128256 rows     input gradient (backward)
 
 Why
 rule                  roles              reason
@@ -44,11 +44,11 @@ gated-mlp             gate, up           gate and up read one whole activation a
                       down               contracts over the split features: one sum
 vocabulary-head       vocabulary head    logits leave the model split by vocabulary
 
-Whole on every rank: 9 parameters, 72.0 KiB
+Whole on every rank: 72.0 KiB
 a norm over the whole residual: every rank needs all of it
-  32.0 KiB  4 ×  model.layers.*.input_layernorm.weight
-  32.0 KiB  4 ×  model.layers.*.post_attention_layernorm.weight
-   8.0 KiB  1 ×  model.norm.weight
+  32.0 KiB  model.layers.*.input_layernorm.weight
+  32.0 KiB  model.layers.*.post_attention_layernorm.weight
+   8.0 KiB  model.norm.weight
 
 Layers
 model.layers  decoder  4 blocks  model.layers.*
@@ -67,8 +67,8 @@ def test_the_table_to_the_letter() -> None:
 
 def test_a_wide_terminal_shows_role_and_cut() -> None:
     shown = plain_text(plan_view(llama_plan()), 140)
-    assert "module              style              role              units           cut        sums" in shown
-    assert "  q_proj            colwise            query             32 heads × 128  0:32!*128  backward" in shown
+    assert "module              style              role              units           cut        sums over ranks" in shown
+    assert "  q_proj            colwise            query             32 heads × 128  0:32!*128  input gradient (backward)" in shown
     assert "! is dealt out over the ranks" in shown
 
 
@@ -133,7 +133,7 @@ def test_the_last_line_is_the_proof(proof: Proof, words: str) -> None:
 def test_whole_parameters_are_sorted_by_weight() -> None:
     whole = (Replicated("small", 1, "b"), Replicated("h.0.w", 2048, "a"), Replicated("h.1.w", 2048, "a"))
     shown = str(Plan("m", 2, replicated=whole, layers=(Stack("h", "other", ("h.0", "h.1")),)))
-    assert "Whole on every rank: 3 parameters, 4.0 KiB" in shown
+    assert "Whole on every rank: 4.0 KiB" in shown
     assert shown.index("h.*.w") < shown.index("small")
 
 

@@ -23,13 +23,16 @@ PURE = ("values", "layout", "errors", "patterns", "rules_folder", "version", "an
 HEAVY = ("torch", "transformers", "numpy")
 
 PUBLIC = (
+    "Applied",
     "AutoplanError",
     "Change",
     "Entry",
     "Finding",
     "Plan",
+    "Proof",
     "Report",
     "Stack",
+    "__version__",
     "applied",
     "full_tensors",
     "layers",

@@ -7,7 +7,7 @@ the columns that differ stay in sight. On a narrow terminal the exact cut and th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from rich.cells import cell_len
@@ -24,6 +24,7 @@ _WIDE = 110
 _LONG_PATH = 28
 _LEAST = 10  # columns a cell keeps when others need room
 _STYLES = {"module": "cyan", "cut": "dim"}
+_HEADINGS = {"sums": "sums over ranks"}
 _LEGEND = "cut is dim:layout; ! is dealt out over the ranks, * multiplies, | parts segments that are cut each by itself"
 
 Row = dict[str, str]
@@ -38,9 +39,9 @@ class EntryTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         wide = options.max_width >= _WIDE
         columns = self._columns(wide)
-        groups = [(parent, [_row(entry, parent) for entry in members]) for parent, members in _groups(self.entries)]
+        groups = [(parent, _rows(members, parent)) for parent, members in _groups(self.entries)]
         widths = _widths(columns, [row for _, rows in groups for row in rows], options.max_width)
-        yield _grid(columns, widths, [{column: column for column in columns}], header=True)
+        yield _grid(columns, widths, [{column: _HEADINGS.get(column, column) for column in columns}], header=True)
         for parent, rows in groups:
             if parent:
                 yield Text(parent, _STYLES["module"], no_wrap=False, overflow="fold")
@@ -62,18 +63,34 @@ def _groups(entries: Iterable[Entry]) -> Iterator[tuple[str, list[Entry]]]:
         yield ("" if alone else parent), found
 
 
-def _row(entry: Entry, parent: str) -> Row:
-    leaf = entry.pattern.removeprefix(f"{parent}.") if parent else entry.pattern or "(root)"
+def _rows(members: Iterable[Entry], parent: str) -> list[Row]:
+    rows: list[Row] = []
+    above: list[str] = []
+    for entry in members:
+        leaf = entry.pattern.removeprefix(f"{parent}.") if parent else entry.pattern or "(root)"
+        rows.append(_row(entry, f"  {leaf}" if parent else leaf, above))
+        above.append(leaf)
+    return rows
+
+
+def _row(entry: Entry, module: str, above: Sequence[str]) -> Row:
     return {
-        "module": f"  {leaf}" if parent else leaf,
+        "module": module,
         "style": entry.style,
         "role": entry.role,
         "units": entry.units,
         "cut": _cut(entry),
-        "sums": "\n".join(entry.reduces),
+        "sums": "\n".join(_sum(text, above) for text in entry.reduces),
         "source": entry.source,
         "proof": entry.proof,
     }
+
+
+def _sum(text: str, above: Sequence[str]) -> str:
+    """Short, as the column says "sums"; one that several projections share is told at the first of them."""
+    what, shared, others = text.removeprefix("sum of the ").partition(", shared with ")
+    told = [other for other in others.split(", ") if other in above]
+    return f"shared with {told[0]}" if shared and told else what
 
 
 def _cut(entry: Entry) -> str:
@@ -87,7 +104,10 @@ def _cut(entry: Entry) -> str:
 
 def _widths(columns: list[str], rows: list[Row], available: int) -> dict[str, int]:
     """Each column as wide as its widest line; then the widest give way until the table fits."""
-    lines = {column: [column, *(line for row in rows for line in row[column].split("\n"))] for column in columns}
+    lines = {
+        column: [_HEADINGS.get(column, column), *(line for row in rows for line in row[column].split("\n"))]
+        for column in columns
+    }
     widths = {column: max(map(cell_len, texts)) for column, texts in lines.items()}
     giving = [column for column in columns if column not in ("module", "style")]
     while sum(widths.values()) + _GAP * (len(columns) - 1) > available:

@@ -160,6 +160,14 @@ class _Dumper(yaml.SafeDumper):
         return super().represent_mapping(tag, mapping, flow_style=_is_short(mapping))
 
 
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Line breaks of every kind (YAML knows more than \\n) survive only as escapes."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
 def _is_short(value: Any) -> bool:
     return len(str(value)) <= 120 - 16  # room for indentation and the key
 

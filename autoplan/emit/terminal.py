@@ -43,8 +43,7 @@ def plan_view(plan: Plan) -> RenderableType:
         sections += [_heading("Split"), EntryTable(plan.entries), _heading("Why"), _reasons(plan.entries)]
     if plan.replicated:
         total = bytes_text(sum(item.bytes for item in plan.replicated))
-        heading = f"Whole on every rank: {count(len(plan.replicated), 'parameter')}, {total}"
-        sections += [_heading(heading), *_replicated(plan.replicated)]
+        sections += [_heading(f"Whole on every rank: {total}"), *_replicated(plan.replicated)]
     if plan.layers:
         sections += [_heading("Layers"), _layers(plan)]
     if plan.findings:
@@ -117,9 +116,9 @@ def _replicated(items: tuple[Replicated, ...]) -> Iterable[RenderableType]:
             for size, fqns in by_reason[reason].items()
             for pattern, members in fold_counted(fqns, names)
         ]
-        table = _table("bytes", "count", "parameter", header=False, right=("bytes", "count"))
+        table = _table("bytes", "parameter", header=False, right=("bytes",))
         for members, size, pattern in sorted(rows, key=lambda row: -row[0] * row[1]):
-            table.add_row(bytes_text(members * size), f"{members} ×", Text(pattern, "cyan"))
+            table.add_row(bytes_text(members * size), Text(pattern, "cyan"))
         yield Text(reason or "(no reason given)")
         yield Padding(table, (0, 0, 0, 2))
 
