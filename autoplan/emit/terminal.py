@@ -73,8 +73,15 @@ def report_view(report: Report, title: str) -> RenderableType:
 
 
 def _detail(value: object) -> str:
+    """A mapping takes a line for each key; what is inside stays on it."""
     if isinstance(value, dict):
-        return "\n".join(f"{key}: {_detail(inner)}" for key, inner in value.items())
+        return "\n".join(f"{key}: {_in_line(inner)}" for key, inner in value.items())
+    return _in_line(value)
+
+
+def _in_line(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{inner} {key}" for key, inner in value.items())
     return ", ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
