@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from sharded_toys import TOYS, build, inputs, reference, rule, set_group, tp_mesh
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -292,6 +292,24 @@ def test_a_transformers_checkpoint_fills_its_meta_model(name: str, more: Any, ru
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == bool(config.tie_word_embeddings)
 
     run_ranks(rank_body, 2)
+
+
+def test_a_checkpoint_without_one_expert_is_refused(tmp_path: Path) -> None:
+    cls, config = tiny("Mixtral", num_local_experts=3, num_experts_per_tok=2)
+    cls(config).save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    lacking = [key for key in state if "layers.1" in key and "experts.2" in key][:1]
+    save_file({key: value for key, value in state.items() if key not in lacking}, tmp_path / "model.safetensors")
+
+    def rank_body(rank: int) -> None:
+        with torch.device("meta"):
+            model = cls(config)
+        shard_parameters(model, tp_mesh(1), {})
+        with pytest.raises(AutoplanError, match="layers.1.*experts"):
+            load_weights(model, tmp_path)
+
+    assert lacking
+    run_ranks(rank_body, 1)
 
 
 def test_a_base_models_checkpoint_lacks_the_head_and_its_prefix(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoplan.errors import PlanMismatchError
+from autoplan.errors import AutoplanError, PlanMismatchError
 
 __all__ = ["Converted", "Matched", "match_keys", "refuse_unmatched"]
 
@@ -38,7 +38,14 @@ class Converted:
         return [self.first.replace(patterns[0], pattern) for pattern in patterns]
 
     def make(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        made = self.converter.convert(self.first, model=model, config=getattr(model, "config", None))
+        try:
+            made = self.converter.convert(self.first, model=model, config=getattr(model, "config", None))
+        except (RuntimeError, ValueError, LookupError) as error:
+            raise AutoplanError(
+                f"transformers' conversion of {len(self.keys)} checkpoint tensors ({self.keys[0]}, …) "
+                f"to {self.first} failed: {error}",
+                hint="is the checkpoint complete, and is transformers as new as the checkpoint?",
+            ) from error
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
@@ -50,6 +57,9 @@ class Matched:
     converted: list[Converted] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+
+    def converted_names(self) -> set[str]:
+        return {name for conversion in self.converted for name in conversion.targets()}
 
 
 def match_keys(
@@ -85,7 +95,7 @@ def match_keys(
             matched.converted.append(conversion)
         else:
             matched.unexpected += conversion.keys
-    found = set(matched.direct) | {name for conversion in matched.converted for name in conversion.targets()}
+    found = set(matched.direct) | matched.converted_names()
     matched.missing = [group[0] for group in groups if not found & set(group)]
     _forget_ignored(model, matched, set(passing), prefix)
     return matched

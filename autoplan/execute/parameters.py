@@ -61,10 +61,13 @@ def prepare_parameters(model: nn.Module, tp_mesh: DeviceMesh, rules: Rules) -> P
                 new, record.parameters[name] = builder.parameter(_join(path, name), parameter, module)
                 prepared.swaps.append(_Swap(module._parameters, name, parameter, new))
         for name, buffer in module._buffers.items():
-            made = builder.buffer(_join(path, name), buffer) if buffer is not None else None
-            if made is not None:
-                new, record.buffers[name] = made
-                prepared.swaps.append(_Swap(module._buffers, name, buffer, new))
+            if buffer is None:
+                continue
+            new_buffer, held = builder.buffer(_join(path, name), buffer)
+            if held is not None:
+                record.buffers[name] = held
+            if new_buffer is not buffer:
+                prepared.swaps.append(_Swap(module._buffers, name, buffer, new_buffer))
         prepared.modules.append((module, record, type(module), view_class(type(module), tuple(record.parameters))))
     _refuse_differing_ranks(builder, model)
     return prepared
@@ -144,12 +147,12 @@ class _Builder:
             self.originals.append((fqn, parameter))
         return self.made[id(parameter)]
 
-    def buffer(self, fqn: str, buffer: torch.Tensor) -> tuple[torch.Tensor, Held] | None:
-        """The local piece of a split buffer; a whole one stays as it is."""
-        if id(buffer) not in self.rules:
-            return None
+    def buffer(self, fqn: str, buffer: torch.Tensor) -> tuple[torch.Tensor, Held | None]:
+        """The local piece of a split buffer; a whole one as it is, but on the mesh's device."""
         held = self._held(fqn, buffer)
-        return None if held.dim is None else (self._to_device(held.cut(buffer.detach())), held)
+        if held.dim is None:
+            return self._to_device(buffer), None
+        return self._to_device(held.cut(buffer.detach())), held
 
     def _held(self, fqn: str, tensor: torch.Tensor) -> Held:
         rule = self.rules.get(id(tensor), ParameterRule(fqn))

@@ -35,7 +35,8 @@ __all__ = ["load_weights"]
 def load_weights(model: nn.Module, folder: str | Path, *, strict: bool = True) -> _IncompatibleKeys:
     """Fill `model`, on meta or holding numbers already, from the safetensors files in `folder`.
 
-    Returns the missing and unexpected names, which `strict` makes an error. Shapes must agree in any case.
+    Returns the missing and unexpected names, which `strict` makes an error; what is missing stays as it was. Shapes
+    must agree in any case.
     """
     files = CheckpointFiles(folder)
     for module in model.modules():
@@ -179,6 +180,10 @@ def _fill(model: nn.Module, files: CheckpointFiles, tensors: list[_Saved], match
                 )
             owner[name].fill(owner[name].cut(whole))
             done.add(id(owner[name]))
+    promised = matched.converted_names()
+    forgotten = [saved.names[0] for saved in tensors if id(saved) not in done and saved.names[0] in promised]
+    if forgotten:
+        raise AutoplanError(f"transformers' conversions did not make {', '.join(forgotten[:5])}")
 
 
 def _tell_fsdp(model: nn.Module) -> None:
