@@ -9,13 +9,16 @@ import difflib
 import importlib
 import json
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import transformers
+from huggingface_hub import constants
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -42,7 +45,9 @@ def from_string(text: str, *, trust_remote_code: bool = False) -> Found:
     """Follow a MODEL string. Raises SourceError that says what was tried."""
     text = text.strip()
     if not text:
-        raise SourceError("the model string is empty", hint="give a folder, 'package.module:builder', a type or a hub id")
+        raise SourceError(
+            "the model string is empty", hint="give a folder, 'package.module:builder', a type or a hub id"
+        )
     if Path(text).expanduser().is_dir():
         return _from_folder(Path(text).expanduser(), trust_remote_code)
     left, colon, right = text.partition(":")
@@ -84,34 +89,50 @@ def _from_folder(folder: Path, trust_remote_code: bool) -> Found:
             f"{path} has model_type {model_type!r}, which transformers {transformers.__version__} does not know",
             hint=f"did you mean {', '.join(near)}?" if near else "update transformers, or pass the model itself",
         )
-    return Found(config=_load(str(folder), trust_remote_code, local=True), where=str(folder))
+    return Found(config=_load(str(folder), trust_remote_code), where=str(folder))
 
 
 def _from_hub(text: str, trust_remote_code: bool) -> Found:
-    config = _load(text, trust_remote_code, local=False)
+    """Files that are in the hub's local cache need no network."""
+    try:
+        config = AutoConfig.from_pretrained(
+            text, trust_remote_code=trust_remote_code, local_files_only=not _reachable()
+        )
+    except Exception as error:  # network, cache, parsing and validation each raise their own family
+        if "trust_remote_code" in str(error):
+            raise _remote_code_error(text) from error
+        near = difflib.get_close_matches(text, list(CONFIG_MAPPING), 3)
+        meant = f"did you mean {' or '.join(near)}? " if near else ""
+        raise SourceError(
+            f"{text!r} is no folder, no 'package.module:builder', no model type, and no hub model that can be reached: "
+            f"{_said(error).split('. ')[0]}",
+            hint=f"{meant}offline, give a folder that holds its config.json (weights are not needed)",
+        ) from error
+    _refuse_remote_code(config.to_dict(), text, trust_remote_code)
     return Found(config=config, where=text)
 
 
-def _load(where: str, trust_remote_code: bool, *, local: bool) -> PretrainedConfig:
-    """Read a config; every way in which that fails becomes one error."""
+def _reachable() -> bool:
+    """Can the hub's host be found at all? Asking first saves half a minute of retries; a proxy is left to try."""
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return True
     try:
-        config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code, local_files_only=local)
-    except Exception as error:  # network, cache, parsing and validation each raise their own family
-        if not local and "trust_remote_code" in str(error):
-            raise _remote_code_error(where) from error
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if local:
-            raise SourceError(f"{where}/config.json cannot be used: {first}", hint="mend the config") from error
-        near = difflib.get_close_matches(where, list(CONFIG_MAPPING), 3)
-        meant = f"did you mean {' or '.join(near)}? " if near else ""
-        raise SourceError(
-            f"{where!r} is no folder, no 'package.module:builder', no model type, and no hub model that can be reached: "
-            f"{first}",
-            hint=f"{meant}offline, give a folder that holds its config.json (weights are not needed)",
-        ) from error
-    if not local:
-        _refuse_remote_code(config.to_dict(), where, trust_remote_code)
-    return config
+        return bool(socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443))
+    except OSError:
+        return False
+
+
+def _load(folder: str, trust_remote_code: bool) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # validation raises a family of its own for each config class
+        raise SourceError(f"{folder}/config.json cannot be used: {_said(error)}", hint="mend the config") from error
+
+
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _refuse_remote_code(data: Mapping[str, Any], where: str, trust_remote_code: bool) -> None:

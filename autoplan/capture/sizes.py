@@ -81,7 +81,11 @@ FIELDS: tuple[tuple[str, str, str], ...] = (
     (r"(num_experts|local_experts|routed_experts|moe_num_experts|expert_num)$", "experts", "exact"),
     (r"expert_capacity", "chunk", "most"),
     (r"(moe|expert)\w*(intermediate_size|ffn_hidden_size|_dim)$", "expert_width", "most"),
-    (r"(intermediate_size|intermediate_dim|ffn_dim|d_ff|dff|dim_ff|mlp_dim|n_inner|ffn_hidden_size)$", "intermediate", "most"),
+    (
+        r"(intermediate_size|intermediate_dim|ffn_dim|d_ff|dff|dim_ff|mlp_dim|n_inner|ffn_hidden_size)$",
+        "intermediate",
+        "most",
+    ),
     (r"(feed_forward_size|d_inner|intermediate_size_mlp|ffn_inner_dim|ff_dim)$", "intermediate", "most"),
     (r"(d_state|state_size|ssm_state_size)$", "state", "most"),
     (r"chunk_size$", "chunk", "most"),
@@ -97,7 +101,11 @@ FIELDS: tuple[tuple[str, str, str], ...] = (
         "most",
     ),
     (r"^mamba_d_ssm$", "hidden", "double"),
-    (r"(num_query_tokens|num_latents|latent_query_num|n_latents|num_image_tokens|query_num|num_latents)$", "latents", "most"),
+    (
+        r"(num_query_tokens|num_latents|latent_query_num|n_latents|num_image_tokens|query_num|num_latents)$",
+        "latents",
+        "most",
+    ),
     (r"max_source_positions$", "positions", "most"),
     (r"^(image_size|crop_size|img_size)$", "", "image"),
 )

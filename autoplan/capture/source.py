@@ -188,7 +188,16 @@ def _build(cls: type, config: PretrainedConfig, attention: str | None) -> Any:
     try:
         with untouched_randomness(0):
             return cls._from_config(config, **keywords)  # type: ignore[attr-defined]
-    except (ValueError, TypeError, AttributeError, RuntimeError, KeyError, IndexError, AssertionError, ImportError) as error:
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        KeyError,
+        IndexError,
+        AssertionError,
+        ImportError,
+    ) as error:
         raise SourceError(
             f"{cls.__name__} cannot be built from its config: {type(error).__name__}: {error}",
             hint="mend the config, or build the model yourself and pass it",
