@@ -370,6 +370,12 @@ class Report:
     tp_size: int = 1
     details: dict[str, Any] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        """The verdict, what was compared, and the findings, for a terminal."""
+        from autoplan.emit.terminal import plain_text, report_view
+
+        return plain_text(report_view(self))
+
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data: what `autoplan verify --json` prints. JSON has no NaN: such errors are null."""
         from autoplan.emit.plain import finite, plain

@@ -59,5 +59,5 @@ if __name__ == "__main__":
     plan = autoplan.plan(model, tp_size=4)
     print(plan)
     report = autoplan.verify(model, plan, tp_size=4)
-    assert report.ok, report.findings
+    assert report.ok, report
     print(f"\n{len(report.gradients)} gradients agree, the largest error is {max(report.gradients.values()):.0e}")

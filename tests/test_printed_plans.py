@@ -67,8 +67,13 @@ def test_the_table_to_the_letter() -> None:
 
 def test_a_wide_terminal_shows_role_and_cut() -> None:
     shown = plain_text(plan_view(llama_plan()), 140)
-    assert "module              style              role              units           cut        sums over ranks" in shown
-    assert "  q_proj            colwise            query             32 heads × 128  0:32!*128  input gradient (backward)" in shown
+    assert (
+        "module              style              role              units           cut        sums over ranks" in shown
+    )
+    assert (
+        "  q_proj            colwise            query             32 heads × 128  0:32!*128  input gradient (backward)"
+        in shown
+    )
     assert "! is dealt out over the ranks" in shown
 
 
@@ -251,6 +256,17 @@ def test_report_leads_with_the_verdict_and_the_worst_gradient() -> None:
     ):
         assert words in shown
     assert plain_text(report_view(Report(ok=True, tp_size=4), "gpt2")).splitlines() == ["gpt2 · tp 4 · passed"]
+
+
+def test_many_findings_of_one_check_are_folded() -> None:
+    wrong = tuple(Finding("gradients", "error", f"h.{i}.w", f"off by {i}") for i in range(40))
+    report = Report(ok=False, findings=(*wrong, Finding("loss", "error", "loss", "off by 1")), details={"model": "m"})
+    shown = str(report)
+    assert shown.splitlines()[0] == "m · tp 1 · failed"
+    assert "off by 4" in shown and "off by 5" not in shown
+    assert shown.count("and 35 more places: h.*.w") == 1
+    assert "loss · loss" in shown
+    assert len(report.to_dict()["findings"]) == 41
 
 
 def test_a_report_as_json_has_no_nan() -> None:

@@ -25,6 +25,7 @@ __all__ = ["plain_text", "plan_view", "report_view"]
 
 _LEVELS = {"error": "bold red", "warn": "yellow", "note": "cyan"}
 _NARROWEST = 80
+_ALIKE = 5  # findings of one check and level that are printed in full
 
 
 def plain_text(view: RenderableType, width: int | None = None) -> str:
@@ -51,8 +52,9 @@ def plan_view(plan: Plan) -> RenderableType:
     return Group(*sections, Text(), _proof(plan.proof))
 
 
-def report_view(report: Report, title: str) -> RenderableType:
-    """The outcome of a check: verdict first, then what was compared, then each finding."""
+def report_view(report: Report, title: str = "") -> RenderableType:
+    """The outcome of a check: verdict first, then what was compared, then the findings."""
+    title = title or str(report.details.get("model", "report"))
     verdict = ("passed", "bold green") if report.ok else ("failed", "bold red")
     facts = _table("what", "value", header=False)
     if report.forward is not None:
@@ -139,6 +141,18 @@ def _layers(plan: Plan) -> RenderableType:
 
 
 def _findings(findings: tuple[Finding, ...]) -> Iterable[RenderableType]:
+    """By check; where one check says much alike, its first findings stand for the rest (`--json` has all)."""
+    said: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        said.setdefault((finding.check, finding.level), []).append(finding)
+    for alike in said.values():
+        yield from _findings_in_full(alike[:_ALIKE])
+        if rest := alike[_ALIKE:]:
+            places = ", ".join(fold_names(finding.where for finding in rest))
+            yield Padding(Text(f"and {count(len(rest), 'more place')}: {places}"), (0, 0, 0, 6))
+
+
+def _findings_in_full(findings: Iterable[Finding]) -> Iterable[RenderableType]:
     for finding in findings:
         weight = f" ({bytes_text(finding.bytes)})" if finding.bytes else ""
         yield Text.assemble(
