@@ -452,9 +452,20 @@ class _Artist:
             self.graph.nodes[box]["node"] = replace(known, parameters=known.parameters + names, dims=known.dims or dims)
             return Value(node=box)
         kind = "shift" if op.name.startswith(("add", "sub")) else "scale"
+        if kind == "shift" and self._is_bias(known, views):
+            self.graph.nodes[box]["node"] = replace(known, parameters=known.parameters + names)
+            return Value(node=box)
         box = self.add(Node(kind, op.module, names, dims))
         self.join(source, box)
         return Value(node=box)
+
+    def _is_bias(self, known: Node, views: list[View]) -> bool:
+        """Added to a contraction's output, as wide as it is: its bias, only written apart."""
+        out = known.dim("out")
+        owners = {name.rpartition(".")[0] for name in (*known.parameters, *(self.name(v.parameter) for v in views))}
+        widths = [self.shape(view.parameter)[-1] for view in views if self.shape(view.parameter)]
+        alone = known.kind in ("linear", "stacked") and len(known.parameters) == 1 and len(owners) == 1
+        return alone and out is not None and widths == [out.size]
 
     def _new(self, kind: str, op: Op, sources: list[int]) -> Value:
         box = self.add(Node(kind, op.module))

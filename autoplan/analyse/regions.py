@@ -100,15 +100,29 @@ def prune(flow: Flow) -> None:
 
 def collapse_scans(flow: Flow) -> None:
     """Replace each web of glue that holds a scan's op by one box."""
-    glue = [box for box in flow if _is_glue(flow, box)]
-    web = flow.subgraph(glue)
-    kept: nx.Graph[int] = nx.Graph()
-    kept.add_nodes_from(glue)
-    kept.add_edges_from((a, b) for a, b in web.edges if node_of(flow, a).module == node_of(flow, b).module)
-    for members in list(nx.connected_components(kept)):
+    glue = {box for box in flow if _is_glue(flow, box)}
+    lateness = _lateness(flow, glue)
+    webs: nx.Graph[int] = nx.Graph()
+    webs.add_nodes_from(sorted(glue))
+    webs.add_edges_from((a, b) for a, b in flow.edges if {a, b} <= glue and lateness[a] == lateness[b])
+    for members in list(nx.connected_components(webs)):
         kinds = {node_of(flow, box).kind for box in members}
         if len(members) > 1 and (kinds & _SCAN_CORE or ("write" in kinds and kinds & _ARITHMETIC)):
             _collapse(flow, sorted(members))
+
+
+def _lateness(flow: Flow, glue: set[int]) -> dict[int, int]:
+    """How many borders lie on the longest way to the end: other boxes, and changes of module.
+
+    Boxes of one web have one lateness: no way leads out of it and back in, so it can become one box.
+    """
+    late: dict[int, int] = {}
+    for box in reversed(list(nx.topological_sort(flow))):
+        module = node_of(flow, box).module
+        late[box] = max(
+            (late[r] + (r not in glue or node_of(flow, r).module != module) for r in flow.successors(box)), default=0
+        )
+    return late
 
 
 def _is_glue(flow: Flow, box: int) -> bool:
@@ -120,13 +134,18 @@ def _is_glue(flow: Flow, box: int) -> bool:
 
 def _collapse(flow: Flow, members: list[int]) -> None:
     inside = set(members)
-    parameters = [name for box in members for name in node_of(flow, box).parameters]
-    box = max(flow) + 1
-    module = node_of(flow, members[0]).module
-    flow.add_node(box, node=Node("scan", module, tuple(dict.fromkeys(parameters))))
-    for member in members:
-        for source in set(flow.predecessors(member)) - inside:
+    parameters = tuple(dict.fromkeys(name for box in members for name in node_of(flow, box).parameters))
+    sources = {source for member in members for source in flow.predecessors(member)} - inside
+    box = _attention_among(flow, sources)
+    if box is None:
+        box = max(flow) + 1
+        flow.add_node(box, node=Node("scan", node_of(flow, members[0]).module, parameters))
+        for source in sorted(sources):
             _arrow(flow, source, box, "")
+    else:  # arithmetic on an attention's own ingredients (a sink in the denominator) is part of it
+        own = node_of(flow, box)
+        flow.nodes[box]["node"] = replace(own, parameters=own.parameters + parameters)
+    for member in members:
         for reader in set(flow.successors(member)) - inside:
             for port in flow.edges[member, reader]["ports"] or {""}:
                 _arrow(flow, box, reader, port)
@@ -134,10 +153,19 @@ def _collapse(flow: Flow, members: list[int]) -> None:
     flow.remove_nodes_from(members)
 
 
+def _attention_among(flow: Flow, sources: set[int]) -> int | None:
+    """The attention that is read, if all else that is read is what that attention reads, too."""
+    for box in sorted(sources):
+        others = sources - {box} - set(flow.predecessors(box))
+        if node_of(flow, box).kind == "attend" and all(node_of(flow, other).kind == "parameter" for other in others):
+            return box
+    return None
+
+
 def _absorb_parameters(flow: Flow, box: int) -> None:
     """Parameters that the web alone reads belong to it."""
     for source in list(flow.predecessors(box)):
         node = node_of(flow, source)
-        if node.kind == "parameter":
+        if node.kind == "parameter" and flow.out_degree(source) == 1:
             own = node_of(flow, box)
             flow.nodes[box]["node"] = replace(own, parameters=own.parameters + node.parameters)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autoplan.analyse.flow import Flow, node_of
+from autoplan.analyse.flow import Flow, Node, node_of
 from autoplan.analyse.solve import Solution
 from autoplan.decide.match import TRANSPARENT
 from autoplan.decide.naming import Reading
@@ -70,8 +70,8 @@ class Costs:
         shared = f", shared with {', '.join(others)}" if others else ""
         return [f"sum of the input gradient (backward){shared}"]
 
-    def _readers(self, box: int) -> list:  # type: ignore[type-arg]
-        found = []
+    def _readers(self, box: int) -> list[Node]:
+        found: list[Node] = []
         for reader in self.flow.successors(box):
             node = node_of(self.flow, reader)
             found += self._readers(reader) if node.kind in TRANSPARENT else [node]

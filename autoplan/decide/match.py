@@ -230,8 +230,7 @@ def _candidates(reach: _Reach, pattern: Pattern, name: str, bound: dict[str, int
         if found is not None:
             options = found if options is None else options & found
     if options is None:
-        boxes: Iterable[int] = reach.flow if "any" in kinds else (b for kind in kinds for b in reach.by_kind.get(kind, ()))
-        return sorted(boxes)
+        return sorted(reach.flow if "any" in kinds else (b for kind in kinds for b in reach.by_kind.get(kind, ())))
     return sorted(box for box in options if "any" in kinds or node_of(reach.flow, box).kind in kinds)
 
 

@@ -36,9 +36,11 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "scale": ("over",),
     "shift": ("over",),
     "parameter": ("over",),
+    "attend": ("over",),
+    "scan": ("over",),
 }
 PLAIN_KINDS = {
-    *("input", "output", "attend", "scan", "mul", "add", "cat", "split", "mix", "sum", "softmax", "topk", "pick"),
+    *("input", "output", "mul", "add", "cat", "split", "mix", "sum", "softmax", "topk", "pick"),
     *("scatter", "write", "matmul", "cumsum", "any"),
 }
 

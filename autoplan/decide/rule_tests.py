@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from autoplan.decide.match import match_rules
-from autoplan.decide.pattern import draw
-from autoplan.decide.rulebook import Example, Match, Rule, load_rules
 from autoplan.decide.conditions import parse_condition
-from autoplan.decide.pattern import parse_pattern
+from autoplan.decide.match import match_rules
+from autoplan.decide.pattern import draw, parse_pattern
+from autoplan.decide.rulebook import Example, Match, Rule, load_rules
 from autoplan.errors import AutoplanError
 
 __all__ = ["RuleResult", "test_rules"]
@@ -63,7 +62,8 @@ def problem_with(rule: Rule, example: Example) -> str:
     flow = draw(example.graph)
     matching = match_rules(flow, [rule], example.tp)
     names = {box: flow.nodes[box]["node"].module for box in flow}
-    claimed = {names[box]: styles for found in matching.found for name, box in found.claims for styles in [dict(rule.yields)[name]]}
+    styles = dict(rule.yields)
+    claimed = {names[box]: styles[name] for found in matching.found for name, box in found.claims}
     expected = dict(example.expect)
     if claimed != expected:
         reasons = "; ".join(dict.fromkeys(refusal.because for refusal in matching.refusals))

@@ -1,8 +1,8 @@
 """Rules are documents: one TOML file each in rules/roles, read into frozen values.
 
 A rule says what it recognises (a flow over boxes and guards over facts), what it calls the boxes and which style each
-takes, why that is right, where it stops, and shows itself on examples: at least one that must match and one that must be
-refused. A rule without `match` is a document only: it explains what applies when no other rule does.
+takes, why that is right, where it stops, and shows itself on examples: at least one that must match and one that
+must be refused. A rule without `match` is a document only: it explains what applies when no other rule does.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Match:
-    """What a rule looks for. The texts are kept beside what was read from them: they are printed, and mutated in tests."""
+    """What a rule looks for. Texts are kept beside what was read from them: they are printed, and mutated in tests."""
 
     flow: str
     where: tuple[str, ...]

@@ -43,7 +43,9 @@ def _style_in(node: Node, fact: ParameterFact) -> str:
     for field, dim in node.dims:
         if dim.parameter in fact.names and dim.dim == fact.dim:
             return "norm" if node.kind == "norm" else _BY_FIELD.get((node.kind, field), "local")
-    return "local"
+    out = node.dim("out")
+    is_bias = any(name in fact.names for name in node.parameters[1:])
+    return "colwise" if is_bias and out is not None and out.layout is not None else "local"
 
 
 def _packed(style: str, fact: ParameterFact, tp: int, *, gathered: bool) -> str:
