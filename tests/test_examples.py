@@ -22,6 +22,7 @@ def test_each_example_is_run() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(PROMISES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROMISES)
 def test_example(name: str, tmp_path: Path) -> None:
     root = str(EXAMPLES.parent)
