@@ -13,6 +13,7 @@ from typing import Any
 
 from autoplan.analyse.axes import Axes
 from autoplan.analyse.callflow import Border, CallFlow
+from autoplan.analyse.demands import NO_DEMANDS, Demands
 from autoplan.analyse.events import FORBIDDING
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.sites import Placement, Refusal
@@ -65,7 +66,9 @@ def _head_columns(trace: Trace, axes: Axes) -> set[Term]:
     return found
 
 
-def products_to_gather(trace: Trace, axes: Axes, shards: Shards, tp: int) -> set[int]:
+def products_to_gather(
+    trace: Trace, axes: Axes, shards: Shards, tp: int, demands: Demands = NO_DEMANDS
+) -> set[int]:
     """Linear ops whose weight stayed whole although it is large: split their outputs and gather at once."""
     total = sum(
         prod(t.shape) for t in trace.tensors if t.kind == "parameter" and len(t.shape) >= 2
@@ -74,6 +77,8 @@ def products_to_gather(trace: Trace, axes: Axes, shards: Shards, tp: int) -> set
     for index, op in enumerate(trace.ops):
         weight = _linear_weight(op, axes)
         if weight is None or _root_is_split(weight, axes, shards):
+            continue
+        if not demands.may_gather(trace.tensors[axes.sources[weight]].names):
             continue
         shape = trace.tensors[weight].shape
         if prod(shape) >= _WORTH_GATHERING * total and (shape[-1] % tp == 0 or shape[-1] >= 64 * tp):

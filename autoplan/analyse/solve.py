@@ -13,9 +13,11 @@ from math import gcd, prod
 
 from autoplan.analyse.axes import Axes, infer_axes
 from autoplan.analyse.callflow import CallFlow
+from autoplan.analyse.demands import NO_DEMANDS, Demands
 from autoplan.analyse.edits import Edits, solve_edits
 from autoplan.analyse.heads import gathered_leaves, head_sites, products_to_gather, refuse_homeless_logits, vocabularies
 from autoplan.analyse.scoped import Scope, scope
+from autoplan.analyse.sequence import SequencePlacement, place_sequence, sequence_hooks
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.sites import Placement, place
 from autoplan.analyse.splits import Choice, choose, occurrences
@@ -42,6 +44,8 @@ class Solution:
     reductions: dict[int, str]
     legal_tp: tuple[int, ...]
     refusals: tuple[str, ...] = ()
+    sequence_parallel: bool = False
+    sequence_notes: tuple[str, ...] = ()
     shards: Shards | None = field(default=None, compare=False, repr=False)
 
 
@@ -55,25 +59,37 @@ class _Round:
     scope: Scope
 
 
-def solve(trace: Trace, tp: int, *, scoped: bool = True) -> Solution:
-    """Analyse a trace and decide its splits at `tp`. `scoped=False` refuses what hooks and integers cannot do."""
+def solve(
+    trace: Trace,
+    tp: int,
+    *,
+    scoped: bool = True,
+    demands: Demands = NO_DEMANDS,
+    sequence_stacks: tuple[tuple[str, ...], ...] | None = None,
+) -> Solution:
+    """Analyse a trace and decide its splits at `tp`. `scoped=False` refuses what hooks and integers cannot do.
+
+    With `sequence_stacks` (the blocks of every stack) the stream between split regions is cut along the sequence.
+    `demands` are what a plan that somebody wrote leaves to decide.
+    """
     flow = CallFlow(trace)
     gathered: frozenset[int] = frozenset()
     axes = infer_axes(trace)
     refusals: list[str] = []
-    done, refused = _settle(trace, flow, axes, tp, gathered, refusals, scoped)
+    done = _settle(trace, flow, axes, tp, gathered, refusals, scoped)
     wanted = products_to_gather(trace, axes, done.shards, tp)
     if wanted:
         gathered = frozenset(wanted)
         axes = infer_axes(trace, gathered)
         refusals.clear()
-        done, refused = _settle(trace, flow, axes, tp, gathered, refusals, scoped)
-    return _solution(trace, flow, done, tp, refusals, refused)
+        done = _settle(trace, flow, axes, tp, gathered, refusals, scoped)
+    sequence = place_sequence(done.shards, flow, done.placement, sequence_stacks) if sequence_stacks is not None else None
+    return _solution(trace, flow, done, tp, refusals, sequence)
 
 
 def _settle(
     trace: Trace, flow: CallFlow, axes: Axes, tp: int, gathered: frozenset[int], refusals: list[str], scoped: bool
-) -> tuple[_Round, dict[Term, str]]:
+) -> _Round:
     """Choose, place, solve; refuse and choose again, until nothing is refused."""
     refused: dict[Term, str] = {}
     for _ in range(_ROUNDS):
@@ -86,12 +102,12 @@ def _settle(
         found = scope(shards, flow, placement, edits)
         blamed = _blame(shards, placement, found, scoped)
         if not blamed:
-            return _Round(axes, choice, shards, placement, edits, found), refused
+            return _Round(axes, choice, shards, placement, edits, found)
         for leaf, why in blamed.items():
             refused[leaf] = why
             refusals.append(f"an axis of {leaf.size} stays whole: {why}")
     shards = Shards(trace, axes, {}, tp)
-    return _Round(axes, Choice(), shards, Placement(), Edits(), Scope()), refused
+    return _Round(axes, Choice(), shards, Placement(), Edits(), Scope())
 
 
 def _blame(shards: Shards, placement: Placement, scope: Scope, scoped: bool) -> dict[Term, str]:
@@ -123,18 +139,19 @@ def _held(shards: Shards) -> dict[Term, int]:
 
 
 def _solution(
-    trace: Trace, flow: CallFlow, done: _Round, tp: int, refusals: list[str], refused: dict[Term, str]
+    trace: Trace, flow: CallFlow, done: _Round, tp: int, refusals: list[str], sequence: SequencePlacement | None
 ) -> Solution:
+    cut = sequence if sequence is not None and sequence.applies else None
     ids = _class_ids(trace, done)
-    facts = tuple(_parameter_facts(trace, done, ids))
+    facts = tuple(_parameter_facts(trace, done, ids, cut))
     heads, gathers = head_sites(trace, flow, done.shards, done.placement, done.choice.vocabularies)
     runtime = Runtime(
         parameters=tuple(_rules(facts)),
         edits=tuple(_with_old(done.edits, trace)),
-        hooks=_hooks(done.placement) + gathers,
+        hooks=(_hooks(done.placement) if cut is None else sequence_hooks(done.placement, cut)) + gathers,
         heads=heads,
         scoped=done.scope.calls,
-        random=done.scope.random,
+        random=tuple(sorted({*done.scope.random, *(cut.random if cut else ())})),
         random_whole=done.scope.random_whole,
     )
     return Solution(
@@ -147,6 +164,8 @@ def _solution(
         reductions=dict(done.placement.reductions),
         legal_tp=_legal_sizes(done.choice),
         refusals=tuple(dict.fromkeys(refusals)),
+        sequence_parallel=cut is not None,
+        sequence_notes=() if sequence is None else tuple(dict.fromkeys(cut.whole)) if cut else (sequence.reason,),
         shards=done.shards,
     )
 
@@ -195,7 +214,9 @@ def _class_facts(trace: Trace, done: _Round, ids: dict[Term, int]) -> Iterator[C
         yield ClassFact(number, leaf.size, frozenset(map(str, leaf.events)), places, split, reason)
 
 
-def _parameter_facts(trace: Trace, done: _Round, ids: dict[Term, int]) -> Iterator[ParameterFact]:
+def _parameter_facts(
+    trace: Trace, done: _Round, ids: dict[Term, int], cut: SequencePlacement | None
+) -> Iterator[ParameterFact]:
     placement, shards = done.placement, done.shards
     for tensor, info in enumerate(trace.tensors):
         if info.kind not in ("parameter", "buffer") or not info.names:
@@ -203,7 +224,7 @@ def _parameter_facts(trace: Trace, done: _Round, ids: dict[Term, int]) -> Iterat
         layouts = shards.layouts(tensor)
         dim = next((d for d, found in enumerate(layouts) if found is not None), None)
         gradient = (
-            "sum" if tensor in placement.summed_parameters
+            "sum" if tensor in placement.summed_parameters or (cut and tensor in cut.summed_parameters)
             else "shared" if tensor in placement.shared_parameters or _held_twice(layouts, shards.tp)
             else "local"
         )  # fmt: skip

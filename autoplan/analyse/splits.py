@@ -126,7 +126,9 @@ def choose(
         price = sum(0 if e in FREE else PRICE.get(e, _OTHER_PRICE) for e in leaf.events)
         candidates.append((price > _DEAR, -held, price, leaf))
     for leaf in sorted(vocabularies or (), key=lambda x: -x.size):
-        if leaf not in refused:
+        if leaf in refused:
+            choice.reasons[leaf] = refused[leaf]
+        else:
             choice.marks[leaf] = "!"
             choice.vocabularies.add(leaf)
             choice.reasons.pop(leaf, None)
@@ -195,8 +197,6 @@ def _why_not(
     leaf: Term, places: dict[int, set[int]], trace: Trace, residual: set[Term], refused: dict[Term, str]
 ) -> str:
     """The first reason against splitting a leaf, or an empty string."""
-    if leaf in refused:
-        return refused[leaf]
     if leaf.data:
         return "it follows the size of the input"
     if leaf in residual:
@@ -212,4 +212,4 @@ def _why_not(
         return f"all its dims are narrower than {_WORTHWHILE}: it would save less than it costs"
     if any(len(dims) > 1 for dims in places.values()):
         return "one weight has it on both dims"
-    return ""
+    return refused.get(leaf, "")

@@ -1,0 +1,45 @@
+"""What a plan that somebody wrote asks of the analysis: dims that must stay whole, and products to gather at once.
+
+Units, integers and sums always come from analysis; a written plan only chooses which weights are cut. So it reaches
+the solver as this: everything that is not to be cut is refused from the start, with the reason that the plan gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autoplan.analyse.axes import Axes
+from autoplan.analyse.terms import Term, find, leaves
+from autoplan.values import Trace
+
+__all__ = ["NO_DEMANDS", "Demands"]
+
+
+@dataclass(frozen=True)
+class Demands:
+    """`whole`: why no axis in a (parameter, dim) may be split. `gathered`: weights whose product may be gathered.
+
+    `gathered` None leaves that to the analysis, for every weight that may be cut.
+    """
+
+    whole: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    gathered: frozenset[str] | None = None
+
+    def refused(self, trace: Trace, axes: Axes) -> dict[Term, str]:
+        """The axes that may not be split, as the solver wants them."""
+        found: dict[Term, str] = {}
+        for (name, dim), why in self.whole.items():
+            if name in trace.by_name:
+                for leaf in leaves(axes.of(trace.by_name[name])[dim]):
+                    found.setdefault(find(leaf), why)
+        return found
+
+    def may_gather(self, names: tuple[str, ...]) -> bool:
+        """May the product with the weight of these names be computed in parts and gathered?"""
+        if self.gathered is not None:
+            return not self.gathered.isdisjoint(names)
+        return not any(name in names for name, _ in self.whole)
+
+
+NO_DEMANDS = Demands()
