@@ -288,11 +288,11 @@ class _Artist:
             bias = None
         left, right = operands[0], operands[1]
         weight, other, transposed = self.value(right).weight, left, False
-        if self.value(left).node is None and self.value(left).weight is not None and self.value(right).node is not None:
+        if self.value(left).weight is not None and weight is None:
             weight, other, transposed = self.value(left).weight, right, True
-        other_box = self._as_box(self.value(other))
-        if weight is None or other_box is None:
+        if weight is None:
             return self._activation_product(op, left, right)
+        other_box = self._as_box(self.value(other))
         rank = len(self.shape(weight.parameter))
         contracted, free = (-1, -2) if transposed or op.name == "linear" else (-2, -1)
         if len(weight.dims) == 1:
@@ -309,7 +309,8 @@ class _Artist:
         if bias_view is not None:
             parameters.append(self.name(bias_view.parameter))
         box = self.add(Node(kind, op.module, tuple(parameters), tuple(dims)))
-        self.join(other_box, box)
+        if other_box is not None:
+            self.join(other_box, box)
         if weight.chosen is not None:
             self.join(weight.chosen, box, "choice")
         if bias is not None and self.value(bias).node is not None:

@@ -1,7 +1,7 @@
 """Guards of rules: facts about dims, as one line each, with a sentence when they do not hold.
 
     split(gate.out)            is dealt out over ranks            whole(a.out)         is not
-    packed(qkv.out)            is segments one after the other, at least one of them dealt out
+    packed(qkv.out)            is runs one after the other, each of them dealt out by itself
     mixed(qkv.out)             some of it is dealt out, some held by every rank
     gate.out == down.in        one size and one axis class; `!=` the opposite
     2 * down.in == pack.out    sizes only, when a number is involved; also <, >
@@ -53,13 +53,15 @@ def parse_condition(text: str, names: tuple[str, ...]) -> Condition:
     call = _CALL.fullmatch(bare)
     if call:
         if call[1] not in _FACTS:
-            raise AutoplanError(f"{call[1]!r} is not a fact, in {text!r}", hint=f"facts are {', '.join(sorted(_FACTS))}")
+            known = ", ".join(sorted(_FACTS))
+            raise AutoplanError(f"{call[1]!r} is not a fact, in {text!r}", hint=f"facts are {known}")
         used = [argument.strip().partition(".")[0] for argument in call[2].split(",")]
     else:
         comparison = _COMPARISON.fullmatch(bare)
         terms = [_TERM.fullmatch(side.strip()) for side in (comparison[1], comparison[3])] if comparison else []
         if not terms or None in terms:
-            raise AutoplanError(f"{text!r} is not a guard", hint="write split(a.out), shares(a.out, b.in), a.out == b.in")
+            forms = "split(a.out), shares(a.out, b.in), a.out == b.in"
+            raise AutoplanError(f"{text!r} is not a guard", hint=f"write {forms}")
         used = [term[2] for term in terms if term is not None and term[2]]
     for name in used:
         if name not in names:
@@ -136,8 +138,11 @@ def _whole(arguments: list[str], boxes: Boxes, tp: int | None) -> str:
 
 def _packed(arguments: list[str], boxes: Boxes, tp: int | None) -> str:
     dim = _dim(arguments[0], boxes)
-    concatenated = dim.layout is not None and Layout.parse(dim.layout).kind == "concatenation"
-    return "" if concatenated else f"{arguments[0]} = {dim.layout or dim.size} is not packed in segments"
+    layout = Layout.parse(dim.layout) if dim.layout is not None else None
+    runs = layout is not None and (
+        layout.kind == "concatenation" or (layout.kind == "product" and not layout.parts[0].is_split)
+    )
+    return "" if runs else f"{arguments[0]} = {dim.layout or dim.size} is not packed in segments"
 
 
 def _mixed(arguments: list[str], boxes: Boxes, tp: int | None) -> str:

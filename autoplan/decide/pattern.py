@@ -44,7 +44,11 @@ PLAIN_KINDS = {
     *("scatter", "write", "matmul", "cumsum", "any"),
 }
 
-_BOX = re.compile(r"(?P<name>\w+)(:(?P<kinds>[a-z|]+)(\[(?P<dims>[^\]]*)\])?(@(?P<shared>\w+))?(?P<gathered>\+gathered)?)?(\.(?P<port>\w+))?")
+_BOX = re.compile(
+    r"(?P<name>\w+)"
+    r"(:(?P<kinds>[a-z|]+)(\[(?P<dims>[^\]]*)\])?(@(?P<shared>\w+))?(?P<gathered>\+gathered)?)?"
+    r"(\.(?P<port>\w+))?"
+)
 
 
 @dataclass(frozen=True)
