@@ -5,6 +5,8 @@ Each check is shown able to fail, on a small example of what it is there to catc
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import importlib.util
 import re
 import subprocess
@@ -225,3 +227,9 @@ def test_the_readme_shows_what_is_there() -> None:
     assert commands == set(COMMANDS)
     for name in re.findall(r"autoplan\.(\w+)\(", text):
         assert name in autoplan.__all__, name
+
+
+@pytest.mark.parametrize("module", ["layout", "patterns", "emit.words"])
+def test_docstrings_tell_the_truth(module: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"autoplan.{module}"))
+    assert result.attempted and not result.failed

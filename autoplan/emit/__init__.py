@@ -1,0 +1,1 @@
+"""What leaves the path for people and files: plan files, tables, explanations, differences, pages of rules."""
