@@ -50,6 +50,7 @@ class Node:
     module: str = ""
     parameters: tuple[str, ...] = ()
     dims: tuple[tuple[str, Dim], ...] = ()
+    gathered: bool = False  # a fact added later: its output is gathered from all ranks
 
     def dim(self, field: str) -> Dim | None:
         return dict(self.dims).get(field)
