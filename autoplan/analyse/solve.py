@@ -76,22 +76,29 @@ def solve(
     gathered: frozenset[int] = frozenset()
     axes = infer_axes(trace)
     refusals: list[str] = []
-    done = _settle(trace, flow, axes, tp, gathered, refusals, scoped)
-    wanted = products_to_gather(trace, axes, done.shards, tp)
+    done = _settle(trace, flow, axes, tp, gathered, refusals, scoped, demands)
+    wanted = products_to_gather(trace, axes, done.shards, tp, demands)
     if wanted:
         gathered = frozenset(wanted)
         axes = infer_axes(trace, gathered)
         refusals.clear()
-        done = _settle(trace, flow, axes, tp, gathered, refusals, scoped)
+        done = _settle(trace, flow, axes, tp, gathered, refusals, scoped, demands)
     sequence = place_sequence(done.shards, flow, done.placement, sequence_stacks) if sequence_stacks is not None else None
     return _solution(trace, flow, done, tp, refusals, sequence)
 
 
 def _settle(
-    trace: Trace, flow: CallFlow, axes: Axes, tp: int, gathered: frozenset[int], refusals: list[str], scoped: bool
+    trace: Trace,
+    flow: CallFlow,
+    axes: Axes,
+    tp: int,
+    gathered: frozenset[int],
+    refusals: list[str],
+    scoped: bool,
+    demands: Demands,
 ) -> _Round:
     """Choose, place, solve; refuse and choose again, until nothing is refused."""
-    refused: dict[Term, str] = {}
+    refused = demands.refused(trace, axes)
     for _ in range(_ROUNDS):
         special = vocabularies(trace, axes) | gathered_leaves(trace, axes, gathered, tp)
         choice = choose(trace, axes, tp, refused=refused, vocabularies=special)
