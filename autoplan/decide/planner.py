@@ -5,7 +5,7 @@ Axes prove, rules decide names. Every parameter ends in an entry, or in the list
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -35,13 +35,17 @@ def make_plan(
     source: Source = "inferred",
     sequence_parallel: bool = False,
     rules: Sequence[Rule] | None = None,
+    source_of: Callable[[str], str | None] = lambda parameter: None,
 ) -> Plan:
-    """Write the plan of a solution. `rules` are the shipped ones unless given."""
+    """Write the plan of a solution. `rules` are the shipped ones unless given.
+
+    `source_of` tells for a parameter whose choice its cut is, where it is not that of `source`.
+    """
     picture = with_facts(dataflow(solution.trace), solution)
     matching = match_rules(picture, load_rules() if rules is None else rules)
     desk = _Desk(solution, picture, matching, sequence_parallel)
     names = Names(solution.trace)
-    drafts = list(desk.drafts(source))
+    drafts = [_sourced(draft, source_of) for draft in desk.drafts(source)]
     return Plan(
         model=model,
         tp_size=solution.tp_size,
@@ -64,6 +68,13 @@ class _Draft:
     entry: Entry
     allowed: tuple[str, ...]
     rule: Rule | None
+
+
+def _sourced(draft: _Draft, source_of: Callable[[str], str | None]) -> _Draft:
+    entry = draft.entry
+    names = [f"{entry.pattern}.{parameter}" for parameter in entry.parameters] + [entry.pattern]
+    source = next((said for name in names if (said := source_of(name))), entry.source)
+    return replace(draft, entry=replace(entry, source=source))  # type: ignore[arg-type]
 
 
 class _Desk:

@@ -1,0 +1,66 @@
+"""A written plan put to the test: solved under its choices, checked line by line, written down like any other plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autoplan.analyse.demands import NO_DEMANDS
+from autoplan.analyse.solve import Solution, solve
+from autoplan.decide.choices import CUTS, Choice, Choices
+from autoplan.decide.constraints import check_choices, demands_of
+from autoplan.decide.folding import Names
+from autoplan.decide.planner import make_plan
+from autoplan.values import Finding, Plan, Stack, Trace
+
+__all__ = ["choices_of_plan", "plan_chosen", "solve_chosen"]
+
+
+def solve_chosen(
+    trace: Trace, tp: int, choices: Choices | None, sequence_stacks: tuple[tuple[str, ...], ...] | None = None
+) -> tuple[Solution, tuple[str, ...]]:
+    """The solution under a written plan, with notes on it. Raises where the plan asks for what cannot be."""
+    if choices is None:
+        return solve(trace, tp, demands=NO_DEMANDS, sequence_stacks=sequence_stacks), ()
+    names = Names(trace)
+    notes = choices.notes + choices.check_keys(names.modules, names.parameters)
+    solution = solve(trace, tp, demands=demands_of(choices, trace), sequence_stacks=sequence_stacks)
+    return solution, notes + (check_choices(choices, solution) if tp > 1 else ())
+
+
+def plan_chosen(
+    solution: Solution,
+    choices: Choices | None,
+    notes: Sequence[str],
+    *,
+    model: str,
+    layers: Sequence[Stack],
+    sequence_parallel: bool = False,
+) -> Plan:
+    """The plan of a solution; every entry says whose choice it is."""
+    if choices is None:
+        return make_plan(solution, model=model, layers=layers, sequence_parallel=sequence_parallel)
+    made = make_plan(
+        solution,
+        model=model,
+        layers=layers,
+        sequence_parallel=sequence_parallel,
+        source_of=choices.source_of,
+    )
+    found = tuple(Finding("written plan", "note", "", note) for note in (f"chosen by {choices.name}", *notes))
+    return replace(made, source=choices.source if choices.complete else _base(choices), findings=made.findings + found)
+
+
+def _base(choices: Choices) -> str:
+    """What overrides were laid over."""
+    return choices.under.source if choices.under is not None else "inferred"
+
+
+def choices_of_plan(plan: Plan) -> Choices | None:
+    """A plan's own decisions as choices, to plan another size of the same model alike; None if nobody chose anything."""
+    sources = {entry.source for entry in plan.entries} - {"inferred"}
+    if not sources:
+        return None
+    source = "user" if "user" in sources else "handwritten" if "handwritten" in sources else "hf"
+    lines = [Choice(e.pattern, e.style if e.style in CUTS else "local", "the plan") for e in plan.entries]
+    return Choices(f"the plan of {plan.model}", source, tuple(lines), complete=True, tolerant=True)  # type: ignore[arg-type]
