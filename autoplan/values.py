@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 __all__ = [
     "Call",
@@ -32,11 +32,14 @@ __all__ = [
     "Replicated",
     "Report",
     "Runtime",
+    "Score",
+    "Scoreboard",
     "ScopedCall",
     "Stack",
     "Symbolic",
     "TensorInfo",
     "Trace",
+    "Verdict",
     "replace",
 ]
 
@@ -238,13 +241,17 @@ class HookSite:
 
     `action`: "copy" (identity forward, sum of gradients backward), "reduce" (sum forward, identity backward),
     "scale" (identity forward, gradient times 1/tp on the segments of `layout` that every rank holds),
-    "gather" (concatenate over ranks forward, slice backward), "mean" (sum forward, divided by tp).
+    "gather" (concatenate over ranks forward, slice backward), "mean" (sum forward, divided by tp). Under sequence
+    parallelism, along `dim` and for the sequence that `layout` names: "scatter", "gather_whole", "gather_sum",
+    "reduce_scatter" (execute/sequence.py).
     """
 
     pattern: str
     side: Literal["input", "output"]
     path: tuple[Any, ...]
-    action: Literal["copy", "reduce", "scale", "gather", "mean"]
+    action: Literal[
+        "copy", "reduce", "scale", "gather", "mean", "scatter", "gather_whole", "gather_sum", "reduce_scatter"
+    ]
     dim: int | None = None
     layout: str | None = None
 
@@ -382,6 +389,73 @@ class Report:
 
         report: dict[str, Any] = finite(plain(self))
         return report
+
+
+Verdict = Literal["exact", "wrong", "failed", "refused", "not comparable", "cannot run"]
+
+
+@dataclass(frozen=True)
+class Score:
+    """One architecture on the scoreboard: its tiny clone, planned and verified.
+
+    `verdict`: exact; wrong (numbers differ); failed (autoplan or the sharded model raised, or ran out of time);
+    refused (nothing can be split); not comparable (the unsharded model's numbers are NaN); cannot run (nor can the
+    unsharded model). `split` of `counted` parameters with two dims or more are cut; tables and latents that stay whole
+    are not counted, `unused` ones are. `forward`, `backward`: all-reduces in a block of the main stack, on average.
+    """
+
+    model_type: str
+    class_name: str
+    verdict: Verdict
+    reason: str = ""
+    split: int = 0
+    counted: int = 0
+    whole: tuple[str, ...] = ()  # patterns of counted parameters that stay whole although they were used, and why
+    unused: tuple[str, ...] = ()  # patterns of parameters that no run of the model used
+    forward: float | None = None
+    backward: float | None = None
+    collectives: dict[str, dict[str, int]] = field(default_factory=dict)  # of one call, as measured on rank 0
+    scoped: int = 0  # calls whose literals are rewritten at run time
+    error: float | None = None  # the largest error of outputs and gradients
+    seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def share(self) -> float | None:
+        return self.split / self.counted if self.counted else None
+
+
+@dataclass(frozen=True)
+class Scoreboard:
+    """Many architectures verified at one size, in the order in which transformers lists them."""
+
+    mapping: str
+    tp_size: int
+    engine: str
+    checks: tuple[str, ...]
+    scores: tuple[Score, ...]
+    versions: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return not any(score.verdict in ("wrong", "failed") for score in self.scores)
+
+    def totals(self) -> dict[str, int]:
+        """How many architectures have each verdict."""
+        found: dict[str, int] = dict.fromkeys(get_args(Verdict), 0)
+        for score in self.scores:
+            found[score.verdict] += 1
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data: what `autoplan scoreboard --json` prints."""
+        from autoplan.emit.plain import finite, plain
+
+        board: dict[str, Any] = finite(plain(self)) | {"ok": self.ok, "totals": self.totals()}
+        for score, row in zip(self.scores, board["scores"], strict=True):
+            row["share"] = score.share
+        return board
 
 
 @dataclass(frozen=True)

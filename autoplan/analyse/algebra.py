@@ -58,6 +58,7 @@ class Algebra:
         self.conflicts: list[Conflict] = []
         self.place: tuple[int, str, str] = (-1, "", "")
         self._marked: list[Term] = []
+        self.marked_by: list[tuple[int, str, Term]] = []  # (op index, event, term): who did what
 
     # -------------------------------------------------------------------------------------------- events
 
@@ -65,6 +66,7 @@ class Algebra:
         """Leave an event on a term. It rests there until `settle`, whatever becomes of the term."""
         term = find(term)
         if term.size > 1:
+            self.marked_by.append((self.place[0], event, term))
             if not term.events:
                 self._marked.append(term)
             term.events.add(event)

@@ -31,7 +31,7 @@ class Axes:
 
     `conflicts` are those that touch an axis of a weight; the `harmless` ones lie between others (positions, mostly).
     `weights` are parameters and views of them, and `sources` says of which; `static` are tensors made in forward from
-    nothing but constants, equal in every run; `unknown` counts ops that were treated as opaque.
+    nothing but constants, equal in every run; `marked_by` says which op left which event; `unknown` counts ops that were treated as opaque.
     """
 
     dims: dict[int, tuple[Term, ...]]
@@ -41,6 +41,7 @@ class Axes:
     weights: set[int] = field(default_factory=set)
     sources: dict[int, int] = field(default_factory=dict)
     static: set[int] = field(default_factory=set)
+    marked_by: list[tuple[int, str, Term]] = field(default_factory=list)  # (op index, event, term), as it happened
 
     def of(self, tensor: int) -> tuple[Term, ...]:
         """The terms of a tensor, one per dim."""
@@ -154,7 +155,9 @@ class _Reader:
         for conflict in state.algebra.conflicts:
             harmless = in_weights.isdisjoint(axis.id for term in conflict.terms for axis in leaves(term))
             conflicts[harmless].append(conflict)
-        return Axes(dims, *conflicts, self.unknown, set(state.sources), state.sources, state.static)
+        return Axes(
+            dims, *conflicts, self.unknown, set(state.sources), state.sources, state.static, state.algebra.marked_by
+        )
 
 
 def _mark_mixed(state: State, term: Term) -> None:

@@ -28,7 +28,7 @@ from autoplan.values import Fold
 __all__ = ["Folded", "fold"]
 
 Replace = Callable[[torch.Tensor, str], torch.Tensor]
-KEPT_PER_KIND = 2  # the second of a kind shows that a block may follow one of its own kind
+KEPT_PER_KIND = 2  # and the last of the stack, which is read by what follows and stands for no other; the second of a kind shows that a block may follow one of its own kind
 HOOK_FLAGS = ("_output_capturing_hooks_installed",)  # where transformers notes that its own hooks are in place
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -122,7 +122,7 @@ def _choose_in(container: nn.Module, name: str, above: tuple[nn.Module, ...], co
     kinds = _signatures(list(blocks.values()), above, configs)
     lists = tuple((thing, attribute) for thing, attribute, _ in configs.lists(len(blocks)))
     kept = _align(_first_of_each(kinds), kinds)
-    stands_for = {kinds[position]: keys[position] for position in kept}
+    stands_for = {kinds[position]: keys[position] for position in kept if position != len(keys) - 1}
     dropped = (position for position in range(len(keys)) if position not in kept)
     members = tuple((keys[position], stands_for[kinds[position]]) for position in dropped)
     return _Choice(name, container, keys, kept, members, lists)
@@ -147,7 +147,7 @@ def _first_of_each(kinds: list[Hashable]) -> list[int]:
     kept = []
     for position, kind in enumerate(kinds):
         count[kind] = count.get(kind, 0) + 1
-        if count[kind] <= KEPT_PER_KIND:
+        if count[kind] <= KEPT_PER_KIND or position == len(kinds) - 1:
             kept.append(position)
     return kept
 

@@ -16,17 +16,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.hooks import RemovableHandle
 
+from autoplan.errors import IndivisibleError
 from autoplan.capture.recorder import signature_names
 from autoplan.execute.collectives import RankGroup, copy_to_ranks, gather_over_ranks, scale_gradient, sum_over_ranks
 from autoplan.execute.function_mode import ModuleMode
 from autoplan.execute.paths import change_input, change_output
 from autoplan.execute.randomness import SharedRandomness
+from autoplan.execute.sequence import gather_sum, gather_whole, reduce_scatter, scatter
 from autoplan.layout import Layout, chunk
 from autoplan.values import HeadSite, HookSite, ScopedCall
 
-__all__ = ["ModuleWork", "Running", "install", "install_root"]
+__all__ = ["SEQUENCE_ACTIONS", "ModuleWork", "Running", "install", "install_root"]
 
-_ORDER = {"reduce": 0, "mean": 0, "gather": 1, "copy": 2, "scale": 3}
+SEQUENCE_ACTIONS = ("scatter", "gather_whole", "gather_sum", "reduce_scatter")
+
+_ORDER = {"reduce": 0, "mean": 0, "reduce_scatter": 0, "gather": 1, "gather_whole": 1, "gather_sum": 1, "scatter": 2,
+          "copy": 3, "scale": 4}  # fmt: skip
 _LOSS_ARGUMENTS = ("label", "target")  # what a forward calls the argument that makes it compute a loss
 
 
@@ -40,6 +45,8 @@ class Running:
     randomness: SharedRandomness
     frames: list[str] = field(default_factory=list)
     whole_logits: bool = False
+    sequence_padding: str = "error"
+    lengths: dict[str, int] = field(default_factory=dict)  # the true length of each sequence that is cut
     depth: int = 0
 
 
@@ -58,6 +65,53 @@ class ModuleWork:
     @property
     def empty(self) -> bool:
         return not (self.hooks or self.embedding or self.logits or self.scoped or self.framed or self.random)
+
+
+def sequence_action(site: HookSite, running: Running) -> Callable[[torch.Tensor], torch.Tensor]:
+    """One of the four moves along a sequence, whose true length the scatter notes."""
+    group, dim, name = running.group, site.dim, site.layout
+    assert dim is not None and name is not None
+    flat, name = name.endswith("*"), name.removesuffix("*")
+
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        if name in running.lengths and flat:
+            length = running.lengths[name]
+        else:
+            length = x.size(dim)
+        if length % group.size and running.sequence_padding == "error" and torch.is_grad_enabled():
+            raise IndivisibleError(
+                f"a sequence of {length} does not divide over {group.size} ranks",
+                hint=f"pad it to {-(-length // group.size) * group.size}, or pass sequence_padding='pad'",
+            )
+        running.lengths[name] = length
+        return scatter(x, dim, group)
+
+    def move(x: torch.Tensor) -> torch.Tensor:
+        if site.action == "scatter":
+            return cut(x)
+        if site.action == "reduce_scatter":
+            return reduce_scatter(x, dim, group)
+        gather = gather_sum if site.action == "gather_sum" else gather_whole
+        return gather(x, dim, running.lengths[name], group)
+
+    def move_flattened(x: torch.Tensor) -> torch.Tensor:
+        """Batch times sequence in one dim: the sequence is its minor part."""
+        length = running.lengths[name]
+        shared = site.action in ("gather_sum", "gather_whole")
+        held = -(-length // group.size) if shared else length
+        at = dim % x.dim()
+        apart = x.unflatten(at, (-1, held)).movedim(at + 1, -1)
+        together = move_last(apart, length)
+        return together.movedim(-1, at + 1).flatten(at, at + 1)
+
+    def move_last(x: torch.Tensor, length: int) -> torch.Tensor:
+        if site.action == "scatter":
+            return scatter(x, -1, group)
+        if site.action == "reduce_scatter":
+            return reduce_scatter(x, -1, group)
+        return (gather_sum if site.action == "gather_sum" else gather_whole)(x, -1, length, group)
+
+    return move_flattened if flat else move
 
 
 def install(module: nn.Module, work: ModuleWork, running: Running) -> list[RemovableHandle]:
@@ -104,6 +158,8 @@ class _Worker:
         if site.action == "mean":
             return lambda x: sum_over_ranks(x, group) / group.size
         assert site.layout is not None and site.dim is not None
+        if site.action in SEQUENCE_ACTIONS:
+            return sequence_action(site, self.running)
         layout, dim = Layout.parse(site.layout), site.dim
         if site.action == "gather":
             rows = tuple(layout.rows(rank, group.size) for rank in range(group.size))
@@ -209,6 +265,9 @@ class _Root:
         with torch._C.DisableTorchFunction():
             for site in self.outputs:
                 assert site.layout is not None and site.dim is not None
+                if site.action in SEQUENCE_ACTIONS:
+                    output = change_output(output, site.path, sequence_action(site, self.running), "the model")
+                    continue
                 layout, dim = Layout.parse(site.layout), site.dim
                 rows = tuple(layout.rows(rank, group.size) for rank in range(group.size))
                 output = change_output(

@@ -7,7 +7,7 @@ swapped, integers set and hooks put in place; whatever fails on the way undoes w
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -23,22 +23,34 @@ from autoplan.layout import chunk
 from autoplan.patterns import matches, nearest
 from autoplan.values import ParameterRule, Plan
 
-__all__ = ["Applied", "apply_plan", "applied", "check_matches", "tp_mesh_of"]
+__all__ = ["Applied", "apply_plan", "applied", "check_matches", "record", "tp_mesh_of"]
 
 _RECORD = "_autoplan_applied"
+_AT_EXIT = ("gather", "gather_whole")  # done where the model returns, not by a hook of its own
 
 
 @dataclass(frozen=True)
 class Applied:
-    """What was done to a model: the plan, the mesh, and what changed, in plain data."""
+    """What was done to a model, in plain data.
+
+    `split`: parameters cut over tp ranks; `edits`: integers changed (module, attribute, before, after); `hooked`: modules
+    with communication. `checkpointed`: modules whose activations are computed again; `saved_bytes`: what that saves per
+    token, estimated. `units`: what FSDP2 gathers together, the model itself last; `data_parallel`: (replicas, shards).
+    `notes`: what was left out, and why.
+    """
 
     plan: Plan
     tp_size: int
     split: tuple[str, ...]
     edits: tuple[tuple[str, str, int, int], ...]
     hooked: tuple[str, ...]
+    checkpointed: tuple[str, ...] = ()
+    saved_bytes: int = 0
+    units: tuple[tuple[str, ...], ...] = ()
+    data_parallel: tuple[int, int] = (1, 1)
     notes: tuple[str, ...] = ()
     undo: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
+    running: Running | None = field(default=None, repr=False, compare=False)
 
 
 def applied(model: nn.Module) -> Applied | None:
@@ -98,8 +110,15 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan, *, gather_logits:
         edits=edits,
         hooked=tuple(works),
         undo=lambda: _undo(model, undo),
+        running=running,
     )
     return model
+
+
+def record(model: nn.Module, plan: Plan, **facts: Any) -> None:
+    """Add to what is remembered about a model; the first to do so where nothing was split."""
+    known = applied(model) or Applied(plan, plan.tp_size, (), (), ())
+    model.__dict__[_RECORD] = replace(known, **facts)
 
 
 def check_matches(model: nn.Module, plan: Plan) -> None:
@@ -166,7 +185,7 @@ def _works(modules: dict[str, nn.Module], plan: Plan) -> dict[str, ModuleWork]:
                     add(work(name), item)
 
     def add_hook(target: ModuleWork, item: Any) -> None:
-        if item not in target.hooks and not (item.pattern == "" and item.action == "gather"):
+        if item not in target.hooks and not (item.pattern == "" and item.side == "output" and item.action in _AT_EXIT):
             target.hooks.append(item)
 
     each(plan.runtime.hooks, add_hook)
@@ -215,6 +234,6 @@ def _localise_padding(
 
 def _install_root(model: nn.Module, plan: Plan, running: Running) -> list[Any]:
     heads = tuple(h for h in plan.runtime.heads if h.kind == "logits")
-    outputs = [h for h in plan.runtime.hooks if h.pattern == "" and h.action == "gather"]
+    outputs = [h for h in plan.runtime.hooks if h.pattern == "" and h.side == "output" and h.action in _AT_EXIT]
     random = bool(plan.runtime.random or plan.runtime.random_whole)
     return install_root(model, heads, outputs, running, random)
