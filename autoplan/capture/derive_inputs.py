@@ -9,32 +9,23 @@ steps), a short list of usual shapes is tried. At most a few dozen runs, each wi
 from __future__ import annotations
 
 import inspect
-import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import isqrt
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
 
 from autoplan.capture.consumers import Want, Watch
 from autoplan.capture.draw import Draw
-from autoplan.capture.fold import fold
+from autoplan.capture.dry_run import SMALL, depends_on_data, own, quiet, with_storage, without_storage
 from autoplan.capture.random_values import untouched_randomness
 from autoplan.errors import CaptureError
 
 __all__ = ["derive"]
 
 _MOST_RUNS = 60
-_SMALL = 30_000_000  # parameters up to which a copy may be run for real
 _PLAIN = {int: 0, float: 1.0, bool: False, "int": 0, "float": 1.0, "bool": False}
 
 
@@ -59,17 +50,18 @@ def derive(model: nn.Module, batch: int, length: int, seed: int) -> dict[str, An
     if not guesses:
         return fixed
     trial = _Trial(model, fixed, batch, length, seed)
-    with untouched_randomness(seed), _quiet():
+    with untouched_randomness(seed), quiet():
         failure = trial.settle(guesses)
     if failure is None:
         return trial.draw(guesses)
     name = trial.blamed if trial.blamed in guesses else next(iter(guesses))
     told = guesses[name].seen
     known = f" ({told[-1]})" if told else ""
+    wanted = ", ".join(f"{n!r}: ..." for n in guesses)
     raise CaptureError(
         f"no input could be derived for argument {name!r} of {type(model).__name__}.forward{known}: after {trial.runs} "
         f"tries the nearest still ends in {type(failure).__name__}: {_first_line(failure)}",
-        hint=f"pass inputs={{{', '.join(f'{n!r}: ...' for n in guesses)}}} with tensors, or let the builder return them",
+        hint=f"pass inputs={{{wanted}}} with tensors, or let the builder return them",
     ) from failure
 
 
@@ -92,9 +84,10 @@ def _arguments(model: nn.Module) -> tuple[dict[str, Any], dict[str, _Guess]]:
             fixed[parameter.name] = _PLAIN[parameter.annotation]
         else:
             guesses[parameter.name] = _Guess(_usual(len(guesses) == 0))
-    if not guesses and any(p.kind is p.VAR_POSITIONAL for p in parameters):
+    stars = [p.name for p in parameters if p.kind is p.VAR_POSITIONAL]
+    if stars and not guesses:
         raise CaptureError(
-            f"{type(model).__name__}.forward takes *{[p.name for p in parameters if p.kind is p.VAR_POSITIONAL][0]} only",
+            f"{type(model).__name__}.forward takes *{stars[0]} only",
             hint="wrap the model in a module whose forward names its arguments, or pass inputs={...}",
         )
     return fixed, guesses
@@ -116,9 +109,8 @@ class _Trial:
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self.grids = _grids(model)
         self.runs, self.blamed = 0, ""
-        self.mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
-        with self.mode:
-            self.twin = fold(model, _fake).module
+        self.mode: AbstractContextManager[Any]
+        self.mode, self.twin = without_storage(model)
 
     def settle(self, guesses: dict[str, _Guess]) -> Exception | None:
         """Refine the guesses until a run ends; the most telling failure when none does."""
@@ -132,7 +124,7 @@ class _Trial:
                 return None
             if failure is None or learnt:
                 continue
-            if _depends_on_data(failure) and self._become_real():
+            if depends_on_data(failure) and self._become_real():
                 continue
             if telling is None or guesses.get(watch.last, _Guess([])).known:
                 telling, self.blamed = failure, watch.last
@@ -142,7 +134,7 @@ class _Trial:
 
     def _run(self, guesses: dict[str, _Guess], watch: Watch) -> Exception | None:
         with self.mode, torch.no_grad():
-            values = {name: _copied(value) for name, value in self.draw(guesses).items()}
+            values = {name: own(value) for name, value in self.draw(guesses).items()}
             try:
                 with watch.over({n: v for n, v in values.items() if isinstance(v, torch.Tensor)}, self.twin):
                     self.twin(**values)
@@ -152,11 +144,10 @@ class _Trial:
 
     def _become_real(self) -> bool:
         """Python looks at values (a mask, a length): run a small model for real. False when it already is, or large."""
-        large = sum(p.numel() for p in self.model.parameters()) > _SMALL
-        if large or not isinstance(self.mode, FakeTensorMode):
+        large = sum(p.numel() for p in self.model.parameters()) > SMALL
+        if large or isinstance(self.mode, nullcontext):
             return False
-        self.mode = nullcontext()
-        self.twin = fold(self.model, _zeros).module
+        self.mode, self.twin = nullcontext(), with_storage(self.model)
         return True
 
     def _learn(self, guesses: dict[str, _Guess], watch: Watch) -> bool:
@@ -189,23 +180,6 @@ class _Trial:
         return {**self.fixed, **{name: guess.want.make(draw, sizes) for name, guess in guesses.items()}}
 
 
-def _fake(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """A CPU tensor without storage, made inside a fake mode."""
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-
-
-def _zeros(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """A real CPU copy; what has no values becomes zeros."""
-    values = torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().to("cpu", copy=True)
-    return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
-
-
-def _copied(value: Any) -> Any:
-    """Inside a fake mode this gives a fake tensor; outside, a copy that in-place code may change."""
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
 def _grids(model: nn.Module) -> tuple[int, ...]:
     """Patches per side that a table of positions would fit: tables have n * n rows, or one or two more."""
     rows = {size for p in model.parameters() if p.dim() >= 2 for size in p.shape[:-1] if size > 3}
@@ -213,22 +187,5 @@ def _grids(model: nn.Module) -> tuple[int, ...]:
     return tuple(sorted(n for n in squares if 2 <= n <= 64))
 
 
-def _depends_on_data(error: Exception) -> bool:
-    return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
-
-
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), "")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Failing guesses are our business: torch would log each with a traceback."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.disabled = before

@@ -59,7 +59,7 @@ def make_inputs(
     length: int = 10,
     seed: int = 0,
 ) -> Entries:
-    """`entries_for` with notes on what is missing. The user's inputs are taken as they are, whatever the sizes asked."""
+    """`entries_for` with notes on what is missing. The user's inputs are taken as they are, at any size asked."""
     if inputs is not None:
         return Entries(_users_entries(inputs))
     if config is None and isinstance(model, PreTrainedModel):

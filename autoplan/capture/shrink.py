@@ -38,6 +38,7 @@ _PERIODS = (
 )
 _PER_LAYER = re.compile(r"types?$|layers_block_type|pattern|layers_config|no_rope_layers")
 _LAYER_INDEX = re.compile(r"layer|index|idx|indices")
+_SHARED = "num_kv_shared_layers"  # so many of the last layers read the keys and values of earlier ones
 _MOST_LAYERS, _MOST_PERIOD = 4, 8
 # What every config has and a clone decides for itself.
 _OWN_BUSINESS = {"transformers_version", "dtype", "torch_dtype", "quantization_config", "use_cache", "auto_map"}
@@ -82,6 +83,7 @@ def _shrunk(config: PretrainedConfig, work: _Shrinking, overrides: dict[str, Any
     keywords = _chosen_fields(config)
     layers = _layers_needed(config)
     keywords = {name: _small(name, value, config, layers, work) for name, value in keywords.items()}
+    keywords |= _single_layers(config, layers, work)
     for name, sub in inner.items():
         keywords[name] = _shrunk(sub, work, overrides.get(name, {}))
     for name, value in overrides.items():
@@ -106,18 +108,17 @@ def _shrunk(config: PretrainedConfig, work: _Shrinking, overrides: dict[str, Any
 
 def _defaults(cls: type) -> dict[str, Any]:
     """Every field that the class can be built with, and its default."""
-    fields: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for item in dataclasses.fields(cls):
-        if item.default is not dataclasses.MISSING:
-            fields[item.name] = item.default
-        else:
-            made = item.default_factory is not dataclasses.MISSING
-            fields[item.name] = item.default_factory() if made else None  # type: ignore[misc]
-    for item in inspect.signature(cls.__init__).parameters.values():  # remote code often has an __init__ of its own
-        if item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY) and item.name != "self":
-            fields.setdefault(item.name, None if item.default is item.empty else item.default)
+        default = item.default
+        if item.default_factory is not dataclasses.MISSING:
+            default = item.default_factory()
+        found[item.name] = None if default is dataclasses.MISSING else default
+    for given in inspect.signature(cls).parameters.values():  # remote code often has an __init__ of its own
+        if given.kind in (given.POSITIONAL_OR_KEYWORD, given.KEYWORD_ONLY):
+            found.setdefault(given.name, None if given.default is given.empty else given.default)
     aliases = getattr(cls, "attribute_map", {})  # a value is stored under the name that an alias stands for
-    return {aliases.get(name, name): default for name, default in fields.items()}
+    return {aliases.get(name, name): default for name, default in found.items()}
 
 
 def _chosen_fields(config: PretrainedConfig) -> dict[str, Any]:
@@ -125,7 +126,8 @@ def _chosen_fields(config: PretrainedConfig) -> dict[str, Any]:
     defaults = _defaults(type(config))
     inner = set(sub_configs(config))
     current = {n: v for n, v in vars(config).items() if n not in inner and n not in _OWN_BUSINESS}
-    fixed, open_fields = {}, {}
+    fixed: dict[str, Any] = {}
+    open_fields: dict[str, Any] = {}
     for name, value in current.items():
         default = defaults.get(name)
         if name.startswith("_") or value is None and default is None:
@@ -159,13 +161,14 @@ def _small(name: str, value: Any, config: PretrainedConfig, layers: list[int], w
         return value
     if is_token_id(name):
         return _map_ints(value, work.token)
+    depth = _first_int(config, _DEPTH)
     if isinstance(value, int):
         counts = is_layer_count(name)
         if counts:
-            every = counts == "depth" or value == _first_int(config, _DEPTH)
-            return min(value, len(layers) if every else 1)
+            if name == _SHARED:
+                return sum(i >= (depth or 0) - value for i in layers)
+            return min(value, len(layers) if counts == "depth" or value == depth else 1)
         return _size(name, value, config, work.sizes)
-    depth = _first_int(config, _DEPTH)
     if depth and _per_layer(value, depth) and depth > len(layers):
         return type(value)(_map_ints(value[i], lambda x: _size(name, x, config, work.sizes)) for i in layers)
     numbers = bool(value) and all(isinstance(x, int) and not isinstance(x, bool) for x in value)
@@ -189,7 +192,7 @@ def _size(name: str, value: int, config: PretrainedConfig, sizes: Sizes) -> int:
         patch = patch[0] if isinstance(patch, list | tuple) else patch
         return min(value, 4 * patch)
     target: int = getattr(sizes, size)
-    if how == "exact":
+    if how == "exact" or size == "hidden" and value == hidden and how == "most":
         return target
     if how == "kv":
         return sizes.heads if heads and value >= heads else target
@@ -215,7 +218,10 @@ def _layers_needed(config: PretrainedConfig) -> list[int]:
         if _per_layer(value, depth) and _PER_LAYER.search(name)
     ]
     kinds = list(zip(*rows, strict=True))
-    first = sorted({kind: i for i, kind in reversed(list(enumerate(kinds)))}.values())
+    shared = _read(config, _SHARED) or 0
+    if 0 < shared < depth and kinds:
+        return _first_of_each(kinds[: depth - shared], 0) + _first_of_each(kinds[depth - shared :], depth - shared)
+    first = _first_of_each(kinds, 0)
     needed = first[-1] + 1 if first else 0
     if len(first) < 2:
         periods = [p for name in _PERIODS if isinstance(p := _read(config, name), int)]
@@ -223,6 +229,26 @@ def _layers_needed(config: PretrainedConfig) -> list[int]:
     if needed <= _MOST_LAYERS:
         return list(range(min(max(needed, 2), max(depth, 1))))
     return first if len(first) > 1 else list(range(min(needed, _MOST_PERIOD)))
+
+
+def _first_of_each(kinds: list[tuple[str, ...]], start: int) -> list[int]:
+    return sorted({kind: start + i for i, kind in reversed(list(enumerate(kinds)))}.values())
+
+
+def _single_layers(config: PretrainedConfig, layers: list[int], work: _Shrinking) -> dict[str, Any]:
+    """Fields that differ for single layers: shrunk alike, and still larger or smaller than for the other layers."""
+    spec = vars(config).get("_heterogeneity_spec")
+    single = getattr(spec, "per_layer_overrides", None) or {}
+    result: dict[int, dict[str, Any]] = {}
+    for place, layer in enumerate(layers):
+        for name, value in single.get(layer, {}).items():
+            common = vars(config).get(name)
+            small, usual = (_small(name, v, config, layers, work) for v in (value, common))
+            if isinstance(small, int) and small == usual and value != common and small > 1:
+                more = work.sizes.heads if field_rule(name)[1] == "kv" else 2 * small
+                small = more if value > common else small // 2
+            result.setdefault(place, {})[name] = small
+    return {"per_layer_config": result} if result else {}
 
 
 def _first_int(config: PretrainedConfig, names: tuple[str, ...]) -> int | None:
@@ -275,7 +301,8 @@ def _fit_rotary_lists(config: PretrainedConfig) -> None:
         part = parameters.get("partial_rotary_factor") or _read(config, "partial_rotary_factor") or 1.0
         half = int(head_dim * part) // 2
         old = parameters.get("mrope_section")
-        if (old or _modeling_mentions(type(config), "mrope_section")) and sum(old or ()) != half:
+        file = inspect.getsourcefile(type(config)) or ""
+        if sum(old or ()) != half and (old or _modeling_mentions(file, "mrope_section")):
             parameters["mrope_section"] = _shared_out(half, old or [1, 1, 1])
         for name in ("short_factor", "long_factor"):
             if isinstance(parameters.get(name), list):
@@ -292,10 +319,10 @@ def _shared_out(total: int, old: list[int]) -> list[int]:
 
 
 @lru_cache(maxsize=1024)
-def _modeling_mentions(config_class: type, word: str) -> bool:
-    """Does the modeling code beside a config class use the word? (It may have a default for it that is too wide.)"""
-    folder = Path(inspect.getsourcefile(config_class) or "").parent
-    return any(word in path.read_text(encoding="utf-8") for path in sorted(folder.glob("modeling_*.py")))
+def _modeling_mentions(config_file: str, word: str) -> bool:
+    """Does the modeling code beside a config use the word? (It may have a default for it that is too wide.)"""
+    files = sorted(Path(config_file).parent.glob("modeling_*.py"))
+    return any(word in file.read_text(encoding="utf-8") for file in files)
 
 
 def all_configs(config: PretrainedConfig) -> list[PretrainedConfig]:

@@ -45,6 +45,7 @@ class Sizes:
     latents: int = 4
     codebook: int = 32
     positions: int = 64
+    filters: int = 4
 
 
 VARIANTS = (
@@ -52,15 +53,16 @@ VARIANTS = (
     Sizes(12, 4, 16, 192, 48, 144, 352, 224, 16, 112, 24, 4, 8, 88, 72, 28),
 )
 
-# (pattern of the field's name, size, how). How: "most" caps; "exact" replaces anything above 1; the rest are
-# answered in shrink.py: "kv" (relative to the heads), "head" (relative to hidden / heads), "width" (relative to hidden).
+# (pattern of the field's name, size, how). How: "most" caps; "exact" replaces anything above 1; shrink.py answers the
+# rest: "kv" (relative to the heads), "head" (relative to hidden / heads), "width" (relative to hidden), "image".
 FIELDS: tuple[tuple[str, str, str], ...] = (
     (r"^(type_vocab_sizes?|shape_vocab_size|pronunciation_vocab_size)$", "", "keep"),
     (r"^(num_channels|in_channels|n_codebooks|num_codebooks|num_mel_bins|n_mel_bins|num_mel_filters)$", "", "keep"),
     (r"^(sliding_window|attention_window_size|sliding_window_size|window_size|index_topk|swa_window)$", "", "keep"),
     (r"^(local_attention|attention_chunk_size)$", "", "keep"),
     (r"vocab(_size)?(_\w+)?$|_vocab_size", "vocab", "most"),
-    (r"^(codebook_size|num_embeddings)$", "codebook", "most"),
+    (r"^(codebook_size|num_embeddings|base_channels)$", "codebook", "most"),
+    (r"^(num_filters|n_filters)$", "filters", "most"),
     (r"(key_value_heads|kv_heads|num_query_groups|multi_query_group_num)$", "kv_heads", "kv"),
     (r"^linear_(num_)?key_heads$|^linear_num_key_heads$", "linear_key_heads", "exact"),
     (r"^linear_num_value_heads$", "linear_value_heads", "exact"),
@@ -102,7 +104,7 @@ FIELDS: tuple[tuple[str, str, str], ...] = (
     ),
     (r"^mamba_d_ssm$", "hidden", "double"),
     (
-        r"(num_query_tokens|num_latents|latent_query_num|n_latents|num_image_tokens|query_num|num_latents)$",
+        r"(num_query_tokens|num_latents|latent_query_num|n_latents|num_image_tokens|query_num|mm_tokens_per_image)$",
         "latents",
         "most",
     ),

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from autoplan.capture.draw import Draw
+from autoplan.capture.pictures import picture_entry
 from autoplan.capture.shrink import all_configs
 from autoplan.capture.sizes import is_token_id
 from autoplan.capture.type_rules import type_rules
@@ -40,7 +41,16 @@ def make_entries(
             hint="pass inputs={argument: tensor} for its forward",
         )
     name = "text" if "input_ids" in main or "decoder_input_ids" in main else "forward"
-    return {name: main}, []
+    entries, notes = {name: main}, []
+    if name == "text" and maker.takes("pixel_values") and "pixel_values" not in main:
+        try:
+            entries["image"] = maker.picture_entry()
+        except CaptureError as error:
+            notes.append(f"no entry with a picture: {error.message}")
+    for other in ("input_features", "pixel_values_videos", "audio_values"):
+        if name == "text" and maker.takes(other) and other not in main:
+            notes.append(f"no entry made with {other}; pass one in inputs= to plan what only it reaches")
+    return entries, notes
 
 
 class _Maker:
@@ -82,8 +92,7 @@ class _Maker:
         if self.takes("decoder_input_ids"):
             made["decoder_input_ids"] = self.ids(length=self.length - 1 if self.length > 4 else self.length)
         made.update(self.from_rules(made))
-        if self.takes("use_cache") or self._passes_on("use_cache"):
-            made["use_cache"] = False
+        made.update(self.without_cache())
         dropped = [n for n, rule in type_rules(self.model_type).inputs.items() if rule.get("drop")]
         return {name: value for name, value in made.items() if name not in dropped}
 
@@ -110,10 +119,16 @@ class _Maker:
         if self.main != "input_features":
             return self.draw.normal((self.batch, _SAMPLES))
         mel = next((v for names in (_MEL, _MEL_LATER) for c in self.configs for n in names if (v := _int(c, n))), 80)
-        positions = _int(self.config, "max_source_positions")
-        if positions and self.takes("decoder_input_ids") and not self.takes("attention_mask_audio"):
-            pass
         return self.draw.normal((self.batch, _FRAMES, mel))
+
+    def picture_entry(self) -> dict[str, Any]:
+        vision = next((c for c in self.configs if hasattr(c, "patch_size")), self.config)
+        entry = picture_entry(self.model, self.config, vision, self.takes, self.ids, self.draw, self.batch)
+        return {**entry, **self.without_cache()}
+
+    def without_cache(self) -> dict[str, Any]:
+        """A cache would be returned; asking for none beats writing to the config."""
+        return {"use_cache": False} if self.takes("use_cache") or self._passes_on("use_cache") else {}
 
     def picture(self) -> torch.Tensor:
         """Pixels in the size that the vision config names."""

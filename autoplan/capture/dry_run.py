@@ -1,0 +1,76 @@
+"""Running a copy of a model to see what happens: without storage where possible, with zeros where values are read."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+
+from autoplan.capture.fold import fold
+
+__all__ = ["SMALL", "cheapest_real", "depends_on_data", "own", "quiet", "with_storage", "without_storage"]
+
+
+SMALL = 30_000_000  # parameters up to which a copy may be run for real
+
+
+def without_storage(model: nn.Module) -> tuple[FakeTensorMode, nn.Module]:
+    """A mode, and a copy of the model that is to be run in it."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        return mode, fold(model, _fake).module
+
+
+def with_storage(model: nn.Module) -> nn.Module:
+    """A copy on the CPU; what has no values becomes zeros."""
+    return fold(model, _values).module
+
+
+def cheapest_real(model: nn.Module) -> tuple[AbstractContextManager[Any], nn.Module]:
+    """A real copy of a small model, which answers everything; a copy without storage of a large one."""
+    if sum(p.numel() for p in model.parameters()) <= SMALL:
+        return nullcontext(), with_storage(model)
+    return without_storage(model)
+
+
+def own(value: Any) -> Any:
+    """Inside a fake mode this gives a fake tensor; outside, a copy that in-place code may change."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def depends_on_data(error: BaseException) -> bool:
+    """Did Python look at the values of a tensor that has none?"""
+    return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Failing guesses are our business: torch would log each with a traceback."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.disabled = before
+
+
+def _fake(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _values(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    values = torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().to("cpu", copy=True)
+    return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
