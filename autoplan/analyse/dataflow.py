@@ -53,18 +53,9 @@ _KINDS = {
     "cumsum": ("cumsum", "cumprod", "logcumsumexp", "linalg_solve_triangular"),
     "sum": ("sum", "amax"),
     "pick": ("index", "index_select", "gather"),
-    "scatter": (
-        "scatter",
-        "scatter_add",
-        "index_add",
-        "index_put",
-        "scatter_",
-        "scatter_add_",
-        "index_add_",
-        "index_put_",
-    ),
+    "scatter": ("scatter", "scatter_add", "index_add", "index_put"),
 }
-_NAMED = {name: kind for kind, names in _KINDS.items() for name in names}
+_NAMED = {name + in_place: kind for kind, names in _KINDS.items() for name in names for in_place in ("", "_")}
 
 
 def dataflow(trace: Trace) -> Flow:

@@ -19,12 +19,20 @@ __all__ = ["Naming", "Reading", "name_parameters", "readings"]
 
 @dataclass(frozen=True)
 class Naming:
-    """A parameter's role, the rule that gave it, the styles the rule allows, and the sizes of the match."""
+    """What a rule calls a parameter, the styles the rule allows, and the sizes of the match."""
 
-    role: str
+    binding: str
     rule: Rule
     styles: tuple[str, ...]
     sizes: dict[str, int] = field(default_factory=dict, hash=False, compare=False)
+
+    @property
+    def role(self) -> str:
+        return self.rule.role(self.binding)
+
+    @property
+    def unit(self) -> str:
+        return self.rule.unit(self.binding)
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,7 @@ def name_parameters(matching: Matching, read: dict[str, list[Reading]], flow: Fl
         allowed = dict(found.rule.yields)
         for binding, box in found.claims:
             for name in by_box.get(box, ()):
-                named.setdefault(name, Naming(found.rule.role(binding), found.rule, allowed[binding], sizes))
+                named.setdefault(name, Naming(binding, found.rule, allowed[binding], sizes))
     return named
 
 

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from autoplan.analyse.dataflow import dataflow
+from autoplan.analyse.flow import Flow
 from autoplan.analyse.solve import Solution
 from autoplan.decide.costs import Costs
 from autoplan.decide.facts import gathered_modules, with_facts
 from autoplan.decide.folding import Names, fold_runtime, natural
 from autoplan.decide.match import Matching, match_rules
-from autoplan.decide.naming import Naming, Reading, name_parameters, readings
+from autoplan.decide.naming import Naming, name_parameters, readings
 from autoplan.decide.reasons import reason_text, units_text
 from autoplan.decide.rulebook import GENERIC, Rule, load_rules
 from autoplan.decide.styles import style_of
@@ -62,9 +63,8 @@ def make_plan(
 
 @dataclass(frozen=True)
 class _Draft:
-    """An entry for one module of the trace, before blocks are folded. `facts` are its parameters by local name."""
+    """An entry for one module of the trace, before blocks are folded, and what its rule expected."""
 
-    module: str
     entry: Entry
     allowed: tuple[str, ...]
     rule: Rule | None
@@ -80,14 +80,14 @@ def _sourced(draft: _Draft, source_of: Callable[[str], str | None]) -> _Draft:
 class _Desk:
     """Everything known about modules while entries are written."""
 
-    def __init__(self, solution: Solution, picture: object, matching: Matching, sequence_parallel: bool) -> None:
+    def __init__(self, solution: Solution, picture: Flow, matching: Matching, sequence_parallel: bool) -> None:
         self.solution = solution
         self.matching = matching
         self.sequence_parallel = sequence_parallel
         self.tp = solution.tp_size
-        self.read = readings(picture, solution.parameters)  # type: ignore[arg-type]
-        self.named = name_parameters(matching, self.read, picture)  # type: ignore[arg-type]
-        self.costs = Costs(solution, picture)  # type: ignore[arg-type]
+        self.read = readings(picture, solution.parameters)
+        self.named = name_parameters(matching, self.read, picture)
+        self.costs = Costs(solution, picture)
         self.gathered = gathered_modules(solution)
         self.reducing = {solution.trace.calls[call].module for call in solution.reductions}
 
@@ -100,9 +100,9 @@ class _Desk:
             cut = {styles[name] for name, fact in decided if fact.dim is not None and len(fact.shape) > 1}
             if len(cut) > 1:
                 for name, fact in decided:
-                    yield self._draft(name, [(name, fact)], facts, styles[name], source)
+                    yield self._draft(module, name, [(name, fact)], styles[name], source)
             else:
-                yield self._draft(module, facts, facts, self._leading(decided, styles), source)
+                yield self._draft(module, module, facts, self._leading(decided, styles), source)
 
     def _is_decided(self, fact: ParameterFact) -> bool:
         """Cut, or whole with a gradient that ranks must sum. (A bias that is divided follows its weight.)"""
@@ -119,32 +119,28 @@ class _Desk:
         for fact in self.solution.parameters:
             own = dict.fromkeys(reading.name for reading in self.read.get(fact.names[0], ()))
             for name in own or (fact.names[0],):
-                modules.setdefault(name.rpartition(".")[0], []).append((name, fact))
+                modules.setdefault(_owner(name), []).append((name, fact))
         return modules
 
     def _style(self, module: str, fact: ParameterFact) -> str:
-        nodes = [reading.node for reading in self.read.get(fact.names[0], ()) if self._owner(reading, fact) == module]
+        nodes = [reading.node for reading in self.read.get(fact.names[0], ()) if _owner(reading.name) == module]
         return style_of(fact, nodes, self.tp, gathered=module in self.gathered, reduced=module in self.reducing)
-
-    def _owner(self, reading: Reading, fact: ParameterFact) -> str:
-        return reading.name.rpartition(".")[0]
 
     def _draft(
         self,
+        module: str,
         pattern: str,
         facts: list[tuple[str, ParameterFact]],
-        siblings: list[tuple[str, ParameterFact]],
         style: str,
         source: Source,
     ) -> _Draft:
-        module = siblings[0][0].rpartition(".")[0]
         leading = max(facts, key=lambda item: (self._is_decided(item[1]), item[1].dim is not None, item[1].bytes))
         naming = self.named.get(leading[0])
         own = [r for name, fact in facts for r in self.read.get(fact.names[0], ()) if r.name == name]
         entry = Entry(
             pattern=pattern,
             parameters=tuple(name.rpartition(".")[2] for name, _ in facts),
-            style=self._chosen(style, naming, leading[0]),
+            style=self._chosen(style, naming),
             role=naming.role if naming else GENERIC,
             rule=naming.rule.id if naming else GENERIC,
             source=source,
@@ -153,14 +149,17 @@ class _Desk:
             segments=tuple(_segment(fact) for _, fact in facts),
             reduces=self.costs.of(module, facts, own),
         )
-        return _Draft(module, entry, naming.styles if naming else (), naming.rule if naming else None)
+        return _Draft(entry, naming.styles if naming else (), naming.rule if naming else None)
 
-    def _chosen(self, style: str, naming: Naming | None, name: str) -> str:
+    def _chosen(self, style: str, naming: Naming | None) -> str:
         """Under sequence parallel a rule may choose another form of the proven style."""
         if naming is None or not self.sequence_parallel:
             return style
-        binding = {role: name for name, role in ((n, naming.rule.role(n)) for n, _ in naming.rule.yields)}
-        return dict(naming.rule.sequence_parallel).get(binding.get(naming.role, ""), style)
+        return dict(naming.rule.sequence_parallel).get(naming.binding, style)
+
+
+def _owner(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
 
 
 def _segment(fact: ParameterFact) -> str:
@@ -214,7 +213,7 @@ def _findings(solution: Solution, desk: _Desk, drafts: list[_Draft], names: Name
         for several in desk.read.values():
             for reading in several:
                 if reading.box == quarrel.box:
-                    seen.setdefault(("rule-conflict", text), []).append(reading.name.rpartition(".")[0])
+                    seen.setdefault(("rule-conflict", text), []).append(_owner(reading.name))
     for (check, text), patterns in seen.items():
         for pattern in names.fold(list(dict.fromkeys(patterns))):
             yield Finding(check, "warn", pattern, text)

@@ -13,11 +13,10 @@ def units_text(fact: ParameterFact, naming: Naming | None) -> str:
     """What is dealt out: "8 groups", "14336 features"; with what a unit holds, where it holds more than one row."""
     if fact.layout is None:
         return ""
-    unit = naming.rule.unit if naming is not None else "unit"
     layout = Layout.parse(fact.layout)
-    count = _dealt(layout)
-    rows = layout.size // count if layout.size % count == 0 else 0
-    return f"{_count(count, unit)}" + (f" × {rows}" if rows > 1 and layout.kind == "product" else "")
+    dealt = _first_dealt(layout).size
+    rows = layout.size // dealt if layout.size % dealt == 0 and layout.kind == "product" else 1
+    return _count(dealt, _unit(naming)) + (f" × {rows}" if rows > 1 else "")
 
 
 def reason_text(fact: ParameterFact, naming: Naming | None, tp: int) -> str:
@@ -26,26 +25,44 @@ def reason_text(fact: ParameterFact, naming: Naming | None, tp: int) -> str:
         return "every rank holds it whole and sees a part of its gradient: the parts are summed"
     assert fact.layout is not None
     layout = Layout.parse(fact.layout)
-    count = _dealt(layout)
-    share = len(Layout.parse(str(_first_dealt(layout))).rows(0, tp))
-    unit = naming.rule.unit if naming is not None else "unit"
-    heads = _heads(naming, count) if unit == "head" and naming is not None else 0
-    if heads and count and heads % count == 0 and heads != count:
-        per_rank = heads * share // count
-        text = (
-            f"{_count(heads, 'query head')} in {_count(count, 'group')}; "
-            f"tp={tp} gives each rank {_count(per_rank, 'query head')} and {_count(share, 'key/value head')}"
-        )
-    elif count % tp and _even(layout):
-        text = f"{_count(count, unit)}; tp={tp} gives the first ranks {share}, the last one the rest"
-    else:
-        text = f"{_count(count, unit)}; tp={tp} gives each rank {share}"
-    held = _held_by_all(layout)
+    parts = [_heads_text(layout, naming, tp) or _shares_text(layout, _unit(naming), tp)]
+    held = sum(not dealt for dealt in layout.carried(1))
     if held:
-        text += f"; {held} of its {layout.size} rows are held by every rank and their gradients summed"
+        parts.append(f"{held} of its {layout.size} rows are held by every rank, their gradients summed")
     if layout.kind == "concatenation":
-        text += f"; each of its {len(layout.parts)} segments is cut by itself"
+        parts.append(f"each of its {len(layout.parts)} segments is cut by itself")
+    text = "; ".join(parts)
     return text if naming is not None else f"a proven split that no rule names: {text}"
+
+
+def _shares_text(layout: Layout, unit: str, tp: int) -> str:
+    first = _first_dealt(layout)
+    counts = [len(Layout.parse(str(first)).rows(rank, tp)) for rank in range(tp)]
+    if first.split != (0, 1):
+        pieces = first.split[0] if first.split else 1
+        return f"{_count(first.size, unit)} in {pieces} pieces over {tp} ranks; a rank holds {counts[0]}"
+    if len(set(counts)) == 1:
+        return f"{_count(first.size, unit)}; tp={tp} gives each rank {counts[0]}"
+    return f"{_count(first.size, unit)}; tp={tp} gives the first rank {counts[0]} and the last {counts[-1]}"
+
+
+def _heads_text(layout: Layout, naming: Naming | None, tp: int) -> str:
+    """Where several query heads read one key/value head, say both."""
+    groups = _first_dealt(layout)
+    if naming is None or naming.unit != "head" or groups.split != (0, 1) or groups.size % tp:
+        return ""
+    heads = _heads(naming, groups.size)
+    if heads <= groups.size or heads % groups.size:
+        return ""
+    share = groups.size // tp
+    return (
+        f"{_count(heads, 'query head')} in {_count(groups.size, 'group')}; tp={tp} gives each rank "
+        f"{_count(heads // groups.size * share, 'query head')} and {_count(share, 'key/value head')}"
+    )
+
+
+def _unit(naming: Naming | None) -> str:
+    return naming.unit if naming is not None else "unit"
 
 
 def _heads(naming: Naming, groups: int) -> int:
@@ -58,20 +75,6 @@ def _first_dealt(layout: Layout) -> Layout:
     if not layout.parts:
         return layout
     return next((_first_dealt(part) for part in layout.parts if part.is_split), layout)
-
-
-def _dealt(layout: Layout) -> int:
-    return _first_dealt(layout).size
-
-
-def _even(layout: Layout) -> bool:
-    return _first_dealt(layout).split == (0, 1)
-
-
-def _held_by_all(layout: Layout) -> int:
-    """Rows that are dealt out to nobody: in a concatenation beside rows that are."""
-    flags = layout.carried(1) if layout.is_split else ()
-    return sum(not flag for flag in flags)
 
 
 def _count(number: int, noun: str) -> str:

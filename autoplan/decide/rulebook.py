@@ -30,7 +30,7 @@ STYLES = (
     *("sequence_parallel", "replicated_with_grad_allreduce", "replicate"),
 )
 
-_KEYS = {"id", "summary", "why", "limits", "seen_in", "unit", "beats", "match", "roles", "yields", "example"}
+_KEYS = {"id", "summary", "why", "limits", "seen_in", "unit", "units", "beats", "match", "roles", "yields", "example"}
 
 
 class RuleError(AutoplanError):
@@ -68,13 +68,18 @@ class Rule:
     limits: str
     seen_in: tuple[str, ...]
     text: str
-    unit: str = "feature"  # what is dealt out over ranks, as reasons call it
+    units: tuple[tuple[str, str], ...] = (("", "feature"),)
     match: Match | None = None
     yields: tuple[tuple[str, tuple[str, ...]], ...] = ()
     sequence_parallel: tuple[tuple[str, str], ...] = ()
     roles: tuple[tuple[str, str], ...] = ()
     beats: tuple[str, ...] = ()
     examples: tuple[Example, ...] = ()
+
+    def unit(self, name: str) -> str:
+        """What is dealt out over ranks at a box, as reasons call it."""
+        units = dict(self.units)
+        return units.get(name, units[""])
 
     def role(self, name: str) -> str:
         return dict(self.roles).get(name, name.replace("_", " "))
@@ -113,7 +118,7 @@ def _parse(data: Mapping[str, Any], text: str, stem: str) -> Rule:
     names = match.pattern.names if match else ()
     sequence_parallel = data.get("yields", {}).get("sequence_parallel", {})
     plain = {name: style for name, style in data.get("yields", {}).items() if name != "sequence_parallel"}
-    for name in (*plain, *sequence_parallel, *data.get("roles", {})):
+    for name in (*plain, *sequence_parallel, *data.get("roles", {}), *data.get("units", {})):
         if name not in names:
             raise RuleError(f"{name!r} is not a box of the flow ({', '.join(names) or 'none'})")
     return Rule(
@@ -123,7 +128,7 @@ def _parse(data: Mapping[str, Any], text: str, stem: str) -> Rule:
         limits=_text(data, "limits"),
         seen_in=tuple(data.get("seen_in", ())),
         text=text,
-        unit=data.get("unit", "feature"),
+        units=(("", data.get("unit", "feature")), *data.get("units", {}).items()),
         match=match,
         yields=tuple((name, _styles(style)) for name, style in plain.items()),
         sequence_parallel=tuple((name, _styles(style)[0]) for name, style in sequence_parallel.items()),
