@@ -114,9 +114,7 @@ class Cut:
                 model.norm.weight.add_(0.1 * rank)
         model.register_state_dict_post_hook(save(self.fault))
         model.register_load_state_dict_pre_hook(load)
-        if self.fault == "unseeded dropout":
-            return model
-        if model.dropout:
+        if self.fault != "unseeded dropout":
             model.register_forward_pre_hook(same_draw)
         return model
 
@@ -124,9 +122,10 @@ class Cut:
 def same_draw(model: Toy, _: object) -> None:
     from autoplan.execute import random_streams
 
-    seed = torch.randint(2**31, (1,))
-    dist.broadcast(seed, 0)
-    random_streams.manual_seed(int(seed))
+    if model.training:
+        seed = torch.randint(2**31, (1,))
+        dist.broadcast(seed, 0)
+        random_streams.manual_seed(int(seed))
 
 
 def save(fault: str):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ __all__ = ["CHECKS", "Check", "judge", "labels_for"]
 
 NOISE = "drawn at random"  # a group with this name says that training draws random numbers
 AGREE = "agreement: "  # groups whose name begins so are compared between ranks only
+NORM = "norm of all gradients"
+ADVICE = {NORM: "clip_grad_norm_ clips by another norm than unsharded: sharded parameters must be DTensors, rows once"}
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,16 @@ def state_dict(subject: Subject) -> Observation:
 
 
 def dropout(subject: Subject) -> Observation:
-    """Training mode, each rank with another seed."""
+    """Training mode, each rank with another seed: as the model is, and with every dropout turned up."""
+    found = _trained(subject)
+    with _dropout_raised(subject.model) as raised:
+        if raised and not found.get(NOISE):
+            found |= {f"{AGREE}{group} under dropout": seen for group, seen in _trained(subject).items()}
+    return found
+
+
+def _trained(subject: Subject) -> Observation:
+    """One step in training mode. Unsharded, a second one with another seed tells whether it draws random numbers."""
     subject.model.train()
     try:
         subject.seed(1)
@@ -114,8 +125,29 @@ def dropout(subject: Subject) -> Observation:
         subject.model.eval()
 
 
+@contextmanager
+def _dropout_raised(model: Any, rate: float = 0.2) -> Iterator[int]:
+    """Tiny configs have no dropout, users do: raise it in dropout modules and in numbers called so on modules."""
+    places: list[tuple[dict[str, Any], str, float]] = []
+    for module in model.modules():
+        names = ["p"] if isinstance(module, torch.nn.modules.dropout._DropoutNd) else []
+        names += [name for name in vars(module) if name.endswith("dropout")]
+        places += [(vars(module), name, vars(module)[name]) for name in names if _is_rate(vars(module).get(name))]
+    for state, name, _ in places:
+        state[name] = rate
+    try:
+        yield len(places)
+    finally:
+        for state, name, before in places:
+            state[name] = before
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, float) and 0.0 <= value < 1.0
+
+
 def optimizer(subject: Subject) -> Observation:
-    """Three steps of SGD at a rate that moves the parameters visibly, then one of AdamW over all of them at once."""
+    """Three steps of SGD at a rate that moves the parameters visibly; then clipping and AdamW over all at once."""
     wanted = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
     entry = next(iter(subject.entries.values()))
     subject.forward_and_backward(entry)
@@ -125,8 +157,13 @@ def optimizer(subject: Subject) -> Observation:
         subject.forward_and_backward(entry)
         sgd.step()
     stepped = subject.parameters()
-    torch.optim.AdamW(wanted, lr=1e-3).step()
-    return {"parameter after three steps": stepped, AGREE + "parameter after AdamW": subject.parameters()}
+    norm = torch.nn.utils.clip_grad_norm_(wanted, 0.1 * largest, foreach=True)
+    torch.optim.AdamW(wanted, lr=1e-3, foreach=True).step()
+    return {
+        "parameter after three steps": stepped,
+        NORM: {"": plain(norm)},
+        AGREE + "parameter after AdamW": subject.parameters(),
+    }
 
 
 def _each(subject: Subject, entries: Any, *, backward: bool = True) -> Observation:
@@ -257,5 +294,7 @@ def judge(
         name = "gradients" if is_gradient and check.name == "forward" else check.name
         got = [rank[group] for rank in ranks]
         more, errors[group] = compare(name, what, want, got, tolerance, missing_is_zero=is_gradient)
+        if group in ADVICE:  # the model is exact, a tool beside it is not
+            more = [replace(finding, level="warn", hint=ADVICE[group]) for finding in more]
         findings += more
     return findings, errors

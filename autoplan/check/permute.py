@@ -23,6 +23,7 @@ from autoplan.analyse.axes import Axes
 from autoplan.analyse.events import Event
 from autoplan.analyse.terms import Term, factors, find, leaves, segments
 from autoplan.check.compare import error_of, tolerance_for
+from autoplan.check.ranks import one_compute_thread
 from autoplan.check.subject import tensors_in
 from autoplan.execute import random_streams
 from autoplan.values import Trace
@@ -99,7 +100,7 @@ class _Law:
 
     def _run(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
-        with torch.no_grad(), random_streams.fork(0):
+        with torch.no_grad(), one_compute_thread(), random_streams.fork(0):
             for entry, inputs in self.entries.items():
                 outputs = tensors_in(self.model(**inputs))
                 found.update({f"{entry} {name}": tensor for name, tensor in outputs.items()})

@@ -14,13 +14,21 @@ This module loads no torch until it is asked to run something.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, TypeVar
 
 from autoplan.errors import AutoplanError
 
-__all__ = ["Engine", "RankError", "RankTimeout", "count_collectives", "run_processes", "run_ranks"]
+__all__ = [
+    "Engine",
+    "RankError",
+    "RankTimeout",
+    "count_collectives",
+    "one_compute_thread",
+    "run_processes",
+    "run_ranks",
+]
 
 Engine = Literal["threads", "gloo"]
 Result = TypeVar("Result")
@@ -74,6 +82,19 @@ def count_collectives() -> AbstractContextManager[Counter[str]]:
     from autoplan.check.threads import counted
 
     return counted()
+
+
+@contextmanager
+def one_compute_thread() -> Iterator[None]:
+    """Tiny tensors only: OpenMP threads that wait for each other make them many times slower, ranks even more so."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _checked(world_size: int) -> int:

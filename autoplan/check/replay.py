@@ -20,6 +20,7 @@ import torch
 from autoplan.analyse.shards import Shards, refs
 from autoplan.capture.recorder import Recording, flatten_tensors
 from autoplan.check.compare import error_of
+from autoplan.check.ranks import one_compute_thread
 from autoplan.check.replay_rules import RULES, Local, Rule
 from autoplan.values import Finding, Op, Ref, Symbolic, Trace
 
@@ -46,7 +47,7 @@ def replay(trace: Trace, recording: Recording, shards: Shards) -> Replayed:
     """Replay a trace whose recording kept its values (`record(..., keep_values=True)`)."""
     assert recording.op_values is not None, "record with keep_values=True"
     player = _Player(trace, recording, shards)
-    with torch.no_grad():
+    with torch.no_grad(), one_compute_thread():
         for op, (function, value) in zip(trace.ops, recording.op_values, strict=True):
             player.play(op, function, value)
     return player.outcome

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoplan.check.ranks import Engine, RankError, RankTimeout, run_processes, run_ranks
+from autoplan.check.ranks import Engine, RankError, RankTimeout, one_compute_thread, run_processes, run_ranks
 from autoplan.errors import AutoplanError
 from autoplan.values import Finding, Report
 
@@ -78,12 +78,26 @@ def check_sharding(
 
     `entries` are the calls to make, by name; `others` the same calls with another batch and length.
     """
+    with one_compute_thread():
+        return _check(model, entries, sharding, tp_size, others or {}, _chosen(checks), engine, mesh, timeout)
+
+
+def _check(
+    model: Any,
+    entries: Mapping[str, Any],
+    sharding: Sharding,
+    tp_size: int,
+    others: Mapping[str, Any],
+    wanted: tuple[str, ...],
+    engine: Engine,
+    mesh: Any,
+    timeout: float,
+) -> Report:
     start = time.perf_counter()
     from autoplan.check.checks import CHECKS, judge
     from autoplan.check.compare import tolerance_for
 
-    wanted = _chosen(checks)
-    subject = _prepared(model, entries, others or {})
+    subject = _prepared(model, entries, others)
     reference, absent = _reference(subject, wanted)
     job = _Job(subject, sharding, tp_size, tuple(reference))
     ranks, findings = _observe_all(job, engine, mesh, timeout)
@@ -180,8 +194,8 @@ def _observe_all(job: _Job, engine: Engine, mesh: Any, timeout: float) -> tuple[
             failed = cause.check if isinstance(cause, CheckFailed) else ""
             text = str(cause) if isinstance(cause, CheckFailed) else str(error)
             findings.append(Finding(failed or "sharding", "error", "", text))
-            if failed in ("", "parameters", "forward"):
-                return [], findings
+            if failed not in job.checks or failed in ("parameters", "forward"):
+                return [], findings  # where these fail, the others would only repeat it
             job = replace(job, checks=tuple(name for name in job.checks if name != failed))
     return [], findings
 

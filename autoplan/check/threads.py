@@ -30,7 +30,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.multi_threaded_pg import Collective, ProcessLocalGroup, ThreadLocalWorld
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoplan.check.ranks import RankError, RankTimeout
+from autoplan.check.ranks import RankError, RankTimeout, one_compute_thread
 from autoplan.errors import AutoplanError
 
 __all__ = ["counted", "run_threads"]
@@ -79,7 +79,7 @@ def run_threads(fn: Callable[[int], Result], world_size: int, timeout: float) ->
         ranks: list[_Rank] = []
         state = torch.get_rng_state()
         with ExitStack() as stack:
-            for context in (_threaded_world, _one_compute_thread, _generator_per_rank):
+            for context in (_threaded_world, one_compute_thread, _generator_per_rank):
                 stack.enter_context(context())
             store = c10d.HashStore()
             for number in range(world_size):
@@ -228,17 +228,6 @@ def _threaded_world() -> Iterator[None]:
         c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
         ShardingPropagator._fake_mode_lock = lock
         dist.distributed_c10d._world = world
-
-
-@contextmanager
-def _one_compute_thread() -> Iterator[None]:
-    """Ranks are the parallelism: two OpenMP threads in each would make everything several times slower."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class _GeneratorOfThisThread:

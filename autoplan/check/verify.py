@@ -23,7 +23,7 @@ from autoplan.errors import AutoplanError
 from autoplan.patterns import best_match, matches
 from autoplan.values import Finding, Plan, Report
 
-__all__ = ["CHECK_NAMES", "sharding_of", "verify", "verify_source"]
+__all__ = ["CHECK_NAMES", "Clone", "clone_of", "sharding_of", "verify", "verify_clone", "verify_source"]
 
 _OWN_CLONE = 3_000_000  # a module of so few parameters is verified itself
 _REDERIVED = ("auto", "inferred", "handwritten")
@@ -62,18 +62,28 @@ def verify_source(
 ) -> Report:
     """`verify` for a source that is already resolved."""
     tp_size = tp_size if mesh is None else mesh["tp"].size()
-    subject = _subject(source)
-    applied, findings = _plan_for(subject, source, plan, tp_size)
-    wanted = tuple(checks) if checks is not None else CHECK_NAMES
-    how = {"others": subject.others, "engine": engine, "mesh": mesh}
-    report = check_sharding(subject.model, subject.entries, sharding_of(applied), tp_size, checks=wanted, **how)
-    if report.ok and "loss" in wanted and any(head.kind == "logits" for head in applied.runtime.heads):
-        gathered = sharding_of(applied, gather_logits=True)
-        again = check_sharding(subject.model, subject.entries, gathered, tp_size, checks=["loss"], **how)
-        findings += [replace(found, message=f"with gathered logits: {found.message}") for found in again.findings]
-    details = {**report.details, "model": source.name, "plan_tp": (plan or applied).tp_size, "clone": subject.note}
+    clone = clone_of(source)
+    applied, findings = _plan_for(clone, source, plan, tp_size)
+    report = verify_clone(clone, applied, mesh=mesh, engine=engine, checks=checks)
+    details = {**report.details, "model": source.name, "plan_tp": (plan or applied).tp_size}
     findings = [*report.findings, *findings]
     return replace(report, ok=not any(f.level == "error" for f in findings), findings=tuple(findings), details=details)
+
+
+def verify_clone(
+    clone: Clone, plan: Plan, *, mesh: Any = None, engine: Engine = "threads", checks: Iterable[str] | None = None
+) -> Report:
+    """Compare a clone sharded by its own plan with itself unsharded."""
+    wanted = tuple(checks) if checks is not None else CHECK_NAMES
+    how = {"others": clone.others, "engine": engine, "mesh": mesh}
+    report = check_sharding(clone.model, clone.entries, sharding_of(plan), plan.tp_size, checks=wanted, **how)
+    findings = list(report.findings)
+    if report.ok and "loss" in wanted and any(head.kind == "logits" for head in plan.runtime.heads):
+        gathered = sharding_of(plan, gather_logits=True)
+        again = check_sharding(clone.model, clone.entries, gathered, plan.tp_size, checks=["loss"], **how)
+        findings += [replace(found, message=f"with gathered logits: {found.message}") for found in again.findings]
+    ok = not any(finding.level == "error" for finding in findings)
+    return replace(report, ok=ok, findings=tuple(findings), details={**report.details, "clone": clone.note})
 
 
 def sharding_of(plan: Plan, *, gather_logits: bool = False) -> Sharding:
@@ -93,8 +103,8 @@ def _apply(model: Any, mesh: Any, *, plan: Plan, gather_logits: bool) -> Any:
 
 
 @dataclass(frozen=True)
-class _Subject:
-    """What is verified: a clone, the calls to make, and the same calls with another batch and length."""
+class Clone:
+    """What is verified: a tiny model, the calls to make, and the same calls with another batch and length."""
 
     model: Any
     entries: Mapping[str, Any]
@@ -102,13 +112,13 @@ class _Subject:
     note: str
 
 
-def _subject(source: Any) -> _Subject:
-    """In double precision, or in single where the model refuses that."""
+def clone_of(source: Any) -> Clone:
+    """A tiny model to verify, in double precision, or in single where the model refuses that."""
     import torch
 
     refusal = ""
     for dtype in (torch.float64, torch.float32):
-        model, note = _clone(source, dtype)
+        model, note = _built(source, dtype)
         entries = _entries(source, model, batch=2, length=10)
         try:
             with torch.no_grad():
@@ -120,13 +130,13 @@ def _subject(source: Any) -> _Subject:
         others = {} if source.inputs is not None else _entries(source, model, batch=3, length=12)
         if dtype == torch.float32:
             note += f"; in float32, because in float64 it does not run ({refusal})"
-        return _Subject(model, entries, others, note)
+        return Clone(model, entries, others, note)
     raise AutoplanError(
         f"the tiny clone of {source.name} cannot run unsharded: {refusal}", hint="pass inputs= that the model accepts"
     )
 
 
-def _clone(source: Any, dtype: Any) -> tuple[Any, str]:
+def _built(source: Any, dtype: Any) -> tuple[Any, str]:
     from autoplan.capture.random_values import randomise
 
     given = source.given
@@ -165,9 +175,9 @@ def _cast(value: Any, dtype: Any) -> Any:
 # ------------------------------------------------------------------------------------------------ the plan
 
 
-def _plan_for(subject: _Subject, source: Any, plan: Plan | None, tp_size: int) -> tuple[Plan, list[Finding]]:
+def _plan_for(clone: Clone, source: Any, plan: Plan | None, tp_size: int) -> tuple[Plan, list[Finding]]:
     """The plan to apply to the clone, and how it differs from the one to be verified."""
-    if plan is not None and _fits(plan, subject.model, source, tp_size):
+    if plan is not None and _fits(plan, clone.model, source, tp_size):
         return plan, []
     if plan is not None and plan.source not in _REDERIVED:
         raise AutoplanError(
@@ -177,9 +187,9 @@ def _plan_for(subject: _Subject, source: Any, plan: Plan | None, tp_size: int) -
     from autoplan.api import plan_source
     from autoplan.capture.source import resolve
 
-    inputs = source.inputs if source.inputs is not None else dict(subject.entries)
-    derived = plan_source(resolve(subject.model, inputs=inputs), tp_size, prove="none")
-    return derived, [] if plan is None else _correspondence(plan, derived, subject.model)
+    inputs = source.inputs if source.inputs is not None else dict(clone.entries)
+    derived = plan_source(resolve(clone.model, inputs=inputs), tp_size, prove="none")
+    return derived, [] if plan is None else _correspondence(plan, derived, clone.model)
 
 
 def _fits(plan: Plan, model: Any, source: Any, tp_size: int) -> bool:
