@@ -7,24 +7,29 @@ Every step is one call, made here and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from transformers import PretrainedConfig
 
 from autoplan.analyse.solve import Solution, solve
 from autoplan.capture.capture import Captured, capture_any
 from autoplan.capture.inputs import make_inputs
 from autoplan.capture.source import Source, resolve
-from autoplan.check.prove import prove_graph, prove_ranks
+from autoplan.check.prove import prove_graph, prove_ranks, sequence_failure, sequence_findings
 from autoplan.decide.planner import make_plan
 from autoplan.emit.plan_file import load_plan
 from autoplan.errors import AutoplanError, IndivisibleError
-from autoplan.execute.parallelize import apply_plan, tp_mesh_of
+from autoplan.execute.checkpoint_choice import Request, checkpoint_blocks
+from autoplan.execute.fsdp import DataParallel, shard_data_parallel
+from autoplan.execute.mesh_dims import read_mesh
+from autoplan.execute.parallelize import apply_plan, record, tp_mesh_of, undo_all
+from autoplan.execute.restore import undoing
 from autoplan.layers import layers
 from autoplan.requirements import check_versions
 from autoplan.values import Plan
@@ -40,6 +45,7 @@ def plan(
     model: Model,
     tp_size: int = 1,
     *,
+    sequence_parallel: bool = False,
     source: str = "auto",
     inputs: Mapping[str, Any] | None = None,
     strict: bool = False,
@@ -51,7 +57,8 @@ def plan(
     `model` is a module on any device, a transformers config, or a string: a folder with a config.json,
     "package.module:builder", a model type ("llama"), or a hub id. `source` is "auto" or "inferred" (analysis), or the
     path of a plan file, which is loaded and checked against the model. `inputs` are example arguments of the forward,
-    where autoplan cannot make them itself. `strict` raises where an axis does not divide by `tp_size`. `prove` is
+    where autoplan cannot make them itself. `sequence_parallel` cuts the stream between split regions along the
+    sequence too; where a model does not allow it, a finding says why and the plan is without. `strict` raises where an axis does not divide by `tp_size`. `prove` is
     "graph" (default), "ranks" (run on simulated ranks too) or "none".
     """
     check_versions()
@@ -59,17 +66,26 @@ def plan(
     found = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
     if source not in SOURCES:
         return _from_file(source, found, tp_size)
-    return plan_source(found, tp_size, strict=strict, prove=prove)
+    return plan_source(found, tp_size, sequence_parallel=sequence_parallel, strict=strict, prove=prove)
 
 
-def plan_source(source: Source, tp_size: int, *, strict: bool = False, prove: str = "graph") -> Plan:
+def plan_source(
+    source: Source, tp_size: int, *, sequence_parallel: bool = False, strict: bool = False, prove: str = "graph"
+) -> Plan:
     """`plan` for a source that is already resolved."""
     module = source.module()
     captured = capture_source(source, module)
-    solution = solve_source(source, captured, tp_size, strict=strict)
-    made = make_plan(solution, model=source.name, layers=layers(module))
+    stacks = layers(module)
+    blocks = tuple(stack.fqns for stack in stacks) if sequence_parallel and tp_size > 1 else None
+    solution = solve_source(source, captured, tp_size, strict=strict, sequence_stacks=blocks)
+    made = make_plan(solution, model=source.name, layers=stacks, sequence_parallel=solution.sequence_parallel)
+    if sequence_parallel and tp_size > 1:
+        made = replace(made, findings=made.findings + sequence_findings(solution))
     if prove == "none" or tp_size == 1:
         return made
+    if made.sequence_parallel and (failure := sequence_failure(source)):
+        plain = plan_source(source, tp_size, strict=strict, prove=prove)
+        return replace(plain, findings=(*plain.findings, failure))
     proof = prove_graph(source, made)
     made = replace(made, proof=proof.proof, findings=made.findings + proof.findings, entries=proof.stamp(made.entries))
     return prove_ranks(source, made) if prove == "ranks" else made
@@ -81,9 +97,16 @@ def capture_source(source: Source, module: nn.Module) -> Captured:
     return capture_any(module, made.entries, made.notes)
 
 
-def solve_source(source: Source, captured: Captured, tp_size: int, *, strict: bool = False) -> Solution:
+def solve_source(
+    source: Source,
+    captured: Captured,
+    tp_size: int,
+    *,
+    strict: bool = False,
+    sequence_stacks: tuple[tuple[str, ...], ...] | None = None,
+) -> Solution:
     """Decide the splits; say clearly when the size fits nothing."""
-    solution = solve(captured.trace, tp_size)
+    solution = solve(captured.trace, tp_size, sequence_stacks=sequence_stacks)
     if tp_size == 1:
         return solution
     legal = ", ".join(map(str, solution.legal_tp))
@@ -111,20 +134,55 @@ def parallelize(
     plan: Plan | None = None,
     *,
     gather_logits: bool = False,
+    sequence_padding: str = "error",
     mesh_dims: Mapping[str, str] | None = None,
+    activation_checkpointing: Request = False,
+    checkpoint_scope: str | Iterable[str] = "all",
+    mp_policy: MixedPrecisionPolicy | str | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    cpu_offload: bool = False,
+    reshard_after_forward: bool | int | None = None,
+    prefetch: int | tuple[int, int] | None = None,
+    frozen: str = "units",
 ) -> nn.Module:
-    """Shard `model` in place over the mesh's "tp" dim, whole or not at all, and return it.
+    """Shard `model` in place over a named mesh, whole or not at all, and return it.
 
-    Without a `plan` one is made for the mesh's size. Parameters become DTensors under their own names; logits leave
-    split over the vocabulary unless `gather_logits`; every other output is whole. `mesh_dims={"tp": name}` names the
-    mesh dim differently. `autoplan.applied(model)` says what was done.
+    Tensor parallelism over "tp", then activation checkpointing, then FSDP2 over "dp_shard" (also called dp, fsdp or
+    dp_shard_cp; "dp_replicate" before it makes HSDP). `mesh_dims={"tp": name}` names mesh dims differently; cp and pp
+    are left alone. Without a `plan` one is made for the mesh. Logits leave split over the vocabulary unless
+    `gather_logits`; every other output is whole. `autoplan.applied(model)` says what was done, and what was not.
+
+    `activation_checkpointing`: True (whole blocks), "submodule", "selective" (every other matmul, attention and sums
+    are kept), or a function (name, block) -> any of these or False; `checkpoint_scope`: "all", "text", "vision",
+    "audio". `mp_policy`: FSDP2's, "bf16" (sums and outputs in float32), or None: dtypes as they are.
+    `reshard_after_forward`: None frees all blocks but the last of each stack. `prefetch`: units ahead, or (forward,
+    backward). `frozen`: stacks without trainable parameters are "units", in the "root" unit, or "ignore".
     """
-    names = dict(mesh_dims or {})
-    if plan is None:
-        size = mesh[names.get("tp", "tp")].size() if names.get("tp", "tp") in (mesh.mesh_dim_names or ()) else 1
-        plan = plan_source(resolve(model), size)
-    tp_mesh = tp_mesh_of(mesh, plan, names)
-    return model if tp_mesh is None else apply_plan(model, tp_mesh, plan, gather_logits=gather_logits)
+    dims = read_mesh(mesh, mesh_dims)
+    plan = plan or _plan_for_mesh(model, dims.tp_size)
+    tp_mesh = tp_mesh_of(mesh, plan, dims.names)
+    data = DataParallel(mp_policy, offload_policy, cpu_offload, reshard_after_forward, prefetch, frozen)
+    data.check(has_mesh=dims.data is not None)
+    stacks = plan.layers or layers(model)
+    undo: list[Callable[[], None]] = []
+    with undoing(undo):
+        if tp_mesh is not None and plan.tp_size > 1:
+            apply_plan(
+        model, tp_mesh, plan, gather_logits=gather_logits, sequence_padding=sequence_padding
+    )
+        record(model, plan, notes=dims.notes)
+        undo.append(lambda: undo_all(model))
+        if activation_checkpointing:
+            undo.append(checkpoint_blocks(model, stacks, activation_checkpointing, checkpoint_scope))
+        if dims.data is not None:
+            shard_data_parallel(model, dims.data, stacks, data)
+    return model
+
+
+def _plan_for_mesh(model: nn.Module, tp_size: int) -> Plan:
+    """Without tensor parallelism only the layers matter, and they need no run of the model."""
+    source = resolve(model)
+    return plan_source(source, tp_size) if tp_size > 1 else Plan(source.name, 1, layers=layers(model))
 
 
 def _check_options(tp_size: int, prove: str) -> None:

@@ -16,7 +16,7 @@ from autoplan.capture.source import Source
 from autoplan.errors import AutoplanError
 from autoplan.values import Entry, Finding, Plan, Proof
 
-__all__ = ["GraphProof", "prove_graph", "prove_ranks"]
+__all__ = ["GraphProof", "prove_graph", "prove_ranks", "sequence_failure", "sequence_findings"]
 
 _TINY_TP = 2
 
@@ -79,11 +79,35 @@ def _where(solution: Solution, axis: object) -> str:
     return ""
 
 
+def sequence_findings(solution: Solution) -> tuple[Finding, ...]:
+    """What sequence parallelism leaves whole, or why there is none."""
+    if not solution.sequence_parallel:
+        why = "; ".join(solution.sequence_notes)
+        return (Finding("sequence", "warn", "", f"sequence parallelism was asked for and is not applied: {why}"),)
+    return tuple(Finding("sequence", "note", "", f"the whole sequence at {note}") for note in solution.sequence_notes)
+
+
+def sequence_failure(source: Source) -> Finding | None:
+    """Run the tiny clone with its stream cut on simulated ranks: a finding when it does not give the same."""
+    from autoplan.check.verify import verify_source
+
+    try:
+        report = verify_source(source, tp_size=_TINY_TP, sequence_parallel=True, checks=("forward",))
+    except AutoplanError as error:
+        return None if source.can_shrink is False else _not_cut(error.message)
+    first = next((finding for finding in report.findings if finding.level == "error"), None)
+    return None if first is None else _not_cut(f"{first.where} {first.message}".strip())
+
+
+def _not_cut(why: str) -> Finding:
+    return Finding("sequence", "warn", "", f"sequence parallelism was asked for and is not applied: on simulated ranks {why}")
+
+
 def prove_ranks(source: Source, plan: Plan) -> Plan:
     """Run the sharded tiny clone on simulated ranks and write the outcome into the plan."""
     from autoplan.check.verify import verify_source
 
-    report = verify_source(source, tp_size=_TINY_TP)
+    report = verify_source(source, tp_size=_TINY_TP, sequence_parallel=plan.sequence_parallel)
     checked = tuple(report.details.get("checked", ()))
     text = f"largest gradient error {max(report.gradients.values(), default=0.0):.1e}"
     proof = Proof("ranks", _TINY_TP, report.ok, checked, text)

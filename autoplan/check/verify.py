@@ -37,6 +37,7 @@ def verify(
     engine: Engine = "threads",
     inputs: Mapping[str, Any] | None = None,
     *,
+    sequence_parallel: bool = False,
     checks: Iterable[str] | None = None,
     trust_remote_code: bool = False,
 ) -> Report:
@@ -48,7 +49,8 @@ def verify(
     from autoplan.capture.source import resolve
 
     source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
-    return verify_source(source, plan, tp_size, mesh=mesh, engine=engine, checks=checks)
+    how = {"mesh": mesh, "engine": engine, "checks": checks}
+    return verify_source(source, plan, tp_size, sequence_parallel=sequence_parallel, **how)
 
 
 def verify_source(
@@ -56,6 +58,7 @@ def verify_source(
     plan: Plan | None = None,
     tp_size: int = 2,
     *,
+    sequence_parallel: bool = False,
     mesh: Any = None,
     engine: Engine = "threads",
     checks: Iterable[str] | None = None,
@@ -63,7 +66,8 @@ def verify_source(
     """`verify` for a source that is already resolved."""
     tp_size = tp_size if mesh is None else mesh["tp"].size()
     clone = clone_of(source)
-    applied, findings = _plan_for(clone, source, plan, tp_size)
+    sequence_parallel = plan.sequence_parallel if plan is not None else sequence_parallel
+    applied, findings = _plan_for(clone, source, plan, tp_size, sequence_parallel)
     report = verify_clone(clone, applied, mesh=mesh, engine=engine, checks=checks)
     details = {**report.details, "model": source.name, "plan_tp": (plan or applied).tp_size}
     findings = [*report.findings, *findings]
@@ -96,7 +100,7 @@ def sharding_of(plan: Plan, *, gather_logits: bool = False) -> Sharding:
 def _apply(model: Any, mesh: Any, *, plan: Plan, gather_logits: bool) -> Any:
     from autoplan.api import parallelize
 
-    return parallelize(model, mesh, plan, gather_logits=gather_logits)
+    return parallelize(model, mesh, plan, gather_logits=gather_logits, sequence_padding="pad")
 
 
 # ------------------------------------------------------------------------------------------------ the clone
@@ -175,7 +179,9 @@ def _cast(value: Any, dtype: Any) -> Any:
 # ------------------------------------------------------------------------------------------------ the plan
 
 
-def _plan_for(clone: Clone, source: Any, plan: Plan | None, tp_size: int) -> tuple[Plan, list[Finding]]:
+def _plan_for(
+    clone: Clone, source: Any, plan: Plan | None, tp_size: int, sequence_parallel: bool
+) -> tuple[Plan, list[Finding]]:
     """The plan to apply to the clone, and how it differs from the one to be verified."""
     if plan is not None and _fits(plan, clone.model, source, tp_size):
         return plan, []
@@ -188,7 +194,8 @@ def _plan_for(clone: Clone, source: Any, plan: Plan | None, tp_size: int) -> tup
     from autoplan.capture.source import resolve
 
     inputs = source.inputs if source.inputs is not None else dict(clone.entries)
-    derived = plan_source(resolve(clone.model, inputs=inputs), tp_size, prove="none")
+    found = resolve(clone.model, inputs=inputs)
+    derived = plan_source(found, tp_size, sequence_parallel=sequence_parallel, prove="none")
     return derived, [] if plan is None else _correspondence(plan, derived, clone.model)
 
 

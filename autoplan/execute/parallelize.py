@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoplan.errors import PlanMismatchError
+from autoplan.errors import AutoplanError, PlanMismatchError
 from autoplan.execute.collectives import RankGroup
 from autoplan.execute.hooks import ModuleWork, Running, install, install_root
 from autoplan.execute.integers import apply_edit
@@ -23,7 +23,7 @@ from autoplan.layout import chunk
 from autoplan.patterns import matches, nearest
 from autoplan.values import ParameterRule, Plan
 
-__all__ = ["Applied", "apply_plan", "applied", "check_matches", "record", "tp_mesh_of"]
+__all__ = ["Applied", "apply_plan", "applied", "check_matches", "record", "tp_mesh_of", "undo_all"]
 
 _RECORD = "_autoplan_applied"
 _AT_EXIT = ("gather", "gather_whole")  # done where the model returns, not by a hook of its own
@@ -79,14 +79,20 @@ def tp_mesh_of(mesh: DeviceMesh, plan: Plan, names: dict[str, str] | None = None
     return found
 
 
-def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan, *, gather_logits: bool = False) -> nn.Module:
+def apply_plan(
+    model: nn.Module, mesh: DeviceMesh, plan: Plan, *, gather_logits: bool = False, sequence_padding: str = "error"
+) -> nn.Module:
     """Shard `model` in place over a 1-D tp mesh and return it."""
     if applied(model) is not None:
         raise PlanMismatchError("the model is already parallelized", hint="build a fresh one")
     group = RankGroup.of(mesh)
     modules = dict(model.named_modules(remove_duplicate=False))
     rules = parameter_rules(model, plan)
-    running = Running(mesh, group, gather_logits, SharedRandomness(group, mesh_device(mesh)))
+    if sequence_padding not in ("error", "pad"):
+        raise AutoplanError(f"sequence_padding={sequence_padding!r}", hint="choose 'error' or 'pad'")
+    running = Running(
+        mesh, group, gather_logits, SharedRandomness(group, mesh_device(mesh)), sequence_padding=sequence_padding
+    )
     works = _works(modules, plan)
     undo: list[Callable[[], None]] = []
     try:
@@ -127,6 +133,13 @@ def check_matches(model: nn.Module, plan: Plan) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
     for item in (*plan.runtime.edits, *plan.runtime.hooks, *plan.runtime.heads, *plan.runtime.scoped):
         _module_names(item.pattern, modules)
+
+
+def undo_all(model: nn.Module) -> None:
+    """Forget what was recorded, and undo the split."""
+    known = model.__dict__.pop(_RECORD, None)
+    if known is not None:
+        known.undo()
 
 
 def _undo(model: nn.Module, undo: list[Callable[[], None]]) -> None:
