@@ -23,7 +23,7 @@ from autoplan.errors import AutoplanError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from autoplan.values import Finding, Plan
+    from autoplan.values import Finding, Plan, Score
 
 __all__ = ["app", "main"]
 
@@ -45,6 +45,13 @@ class Prove(StrEnum):
     graph = "graph"
     ranks = "ranks"
     none = "none"
+
+
+class Checks(StrEnum):
+    """How much of verify a scoreboard runs."""
+
+    fast = "fast"
+    all = "all"
 
 
 class Engine(StrEnum):
@@ -152,6 +159,43 @@ def verify(
         report = autoplan.verify(model, loaded, tp_size=tp, engine=engine.value, trust_remote_code=trust_remote_code)
     _emit(report_view(report, model), report.to_dict(), as_json, output)
     raise typer.Exit(_exit_code(report.findings) if report.ok else FINDINGS)
+
+
+@app.command()
+def scoreboard(
+    mapping: Annotated[
+        str, typer.Argument(metavar="MAPPING", help="causal_lm, image_text, seq2seq, masked_lm, speech or base.")
+    ],
+    only: Annotated[list[str] | None, typer.Option(metavar="TYPE", help="Only this model type; repeatable.")] = None,
+    tp: TpSize = 2,
+    engine: Annotated[Engine, typer.Option(help="Ranks as threads, or as processes that talk over gloo.")] = (
+        Engine.threads
+    ),
+    checks: Annotated[Checks, typer.Option(help="fast: outputs and every gradient; all: all that verify does.")] = (
+        Checks.fast
+    ),
+    jobs: Annotated[int, typer.Option(min=1, help="Architectures at a time.")] = 1,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For each architecture.")] = 180.0,
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Plan and verify tiny clones of all architectures that transformers lists in a mapping."""
+    from autoplan.check.scoreboard import scoreboard as run
+    from autoplan.emit.scoreboard_table import scoreboard_view
+
+    with _bar() as progress:
+        board = run(
+            mapping,
+            tp,
+            only=only or (),
+            engine=engine.value,
+            checks=checks.value,
+            jobs=jobs,
+            timeout=timeout,
+            progress=progress,
+        )
+    _emit(scoreboard_view(board), board.to_dict(), as_json, output)
+    raise typer.Exit(OK if board.ok else FINDINGS)
 
 
 rules_app = typer.Typer(help="Read the rules that name what is found and choose styles.", no_args_is_help=True)
@@ -271,3 +315,28 @@ def _progress(text: str) -> Iterator[None]:
 
     with Console(stderr=True).status(text):
         yield
+
+
+@contextmanager
+def _bar() -> Iterator[Any]:
+    """Where a long list stands, on stderr: a bar on a terminal, elsewhere (a log) a line for each that is done."""
+    from autoplan.emit.scoreboard_table import score_line
+
+    if not sys.stderr.isatty():
+
+        def line(done: int, total: int, name: str, score: Score | None) -> None:
+            if score is not None:
+                _note(f"{done}/{total} {score_line(score)}")
+
+        yield line
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def show(done: int, total: int, name: str, score: Score | None) -> None:
+            bar.update(task, completed=done, total=total, description=name)
+
+        yield show

@@ -44,7 +44,7 @@ PUBLIC = (
     "plan",
     "verify",
 )
-COMMANDS = ("explain", "plan", "rules", "verify")
+COMMANDS = ("explain", "plan", "rules", "scoreboard", "verify")
 
 
 def modules_of(*names: str) -> list[str]:
@@ -223,7 +223,7 @@ def test_the_readme_shows_what_is_there() -> None:
     assert {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"} <= {
         path.name for path in readme_tree()
     }
-    commands = set(re.findall(r"^autoplan (\w+) .*(?:MODEL|RULE)", text, re.MULTILINE))
+    commands = set(re.findall(r"^autoplan (\w+) .*(?:MODEL|RULE|MAPPING)", text, re.MULTILINE))
     assert commands == set(COMMANDS)
     for name in re.findall(r"autoplan\.(\w+)\(", text):
         assert name in autoplan.__all__, name

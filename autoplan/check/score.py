@@ -1,0 +1,111 @@
+"""One architecture, from its name to its line on the scoreboard.
+
+A tiny clone is built, planned and verified, and whatever goes wrong on the way is an answer: the model itself may not
+run here, nothing in it may be splittable, its numbers may be NaN, the sharded one may differ from it, or fail.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from typing import Any
+
+from autoplan.check.ranks import Engine
+from autoplan.check.sharded import CHECK_NAMES
+from autoplan.check.share import reductions_per_block, share_of
+from autoplan.errors import AutoplanError, IndivisibleError, SourceError
+from autoplan.values import Finding, Report, Score, Verdict
+
+__all__ = ["CHECK_SETS", "score"]
+
+CHECK_SETS = {"fast": ("parameters", "forward"), "all": CHECK_NAMES}
+
+
+def score(
+    model_type: str, class_name: str, tp_size: int, *, engine: Engine = "threads", checks: tuple[str, ...] = ()
+) -> Score:
+    """Build, plan, verify one architecture. Raises nothing that an architecture can cause."""
+    start = time.perf_counter()
+    blank = Score(model_type, class_name, "cannot run")
+    try:
+        done = _scored(blank, tp_size, engine, checks or CHECK_SETS["fast"])
+    except Exception as error:  # one architecture must not stop the others, and its line says what happened
+        done = replace(blank, verdict="failed", reason=_said(error))
+    return replace(done, seconds=round(time.perf_counter() - start, 2))
+
+
+def _scored(blank: Score, tp_size: int, engine: Engine, checks: tuple[str, ...]) -> Score:
+    from autoplan.api import capture_source, solve_source
+    from autoplan.capture.source import resolve
+    from autoplan.check.verify import clone_of, verify_clone
+    from autoplan.decide.planner import make_plan
+    from autoplan.layers import layers
+
+    try:
+        clone = clone_of(resolve(f"{blank.model_type}:{blank.class_name}"))
+    except (AutoplanError, ImportError) as error:
+        return replace(blank, reason=_said(error))
+    source = resolve(clone.model, inputs=clone.entries)
+    captured = capture_source(source, clone.model)
+    try:
+        solution = solve_source(source, captured, tp_size)
+    except IndivisibleError as error:
+        return replace(blank, verdict="refused", reason=_said(error))
+    plan = make_plan(solution, model=source.name, layers=layers(clone.model))
+    share = share_of(solution, plan)
+    forward, backward = reductions_per_block(plan)
+    report = verify_clone(clone, plan, engine=engine, checks=checks)
+    verdict, reason = verdict_of(report)
+    return replace(
+        blank,
+        verdict=verdict,
+        reason=reason,
+        split=share.split,
+        counted=share.counted,
+        whole=share.whole,
+        unused=share.unused,
+        forward=forward,
+        backward=backward,
+        collectives=report.details["collectives"],
+        scoped=len(solution.runtime.scoped),
+        error=_largest_error(report),
+        notes=(*captured.trace.notes, *solution.refusals, clone.note),
+    )
+
+
+def verdict_of(report: Report) -> tuple[Verdict, str]:
+    """One word for a report, and what to know about it."""
+    errors = [finding for finding in report.findings if finding.level == "error"]
+    raised = [finding for finding in errors if not finding.where]  # numbers that differ have a tensor's name
+    if raised:
+        return "failed", _text(raised[0])
+    if errors:
+        worst = max(errors, key=lambda finding: report.gradients.get(finding.where, math.inf))
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        return "wrong", _text(worst) + more
+    unclear = [finding for finding in report.findings if finding.message.startswith("not comparable")]
+    if unclear:
+        return "not comparable", f"{len(unclear)} tensors of the unsharded model are NaN, {unclear[0].where} first"
+    if report.forward is None or not report.gradients:
+        return "not comparable", "the model returned nothing that has a gradient"
+    return "exact", ""
+
+
+def _largest_error(report: Report) -> float | None:
+    found = [*report.gradients.values(), *([] if report.forward is None else [report.forward])]
+    return max(found, default=None)
+
+
+def _text(finding: Finding) -> str:
+    return f"{finding.check}: {finding.where + ' ' if finding.where else ''}{finding.message}"
+
+
+def _said(error: Any) -> str:
+    if isinstance(error, SourceError | AutoplanError):
+        return str(error.message)
+    import traceback
+
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    text = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {text} (at {place.filename.rsplit('/', 1)[-1]}:{place.lineno} in {place.name})"

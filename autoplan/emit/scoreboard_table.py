@@ -1,0 +1,91 @@
+"""A scoreboard as tables: one line for each architecture, what is not exact with its reason, totals at the end."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from autoplan.values import Score, Scoreboard
+
+__all__ = ["score_line", "scoreboard_view"]
+
+_COLOURS = {"exact": "green", "wrong": "bold red", "failed": "bold red", "refused": "yellow"}
+_GOOD_SHARE = 0.99
+
+
+def scoreboard_view(board: Scoreboard) -> RenderableType:
+    """The whole board."""
+    title = f" · tp {board.tp_size} · {board.engine} · {', '.join(board.checks)}"
+    sections: list[RenderableType] = [Text.assemble((board.mapping, "bold"), title), _scores(board)]
+    spoken = [score for score in board.scores if score.reason]
+    if spoken:
+        sections += [_heading("Why not"), _reasons(spoken)]
+    return Group(*sections, _heading("Totals"), *_totals(board))
+
+
+def score_line(score: Score) -> str:
+    """One architecture in one line, for logs."""
+    share = "" if score.share is None else f" share {score.share:.2f}"
+    reason = f" · {score.reason}" if score.reason else ""
+    return f"{score.model_type} {score.verdict}{share} {score.seconds:.1f} s{reason}"
+
+
+def _scores(board: Scoreboard) -> RenderableType:
+    table = _table("type", "class", "verdict", "share", "split", "unused", "forward", "backward", "error", "seconds")
+    for score in board.scores:
+        share = score.share
+        table.add_row(
+            Text(score.model_type, "cyan"),
+            score.class_name,
+            Text(score.verdict, _COLOURS.get(score.verdict, "")),
+            "" if share is None else Text(f"{share:.2f}", "" if share >= _GOOD_SHARE else "yellow"),
+            f"{score.split}/{score.counted}" if score.counted else "",
+            str(len(score.unused) or ""),
+            _number(score.forward),
+            _number(score.backward),
+            "" if score.error is None else f"{score.error:.0e}",
+            f"{score.seconds:.1f}",
+        )
+    return table
+
+
+def _reasons(scores: list[Score]) -> RenderableType:
+    table = _table("type", "verdict", "reason", header=False)
+    for score in scores:
+        verdict = Text(score.verdict, _COLOURS.get(score.verdict, ""))
+        table.add_row(Text(score.model_type, "cyan"), verdict, Text(score.reason))
+    return table
+
+
+def _totals(board: Scoreboard) -> list[RenderableType]:
+    table = _table("verdict", "number", header=False)
+    for verdict, number in board.totals().items():
+        table.add_row(Text(verdict, _COLOURS.get(verdict, "")), str(number))
+    shares = [score.share for score in board.scores if score.share is not None]
+    full = sum(share >= _GOOD_SHARE for share in shares)
+    lines: list[RenderableType] = [table]
+    if shares:
+        lines.append(Text(f"{full} of {len(shares)} split at least {_GOOD_SHARE:.0%} of their weights"))
+    versions = ", ".join(f"{name} {version}" for name, version in board.versions.items())
+    lines.append(Text(f"{len(board.scores)} architectures in {board.seconds:.0f} s ({versions})"))
+    return lines
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:g}" if value == int(value) else f"{value:.1f}"
+
+
+def _heading(text: str) -> RenderableType:
+    return Padding(Text(text, "bold"), (1, 0, 0, 0))
+
+
+_RIGHT = {"share", "split", "unused", "forward", "backward", "error", "seconds", "number"}
+
+
+def _table(*columns: str, header: bool = True) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=header, header_style="dim", padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right" if column in _RIGHT else "left", overflow="fold")
+    return table
