@@ -242,6 +242,32 @@ def test_a_model_on_meta_gets_real_inputs_of_the_same_values() -> None:
     assert not (many == 21).any(), "a special token is no example"
 
 
+@pytest.mark.parametrize("text", ["llava:LlavaForConditionalGeneration", "qwen2_vl:Qwen2VLForConditionalGeneration"])
+def test_a_picture_reaches_the_vision_tower(text: str) -> None:
+    """On the text alone no parameter of the tower gets a gradient; with a picture those do."""
+    model = resolve(text).tiny()
+    reached: dict[str, set[str]] = {}
+    for entry, keywords in entries_for(model).items():
+        model.zero_grad()
+        model(**keywords).logits.square().sum().backward()
+        reached[entry] = {name for name, p in model.named_parameters() if p.grad is not None and p.dim() > 1}
+    assert list(reached) == ["text", "image"]
+    assert {n for n in reached["image"] if "vis" in n} and not {n for n in reached["text"] if "vis" in n}
+
+
+def test_a_decoder_alone_gets_an_encoders_states() -> None:
+    model = resolve("marian:MarianForCausalLM").tiny()
+    entries = entries_for(model)
+    assert list(entries) == ["text", "cross"]
+    model(**entries["cross"]).logits.square().sum().backward()
+    assert model.model.decoder.layers[0].encoder_attn.k_proj.weight.grad is not None
+
+
+def test_what_no_entry_reaches_is_noted() -> None:
+    made = make_inputs(resolve("qwen2_vl:Qwen2VLForConditionalGeneration").tiny())
+    assert any("pixel_values_videos" in note for note in made.notes)
+
+
 def test_a_missing_config_is_found_on_the_model() -> None:
     assert make_inputs(resolve("llama").tiny()).notes == ()
 

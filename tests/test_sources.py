@@ -187,6 +187,20 @@ def test_every_type_of_layer_survives() -> None:
     assert tiny.layer_types == ["sliding_attention", "full_attention"] and tiny.num_hidden_layers == 2
 
 
+def test_layers_that_read_others_keys_keep_layers_that_make_them() -> None:
+    """The last 5 of 10 layers share: a clone keeps both types on both sides."""
+    types = ["sliding_attention"] * 4 + ["full_attention"]
+    given = CONFIG_MAPPING["gemma4_text"](num_hidden_layers=10, layer_types=types * 2, num_kv_shared_layers=5)
+    tiny = tiny_config(given)
+    assert tiny.layer_types == ["sliding_attention", "full_attention"] * 2 and tiny.num_kv_shared_layers == 2
+
+
+def test_layers_of_another_size_keep_another_size() -> None:
+    given = CONFIG_MAPPING["gemma4_text"]()
+    sizes = [{layer.head_dim for layer in config.per_layer_config} for config in (given, tiny_config(given))]
+    assert len(sizes[0]) == len(sizes[1]) == 2 and max(sizes[1]) < 100
+
+
 def test_sub_configs_shrink_and_keep_tokens_apart() -> None:
     given = CONFIG_MAPPING["llava"]()
     tiny = tiny_config(given)

@@ -17,8 +17,9 @@ from torch._subclasses.fake_tensor import (
 )
 
 from autoplan.capture.fold import fold
+from autoplan.capture.random_values import untouched_randomness
 
-__all__ = ["SMALL", "cheapest_real", "depends_on_data", "own", "quiet", "with_storage", "without_storage"]
+__all__ = ["SMALL", "cheapest_real", "depends_on_data", "failure_of", "own", "quiet", "with_storage", "without_storage"]
 
 
 SMALL = 30_000_000  # parameters up to which a copy may be run for real
@@ -51,6 +52,17 @@ def own(value: Any) -> Any:
 def depends_on_data(error: BaseException) -> bool:
     """Did Python look at the values of a tensor that has none?"""
     return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+
+
+def failure_of(model: nn.Module, keywords: dict[str, Any]) -> Exception | None:
+    """Why a call of the model would fail; None when it runs, as far as that shows without looking at values."""
+    mode, twin = cheapest_real(model)
+    try:
+        with untouched_randomness(0), quiet(), mode, torch.no_grad():
+            twin(**{name: own(value) for name, value in keywords.items()})
+    except Exception as error:  # someone else's forward may raise anything
+        return None if depends_on_data(error) else error
+    return None
 
 
 @contextmanager

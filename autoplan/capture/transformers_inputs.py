@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from autoplan.capture.draw import Draw
+from autoplan.capture.dry_run import failure_of
 from autoplan.capture.pictures import picture_entry
 from autoplan.capture.shrink import all_configs
 from autoplan.capture.sizes import is_token_id
@@ -47,6 +48,13 @@ def make_entries(
             entries["image"] = maker.picture_entry()
         except CaptureError as error:
             notes.append(f"no entry with a picture: {error.message}")
+    if name == "text" and maker.takes("encoder_hidden_states") and getattr(config, "is_decoder", False):
+        crossed = {**main, "encoder_hidden_states": maker.encoded()}
+        failure = failure_of(model, crossed)
+        if failure is None:
+            entries["cross"] = crossed
+        else:
+            notes.append(f"no entry with an encoder's states: {' '.join(str(failure).split())[:200]}")
     for other in ("input_features", "pixel_values_videos", "audio_values"):
         if name == "text" and maker.takes(other) and other not in main:
             notes.append(f"no entry made with {other}; pass one in inputs= to plan what only it reaches")
@@ -120,6 +128,11 @@ class _Maker:
             return self.draw.normal((self.batch, _SAMPLES))
         mel = next((v for names in (_MEL, _MEL_LATER) for c in self.configs for n in names if (v := _int(c, n))), 80)
         return self.draw.normal((self.batch, _FRAMES, mel))
+
+    def encoded(self) -> torch.Tensor:
+        """What an encoder would have made of a sequence two longer than the text."""
+        width = _int(self.config.get_text_config(), "hidden_size") or 16
+        return self.draw.normal((self.batch, self.length + 2, width))
 
     def picture_entry(self) -> dict[str, Any]:
         vision = next((c for c in self.configs if hasattr(c, "patch_size")), self.config)
