@@ -129,13 +129,20 @@ def weighted(canvas: Canvas, op: Op, box: int, views: list[View]) -> Value:
     """One value and a parameter, elementwise: a norm's own weight, a bias, or a scale or shift."""
     known = canvas.node(box)
     names = tuple(canvas.name(view.parameter) for view in views)
-    dims = tuple(("over", canvas.dim(view.parameter, view.dims[-1] if view.dims else None)) for view in views[:1])
+    dims = tuple(("over", canvas.dim(view.parameter, _last_dim(canvas, view))) for view in views[:1])
     if known.kind == "norm" and len(known.parameters) < 2:
         return canvas.change(box, replace(known, parameters=known.parameters + names, dims=known.dims or dims))
     kind = "shift" if op.name.startswith(("add", "sub")) else "scale"
     if kind == "shift" and _is_bias(canvas, known, views):
         return canvas.change(box, replace(known, parameters=known.parameters + names))
     return Value(node=canvas.add(Node(kind, op.module, names, dims), (box,)))
+
+
+def _last_dim(canvas: Canvas, view: View) -> int | None:
+    """The parameter's dim that the last dim of the view runs over; a vector has but one, however it is viewed."""
+    if len(canvas.shape(view.parameter)) == 1:
+        return 0
+    return view.dims[-1] if view.dims else None
 
 
 def _is_bias(canvas: Canvas, known: Node, views: list[View]) -> bool:

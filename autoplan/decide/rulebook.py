@@ -23,12 +23,23 @@ __all__ = ["GENERIC", "STYLES", "Example", "Match", "Rule", "RuleError", "load_r
 
 GENERIC = "generic"
 
-# What can be said about a parameter's module. "local": per-channel parameters that are cut with the values they meet.
-STYLES = (
-    *("colwise", "rowwise", "packed_colwise", "packed_rowwise", "colwise_gather_output", "rowwise_scatter"),
-    *("embedding_rowwise", "embedding_colwise", "embedding_rowwise_scatter", "local", "distributed_norm"),
-    *("sequence_parallel", "replicated_with_grad_allreduce", "replicate"),
-)
+# What can be said of a module, and what it means: how its weight lies on ranks, what comes in, what goes out.
+STYLES = {
+    "colwise": "output features cut; whole input, split output",
+    "rowwise": "input features cut; split input, output summed over ranks",
+    "packed_colwise": "as colwise, for a weight whose rows on a rank are not one run: segments, or parts that all hold",
+    "packed_rowwise": "as rowwise, likewise",
+    "colwise_gather_output": "output features cut; the output is gathered, so readers see it whole",
+    "embedding_rowwise": "rows of a table cut; ids of other ranks give zero, the rows are summed over ranks",
+    "embedding_colwise": "columns of a table cut; split output",
+    "local": "per-channel or per-head parameters, cut with the values that they meet",
+    "distributed_norm": "a norm over a split width: weight cut, statistics summed over ranks",
+    "replicate": "whole on every rank",
+    "replicated_with_grad_allreduce": "whole on every rank; each sees a part of the gradient, and the parts are summed",
+    "rowwise_scatter": "sequence parallel: as rowwise, with the sum scattered along the sequence",
+    "embedding_rowwise_scatter": "sequence parallel: as embedding_rowwise, with the sum scattered along the sequence",
+    "sequence_parallel": "sequence parallel: whole weight on values split along the sequence",
+}
 
 _KEYS = {"id", "summary", "why", "limits", "seen_in", "unit", "units", "beats", "match", "roles", "yields", "example"}
 
@@ -89,13 +100,17 @@ class Rule:
 def load_rules(folder: Path | None = None) -> tuple[Rule, ...]:
     """All role rules, ordered by id: the order of files never decides anything."""
     place = (folder or rules_folder()) / "roles"
-    rules = tuple(parse_rule(path.read_text("utf-8"), path.stem) for path in sorted(place.glob("*.toml")))
+    rules = tuple(parse_rule(path.read_text("utf-8"), path.stem) for path in sorted(place.glob("*.toml"), key=_id))
     known = {rule.id for rule in rules}
     for rule in rules:
         for other in rule.beats:
             if other not in known:
                 raise RuleError(f"rule {rule.id!r} beats {other!r}, which does not exist")
     return rules
+
+
+def _id(path: Path) -> str:
+    return path.stem
 
 
 def parse_rule(text: str, stem: str) -> Rule:
