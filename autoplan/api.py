@@ -27,6 +27,7 @@ from autoplan.emit.plan_file import load_plan
 from autoplan.errors import AutoplanError, IndivisibleError
 from autoplan.execute.checkpoint_choice import Request, checkpoint_blocks
 from autoplan.execute.fsdp import DataParallel, shard_data_parallel
+from autoplan.execute.gradients import mark_shared_rows
 from autoplan.execute.mesh_dims import read_mesh
 from autoplan.execute.parallelize import apply_plan, record, tp_mesh_of, undo_all
 from autoplan.execute.restore import undoing
@@ -167,15 +168,14 @@ def parallelize(
     undo: list[Callable[[], None]] = []
     with undoing(undo):
         if tp_mesh is not None and plan.tp_size > 1:
-            apply_plan(
-        model, tp_mesh, plan, gather_logits=gather_logits, sequence_padding=sequence_padding
-    )
+            apply_plan(model, tp_mesh, plan, gather_logits=gather_logits, sequence_padding=sequence_padding)
         record(model, plan, notes=dims.notes)
         undo.append(lambda: undo_all(model))
         if activation_checkpointing:
             undo.append(checkpoint_blocks(model, stacks, activation_checkpointing, checkpoint_scope))
         if dims.data is not None:
             shard_data_parallel(model, dims.data, stacks, data)
+        mark_shared_rows(model)
     return model
 
 

@@ -133,11 +133,24 @@ class _Search:
         for owners in self.owners.values():
             where = {next(iter(homes.get(id(o), {""}))) for o in owners}
             if len(where) > 1 and not any(id(o) in in_units for o in owners):
-                groups[frozenset(self.first_name[id(o)] for o in owners)] = None
+                groups[self._climbed(frozenset(self.first_name[id(o)] for o in owners))] = None
         for names in _merged(list(groups)):
             chosen.notes.append(f"{', '.join(names)} share a parameter across units: one unit together")
             units.append(Unit(tuple(names)))
         return units
+
+    def _climbed(self, names: frozenset[str]) -> frozenset[str]:
+        """The largest modules around these that hold the same parameters as each other."""
+        while True:
+            parents = frozenset(name.rpartition(".")[0] for name in names)
+            held = {frozenset(map(id, self._parameters(parent))) for parent in parents}
+            containers = any(isinstance(self.modules[p], (nn.ModuleList, nn.ModuleDict)) for p in parents)
+            if len(parents) < len(names) or len(held) > 1 or "" in parents:
+                return names
+            if containers:  # no forward of its own: look past it, or stay
+                further = self._climbed(parents)
+                return names if further == parents else further
+            names = parents
 
     # ---------------------------------------------------------------------------------------- one dtype a unit
 
