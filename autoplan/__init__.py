@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from autoplan.check.verify import verify
     from autoplan.emit.plan_file import load_plan
     from autoplan.execute.gather import full_tensors
+    from autoplan.execute.gradients import clip_gradients, global_norm, to_local, unshard
     from autoplan.execute.parallelize import Applied, applied
     from autoplan.execute.weights import load_weights
     from autoplan.layers import layers
@@ -36,24 +37,32 @@ __all__ = [
     "Stack",
     "__version__",
     "applied",
+    "clip_gradients",
     "full_tensors",
+    "global_norm",
     "layers",
     "load_plan",
     "load_weights",
     "parallelize",
     "plan",
+    "to_local",
+    "unshard",
     "verify",
 ]
 
 _HOMES = {
     "Applied": "autoplan.execute.parallelize",
     "applied": "autoplan.execute.parallelize",
+    "clip_gradients": "autoplan.execute.gradients",
     "full_tensors": "autoplan.execute.gather",
+    "global_norm": "autoplan.execute.gradients",
     "layers": "autoplan.layers",
     "load_plan": "autoplan.emit.plan_file",
     "load_weights": "autoplan.execute.weights",
     "parallelize": "autoplan.api",
     "plan": "autoplan.api",
+    "to_local": "autoplan.execute.gradients",
+    "unshard": "autoplan.execute.gradients",
     "verify": "autoplan.check.verify",
 }
 

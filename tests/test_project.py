@@ -36,12 +36,16 @@ PUBLIC = (
     "Stack",
     "__version__",
     "applied",
+    "clip_gradients",
     "full_tensors",
+    "global_norm",
     "layers",
     "load_plan",
     "load_weights",
     "parallelize",
     "plan",
+    "to_local",
+    "unshard",
     "verify",
 )
 COMMANDS = ("explain", "plan", "rules", "scoreboard", "verify")

@@ -28,7 +28,7 @@ _ALL = ("decoder", "encoder", "vision", "audio", "other")
 
 @dataclass(frozen=True)
 class Choice:
-    """`wanted`: {module name: mode}. `saved_bytes`: estimate per token (position) of a sequence. `notes`: what was not."""
+    """`wanted`: {module name: mode}. `saved_bytes`: an estimate, per token. `notes`: what was left out."""
 
     wanted: dict[str, str]
     saved_bytes: int
@@ -62,7 +62,8 @@ def choose_checkpoints(
             notes.append(f"{stack.name}: {frozen} of {len(stack.fqns)} blocks are frozen and not checkpointed")
     if not wanted:
         raise AutoplanError(
-            f"activation_checkpointing={_said(request)} was asked for, but nothing of {type(model).__name__} was wrapped",
+            f"activation_checkpointing={_said(request)} was asked for, but no block of {type(model).__name__} was "
+            "wrapped",
             hint="; ".join(notes) or "autoplan.layers(model) finds no repeated blocks: checkpoint the model by hand",
         )
     refuse_libraries_own(model, wanted)

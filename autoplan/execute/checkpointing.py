@@ -2,12 +2,12 @@
 
 The problem: what is run again must be what ran. So the checkpoint lies inside FSDP2's hooks (which gather parameters
 and cast inputs once) and outside tensor parallelism's (whose sums, function modes and random streams belong to the
-computation). And it must not change the model for anyone else: no wrapper modules, so names, isinstance checks and state
-dicts stay as they are; no config is written; caches of keys and values, which a second run would fill twice, are turned
-off call by call while training.
+computation). And it must not change the model for anyone else: no wrapper modules, so names, isinstance checks and
+state dicts stay as they are; no config is written; caches of keys and values, which a second run would fill twice, are
+turned off call by call while training.
 
-A checkpoint is an instance's own `forward` around its class's. It is active whenever gradients are recorded and the call
-carries no cache, so generation and evaluation with a cache run as ever.
+A checkpoint is an instance's own `forward` around its class's. It is active whenever gradients are recorded and the
+call carries no cache, so generation and evaluation with a cache run as ever.
 """
 
 from __future__ import annotations

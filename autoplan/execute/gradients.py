@@ -1,8 +1,8 @@
 """Norms and clipping of gradients that lie on ranks, each value counted once.
 
-The problem: a replicated gradient summed over ranks counts tp times, a row that two ranks hold counts twice, gradients on
-different meshes cannot be stacked, and a scaled copy of a low-precision gradient changes nothing. Placements say who
-holds what, so every rank adds up what it alone answers for: the first holder of each value counts it.
+The problem: a replicated gradient summed over ranks counts tp times, a row that two ranks hold counts twice, gradients
+on different meshes cannot be stacked, and a scaled copy of a low-precision gradient changes nothing. Placements say
+who holds what, so every rank adds up what it alone answers for: the first holder of each value counts it.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _repeats(held: Held) -> bool:
 
 
 def _answered_for(held: Held, gradient: DTensor) -> list[int]:
-    """Which local rows this rank holds first among the tp ranks; of those its FSDP2 share, which comes first in meshes."""
+    """Which of its local rows this rank holds first among the tp ranks, within its FSDP2 share."""
     before = {row for rows in held.rows[: held.group.rank] for row in rows}
     mine = [row not in before for row in held.rows[held.group.rank]]
     mesh = gradient.device_mesh
