@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from toy_sharding import Toy, sharding
 
+import autoplan
+from autoplan.check.faults import FAULTS
+from autoplan.check.ranks import run_processes
 from autoplan.check.sharded import CHECK_NAMES, check_sharding
 from autoplan.check.subject import give_random_values
+from autoplan.check.verify import verify
 from autoplan.errors import AutoplanError
 
 
@@ -35,6 +42,21 @@ def test_right_sharding_is_exact(engine) -> None:
     assert set(report.details["checked"]) == set(CHECK_NAMES) - {"attention", "cache"}
     assert set(report.details["not_checked"]) == {"attention", "cache"}
     assert report.details["collectives"] == {"forward": {"all_reduce": 1}, "backward": {"all_reduce": 2}}
+
+
+def on_live_mesh(rank: int, fault: str) -> tuple[bool, set[str], bool]:
+    """What a rank of a running job does."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model, state = toy(), torch.get_rng_state()
+    report = check(model, fault, mesh=mesh)
+    wrong = {finding.where for finding in report.findings if finding.level == "error"}
+    return report.ok, wrong, torch.equal(torch.get_rng_state(), state)
+
+
+def test_real_ranks_verify_on_their_own_mesh() -> None:
+    assert run_processes(on_live_mesh, ("",), 2) == [(True, set(), True)] * 2
+    for ok, wrong, _ in run_processes(on_live_mesh, ("rank's own norm",), 2):
+        assert not ok and "norm.weight" in wrong
 
 
 @pytest.mark.parametrize(
@@ -99,9 +121,8 @@ def test_single_precision_is_said() -> None:
 
 
 def test_the_model_is_left_alone() -> None:
-    model = toy().train()
+    model, state = toy().train(), torch.get_rng_state()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    state = torch.get_rng_state()
     check(model)
     assert model.training and type(model) is Toy and all(p.grad is None for p in model.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -111,3 +132,44 @@ def test_the_model_is_left_alone() -> None:
 def test_unknown_check_is_refused() -> None:
     with pytest.raises(AutoplanError, match="no such check: 'fowrard'"):
         check(toy(), checks=["fowrard"])
+
+
+# ------------------------------------------------------------------------------------------------ verify itself
+
+
+def llama(**sizes):
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+                          "num_attention_heads": 4, "num_key_value_heads": 2, **sizes})  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["threads", "gloo"])
+def test_a_config_is_planned_and_verified(engine) -> None:
+    report = verify(llama(), tp_size=2, engine=engine)
+    assert report.ok and report.findings == () and report.tp_size == 2
+    assert set(report.details["checked"]) == set(CHECK_NAMES)
+    assert report.details["collectives"] == {"forward": {"all_reduce": 5}, "backward": {"all_reduce": 5}}
+
+
+def test_a_plan_for_another_size_is_compared_with_the_clones() -> None:
+    large = llama(hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, num_hidden_layers=6)
+    plan = autoplan.plan(large, tp_size=8, prove="none")
+    report = verify(large, plan, tp_size=2, checks=["forward"])
+    assert report.ok and not [finding for finding in report.findings if finding.check == "plan"]
+    assert (report.tp_size, report.details["plan_tp"]) == (2, 8)
+    other = replace(plan, entries=tuple(replace(entry, style="rowwise") for entry in plan.entries))
+    warned = verify(large, other, tp_size=2, checks=["forward"]).findings
+    assert warned and {finding.check for finding in warned} == {"plan"}
+
+
+def test_a_plan_for_this_very_model_is_applied_as_it_is() -> None:
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM(llama())
+    plan = autoplan.plan(model, tp_size=2, prove="none")
+    spoiled = next(f for f in FAULTS if f.name == "no gradient sum").spoil(plan)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert verify(model, plan, checks=["forward"]).ok
+    assert not verify(model, spoiled, checks=["forward"]).ok
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -144,7 +144,9 @@ def _last_split_rule_dropped(plan: Plan) -> Plan | None:
 def _two_rules_swapped(plan: Plan) -> Plan | None:
     """Column where row belongs, and the other way round."""
     rules = {
-        rule.dim: rule for rule in reversed(plan.runtime.parameters) if _split_weight(rule) and "|" not in rule.layout
+        rule.dim: rule
+        for rule in reversed(plan.runtime.parameters)
+        if _split_weight(rule) and "|" not in (rule.layout or "")
     }
     if not {0, 1} <= set(rules):
         return None

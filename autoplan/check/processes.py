@@ -97,7 +97,13 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
 
 
 def _rank_main(rank: int, world_size: int, folder: str, timeout: float, job: bytes, pipe: Connection) -> None:
-    """The whole life of one rank's process."""
+    """The whole life of one rank's process.
+
+    What happened is told before the group is left: the others fail as soon as a rank hangs up, and the first to report
+    is taken for the cause.
+    """
+    import torch.distributed as dist
+
     try:
         result = _run(rank, world_size, folder, timeout, job)
         message = pickle.dumps((True, time.monotonic(), result))
@@ -107,6 +113,8 @@ def _rank_main(rank: int, world_size: int, folder: str, timeout: float, job: byt
     pipe.close()
     sys.stdout.flush()
     sys.stderr.flush()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _sendable(error: BaseException) -> bytes | str:
@@ -130,10 +138,7 @@ def _run(rank: int, world_size: int, folder: str, timeout: float, job: bytes) ->
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
     dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=timeout))
-    try:
-        target, args = pickle.loads(job)
-        result = target(rank, *args)
-        dist.barrier()  # nobody leaves while another still needs it
-        return result
-    finally:
-        dist.destroy_process_group()
+    target, args = pickle.loads(job)
+    result = target(rank, *args)
+    dist.barrier()  # nobody leaves while another still needs it
+    return result

@@ -224,10 +224,13 @@ def _on_live_mesh(job: _Job, mesh: Any) -> list[Any]:
     """The ranks are real and every one of them is here: observe, then tell each other."""
     import torch.distributed as dist
 
+    from autoplan.execute import random_streams
+
     group = mesh["tp"].get_group()
     subject = _copy(job.subject)
     subject.model.to(mesh.device_type)
-    seen = _observe(dist.get_rank(group), replace(job, subject=subject), mesh)
+    with random_streams.fork():
+        seen = _observe(dist.get_rank(group), replace(job, subject=subject), mesh)
     everyone: list[Any] = [None] * job.tp_size
     dist.all_gather_object(everyone, seen, group=group)
     return everyone

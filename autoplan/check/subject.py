@@ -68,7 +68,8 @@ class Subject:
 
         self.model.zero_grad(set_to_none=True)
         with count_collectives() as forward:
-            outputs = tensors_in(self.forward(inputs))
+            result = self.forward(inputs)
+        outputs = tensors_in(result)
         loss = weighted_sum(outputs)
         if loss is not None:
             with count_collectives() as backward:
