@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -17,19 +16,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from transformers import PretrainedConfig
 
-from autoplan.analyse.solve import Solution, solve
-from autoplan.capture.capture import Captured, capture_any
+from autoplan.analyse.solve import Solution
+from autoplan.capture.capture import Captured, capture_any, capture_fake
 from autoplan.capture.inputs import make_inputs
 from autoplan.capture.source import Source, resolve
 from autoplan.check.prove import prove_graph, prove_ranks, sequence_failure, sequence_findings
-from autoplan.decide.planner import make_plan
-from autoplan.emit.plan_file import load_plan
+from autoplan.decide.choices import Choices
+from autoplan.decide.chosen import plan_chosen, solve_chosen
+from autoplan.decide.constraints import same_in_folded_blocks
+from autoplan.dialects.read import PlanSource, read_source
 from autoplan.errors import AutoplanError, IndivisibleError
 from autoplan.execute.checkpoint_choice import Request, checkpoint_blocks
 from autoplan.execute.fsdp import DataParallel, shard_data_parallel
 from autoplan.execute.gradients import mark_shared_rows
 from autoplan.execute.mesh_dims import read_mesh
-from autoplan.execute.parallelize import apply_plan, record, tp_mesh_of, undo_all
+from autoplan.execute.parallelize import apply_plan, check_matches, record, tp_mesh_of, undo_all
 from autoplan.execute.restore import undoing
 from autoplan.layers import layers
 from autoplan.requirements import check_versions
@@ -38,7 +39,6 @@ from autoplan.values import Plan
 __all__ = ["capture_source", "parallelize", "plan", "plan_source", "solve_source"]
 
 Model = nn.Module | PretrainedConfig | str
-SOURCES = ("auto", "inferred")
 PROOFS = ("graph", "ranks", "none")
 
 
@@ -47,8 +47,10 @@ def plan(
     tp_size: int = 1,
     *,
     sequence_parallel: bool = False,
-    source: str = "auto",
+    source: PlanSource = "auto",
     inputs: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    unmatched: str = "error",
     strict: bool = False,
     prove: str = "graph",
     trust_remote_code: bool = False,
@@ -56,46 +58,83 @@ def plan(
     """Read a model and write its plan at `tp_size`. Nothing of the model is touched, and no weights are needed.
 
     `model` is a module on any device, a transformers config, or a string: a folder with a config.json,
-    "package.module:builder", a model type ("llama"), or a hub id. `source` is "auto" or "inferred" (analysis), or the
-    path of a plan file, which is loaded and checked against the model. `inputs` are example arguments of the forward,
-    where autoplan cannot make them itself. `sequence_parallel` cuts the stream between split regions along the
-    sequence too; where a model does not allow it, a finding says why and the plan is without. `strict` raises where an axis does not divide by `tp_size`. `prove` is
-    "graph" (default), "ranks" (run on simulated ranks too) or "none".
+    "package.module:builder", a model type ("llama"), or a hub id.
+
+    `source` is where the choice of what is cut comes from: "auto" (a hand-written plan for the class, else analysis),
+    "inferred" (analysis), "handwritten", "hf" (transformers' own plan), the path of a plan file, the id of a plan in
+    rules/plans, a dotted path to a plan or to a function that returns one, or a dict {pattern: style}. `overrides`
+    are laid over it. `unmatched` "list" notes keys and styles that mean nothing, where "error" raises.
+
+    `inputs` are example arguments of the forward, where autoplan cannot make them itself. `sequence_parallel` cuts the
+    stream between split regions along the sequence too; where a model does not allow it, a finding says why and the
+    plan is without. `strict` raises where an axis does not divide by `tp_size`. `prove` is "graph" (default), "ranks" (run on simulated ranks too) or "none".
     """
     check_versions()
     _check_options(tp_size, prove)
     found = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
-    if source not in SOURCES:
-        return _from_file(source, found, tp_size)
-    return plan_source(found, tp_size, sequence_parallel=sequence_parallel, strict=strict, prove=prove)
+    module = found.module()
+    written = read_source(
+        source,
+        overrides,
+        module,
+        name=found.name,
+        tp_size=tp_size,
+        sequence_parallel=sequence_parallel,
+        unmatched=unmatched,
+    )
+    if isinstance(written, Plan):
+        check_matches(module, written)
+        return written
+    return plan_source(
+        found, tp_size, choices=written, sequence_parallel=sequence_parallel, strict=strict, prove=prove, module=module
+    )
 
 
 def plan_source(
-    source: Source, tp_size: int, *, sequence_parallel: bool = False, strict: bool = False, prove: str = "graph"
+    source: Source,
+    tp_size: int,
+    *,
+    choices: Choices | None = None,
+    sequence_parallel: bool = False,
+    strict: bool = False,
+    prove: str = "graph",
+    module: nn.Module | None = None,
 ) -> Plan:
-    """`plan` for a source that is already resolved."""
-    module = source.module()
-    captured = capture_source(source, module)
+    """`plan` for a source that is already resolved, under the choices of a written plan if there is one."""
+    module = source.module() if module is None else module
+    captured = capture_source(source, module, choices)
     stacks = layers(module)
     blocks = tuple(stack.fqns for stack in stacks) if sequence_parallel and tp_size > 1 else None
-    solution = solve_source(source, captured, tp_size, strict=strict, sequence_stacks=blocks)
-    made = make_plan(solution, model=source.name, layers=stacks, sequence_parallel=solution.sequence_parallel)
+    solution = solve_source(source, captured, tp_size, choices=choices, strict=strict, sequence_stacks=blocks)
+    made = plan_chosen(
+        solution,
+        choices,
+        model=source.name,
+        layers=stacks,
+        sequence_parallel=solution.sequence_parallel,
+    )
     if sequence_parallel and tp_size > 1:
         made = replace(made, findings=made.findings + sequence_findings(solution))
     if prove == "none" or tp_size == 1:
         return made
     if made.sequence_parallel and (failure := sequence_failure(source)):
-        plain = plan_source(source, tp_size, strict=strict, prove=prove)
+        plain = plan_source(source, tp_size, choices=choices, strict=strict, prove=prove)
         return replace(plain, findings=(*plain.findings, failure))
-    proof = prove_graph(source, made)
+    proof = prove_graph(source, made, choices)
     made = replace(made, proof=proof.proof, findings=made.findings + proof.findings, entries=proof.stamp(made.entries))
     return prove_ranks(source, made) if prove == "ranks" else made
 
 
-def capture_source(source: Source, module: nn.Module) -> Captured:
-    """Make example inputs and record what the module does with them."""
+def capture_source(source: Source, module: nn.Module, choices: Choices | None = None) -> Captured:
+    """Make example inputs and record what the module does with them.
+
+    Repeated blocks are traced once, unless a written plan tells them apart.
+    """
     made = make_inputs(module, config=source.config, model_type=source.model_type, inputs=source.inputs)
-    return capture_any(module, made.entries, made.notes)
+    captured = capture_any(module, made.entries, made.notes)
+    if choices is None or same_in_folded_blocks(choices, captured.trace):
+        return captured
+    return capture_fake(module, made.entries, folded=False)
 
 
 def solve_source(
@@ -103,11 +142,12 @@ def solve_source(
     captured: Captured,
     tp_size: int,
     *,
+    choices: Choices | None = None,
     strict: bool = False,
     sequence_stacks: tuple[tuple[str, ...], ...] | None = None,
 ) -> Solution:
-    """Decide the splits; say clearly when the size fits nothing."""
-    solution = solve(captured.trace, tp_size, sequence_stacks=sequence_stacks)
+    """Decide the splits, under a written plan if there is one; say clearly when the size fits nothing."""
+    solution = solve_chosen(captured.trace, tp_size, choices, sequence_stacks)
     if tp_size == 1:
         return solution
     legal = ", ".join(map(str, solution.legal_tp))
@@ -124,7 +164,9 @@ def solve_source(
         unit = f": an axis of {why.size} units in {why.parameters[0][0]} stops it" if why else ""
         raise IndivisibleError(
             f"{source.name}: nothing can be split at tp={tp_size}{unit}",
-            hint=f"sizes that divide every axis: {legal}" if odd else "see plan(tp_size=1) for what stays whole and why",
+            hint=f"sizes that divide every axis: {legal}"
+            if odd
+            else "see plan(tp_size=1) for what stays whole and why",
         )
     return solution
 
@@ -190,19 +232,3 @@ def _check_options(tp_size: int, prove: str) -> None:
         raise AutoplanError(f"tp_size is {tp_size!r}", hint="give a whole number from 1 on")
     if prove not in PROOFS:
         raise AutoplanError(f"prove={prove!r}", hint=f"choose one of {', '.join(PROOFS)}")
-
-
-def _from_file(path: str, source: Source, tp_size: int) -> Plan:
-    """A named plan file replaces inference; it must be for this model and size."""
-    if not Path(path).is_file():
-        raise AutoplanError(
-            f"source={path!r} is neither one of {', '.join(SOURCES)} nor an existing plan file",
-            hint="give the path of a file that plan.save wrote",
-        )
-    loaded = load_plan(path)
-    if loaded.tp_size != tp_size:
-        raise AutoplanError(f"{path} is a plan for tp={loaded.tp_size}, not {tp_size}", hint="plan again at this size")
-    from autoplan.execute.parallelize import check_matches
-
-    check_matches(source.module(), loaded)
-    return loaded

@@ -46,6 +46,7 @@ class Solution:
     refusals: tuple[str, ...] = ()
     sequence_parallel: bool = False
     sequence_notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # on a written plan, where there is one
     shards: Shards | None = field(default=None, compare=False, repr=False)
 
 
@@ -77,14 +78,15 @@ def solve(
     axes = infer_axes(trace)
     refusals: list[str] = []
     done = _settle(trace, flow, axes, tp, gathered, refusals, scoped, demands)
-    wanted = products_to_gather(trace, axes, done.shards, tp, demands)
+    legal = _legal_sizes(done.choice)
+    wanted = products_to_gather(trace, axes, done.shards, tp, done.choice.indivisible, demands)
     if wanted:
         gathered = frozenset(wanted)
         axes = infer_axes(trace, gathered)
         refusals.clear()
         done = _settle(trace, flow, axes, tp, gathered, refusals, scoped, demands)
     sequence = place_sequence(done.shards, flow, done.placement, sequence_stacks) if sequence_stacks is not None else None
-    return _solution(trace, flow, done, tp, refusals, sequence)
+    return _solution(trace, flow, done, tp, refusals, sequence, legal)
 
 
 def _settle(
@@ -146,8 +148,9 @@ def _held(shards: Shards) -> dict[Term, int]:
 
 
 def _solution(
-    trace: Trace, flow: CallFlow, done: _Round, tp: int, refusals: list[str], sequence: SequencePlacement | None
-) -> Solution:
+    trace: Trace, flow: CallFlow, done: _Round, tp: int, refusals: list[str], sequence: SequencePlacement | None,
+    legal: tuple[int, ...],
+) -> Solution:  # fmt: skip
     cut = sequence if sequence is not None and sequence.applies else None
     ids = _class_ids(trace, done)
     facts = tuple(_parameter_facts(trace, done, ids, cut))
@@ -169,7 +172,7 @@ def _solution(
         classes=tuple(_class_facts(trace, done, ids)),
         runtime=runtime,
         reductions=dict(done.placement.reductions),
-        legal_tp=_legal_sizes(done.choice),
+        legal_tp=legal,
         refusals=tuple(dict.fromkeys(refusals)),
         sequence_parallel=cut is not None,
         sequence_notes=() if sequence is None else tuple(dict.fromkeys(cut.whole)) if cut else (sequence.reason,),

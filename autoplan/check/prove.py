@@ -9,10 +9,12 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, replace
 
-from autoplan.analyse.solve import Solution, solve
+from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import capture_real
 from autoplan.capture.inputs import make_inputs
 from autoplan.capture.source import Source
+from autoplan.decide.choices import Choices
+from autoplan.decide.chosen import choices_of_plan, solve_chosen
 from autoplan.errors import AutoplanError
 from autoplan.values import Entry, Finding, Plan, Proof
 
@@ -36,8 +38,8 @@ class GraphProof:
         return tuple(replace(entry, proof=f"graph at tp={self.proof.tp_size}") for entry in entries)
 
 
-def prove_graph(source: Source, plan: Plan) -> GraphProof:
-    """Permutation law and replay on a tiny clone, at a size of its own."""
+def prove_graph(source: Source, plan: Plan, choices: Choices | None = None) -> GraphProof:
+    """Permutation law and replay on a tiny clone, at a size of its own, under the same choices."""
     import torch
 
     from autoplan.check.permute import check_permutations
@@ -52,7 +54,7 @@ def prove_graph(source: Source, plan: Plan) -> GraphProof:
     except AutoplanError as error:
         note = Finding("proof", "note", "", f"no tiny clone to prove the plan on: {error.message}")
         return GraphProof(Proof("none", 1, False, (), "unproven"), (note,))
-    solution = solve(captured.trace, _TINY_TP)
+    solution = solve_chosen(captured.trace, _TINY_TP, choices.for_clone() if choices is not None else None)
     assert solution.shards is not None
     law = check_permutations(clone, made.entries, captured.trace, solution.axes, solution.shards.marks)
     played = replay(captured.trace, captured.recording, solution.shards)
@@ -107,7 +109,8 @@ def prove_ranks(source: Source, plan: Plan) -> Plan:
     """Run the sharded tiny clone on simulated ranks and write the outcome into the plan."""
     from autoplan.check.verify import verify_source
 
-    report = verify_source(source, tp_size=_TINY_TP, sequence_parallel=plan.sequence_parallel)
+    written = plan if choices_of_plan(plan) is not None else None
+    report = verify_source(source, written, tp_size=_TINY_TP, sequence_parallel=plan.sequence_parallel)
     checked = tuple(report.details.get("checked", ()))
     text = f"largest gradient error {max(report.gradients.values(), default=0.0):.1e}"
     proof = Proof("ranks", _TINY_TP, report.ok, checked, text)

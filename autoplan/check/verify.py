@@ -26,7 +26,6 @@ from autoplan.values import Finding, Plan, Report
 __all__ = ["CHECK_NAMES", "Clone", "clone_of", "sharding_of", "verify", "verify_clone", "verify_source"]
 
 _OWN_CLONE = 3_000_000  # a module of so few parameters is verified itself
-_REDERIVED = ("auto", "inferred", "handwritten")
 
 
 def verify(
@@ -185,17 +184,17 @@ def _plan_for(
     """The plan to apply to the clone, and how it differs from the one to be verified."""
     if plan is not None and _fits(plan, clone.model, source, tp_size):
         return plan, []
-    if plan is not None and plan.source not in _REDERIVED:
-        raise AutoplanError(
-            f"a plan from {plan.source!r} is applied as it is written, for tp={plan.tp_size} and the model's own sizes",
-            hint=f"verify a model that holds real weights, with tp_size={plan.tp_size}",
-        )
     from autoplan.api import plan_source
     from autoplan.capture.source import resolve
+    from autoplan.decide.chosen import choices_of_plan
+
+    # What somebody chose is chosen again; a plan that nobody wrote is derived by the same rules.
+    written = None if plan is None else choices_of_plan(plan)
+    choices = None if written is None else written.for_clone()
 
     inputs = source.inputs if source.inputs is not None else dict(clone.entries)
     found = resolve(clone.model, inputs=inputs)
-    derived = plan_source(found, tp_size, sequence_parallel=sequence_parallel, prove="none")
+    derived = plan_source(found, tp_size, choices=choices, sequence_parallel=sequence_parallel, prove="none")
     return derived, [] if plan is None else _correspondence(plan, derived, clone.model)
 
 

@@ -8,7 +8,7 @@ ranks must sum: that is for the analysis, so that a written plan can be refused 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from autoplan.errors import AutoplanError
@@ -78,7 +78,8 @@ class Choices:
     """A written plan. `complete`: weights it does not name stay whole; otherwise analysis decides them.
 
     `source` is what entries will say. `tolerant`: keys that match nothing and axes that do not divide are noted rather
-    than refused (a plan for a whole family of models). `under` is asked for what this plan does not name.
+    than refused (a plan for a whole family of models); `trial`: so is every other contradiction (the plan was accepted
+    for the model and is tried on a small clone of it). `under` is asked for what this plan does not name.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Choices:
     choices: tuple[Choice, ...]
     complete: bool = True
     tolerant: bool = False
+    trial: bool = False
     notes: tuple[str, ...] = ()
     under: Choices | None = None
     _cache: dict[str, Choice | None] = field(default_factory=dict, compare=False, repr=False)
@@ -101,6 +103,11 @@ class Choices:
         if self._find(parameter) is not None:
             return self.source
         return self.under.source_of(parameter) if self.under else None
+
+    def for_clone(self) -> Choices:
+        """The same plan, to be tried on a clone of other sizes and fewer blocks."""
+        under = self.under.for_clone() if self.under else None
+        return replace(self, tolerant=True, trial=True, under=under, _cache={})
 
     @property
     def decides_all(self) -> bool:

@@ -18,20 +18,19 @@ __all__ = ["choices_of_plan", "plan_chosen", "solve_chosen"]
 
 def solve_chosen(
     trace: Trace, tp: int, choices: Choices | None, sequence_stacks: tuple[tuple[str, ...], ...] | None = None
-) -> tuple[Solution, tuple[str, ...]]:
+) -> Solution:
     """The solution under a written plan, with notes on it. Raises where the plan asks for what cannot be."""
     if choices is None:
-        return solve(trace, tp, demands=NO_DEMANDS, sequence_stacks=sequence_stacks), ()
+        return solve(trace, tp, demands=NO_DEMANDS, sequence_stacks=sequence_stacks)
     names = Names(trace)
     notes = choices.notes + choices.check_keys(names.modules, names.parameters)
     solution = solve(trace, tp, demands=demands_of(choices, trace), sequence_stacks=sequence_stacks)
-    return solution, notes + (check_choices(choices, solution) if tp > 1 else ())
+    return replace(solution, notes=notes + (check_choices(choices, solution) if tp > 1 else ()))
 
 
 def plan_chosen(
     solution: Solution,
     choices: Choices | None,
-    notes: Sequence[str],
     *,
     model: str,
     layers: Sequence[Stack],
@@ -47,7 +46,7 @@ def plan_chosen(
         sequence_parallel=sequence_parallel,
         source_of=choices.source_of,
     )
-    found = tuple(Finding("written plan", "note", "", note) for note in (f"chosen by {choices.name}", *notes))
+    found = tuple(Finding("written plan", "note", "", note) for note in (f"chosen by {choices.name}", *solution.notes))
     return replace(made, source=choices.source if choices.complete else _base(choices), findings=made.findings + found)
 
 
@@ -56,11 +55,14 @@ def _base(choices: Choices) -> str:
     return choices.under.source if choices.under is not None else "inferred"
 
 
-def choices_of_plan(plan: Plan) -> Choices | None:
-    """A plan's own decisions as choices, to plan another size of the same model alike; None if nobody chose anything."""
+def choices_of_plan(plan: Plan, name: str = "") -> Choices | None:
+    """A plan's own decisions as choices, to plan another size of the same model alike; None if nobody chose anything.
+
+    With a `name` (of the file it came from) they are a user's choices, whoever made them.
+    """
     sources = {entry.source for entry in plan.entries} - {"inferred"}
-    if not sources:
+    if not sources and not name:
         return None
-    source = "user" if "user" in sources else "handwritten" if "handwritten" in sources else "hf"
+    source = "user" if name or "user" in sources else "handwritten" if "handwritten" in sources else "hf"
     lines = [Choice(e.pattern, e.style if e.style in CUTS else "local", "the plan") for e in plan.entries]
-    return Choices(f"the plan of {plan.model}", source, tuple(lines), complete=True, tolerant=True)  # type: ignore[arg-type]
+    return Choices(name or f"the plan of {plan.model}", source, tuple(lines), tolerant=True)  # type: ignore[arg-type]

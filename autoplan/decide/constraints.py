@@ -130,7 +130,7 @@ def check_choices(choices: Choices, solution: Solution) -> tuple[str, ...]:
             continue
         if fact.dim != wanted:
             notes.append(_missed(choices, choice, fact, wanted, solution))
-        elif fact.layout is not None:
+        elif fact.layout is not None and not choices.trial:
             _check_packing(choices, choice, fact, solution.tp_size)
     return tuple(dict.fromkeys(notes))
 
@@ -148,6 +148,8 @@ def _missed(choices: Choices, choice: Choice, fact: ParameterFact, wanted: int, 
         raise IndivisibleError(text, hint=f"sizes that divide every axis: {legal}")
     otherwise = "nothing in it can be split" if fact.dim is None else f"it is cut along dim {fact.dim}"
     reason = "; ".join(dict.fromkeys(reasons)) or otherwise
+    if choices.trial:
+        return f"{choices.name}: {choice} does not cut {name}: {reason}"
     hint = _mend(choice, fact, wanted, solution)
     half = " (half of a column/row pair)" if hint.startswith("add") else ""
     raise ChoiceError(
@@ -176,10 +178,21 @@ def _lines_for(fact: ParameterFact, free: Solution) -> Iterator[str]:
             known = next((fields[n] for n in other.names if n in fields), {})
             field = next((f for f, dim in known.items() if dim == other.dim), "out" if other.dim == 0 else "in")
             style = {"out": "colwise", "in": "rowwise", "rows": "embedding_rowwise", "width": "embedding_colwise"}
-            module = other.names[0].rpartition(".")[0]
-            pattern = names.fold([module])[0] if module in names.modules else other.names[0]
+            pattern = _pattern_like(other.names[0], names)
             packed = "packed_" if is_packed(other.layout or "1", free.tp_size) else ""
             yield f"{pattern!r}: '{packed if field in ('out', 'in') else ''}{style.get(field, 'colwise')}'"
+
+
+def _pattern_like(parameter: str, names: Names) -> str:
+    """The module of a parameter, or the parameter where the module has several weights, in every block alike."""
+    module = parameter.rpartition(".")[0]
+    known, name = (names.modules, module) if parameter.endswith(".weight") else (names.parameters, parameter)
+    alike = [other for other in known if _plain(other) == _plain(name)]
+    return names.fold(alike, parameters=known is names.parameters)[0] if alike else name
+
+
+def _plain(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _check_packing(choices: Choices, choice: Choice, fact: ParameterFact, tp: int) -> None:
