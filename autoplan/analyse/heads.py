@@ -7,7 +7,7 @@ the product can still be computed in parts and gathered at once: the weight is s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from math import prod
 from typing import Any
 
@@ -25,6 +25,7 @@ __all__ = ["gathered_leaves", "head_sites", "products_to_gather", "refuse_homele
 
 _WORTH_GATHERING = 0.004  # share of all matrix elements below which a whole weight is not worth an all-gather
 _LARGE_TABLE = 0.5  # of the largest table: smaller ones (positions, types) stay whole
+_VOCABULARY = 8192  # columns from which an uneven cut does not matter
 _LOOKED_UP = "embed_index"
 
 
@@ -67,12 +68,13 @@ def _head_columns(trace: Trace, axes: Axes) -> set[Term]:
 
 
 def products_to_gather(
-    trace: Trace, axes: Axes, shards: Shards, tp: int, demands: Demands = NO_DEMANDS
+    trace: Trace, axes: Axes, shards: Shards, tp: int, indivisible: Container[Term], demands: Demands = NO_DEMANDS
 ) -> set[int]:
-    """Linear ops whose weight stayed whole although it is large: split their outputs and gather at once."""
-    total = sum(
-        prod(t.shape) for t in trace.tensors if t.kind == "parameter" and len(t.shape) >= 2
-    )  # fmt: skip
+    """Linear ops whose weight stayed whole although it is large: split their outputs and gather at once.
+
+    A weight that stayed whole because its units do not divide stays so: the plan lists it with the sizes that would do.
+    """
+    total = sum(prod(t.shape) for t in trace.tensors if t.kind == "parameter" and len(t.shape) >= 2)
     wanted = set()
     for index, op in enumerate(trace.ops):
         weight = _linear_weight(op, axes)
@@ -81,7 +83,8 @@ def products_to_gather(
         if not demands.may_gather(trace.tensors[axes.sources[weight]].names):
             continue
         shape = trace.tensors[weight].shape
-        if prod(shape) >= _WORTH_GATHERING * total and (shape[-1] % tp == 0 or shape[-1] >= 64 * tp):
+        odd = any(find(leaf) in indivisible for term in axes.of(weight) for leaf in leaves(term))
+        if prod(shape) >= _WORTH_GATHERING * total and not odd and (shape[-1] % tp == 0 or shape[-1] >= _VOCABULARY):
             wanted.add(index)
     return wanted
 

@@ -276,7 +276,16 @@ def _used(tensor: int, done: _Round) -> bool:
 
 
 def _legal_sizes(choice: Choice) -> tuple[int, ...]:
-    """Sizes at which every class that can be split divides."""
-    sizes = [leaf.size for leaf in choice.marks if leaf not in choice.vocabularies] + list(choice.indivisible.values())
-    common = gcd(*sizes) if sizes else 1
-    return tuple(n for n in range(1, common + 1) if common % n == 0)
+    """Sizes at which every class that can be split divides; key/value heads may be shared by groups of ranks."""
+    followers = set(choice.partners.values())
+    alone = [leaf.size for leaf in (*choice.marks, *choice.indivisible)
+             if leaf not in choice.vocabularies | followers and leaf not in choice.partners]  # fmt: skip
+    pairs = [(leaf.size, other.size) for leaf, other in choice.partners.items()]
+    largest = min([*alone, *(a * b for a, b in pairs)], default=1)
+
+    def fits(tp: int) -> bool:
+        if any(size % tp for size in alone):
+            return False
+        return all(a % tp == 0 or (gcd(a, tp) > 1 and b % (tp // gcd(a, tp)) == 0) for a, b in pairs)
+
+    return tuple(tp for tp in range(1, largest + 1) if tp == 1 or fits(tp))

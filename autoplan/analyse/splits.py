@@ -40,6 +40,7 @@ class Choice:
     marks: dict[Term, str] = field(default_factory=dict)
     reasons: dict[Term, str] = field(default_factory=dict)
     indivisible: dict[Term, int] = field(default_factory=dict)
+    partners: dict[Term, Term] = field(default_factory=dict)  # query heads that follow key/value heads, see `_partner`
     vocabularies: set[Term] = field(default_factory=set)
 
 
@@ -139,11 +140,14 @@ def choose(
             continue
         if weights_of & taken:
             choice.reasons[leaf] = "its weights are already split along another axis"
-        elif leaf.size % tp and (partner := _partner(leaf, found, candidates, taken, trace, axes, tp)):
-            groups = gcd(leaf.size, tp)
+            continue
+        partner = _partner(leaf, found, candidates, taken, trace, axes)
+        if partner is not None:
+            choice.partners[leaf] = partner
+        groups = gcd(leaf.size, tp)
+        if leaf.size % tp and groups > 1 and partner is not None and partner.size % (tp // groups) == 0:
             choice.marks[leaf] = f"!{groups}@{tp // groups}"
             choice.marks[partner] = f"!{tp // groups}@1"
-            choice.indivisible[leaf] = leaf.size
             taken |= weights_of
         elif leaf.size % tp:
             choice.reasons[leaf] = f"{leaf.size} does not divide by tp={tp}"
@@ -161,19 +165,15 @@ def _partner(
     taken: set[int],
     trace: Trace,
     axes: Axes,
-    tp: int,
 ) -> Term | None:
     """The axis that splits on where `leaf` (key/value heads, fewer than ranks) cannot: query heads within a group.
 
     Ranks form groups; each group holds some key/value heads, and its ranks share out the query heads of those.
     """
-    groups = gcd(leaf.size, tp)
-    if groups == 1:
-        return None
     mine = _weights_of(leaf, found, trace)
     for _, _, _, other in candidates:
         theirs = _weights_of(other, found, trace)
-        if other is leaf or other.size % (tp // groups) or not theirs or not theirs < mine or theirs & taken:
+        if other is leaf or not theirs or not theirs < mine or theirs & taken:
             continue
         if all(_follows(leaf, other, axes.of(t)) for t in theirs):
             return other
