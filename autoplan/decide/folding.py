@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from autoplan.patterns import fold_names
 from autoplan.values import Fold, Runtime, Trace
 
-__all__ = ["Names", "fold_runtime"]
+__all__ = ["Names", "fold_runtime", "starred"]
 
 Item = TypeVar("Item")
 
@@ -39,13 +39,18 @@ class Names:
 
     def fold(self, names: Sequence[str], *, parameters: bool = False) -> tuple[str, ...]:
         """Patterns for these names (of representatives) and their like, and for nothing else."""
-        expanded = sorted(self.expand_all(names), key=natural)
+        expanded = sorted(self.expand_all(names), key=_natural)
         return fold_names(expanded, self.parameters if parameters else self.modules)
 
 
-def natural(name: str) -> tuple[tuple[int, str], ...]:
+def _natural(name: str) -> tuple[tuple[int, str], ...]:
     """Numbers in order of size: layer 2 before layer 10."""
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in name.split("."))
+
+
+def starred(name: str) -> str:
+    """The name with `*` for every number: what blocks of one kind have in common."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _in_other_blocks(name: str, fold: Fold) -> list[str]:

@@ -14,7 +14,7 @@ from autoplan.analyse.flow import Flow
 from autoplan.analyse.solve import Solution
 from autoplan.decide.costs import Costs
 from autoplan.decide.facts import gathered_modules, with_facts
-from autoplan.decide.folding import Names, fold_runtime, natural
+from autoplan.decide.folding import Names, fold_runtime, starred
 from autoplan.decide.match import Matching, match_rules
 from autoplan.decide.naming import Naming, name_parameters, readings
 from autoplan.decide.reasons import reason_text, units_text
@@ -167,29 +167,40 @@ def _segment(fact: ParameterFact) -> str:
 
 
 def _fold_entries(drafts: list[_Draft], names: Names) -> Iterator[Entry]:
-    """Entries that say the same of several modules become one; in the order in which the model holds them."""
+    """Entries that say the same of several modules become one; in the order in which the model holds them.
+
+    Who shares a sum may differ between blocks of one kind (a layer with a compressor, one without): that is said once.
+    """
     groups: dict[Entry, list[str]] = {}
+    costs: dict[Entry, dict[str, None]] = {}
     for draft in drafts:
-        groups.setdefault(replace(draft.entry, pattern=""), []).append(draft.entry.pattern)
-    for entry, patterns in groups.items():
+        same = replace(draft.entry, pattern="", reduces=())
+        groups.setdefault(same, []).append(draft.entry.pattern)
+        costs.setdefault(same, {}).update(dict.fromkeys(draft.entry.reduces))
+    for same, patterns in groups.items():
+        entry = replace(same, reduces=tuple(costs[same]))
         owned = any(pattern in names.parameters for pattern in patterns)
         for pattern in names.fold(patterns, parameters=owned):
             yield replace(entry, pattern=pattern)
 
 
 def _replicated(solution: Solution, named: dict[str, Naming], names: Names) -> Iterator[Replicated]:
-    """Every parameter that stays whole, by pattern, with the bytes of all blocks and the reason."""
-    groups: dict[tuple[str, int], list[str]] = {}
+    """Every parameter that stays whole, by pattern, with the bytes of all blocks and the reason.
+
+    What differs between blocks only in its reason is one line that gives each reason once.
+    """
+    groups: dict[tuple[str, int], dict[str, str]] = {}
     for fact in solution.parameters:
         if fact.dim is None and not fact.buffer:
             name = fact.names[0]
             role = f"{named[name].role}: " if name in named else ""
-            groups.setdefault((role + _why_whole(fact), fact.bytes), []).append(name)
-    for (reason, size), members in groups.items():
-        expanded = sorted(names.expand_all(members), key=natural)
+            groups.setdefault((starred(name), fact.bytes), {})[name] = role + _why_whole(fact)
+    for (_, size), reasons in groups.items():
+        members = list(reasons)
+        everywhere = names.expand_all(members)
         for pattern in names.fold(members, parameters=True):
-            count = sum(1 for name in expanded if matches(pattern, name))
-            yield Replicated(pattern, size * count, reason)
+            said = dict.fromkeys(reasons[name] for name in members if matches(pattern, name))
+            yield Replicated(pattern, size * sum(matches(pattern, name) for name in everywhere), " / ".join(said))
 
 
 def _why_whole(fact: ParameterFact) -> str:

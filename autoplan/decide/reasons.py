@@ -16,7 +16,7 @@ def units_text(fact: ParameterFact, naming: Naming | None) -> str:
     layout = Layout.parse(fact.layout)
     dealt = _first_dealt(layout).size
     rows = layout.size // dealt if layout.size % dealt == 0 and layout.kind == "product" else 1
-    return _count(dealt, _unit(naming)) + (f" × {rows}" if rows > 1 else "")
+    return _count(dealt, _unit(naming, layout)) + (f" × {rows}" if rows > 1 else "")
 
 
 def reason_text(fact: ParameterFact, naming: Naming | None, tp: int) -> str:
@@ -25,7 +25,7 @@ def reason_text(fact: ParameterFact, naming: Naming | None, tp: int) -> str:
         return "every rank holds it whole and sees a part of its gradient: the parts are summed"
     assert fact.layout is not None
     layout = Layout.parse(fact.layout)
-    parts = [_heads_text(layout, naming, tp) or _shares_text(layout, _unit(naming), tp)]
+    parts = [_heads_text(layout, naming, tp) or _shares_text(layout, _unit(naming, layout), tp)]
     held = sum(not dealt for dealt in layout.carried(1))
     if held:
         parts.append(f"{held} of its {layout.size} rows are held by every rank, their gradients summed")
@@ -61,8 +61,17 @@ def _heads_text(layout: Layout, naming: Naming | None, tp: int) -> str:
     )
 
 
-def _unit(naming: Naming | None) -> str:
-    return naming.unit if naming is not None else "unit"
+def _unit(naming: Naming | None, layout: Layout) -> str:
+    """What is dealt out. Where it is the last factor of several, it is features of every head, not heads."""
+    if naming is None:
+        return "unit"
+    return "feature of each head" if naming.unit == "head" and _is_minor(layout) else naming.unit
+
+
+def _is_minor(layout: Layout) -> bool:
+    """Is the factor that is dealt out the last of a product whose earlier factors are not?"""
+    last = layout.parts[-1] if layout.kind == "product" else layout
+    return last is not layout and last.is_split and not any(part.is_split for part in layout.parts[:-1])
 
 
 def _heads(naming: Naming, groups: int) -> int:
@@ -80,4 +89,5 @@ def _first_dealt(layout: Layout) -> Layout:
 def _count(number: int, noun: str) -> str:
     if number == 1:
         return f"1 {noun}"
-    return f"{number} {noun[:-1] + 'ies' if noun.endswith('y') else noun + 's'}"
+    name, of, whole = noun.partition(" of ")
+    return f"{number} {name}s{of}{whole}"
