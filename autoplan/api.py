@@ -67,7 +67,8 @@ def plan(
 
     `inputs` are example arguments of the forward, where autoplan cannot make them itself. `sequence_parallel` cuts the
     stream between split regions along the sequence too; where a model does not allow it, a finding says why and the
-    plan is without. `strict` raises where an axis does not divide by `tp_size`. `prove` is "graph" (default), "ranks" (run on simulated ranks too) or "none".
+    plan is without. `strict` raises where an axis does not divide by `tp_size`. `prove` is "graph" (default), "ranks"
+    (run on simulated ranks too) or "none".
     """
     check_versions()
     _check_options(tp_size, prove)
