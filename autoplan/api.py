@@ -28,8 +28,8 @@ from autoplan.dialects.read import PlanSource, read_source
 from autoplan.errors import AutoplanError, IndivisibleError
 from autoplan.execute.checkpoint_choice import Request, checkpoint_blocks
 from autoplan.execute.fsdp import DataParallel, shard_data_parallel
-from autoplan.execute.gradients import mark_shared_rows
 from autoplan.execute.mesh_dims import read_mesh
+from autoplan.execute.optimizer_state import mark_parameters
 from autoplan.execute.parallelize import apply_plan, check_matches, record, tp_mesh_of, undo_all
 from autoplan.execute.restore import undoing
 from autoplan.layers import layers
@@ -218,7 +218,7 @@ def parallelize(
             undo.append(checkpoint_blocks(model, stacks, activation_checkpointing, checkpoint_scope))
         if dims.data is not None:
             shard_data_parallel(model, dims.data, stacks, data)
-        mark_shared_rows(model)
+        mark_parameters(model)
     return model
 
 

@@ -21,11 +21,10 @@ from autoplan.errors import AutoplanError
 from autoplan.execute.collectives import RankGroup, all_reduce, mesh_device
 from autoplan.execute.held import Held, held_parameters
 from autoplan.execute.local_views import reading_locally
+from autoplan.execute.optimizer_state import held_by
 from autoplan.layout import chunk
 
-__all__ = ["clip_gradients", "global_norm", "mark_shared_rows", "to_local", "unshard"]
-
-_HELD = "_autoplan_held"  # on parameters with rows that several ranks hold, for callers that pass parameters
+__all__ = ["clip_gradients", "global_norm", "to_local", "unshard"]
 
 
 @contextmanager
@@ -98,13 +97,6 @@ def clip_gradients(
     return norm
 
 
-def mark_shared_rows(model: nn.Module) -> None:
-    """Let parameters with rows that several ranks hold say so themselves."""
-    for _, parameter, held in held_parameters(model):
-        if held is not None and _repeats(held):
-            setattr(parameter, _HELD, held)
-
-
 # ------------------------------------------------------------------------------------------------ what each rank counts
 
 
@@ -120,7 +112,7 @@ def _parameters(source: nn.Module | Iterable[torch.Tensor]) -> Iterator[tuple[to
         pairs: Iterable[tuple[torch.Tensor, Held | None]] = ((p, held) for _, p, held in held_parameters(source))
     else:
         given = [source] if isinstance(source, torch.Tensor) else source
-        pairs = ((p, getattr(p, _HELD, None)) for p in given)
+        pairs = ((p, held_by(p)) for p in given)
     for parameter, held in pairs:
         if id(parameter) not in seen:
             seen.add(id(parameter))

@@ -23,7 +23,7 @@ from autoplan.execute.collectives import all_gather_rows
 from autoplan.execute.held import Held, record_of
 from autoplan.layout import chunk
 
-__all__ = ["local_piece", "register_hooks", "whole_buffer", "whole_tensor"]
+__all__ = ["as_held", "in_checkpoint_order", "local_piece", "register_hooks", "whole_buffer", "whole_tensor"]
 
 
 def register_hooks(module: nn.Module) -> list[RemovableHandle]:
@@ -44,13 +44,13 @@ def _to_checkpoint(module: nn.Module, state_dict: dict[str, Any], prefix: str, _
     for name, held in record.parameters.items():
         tensor = state_dict.get(prefix + name)
         if held.in_rank_order and isinstance(tensor, DTensor):
-            state_dict[prefix + name] = _in_checkpoint_order(tensor, held)
+            state_dict[prefix + name] = in_checkpoint_order(tensor, held)
     for name, held in record.buffers.items():
         if prefix + name in state_dict:
             state_dict[prefix + name] = whole_buffer(state_dict[prefix + name], held)
 
 
-def _in_checkpoint_order(tensor: DTensor, held: Held) -> DTensor:
+def in_checkpoint_order(tensor: DTensor, held: Held) -> DTensor:
     """The same tensor as the checkpoint has it, cut into consecutive pieces on the same mesh."""
     whole = whole_tensor(tensor, held)
     placements = [Shard(p.dim) if hasattr(p, "dim") else p for p in tensor.placements]  # FSDP2's strided ones too
@@ -104,7 +104,7 @@ def _from_checkpoint(
                 errors.append(_size_mismatch(prefix + name, value, held))
                 state_dict[prefix + name] = current
             elif isinstance(current, DTensor):
-                state_dict[prefix + name] = _as_held(value, current, held)
+                state_dict[prefix + name] = as_held(value, current, held)
             elif name in record.buffers:
                 state_dict[prefix + name] = held.cut(_plain(value))
 
@@ -117,7 +117,7 @@ def _size_mismatch(key: str, value: torch.Tensor, held: Held) -> str:
     )
 
 
-def _as_held(value: torch.Tensor, parameter: DTensor, held: Held) -> DTensor:
+def as_held(value: torch.Tensor, parameter: DTensor, held: Held) -> DTensor:
     """A loaded tensor, plain and whole or a DTensor in checkpoint order, laid out as `parameter` is."""
     mesh, placements = parameter.device_mesh, parameter.placements
     same = isinstance(value, DTensor) and (value.device_mesh, value.placements) == (mesh, placements)
