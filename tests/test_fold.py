@@ -81,7 +81,9 @@ def test_every_kind_is_kept_twice(model_class, config, expected):
 def test_per_layer_lists_can_be_read_by_index_and_by_place():
     folded = fold(on_meta(Gemma3ForCausalLM, Gemma3TextConfig()))
     layers, types = folded.module.model.layers, folded.module.config.layer_types
-    assert [types[place] for place in range(5)] == ["sliding_attention"] * 2 + ["full_attention"] * 2 + ["sliding_attention"]
+    assert [types[place] for place in range(5)] == ["sliding_attention"] * 2 + ["full_attention"] * 2 + [
+        "sliding_attention"
+    ]
     assert [types[int(key)] for key in layers._modules] == [types[place] for place in range(5)]
     assert Gemma3TextConfig().layer_types[2] == "sliding_attention"
 

@@ -83,11 +83,12 @@ class CallFlow:
 
     def runs_through(self, module: str, side: str, path: tuple[Any, ...]) -> list[int]:
         """The visits of a module that have a tensor at a path."""
-        return [
-            index
-            for index in self._visits_of.get(module, [])
-            if any(p == path for p, _ in (self.trace.visits[index].inputs if side == "input" else self.trace.visits[index].outputs))
-        ]  # fmt: skip
+        found = []
+        for index in self._visits_of.get(module, []):
+            visit = self.trace.visits[index]
+            if any(p == path for p, _ in (visit.inputs if side == "input" else visit.outputs)):
+                found.append(index)
+        return found
 
     def is_identity(self, index: int) -> bool:
         """A call that hands back one of its inputs without an op: nothing happened."""

@@ -42,9 +42,9 @@ def _table_rows(trace: Trace, axes: Axes) -> set[Term]:
     found = set()
     for table in tables:
         rows = leaves(axes.of(table)[0])
-        if len(rows) == 1 and rows[0].size == trace.tensors[table].shape[0]:
-            if prod(trace.tensors[table].shape) >= _LARGE_TABLE * largest:
-                found.add(find(rows[0]))
+        large = prod(trace.tensors[table].shape) >= _LARGE_TABLE * largest
+        if large and len(rows) == 1 and rows[0].size == trace.tensors[table].shape[0]:
+            found.add(find(rows[0]))
     return found
 
 
@@ -112,16 +112,15 @@ def gathered_leaves(trace: Trace, axes: Axes, gathered: frozenset[int], tp: int)
         if weight is None:
             continue
         out = leaves(axes.of(weight)[1])
-        if len(out) == 1 and not (out[0].events & FORBIDDING) - {_LOOKED_UP}:
-            if not out[0].events & {"contract_w", "contract_a"}:
-                found.add(find(out[0]))
+        if len(out) == 1 and not out[0].events & (FORBIDDING | {"contract_w", "contract_a"}) - {_LOOKED_UP}:
+            found.add(find(out[0]))
     return found
 
 
 def head_sites(
     trace: Trace, flow: CallFlow, shards: Shards, placement: Placement, vocabulary: set[Term]
 ) -> tuple[tuple[HeadSite, ...], tuple[HookSite, ...]]:
-    """Vocabulary tables to mask, heads whose product leaves the model, and other split outputs to gather at its exit."""
+    """Vocabulary tables to mask, heads whose product leaves the model, other split outputs to gather at its exit."""
     heads: dict[HeadSite, None] = {}
     gathers: dict[HookSite, None] = {}
     for index, border in placement.embeddings.items():

@@ -19,10 +19,25 @@ __all__ = ["FILLS", "MAKERS", "Requirement", "attributes_of", "evaluate", "requi
 Path = tuple[Any, ...]
 
 RESHAPES = frozenset({"view", "reshape", "expand", "broadcast_to", "_unsafe_view"})
-FILLS = frozenset("zeros ones full empty new_zeros new_ones new_full new_empty".split())
+FILLS = frozenset({"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty"})
 MAKERS = frozenset(
-    "arange linspace logspace tensor as_tensor eye rand randn randint randperm normal tril_indices triu_indices "
-    "hann_window hamming_window".split()
+    [
+        "arange",
+        "linspace",
+        "logspace",
+        "tensor",
+        "as_tensor",
+        "eye",
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
+        "normal",
+        "tril_indices",
+        "triu_indices",
+        "hann_window",
+        "hamming_window",
+    ]
 )
 CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"})
 _GROUPS_AT = {"conv1d": 6, "conv2d": 6, "conv3d": 6, "conv_transpose1d": 6, "conv_transpose2d": 6}

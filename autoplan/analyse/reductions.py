@@ -20,7 +20,23 @@ _BIASED = frozenset({"addmm", "baddbmm"})
 _NORMS = frozenset({"native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm"})
 _LINEAR_REDUCTIONS = {"sum": "sum", "mean": "mean"}
 _OTHER_REDUCTIONS = frozenset(
-    "max min amax amin var var_mean std argmax argmin any all logsumexp linalg_vector_norm norm prod".split()
+    [
+        "max",
+        "min",
+        "amax",
+        "amin",
+        "var",
+        "var_mean",
+        "std",
+        "argmax",
+        "argmin",
+        "any",
+        "all",
+        "logsumexp",
+        "linalg_vector_norm",
+        "norm",
+        "prod",
+    ]
 )
 
 

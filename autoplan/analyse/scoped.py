@@ -1,4 +1,4 @@
-"""What only the function mode can do: literals that no stored integer explains, sums in the middle of a module's Python.
+"""What only the function mode can do: literals that no stored integer explains, sums amid a module's own Python.
 
 A scoped call is named by its module and its position among the torch calls of that module's own Python. It must be the
 same on every run of the module, or it is refused.
@@ -20,8 +20,23 @@ from autoplan.values import Call, ScopedCall
 __all__ = ["Scope", "scope"]
 
 _RANDOM = frozenset(
-    "dropout dropout_ dropout1d dropout2d alpha_dropout feature_dropout scaled_dot_product_attention bernoulli "
-    "bernoulli_ rand_like randn_like multinomial native_dropout rrelu gumbel_softmax".split()
+    [
+        "dropout",
+        "dropout_",
+        "dropout1d",
+        "dropout2d",
+        "alpha_dropout",
+        "feature_dropout",
+        "scaled_dot_product_attention",
+        "bernoulli",
+        "bernoulli_",
+        "rand_like",
+        "randn_like",
+        "multinomial",
+        "native_dropout",
+        "rrelu",
+        "gumbel_softmax",
+    ]
 )
 
 
@@ -69,9 +84,7 @@ def _blame_of(index: int, flow: CallFlow, shards: Shards) -> tuple[int, ...]:
     )
 
 
-def _wanted(
-    shards: Shards, flow: CallFlow, placement: Placement, edits: Edits, result: Scope
-) -> dict[int, ScopedCall]:
+def _wanted(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits, result: Scope) -> dict[int, ScopedCall]:
     arguments: dict[int, list[tuple[tuple[Any, ...], Any]]] = defaultdict(list)
     for requirement in edits.left:
         arguments[requirement.call].append((requirement.path, (requirement.old, *requirement.want)))
@@ -91,7 +104,9 @@ def _wanted(
             placement.inside_reductions.get(index), cuts.get(index, ()), details,
         )  # fmt: skip
         if placement.inside_reductions.get(index) in ("sum", "mean") and len(flow.outputs[index]) != 1:
-            result.refusals.append((f"a sum in {call.name}, which returns several values", _split_in(index, flow, shards)))
+            result.refusals.append(
+                (f"a sum in {call.name}, which returns several values", _split_in(index, flow, shards))
+            )
     return found
 
 
@@ -113,9 +128,12 @@ def _cuts(shards: Shards, flow: CallFlow, result: Scope) -> dict[int, tuple[tupl
             for dim, layout in enumerate(shards.layouts(tensor))
             if layout is not None and tensor not in flow.inputs[index]
         ]
-        if found and call.name in MAKERS:
-            cuts[index] = tuple(found)
-        elif found and call.name not in ("expand", "broadcast_to", "repeat", "repeat_interleave", "tile"):
+        if (
+            found
+            and call.name in MAKERS
+            or found
+            and call.name not in ("expand", "broadcast_to", "repeat", "repeat_interleave", "tile")
+        ):
             cuts[index] = tuple(found)
     return cuts
 

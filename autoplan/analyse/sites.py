@@ -27,8 +27,36 @@ __all__ = ["Placement", "Refusal", "place"]
 
 # Calls through which a partial forward sum may travel: linear in it, other operands whole.
 _LINEAR = frozenset(
-    "mul __mul__ __rmul__ mul_ div __truediv__ view reshape transpose permute contiguous to type float unsqueeze "
-    "squeeze flatten unflatten sum neg __neg__ expand __getitem__ type_as half bfloat16 movedim swapaxes".split()
+    [
+        "mul",
+        "__mul__",
+        "__rmul__",
+        "mul_",
+        "div",
+        "__truediv__",
+        "view",
+        "reshape",
+        "transpose",
+        "permute",
+        "contiguous",
+        "to",
+        "type",
+        "float",
+        "unsqueeze",
+        "squeeze",
+        "flatten",
+        "unflatten",
+        "sum",
+        "neg",
+        "__neg__",
+        "expand",
+        "__getitem__",
+        "type_as",
+        "half",
+        "bfloat16",
+        "movedim",
+        "swapaxes",
+    ]
 )
 _STEPS_DOWN = 10
 _MATRIX = 2  # dims of a parameter whose gradient is too large to sum instead of an activation's

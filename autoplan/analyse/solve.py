@@ -85,7 +85,9 @@ def solve(
         axes = infer_axes(trace, gathered)
         refusals.clear()
         done = _settle(trace, flow, axes, tp, gathered, refusals, scoped, demands)
-    sequence = place_sequence(done.shards, flow, done.placement, sequence_stacks) if sequence_stacks is not None else None
+    sequence = (
+        place_sequence(done.shards, flow, done.placement, sequence_stacks) if sequence_stacks is not None else None
+    )
     return _solution(trace, flow, done, tp, refusals, sequence, legal)
 
 

@@ -86,7 +86,22 @@ def residual_leaves(trace: Trace, axes: Axes) -> set[Term]:
 class _Sameness:
     """Values that are one value cast, copied, scaled or shifted: the stream is still the stream in another dtype."""
 
-    _COPIES = frozenset("_to_copy clone alias detach lift_fresh view _unsafe_view native_dropout mul div add sub".split())
+    _COPIES = frozenset(
+        [
+            "_to_copy",
+            "clone",
+            "alias",
+            "detach",
+            "lift_fresh",
+            "view",
+            "_unsafe_view",
+            "native_dropout",
+            "mul",
+            "div",
+            "add",
+            "sub",
+        ]
+    )
 
     def __init__(self, trace: Trace, axes: Axes) -> None:
         self._root: dict[int, int] = {}
@@ -94,9 +109,10 @@ class _Sameness:
             mentioned = list(refs((op.args, tuple(op.kwargs.values()))))
             active = [t for t in mentioned if t not in axes.weights and trace.tensors[t].kind != "constant"]
             outputs = list(refs(op.outputs))
-            if op.name in self._COPIES and len(active) == 1 and outputs and outputs[0] != active[0]:
-                if trace.tensors[outputs[0]].shape == trace.tensors[active[0]].shape:
-                    self._root.setdefault(outputs[0], self.root(active[0]))
+            if op.name not in self._COPIES or len(active) != 1 or not outputs or outputs[0] == active[0]:
+                continue
+            if trace.tensors[outputs[0]].shape == trace.tensors[active[0]].shape:
+                self._root.setdefault(outputs[0], self.root(active[0]))
 
     def root(self, tensor: int) -> int:
         return self._root.get(tensor, tensor)
@@ -173,7 +189,7 @@ def _partner(
     mine = _weights_of(leaf, found, trace)
     for _, _, _, other in candidates:
         theirs = _weights_of(other, found, trace)
-        if other is leaf or not theirs or not theirs < mine or theirs & taken:
+        if other is leaf or not theirs or not theirs < mine or theirs & taken or "batch_a" not in other.events:
             continue
         if all(_follows(leaf, other, axes.of(t)) for t in theirs):
             return other

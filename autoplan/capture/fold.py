@@ -28,7 +28,9 @@ from autoplan.values import Fold
 __all__ = ["Folded", "fold"]
 
 Replace = Callable[[torch.Tensor, str], torch.Tensor]
-KEPT_PER_KIND = 2  # and the last of the stack, which is read by what follows and stands for no other; the second of a kind shows that a block may follow one of its own kind
+# The second of a kind shows that a block may follow one of its own; the last of a stack is kept too, for what follows
+# reads it, and stands for no other.
+KEPT_PER_KIND = 2
 HOOK_FLAGS = ("_output_capturing_hooks_installed",)  # where transformers notes that its own hooks are in place
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 

@@ -241,9 +241,7 @@ class _VisitRecorder:
         for name, module in self.recording.modules.items():
             names = signature_names(module)
             self.handles.append(module.register_forward_pre_hook(self._enter(name, names), with_kwargs=True))
-            self.handles.append(
-                module.register_forward_hook(self._leave(), with_kwargs=True, always_call=True)  # type: ignore[arg-type]
-            )
+            self.handles.append(module.register_forward_hook(self._leave(), with_kwargs=True, always_call=True))
 
     def __exit__(self, *exception: Any) -> None:
         for handle in self.handles:

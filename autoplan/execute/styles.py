@@ -60,6 +60,8 @@ class PlannedModel(ParallelStyle):
 def to_torch(plan: Plan, *, gather_logits: bool = False) -> dict[str, ParallelStyle]:
     """{pattern: style} for `parallelize_module(model, tp_mesh, …)`, fresh objects each call; the last key is ""."""
     taken: set[str] = set()
-    styles: dict[str, ParallelStyle] = {e.pattern: PlannedModule(e.pattern, e.style, taken) for e in plan.entries if e.pattern}
+    styles: dict[str, ParallelStyle] = {
+        e.pattern: PlannedModule(e.pattern, e.style, taken) for e in plan.entries if e.pattern
+    }
     styles[""] = PlannedModel(plan, taken, gather_logits)
     return styles

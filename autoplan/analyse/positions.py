@@ -1,0 +1,105 @@
+"""Questions about one axis of positions: where it is in a tensor, and which calls couple its positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from autoplan.analyse.shards import Shards
+from autoplan.analyse.terms import Term, factors, find, leaves
+from autoplan.values import Symbolic
+
+__all__ = ["Positions", "integers"]
+
+# Events along the sequence that leave each position by itself.
+_LOCAL = frozenset({"free_a", "batch_a", "batch_w", "conv_group", "created", "const", "random"})
+
+
+class Positions:
+    """The sequence axis of one stack of blocks."""
+
+    def __init__(self, shards: Shards, axis: Term) -> None:
+        self.trace, self.axes, self.axis = shards.trace, shards.axes, find(axis)
+        self._crossing = self._crossing_ops()
+
+    @staticmethod
+    def of(terms: tuple[Term, ...]) -> Term | None:
+        """The sequence among the dims of a stream of shape (batch, sequence, …, features)."""
+        for term in terms[1:-1]:
+            axis = find(term)
+            if axis.kind == "leaf" and axis.data and axis.size > 1:
+                return axis
+        return None
+
+    def dims_of(self, tensor: int) -> list[int]:
+        return [d for d, term in enumerate(self.axes.of(tensor)) if self.has(term)]
+
+    def has(self, term: Term) -> bool:
+        return any(find(leaf) is self.axis for leaf in leaves(term))
+
+    def plain_dim(self, tensor: int) -> int | None:
+        """The dim that is the sequence, or batch times sequence, counted from the end."""
+        terms = self.axes.of(tensor)
+        dims = self.dims_of(tensor)
+        if len(dims) != 1:
+            return None
+        parts = factors(terms[dims[0]])
+        alone = bool(parts) and find(parts[-1]) is self.axis and not any(map(self.has, parts[:-1]))
+        return dims[0] - len(terms) if alone else None
+
+    def flattened(self, tensor: int) -> bool:
+        terms = self.axes.of(tensor)
+        return any(len(factors(terms[d])) > 1 for d in self.dims_of(tensor))
+
+    def crossed_by(self, op: int) -> bool:
+        """Did this op leave an event that couples positions?"""
+        return id(self.axis) in self._crossing.get(op, ())
+
+    def _crossing_ops(self) -> dict[int, set[int]]:
+        """For every op the ids of axes on which it left an event that couples positions."""
+        found: dict[int, set[int]] = {}
+        for op, event, term in self.axes.marked_by:
+            if event not in _LOCAL:
+                found.setdefault(op, set()).update(id(find(leaf)) for leaf in leaves(term))
+        return found
+
+    def picks(self, index: int, cut: list[int]) -> bool:
+        call = self.trace.calls[index]
+        if call.name != "__getitem__":
+            return True
+        items = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+        dims = self.dims_of(cut[0])
+        position = 0
+        for item in items:
+            if item is None or item is Ellipsis:
+                if item is Ellipsis:
+                    break
+                continue
+            if position in dims:
+                return not (isinstance(item, slice) and (item.start, item.stop, item.step) == (None, None, None))
+            position += 1
+        return False
+
+    def depends_on_length(self, item: Symbolic) -> bool:
+        todo, found = [item.origin], False
+        while todo:
+            part = todo.pop()
+            if part[0] == "size":
+                terms = self.axes.of(part[1])
+                found = found or (part[2] < len(terms) and self.has(terms[part[2]]))
+            todo += [p for p in part[1:] if isinstance(p, tuple)]
+        return found
+
+
+def integers(value: Any) -> Iterator[Any]:
+    """Every integer of known origin in recorded arguments."""
+    if isinstance(value, Symbolic):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from integers(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from integers(item)
+    elif isinstance(value, slice):
+        yield from integers((value.start, value.stop, value.step))
