@@ -196,11 +196,10 @@ def _replicated(solution: Solution, named: dict[str, Naming], names: Names) -> I
             role = f"{named[name].role}: " if name in named else ""
             groups.setdefault((starred(name), fact.bytes), {})[name] = role + _why_whole(fact)
     for (_, size), reasons in groups.items():
-        members = list(reasons)
-        everywhere = names.expand_all(members)
-        for pattern in names.fold(members, parameters=True):
-            said = dict.fromkeys(reasons[name] for name in members if matches(pattern, name))
-            yield Replicated(pattern, size * sum(matches(pattern, name) for name in everywhere), " / ".join(said))
+        everywhere = {name: reason for member, reason in reasons.items() for name in names.expand(member)}
+        for pattern in names.fold(list(reasons), parameters=True):
+            said = [reason for name, reason in everywhere.items() if matches(pattern, name)]
+            yield Replicated(pattern, size * len(said), " / ".join(dict.fromkeys(said)))
 
 
 def _why_whole(fact: ParameterFact) -> str:
