@@ -31,8 +31,8 @@ class Axes:
 
     `conflicts` are those that touch an axis of a weight; the `harmless` ones lie between others (positions, mostly).
     `weights` are parameters and views of them, and `sources` says of which; `static` are tensors made in forward from
-    nothing but constants, equal in every run; `marked_by` says which op left which event; `unknown` counts ops that were
-    treated as opaque.
+    nothing but constants, equal in every run; `marked_by` says which op left which event; `unknown` counts ops
+    that were treated as opaque.
     """
 
     dims: dict[int, tuple[Term, ...]]
