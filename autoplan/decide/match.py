@@ -1,8 +1,9 @@
 """Find what rules describe in a picture of the dataflow, and settle who claims what.
 
 A match binds every box of a rule's flow to a box of the picture, no two to the same one. The boxes that the rule yields
-a style for are claimed, all or none: when another rule that beats this one claims any of them, the whole match is
-dropped. Two rules that claim one box, neither beating the other, contradict each other; file order never decides.
+a style for are claimed, all or none: where a match of a rule that beats this one claims any of them, the whole match is
+dropped, and beats nothing itself. Two rules that claim one box, neither beating the other, contradict each other; file
+order never decides.
 
 Interior boxes are not read from outside: for a direct arrow `a -> b` every reader of a must be in the match, when the
 flow also says where a comes from. (`a ~> b` allows other readers: keys are read by the layers that share them.)
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+
+import networkx as nx
 
 from autoplan.analyse.flow import Flow, Node, node_of
 from autoplan.decide.pattern import Arrow, Pattern
@@ -91,19 +94,23 @@ def match_rules(flow: Flow, rules: Iterable[Rule], tp: int | None = None) -> Mat
 
 
 def _without_beaten(found: list[Found]) -> list[Found]:
-    claims: dict[int, set[str]] = {}
-    for match in found:
-        for _, box in match.claims:
-            claims.setdefault(box, set()).add(match.rule.id)
-    beaten_by: dict[str, set[str]] = {}
-    for match in found:
-        for loser in match.rule.beats:
-            beaten_by.setdefault(loser, set()).add(match.rule.id)
-    return [
-        match
-        for match in found
-        if not any(claims[box] & beaten_by.get(match.rule.id, set()) for _, box in match.claims)
-    ]
+    """Drop matches that a surviving match of a stronger rule overlaps: the strongest rules first."""
+    beats = nx.DiGraph((match.rule.id, loser) for match in found for loser in match.rule.beats)
+    beats.add_nodes_from(match.rule.id for match in found)
+    claimed: dict[int, set[str]] = {}
+    dropped: set[int] = set()
+    for rule in nx.lexicographical_topological_sort(beats):
+        stronger = set(beats.predecessors(rule))
+        for place, match in enumerate(found):
+            if match.rule.id != rule:
+                continue
+            boxes = [box for _, box in match.claims]
+            if any(claimed.get(box, set()) & stronger for box in boxes):
+                dropped.add(place)
+                continue
+            for box in boxes:
+                claimed.setdefault(box, set()).add(rule)
+    return [match for place, match in enumerate(found) if place not in dropped]
 
 
 def match_rule(reach: _Reach, rule: Rule, tp: int | None = None) -> tuple[list[Found], list[Refusal]]:

@@ -8,11 +8,13 @@ must be refused. A rule without `match` is a document only: it explains what app
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import networkx as nx
 
 from autoplan.decide.conditions import Condition, parse_condition
 from autoplan.decide.pattern import Pattern, parse_pattern
@@ -106,7 +108,14 @@ def load_rules(folder: Path | None = None) -> tuple[Rule, ...]:
         for other in rule.beats:
             if other not in known:
                 raise RuleError(f"rule {rule.id!r} beats {other!r}, which does not exist")
+    _refuse_circles(rules)
     return rules
+
+
+def _refuse_circles(rules: Iterable[Rule]) -> None:
+    circle = next(iter(nx.simple_cycles(nx.DiGraph((rule.id, other) for rule in rules for other in rule.beats))), None)
+    if circle:
+        raise RuleError(f"rules beat each other in a circle: {' beats '.join([*circle, circle[0]])}")
 
 
 def _id(path: Path) -> str:
