@@ -145,6 +145,9 @@ def verify(
     engine: Annotated[Engine, typer.Option(help="Ranks as threads, or as processes that talk over gloo.")] = (
         Engine.threads
     ),
+    mesh: Annotated[
+        str | None, typer.Option(help="Simulate a mesh, such as dp=2,tp=2, and check training on it; replaces --tp.")
+    ] = None,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
     output: Output = None,
@@ -155,10 +158,26 @@ def verify(
     from autoplan.emit.terminal import report_view
 
     loaded = None if plan_file is None else load_plan(plan_file)
-    with _progress(f"verifying {model} on {tp} simulated ranks"):
-        report = autoplan.verify(model, loaded, tp_size=tp, engine=engine.value, trust_remote_code=trust_remote_code)
+    options: dict[str, Any] = {"tp_size": tp} if mesh is None else {"mesh": mesh}
+    options |= {"engine": engine.value, "trust_remote_code": trust_remote_code}
+    with _progress(f"verifying {model} on {mesh or tp} simulated ranks"):
+        report = autoplan.verify(model, loaded, **options)
     _emit(report_view(report, model), report.to_dict(), as_json, output)
     raise typer.Exit(_exit_code(report.findings) if report.ok else FINDINGS)
+
+
+@app.command()
+def layers(model: Model, trust_remote_code: Trust = False, as_json: AsJson = False, output: Output = None) -> None:
+    """The repeated blocks of a model: what FSDP2 gathers together and activation checkpointing takes."""
+    import autoplan
+    from autoplan.capture.source import resolve
+    from autoplan.emit.plain import plain
+    from autoplan.emit.terminal import layers_view
+
+    source = resolve(model, trust_remote_code=trust_remote_code)
+    found = autoplan.layers(source.module())
+    _emit(layers_view(found, source.name), plain(found), as_json, output)
+    raise typer.Exit(OK if found else FINDINGS)
 
 
 @app.command()

@@ -48,7 +48,7 @@ PUBLIC = (
     "unshard",
     "verify",
 )
-COMMANDS = ("explain", "plan", "rules", "scoreboard", "verify")
+COMMANDS = ("explain", "layers", "plan", "rules", "scoreboard", "verify")
 
 
 def modules_of(*names: str) -> list[str]:

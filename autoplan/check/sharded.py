@@ -9,6 +9,7 @@ without it.
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -60,6 +61,11 @@ class _Job:
     sharding: Sharding
     tp_size: int
     checks: tuple[str, ...]
+    dims: tuple[tuple[str, int], ...]  # of the simulated mesh: name and size
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(size for _, size in self.dims)
 
 
 def check_sharding(
@@ -72,14 +78,16 @@ def check_sharding(
     checks: Iterable[str] | None = None,
     engine: Engine = "threads",
     mesh: Any = None,
+    dims: Mapping[str, int] | None = None,
     timeout: float = 120.0,
 ) -> Report:
     """Compare `model` sharded over `tp_size` ranks with itself unsharded, on a copy; weights and dtype as they are.
 
-    `entries` are the calls to make, by name; `others` the same calls with another batch and length.
+    `entries` are the calls to make, by name; `others` the same calls with another batch and length. `dims`: the mesh to
+    simulate, names and sizes, where it has more than the one dim "tp".
     """
     with one_compute_thread():
-        return _check(model, entries, sharding, tp_size, others or {}, _chosen(checks), engine, mesh, timeout)
+        return _check(model, entries, sharding, tp_size, others or {}, _chosen(checks), engine, mesh, timeout, dims)
 
 
 def _check(
@@ -92,6 +100,7 @@ def _check(
     engine: Engine,
     mesh: Any,
     timeout: float,
+    dims: Mapping[str, int] | None,
 ) -> Report:
     start = time.perf_counter()
     from autoplan.check.checks import CHECKS, judge
@@ -99,7 +108,7 @@ def _check(
 
     subject = _prepared(model, entries, others)
     reference, absent = _reference(subject, wanted)
-    job = _Job(subject, sharding, tp_size, tuple(reference))
+    job = _Job(subject, sharding, tp_size, tuple(reference), tuple((dims or {"tp": tp_size}).items()))
     ranks, findings = _observe_all(job, engine, mesh, timeout)
     tolerance = tolerance_for(_dtype(model))
     gradients: dict[str, float] = {}
@@ -204,10 +213,10 @@ def _run(job: _Job, engine: Engine, mesh: Any, timeout: float) -> list[Any]:
     if mesh is not None:
         return _on_live_mesh(job, mesh)
     if engine == "gloo":
-        return run_processes(_on_rank, (job,), job.tp_size, timeout=timeout)
+        return run_processes(_on_rank, (job,), job.ranks, timeout=timeout)
     # Copies are made here: deepcopy is Python code of the model's own, and threads would run it at the same time.
-    jobs = [replace(job, subject=_copy(job.subject)) for _ in range(job.tp_size)]
-    return run_ranks(lambda rank: _on_rank(rank, jobs[rank]), job.tp_size, engine=engine, timeout=timeout)
+    jobs = [replace(job, subject=_copy(job.subject)) for _ in range(job.ranks)]
+    return run_ranks(lambda rank: _on_rank(rank, jobs[rank]), job.ranks, engine=engine, timeout=timeout)
 
 
 def _copy(subject: Any) -> Any:
@@ -217,7 +226,8 @@ def _copy(subject: Any) -> Any:
 def _on_rank(rank: int, job: _Job) -> tuple[dict[str, Any], dict[str, Any]]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    return _observe(rank, job, init_device_mesh("cpu", (job.tp_size,), mesh_dim_names=("tp",)))
+    names, sizes = zip(*job.dims, strict=True)
+    return _observe(rank, job, init_device_mesh("cpu", sizes, mesh_dim_names=names))
 
 
 def _on_live_mesh(job: _Job, mesh: Any) -> list[Any]:

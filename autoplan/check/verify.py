@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from autoplan.check.mesh_sizes import MeshSizes, parse_mesh
 from autoplan.check.ranks import Engine
 from autoplan.check.sharded import CHECK_NAMES, Sharding, check_sharding
 from autoplan.errors import AutoplanError
@@ -25,6 +26,8 @@ from autoplan.values import Finding, Plan, Report
 
 __all__ = ["CHECK_NAMES", "Clone", "clone_of", "sharding_of", "verify", "verify_clone", "verify_source"]
 
+# dropout draws apart on data-parallel ranks; optimizers are stepped by the training checks
+_NOT_ON_MESHES = ("dropout", "optimizer")
 _OWN_CLONE = 3_000_000  # a module of so few parameters is verified itself
 
 
@@ -43,7 +46,9 @@ def verify(
     """Shard a tiny clone of `model` on `tp_size` simulated ranks and compare it with itself unsharded.
 
     `model` and `inputs` are what `autoplan.plan` takes. Without a `plan` one is made. With a `mesh` the ranks are the
-    real ones: every rank of its "tp" dim must call this. `checks` chooses among `CHECK_NAMES`.
+    real ones: every rank of its "tp" dim must call this. `mesh="dp=2,tp=2"` simulates a mesh and checks training on it:
+    another batch on each data-parallel rank, with and without activation checkpointing, norms, clipping, and a resumed
+    checkpoint. `checks` chooses among `CHECK_NAMES`.
     """
     from autoplan.capture.source import resolve
 
@@ -63,6 +68,8 @@ def verify_source(
     checks: Iterable[str] | None = None,
 ) -> Report:
     """`verify` for a source that is already resolved."""
+    if isinstance(mesh, (str, Mapping)):
+        return _verify_mesh(source, plan, parse_mesh(mesh), engine, checks)
     tp_size = tp_size if mesh is None else mesh["tp"].size()
     clone = clone_of(source)
     sequence_parallel = plan.sequence_parallel if plan is not None else sequence_parallel
@@ -70,6 +77,30 @@ def verify_source(
     report = verify_clone(clone, applied, mesh=mesh, engine=engine, checks=checks)
     details = {**report.details, "model": source.name, "plan_tp": (plan or applied).tp_size}
     findings = [*report.findings, *findings]
+    return replace(report, ok=not any(f.level == "error" for f in findings), findings=tuple(findings), details=details)
+
+
+def _verify_mesh(
+    source: Any, plan: Plan | None, mesh: MeshSizes, engine: Engine, checks: Iterable[str] | None
+) -> Report:
+    """The usual checks on a mesh of several dims, and training on it, with and without activation checkpointing."""
+    from autoplan.check.mesh_training import check_training
+    from autoplan.layers import layers
+
+    clone = clone_of(source)
+    if mesh.tp_size > 1:
+        applied, findings = _plan_for(clone, source, plan, mesh.tp_size, plan is not None and plan.sequence_parallel)
+    else:
+        applied, findings = Plan(source.name, 1, layers=layers(clone.model)), []
+    left_out = _NOT_ON_MESHES if mesh.tp_size > 1 else (*_NOT_ON_MESHES, "state_dict")
+    wanted = [name for name in (checks or CHECK_NAMES) if name not in left_out]
+    dims = dict(zip(mesh.names, mesh.sizes, strict=True))
+    how: Any = {"others": clone.others, "engine": engine, "dims": dims}
+    report = check_sharding(clone.model, clone.entries, sharding_of(applied), mesh.tp_size, checks=wanted, **how)
+    trained, done = check_training(clone.model, clone.entries, clone.others, applied, mesh, engine=engine)
+    findings = [*report.findings, *findings, *trained]
+    details = {**report.details, "mesh": str(mesh), "model": source.name, "plan_tp": (plan or applied).tp_size}
+    details |= {"checked": (*report.details["checked"], *done), "clone": clone.note}
     return replace(report, ok=not any(f.level == "error" for f in findings), findings=tuple(findings), details=details)
 
 

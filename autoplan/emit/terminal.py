@@ -19,9 +19,9 @@ from rich.text import Text
 from autoplan.emit.entry_table import EntryTable
 from autoplan.emit.words import bytes_text, count
 from autoplan.patterns import fold_counted, fold_names
-from autoplan.values import Entry, Finding, Plan, Proof, Replicated, Report
+from autoplan.values import Entry, Finding, Plan, Proof, Replicated, Report, Stack
 
-__all__ = ["plain_text", "plan_view", "report_view"]
+__all__ = ["layers_view", "plain_text", "plan_view", "report_view"]
 
 _LEVELS = {"error": "bold red", "warn": "yellow", "note": "cyan"}
 _NARROWEST = 80
@@ -132,9 +132,20 @@ def _replicated(items: tuple[Replicated, ...]) -> Iterable[RenderableType]:
         yield Padding(table, (0, 0, 0, 2))
 
 
+def layers_view(stacks: tuple[Stack, ...], title: str) -> RenderableType:
+    """The repeated stacks of a model."""
+    if not stacks:
+        return Text.assemble((title, "bold"), " · no repeated blocks")
+    return Group(Text.assemble((title, "bold"), f" · {count(len(stacks), 'stack')}"), _stacks(stacks))
+
+
 def _layers(plan: Plan) -> RenderableType:
+    return _stacks(plan.layers)
+
+
+def _stacks(stacks: tuple[Stack, ...]) -> RenderableType:
     table = _table("stack", "kind", "blocks", "paths", "note", header=False, right=("blocks",))
-    for stack in plan.layers:
+    for stack in stacks:
         paths = ", ".join(fold_names(stack.fqns))
         table.add_row(Text(stack.name, "cyan"), stack.kind, count(len(stack.fqns), "block"), paths, stack.note)
     return table
