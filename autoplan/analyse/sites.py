@@ -19,46 +19,13 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from autoplan.analyse.callflow import Border, CallFlow
+from autoplan.analyse.downstream import Way, follow_down
 from autoplan.analyse.reductions import reduction_of, row_bias_of
 from autoplan.analyse.shards import Shards
 from autoplan.values import Ref
 
 __all__ = ["Placement", "Refusal", "place"]
 
-# Calls through which a partial forward sum may travel: linear in it, other operands whole.
-_LINEAR = frozenset(
-    [
-        "mul",
-        "__mul__",
-        "__rmul__",
-        "mul_",
-        "div",
-        "__truediv__",
-        "view",
-        "reshape",
-        "transpose",
-        "permute",
-        "contiguous",
-        "to",
-        "type",
-        "float",
-        "unsqueeze",
-        "squeeze",
-        "flatten",
-        "unflatten",
-        "sum",
-        "neg",
-        "__neg__",
-        "expand",
-        "__getitem__",
-        "type_as",
-        "half",
-        "bfloat16",
-        "movedim",
-        "swapaxes",
-    ]
-)
-_STEPS_DOWN = 10
 _MATRIX = 2  # dims of a parameter whose gradient is too large to sum instead of an activation's
 
 
@@ -76,7 +43,7 @@ class Placement:
     """All sites by where they sit. Borders belong to module outputs and inputs; calls to the function mode."""
 
     outputs: dict[tuple[Border, str], tuple[int | None, str | None]] = field(default_factory=dict)
-    inputs: dict[tuple[Border, str], None] = field(default_factory=dict)
+    inputs: dict[tuple[Border, str], None] = field(default_factory=dict)  # "copy" or "reduce"
     summed_parameters: set[int] = field(default_factory=set)
     shared_parameters: set[int] = field(default_factory=set)
     divided_biases: set[int] = field(default_factory=set)
@@ -128,7 +95,6 @@ class _Placer:
         self.reductions: dict[int, str] = {}
         self.partial: dict[int, set[int]] = defaultdict(set)  # value -> calls whose gradient for it is partial
         self.pushed: set[int] = set()
-        self._on_path: set[int] = set()
         for index in range(len(self.trace.calls)):
             self._read_call(index, gathered)
         self._uses = {v: flow.gradient_uses(v) for v in flow.uses}
@@ -203,13 +169,13 @@ class _Placer:
              and b.first <= index < b.last and self.trace.visits[b.visit].visit == call.visit), None
         )  # fmt: skip
         leaving = self._border_out(output, index)
-        path: list[int] = []
-        if leaving is None:
-            leaving, path = self._follow_down(output)
+        way = self._follow_down(output, index) if leaving is None else None
+        if way is not None and way.side == "output" and not way.biases:
+            leaving = way.border
         if border is None or leaving is None or leaving.module != call.module or leaving.path != ():
             self._refuse(index, "a table looked up by rows outside a module of its own")
             return
-        self._multiplied(path)
+        self._multiplied(way)
         self.result.embeddings[index] = border
 
     def _place_gather(self, index: int, output: int) -> None:
@@ -224,20 +190,28 @@ class _Placer:
 
     def _place_sum(self, index: int, output: int, kind: str) -> None:
         border = self._border_out(output, index)
-        path: list[int] = []
-        if border is None and kind == "sum":
-            border, path = self._follow_down(output)
-        if border is None:
+        way = self._follow_down(output, index) if border is None and kind == "sum" else None
+        if border is not None:
+            self.result.outputs[(border, "reduce" if kind == "sum" else "mean")] = (None, None)
+        elif way is None or way.border is None:
             self.result.inside_reductions[index] = kind
-            return
-        self.result.outputs[(border, "reduce" if kind == "sum" else "mean")] = (None, None)
-        self._multiplied(path)
+        elif way.side == "output":
+            self.result.outputs[(way.border, "reduce")] = (None, None)
+        else:
+            self.result.inputs[(way.border, "reduce")] = None
+        self._multiplied(way)
 
-    def _multiplied(self, path: list[int]) -> None:
-        """What multiplies a partial value gets a partial gradient."""
-        for step in path:
+    def _follow_down(self, tensor: int, made: int) -> Way | None:
+        return follow_down(tensor, made, self.flow, self.shards, self.reductions, self._border_out, self._border_in)
+
+    def _multiplied(self, way: Way | None) -> None:
+        """What multiplies a partial value gets a partial gradient; what is added to it is added in shares."""
+        if way is None:
+            return
+        self.result.divided_biases.update(way.biases)
+        for step in way.path:
             for tensor in self.flow.inputs[step]:
-                if tensor in self.flow.carries and tensor not in self._on_path:
+                if tensor in self.flow.carries and tensor not in way.values and tensor not in way.added:
                     self.partial[tensor].add(step)
 
     def _place_bias(self, index: int, kind: str) -> None:
@@ -261,31 +235,16 @@ class _Placer:
                 return border
         return None
 
-    def _follow_down(self, tensor: int) -> tuple[Border | None, list[int]]:
-        """Follow a partial value through single-use linear calls to a module output."""
-        path: list[int] = []
-        self._on_path = {tensor}
-        while len(path) < _STEPS_DOWN:
-            uses = self.flow.uses[tensor]
-            if len(uses) != 1:
-                return None, []
-            call = uses[0]
-            others = [t for t in self.flow.inputs[call] if t != tensor]
-            if self.trace.calls[call].name not in _LINEAR or call in self.reductions:
-                return None, []
-            if any(self.shards.is_split(t) for t in others) or len(self.flow.outputs[call]) != 1:
-                return None, []
-            if self.trace.calls[call].name in ("div", "__truediv__") and next(iter(self.flow.inputs[call])) != tensor:
-                return None, []
-            path.append(call)
-            tensor = self.flow.outputs[call][0]
-            if tensor in self._on_path:
-                return None, []
-            self._on_path.add(tensor)
-            border = self._border_out(tensor, call)
-            if border is not None:
-                return border, path
-        return None, []
+    def _border_in(self, tensor: int, made: int) -> Border | None:
+        """The outermost module that takes the value and is alone in reading it."""
+        uses = [u for u in self.flow.uses[tensor] if u > made]
+        if not uses or tensor in self.flow.final or tensor in self.flow.rewritten:
+            return None
+        taking = [
+            b for b in self.flow.entering.get(tensor, [])
+            if all(b.first <= u < b.last for u in uses) and (b.module, "input", b.path) not in self.closed
+        ]  # fmt: skip
+        return min(taking, key=lambda b: b.first - b.last, default=None)
 
     # ------------------------------------------------------------------ gradient debts
 
