@@ -273,7 +273,7 @@ class HeadSite:
 
 @dataclass(frozen=True)
 class ScopedCall:
-    """What the scoped function mode does to the position-th call of a module's own Python.
+    """What the scoped function mode does to a call of a module's own Python: the position-th of the function `name`.
 
     `arguments`: ((path, dims...) literals) as ((path into args/kwargs), numerator, denominator): have * num // den.
     `copies`: argument paths whose gradient is summed. `reduce`: "sum" | "mean" | "norm" on the output.

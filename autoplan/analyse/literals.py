@@ -83,11 +83,13 @@ def evaluate(
         return -left
     right = values[1]
     assert right is not None
+    if kind == "pow":
+        return left**right if 0 <= right < 64 else None
     if kind in ("floordiv", "mod"):
         if right == 0:
             return None
         return left // right if kind == "floordiv" else left % right
-    return {"add": left + right, "sub": left - right, "mul": left * right}[kind]
+    return {"add": left + right, "sub": left - right, "mul": left * right}.get(kind)
 
 
 def attributes_of(have: Any) -> Iterator[tuple[Any, ...]]:

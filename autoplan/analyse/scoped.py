@@ -1,12 +1,13 @@
 """What only the function mode can do: literals that no stored integer explains, sums amid a module's own Python.
 
-A scoped call is named by its module and its position among the torch calls of that module's own Python. It must be the
-same on every run of the module, or it is refused.
+A scoped call is named by its module, the torch function, and how many calls of that function the module's own Python
+made before: other calls may come and go (masks are made in some runs only). It must need the same on every run of the
+module, or it is refused.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,15 +55,16 @@ class Scope:
 def scope(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits) -> Scope:
     """Collect what is left for the function mode."""
     result = Scope()
-    wanted = _wanted(shards, flow, placement, edits, result)
-    calls: dict[tuple[str, int], ScopedCall] = {}
-    tensors: dict[tuple[str, int], tuple[int, ...]] = {}
+    occurrences = _occurrences(shards)
+    wanted = _wanted(shards, flow, placement, edits, occurrences, result)
+    calls: dict[tuple[str, str, int], ScopedCall] = {}
+    tensors: dict[tuple[str, str, int], tuple[int, ...]] = {}
     for index, built in wanted.items():
-        key = (built.pattern, built.position)
+        key = (built.pattern, built.name, built.position)
         calls.setdefault(key, built)
         tensors[key] = tensors.get(key, ()) + _blame_of(index, flow, shards)
     for index, call in enumerate(shards.trace.calls):
-        key = (call.module, call.position)
+        key = (call.module, call.name, occurrences[index])
         if key in calls and wanted.get(index) != calls[key]:
             result.refusals.append((f"{call.name} in {call.module} needs different work from run to run", tensors[key]))
     result.calls, result.tensors = tuple(calls.values()), tuple(tensors.values())
@@ -71,6 +73,17 @@ def scope(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits) ->
         blame = tuple(_sizes_in(left) | _sizes_in(right))
         result.refusals.append((f"Python in {module or 'the model'} compares sizes that a split changes", blame))
     return result
+
+
+def _occurrences(shards: Shards) -> list[int]:
+    """For every call, how many calls of the same function its run of the module made before it."""
+    seen: Counter[tuple[str, int, str]] = Counter()
+    found = []
+    for call in shards.trace.calls:
+        key = (call.module, call.visit, call.name)
+        found.append(seen[key])
+        seen[key] += 1
+    return found
 
 
 def _split_in(index: int, flow: CallFlow, shards: Shards) -> tuple[int, ...]:
@@ -84,7 +97,9 @@ def _blame_of(index: int, flow: CallFlow, shards: Shards) -> tuple[int, ...]:
     )
 
 
-def _wanted(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits, result: Scope) -> dict[int, ScopedCall]:
+def _wanted(
+    shards: Shards, flow: CallFlow, placement: Placement, edits: Edits, occurrences: list[int], result: Scope
+) -> dict[int, ScopedCall]:
     arguments: dict[int, list[tuple[tuple[Any, ...], Any]]] = defaultdict(list)
     for requirement in edits.left:
         arguments[requirement.call].append((requirement.path, (requirement.old, *requirement.want)))
@@ -100,7 +115,7 @@ def _wanted(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits, 
         details = _norm_details(call, shards) if placement.inside_reductions.get(index) == "norm" else ()
         details += (("random", "split"),) if index in draws else ()
         found[index] = ScopedCall(
-            call.module, call.position, call.name, tuple(arguments.get(index, ())), copies,
+            call.module, occurrences[index], call.name, tuple(arguments.get(index, ())), copies,
             placement.inside_reductions.get(index), cuts.get(index, ()), details,
         )  # fmt: skip
         if placement.inside_reductions.get(index) in ("sum", "mean") and len(flow.outputs[index]) != 1:

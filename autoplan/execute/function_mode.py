@@ -1,11 +1,13 @@
 """The scoped function mode: for the few torch calls of a module that neither hooks nor stored integers can mend.
 
 It is entered in the owning module's forward only and looks at that module's own calls, not its children's. A call is
-known by its position; its name is checked, and a mismatch is an error, never a guess.
+known by its function and how often that was called before. Whatever does not fit (another literal than planned, a
+planned sum that was never reached) is an error, never a guess.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -53,8 +55,10 @@ class ModuleMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.name, self.group, self.frames, self.randomness = name, group, frames, randomness
-        self.calls = {call.position: call for call in calls}
-        self.position = 0
+        self.calls = {(call.name, call.position): call for call in calls}
+        self.names = {call.name for call in calls}
+        self.counts: Counter[str] = Counter()
+        self.reached: set[tuple[str, int]] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -63,24 +67,34 @@ class ModuleMode(TorchFunctionMode):
         name = call_name(func)
         if name in _SIZES or name == "_set_grad_enabled":
             return func(*args, **kwargs)
-        planned = self.calls.get(self.position)
-        if planned is None or (planned.name != name and name.startswith("attr:")):
+        if name not in self.names:
+            return func(*args, **kwargs)
+        key = (name, self.counts[name])
+        planned = self.calls.get(key)
+        if planned is None:
             result = func(*args, **kwargs)
-            self.position += name == "__setitem__" or _has_tensor(result)
+            self.counts[name] += name == "__setitem__" or _has_tensor(result)
             return result
-        if planned.name != name:
-            raise PlanMismatchError(
-                f"{self.name or 'the model'}: its torch call number {self.position} is {name!r}, "
-                f"the plan was made for {planned.name!r}",
-                hint="the module runs another branch than when it was planned; plan again with inputs= that show it",
-            )
-        self.position += 1
+        self.counts[name] += 1
+        self.reached.add(key)
         return self._run(planned, func, args, kwargs)
+
+    def check_reached(self) -> None:
+        """Every planned sum must have happened: another branch would owe it somewhere else."""
+        for key, call in self.calls.items():
+            if (call.reduce or call.copies) and key not in self.reached:
+                raise self._mismatch(call, "was not reached")
+
+    def _mismatch(self, planned: ScopedCall, what: str) -> PlanMismatchError:
+        return PlanMismatchError(
+            f"{self.name or 'the model'}: call {planned.position + 1} of {planned.name!r} {what}",
+            hint="the module runs another branch than when it was planned; plan again with inputs= that show it",
+        )
 
     def _run(self, planned: ScopedCall, func: Any, args: Any, kwargs: Any) -> Any:
         everything = {"args": tuple(args), "kwargs": dict(kwargs)}
         for path, numbers in planned.arguments:
-            everything = _set(everything, path, lambda have, n=numbers: self._literal(have, n))
+            everything = _set(everything, path, lambda have, n=numbers: self._literal(planned, have, n))
         for path in planned.copies:
             everything = _set(everything, path, lambda x: copy_to_ranks(x, self.group))
         args, kwargs = everything["args"], everything["kwargs"]
@@ -100,13 +114,15 @@ class ModuleMode(TorchFunctionMode):
             result = self._cut(result, output, dim, Layout.parse(layout))
         return result
 
-    def _literal(self, have: int, numbers: tuple[int, ...]) -> int:
+    def _literal(self, planned: ScopedCall, have: int, numbers: tuple[int, ...]) -> int:
         """The number this rank must pass: as planned, or in proportion when a size of the batch is in it."""
         old, want = numbers[0], numbers[1 + self.group.rank]
         if have == old:
             return want
-        if have == want or not old:
+        if have == want:
             return have
+        if not old or have * want % old:
+            raise self._mismatch(planned, f"passes {have} where the plan was made for {old}")
         return have * want // old
 
     def _reduced(self, planned: ScopedCall, func: Any, args: Any, kwargs: Any) -> torch.Tensor:

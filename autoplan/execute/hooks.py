@@ -18,11 +18,19 @@ from torch.utils.hooks import RemovableHandle
 
 from autoplan.errors import IndivisibleError
 from autoplan.capture.recorder import signature_names
-from autoplan.execute.collectives import RankGroup, copy_to_ranks, gather_over_ranks, scale_gradient, sum_over_ranks
+from autoplan.execute.collectives import (
+    RankGroup,
+    copy_to_ranks,
+    gather_over_ranks,
+    gather_pieces,
+    scale_gradient,
+    sum_over_ranks,
+)
 from autoplan.execute.function_mode import ModuleMode
 from autoplan.execute.paths import change_input, change_output
 from autoplan.execute.randomness import SharedRandomness
 from autoplan.execute.sequence import gather_sum, gather_whole, reduce_scatter, scatter
+from autoplan.execute.split_logits import SplitLogits, can_stay_split, columns_in, split_class
 from autoplan.layout import Layout, chunk
 from autoplan.values import HeadSite, HookSite, ScopedCall
 
@@ -44,7 +52,8 @@ class Running:
     gather_logits: bool
     randomness: SharedRandomness
     frames: list[str] = field(default_factory=list)
-    whole_logits: bool = False
+    whole_logits: bool = False  # gathered where they leave their head
+    loss: bool = False  # the model is computing one: logits leave their head as SplitLogits
     sequence_padding: str = "error"
     lengths: dict[str, int] = field(default_factory=dict)  # the true length of each sequence that is cut
     depth: int = 0
@@ -142,8 +151,8 @@ class _Worker:
             own = chunk(size, tp, running.group.rank)
             self.first, self.last = own.start, own.stop
         if work.logits is not None:
-            size, tp = work.logits.size, running.group.size
-            self.vocabulary = tuple(tuple(chunk(size, tp, rank)) for rank in range(tp))
+            self.split_logits = split_class(running.group, work.logits.size, work.logits.dim)
+            self.can_stay_split = can_stay_split(work.logits.size, running.group)
 
     @property
     def needs_cleanup(self) -> bool:
@@ -199,9 +208,7 @@ class _Worker:
             self.opened.append(False)
         running.frames.append(self.work.name)
         if self.work.scoped:
-            mode = ModuleMode(
-                self.work.name, tuple(self.work.scoped), self.group, running.frames, running.randomness
-            )
+            mode = ModuleMode(self.work.name, tuple(self.work.scoped), self.group, running.frames, running.randomness)
             mode.__enter__()
             self.entered.append(mode)
 
@@ -215,15 +222,24 @@ class _Worker:
                 output = sum_over_ranks(output.masked_fill(mask.unsqueeze(-1), 0), self.group)
             for path, action in self.outputs:
                 output = change_output(output, path, action, where)
-            if self.work.logits is not None and self.running.whole_logits:
-                output = gather_over_ranks(output, self.group, self.work.logits.dim, self.vocabulary)
+            if self.work.logits is not None:
+                output = self._logits(self.work.logits, output)
         return output
+
+    def _logits(self, head: HeadSite, output: torch.Tensor) -> torch.Tensor:
+        """Whole, or split and knowing it, or (when nothing but the model's exit will read them) plain columns."""
+        if self.running.whole_logits or (self.running.loss and not self.can_stay_split):
+            return gather_pieces(output, self.group, head.dim, head.size)
+        return output.as_subclass(self.split_logits) if self.running.loss else output
 
     def clean_up(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not self.opened:
             return
         if self.work.scoped:
-            self.entered.pop().__exit__(None, None, None)
+            mode = self.entered.pop()
+            mode.__exit__(None, None, None)
+            if output is not None:  # not on the way out of an error
+                mode.check_reached()
         self.running.frames.pop()
         if self.opened.pop():
             with torch._C.DisableTorchFunction():
@@ -256,7 +272,8 @@ class _Root:
             return
         given = dict(zip(self.names, args, strict=False)) | kwargs
         loss = any(value is not None and any(w in name for w in _LOSS_ARGUMENTS) for name, value in given.items())
-        self.running.whole_logits = self.running.gather_logits or loss
+        self.running.whole_logits = self.running.gather_logits
+        self.running.loss = loss and not self.running.gather_logits
         if self.random and module.training:
             self.running.randomness.begin()
 
@@ -273,6 +290,8 @@ class _Root:
                 output = change_output(
                     output, site.path, lambda x, d=dim, r=rows: gather_over_ranks(x, group, d, r), "the model"
                 )
+            if self.running.loss:
+                return columns_in(output, self._as_dtensor)
             if not self.running.whole_logits:
                 for head in self.heads:
                     for path in head.outputs:
@@ -286,15 +305,18 @@ class _Root:
         return path
 
     def _wrap(self, head: HeadSite) -> Callable[[torch.Tensor], torch.Tensor]:
-        def wrap(local: torch.Tensor) -> torch.Tensor:
-            dim = head.dim % local.dim()
-            shape = torch.Size([*local.shape[:dim], head.size, *local.shape[dim + 1 :]])
-            stride = torch.empty(shape, device="meta").stride()
-            return DTensor.from_local(
-                local.contiguous(), self.running.mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride
-            )
+        return lambda local: self._dtensor(local, head.dim, head.size)
 
-        return wrap
+    def _as_dtensor(self, local: torch.Tensor, kind: type[SplitLogits]) -> torch.Tensor:
+        return self._dtensor(local, kind.dim_from_end, kind.vocabulary)
+
+    def _dtensor(self, local: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+        dim %= local.dim()
+        shape = torch.Size([*local.shape[:dim], size, *local.shape[dim + 1 :]])
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            local.contiguous(), self.running.mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride
+        )
 
     def clean_up(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self.running.depth -= 1
