@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from autoplan.check.verify import verify
     from autoplan.emit.plan_file import load_plan
     from autoplan.execute.gather import full_tensors
+    from autoplan.execute.losses import vocab_parallel_cross_entropy, vocab_parallel_entropy, vocab_parallel_logprobs
     from autoplan.execute.gradients import clip_gradients, global_norm, to_local, unshard
     from autoplan.execute.parallelize import Applied, applied
+    from autoplan.execute.sampling import vocab_parallel_argmax, vocab_parallel_sample
     from autoplan.execute.weights import load_weights
     from autoplan.layers import layers
 
@@ -48,6 +50,11 @@ __all__ = [
     "to_local",
     "unshard",
     "verify",
+    "vocab_parallel_argmax",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_entropy",
+    "vocab_parallel_logprobs",
+    "vocab_parallel_sample",
 ]
 
 _HOMES = {
@@ -64,6 +71,11 @@ _HOMES = {
     "to_local": "autoplan.execute.gradients",
     "unshard": "autoplan.execute.gradients",
     "verify": "autoplan.check.verify",
+    "vocab_parallel_argmax": "autoplan.execute.sampling",
+    "vocab_parallel_cross_entropy": "autoplan.execute.losses",
+    "vocab_parallel_entropy": "autoplan.execute.losses",
+    "vocab_parallel_logprobs": "autoplan.execute.losses",
+    "vocab_parallel_sample": "autoplan.execute.sampling",
 }
 
 

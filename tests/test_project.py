@@ -47,6 +47,11 @@ PUBLIC = (
     "to_local",
     "unshard",
     "verify",
+    "vocab_parallel_argmax",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_entropy",
+    "vocab_parallel_logprobs",
+    "vocab_parallel_sample",
 )
 COMMANDS = ("explain", "layers", "plan", "rules", "scoreboard", "verify")
 

@@ -23,12 +23,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoplan.layout import chunk
+
 __all__ = [
     "RankGroup",
     "all_gather_rows",
     "all_reduce",
     "copy_to_ranks",
     "gather_over_ranks",
+    "gather_pieces",
     "mesh_device",
     "scale_gradient",
     "sum_over_ranks",
@@ -137,11 +140,32 @@ class _Gather(torch.autograd.Function):
         order = whole_order(rows)
         if order is not None:
             return take_rows(whole, dim, order)
-        return whole.clone(memory_format=torch.contiguous_format) if whole._is_view() else whole  # a later += may come
+        return _writable(whole)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return take_rows(gradient, ctx.dim, ctx.held), None, None, None
+
+
+class _GatherPieces(torch.autograd.Function):
+    """`_Gather` of pieces that were cut by ceiling: their sizes say everything, however many rows there are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: RankGroup, dim: int, sizes: tuple[int, ...]) -> Any:
+        ctx.dim, ctx.start, ctx.count = dim, sum(sizes[: group.rank]), sizes[group.rank]
+        return _writable(all_gather_rows(x, group, dim, sizes))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        own = gradient.narrow(ctx.dim, ctx.start, ctx.count)
+        return own.clone(memory_format=torch.contiguous_format), None, None, None
+
+
+def _writable(whole: torch.Tensor) -> torch.Tensor:
+    """A result that is nobody's view: a later += may come. Traced code has no views to ask about."""
+    if torch.compiler.is_compiling() or whole._is_view():
+        return whole.clone(memory_format=torch.contiguous_format)
+    return whole
 
 
 class _Scale(torch.autograd.Function):
@@ -175,6 +199,14 @@ def gather_over_ranks(x: torch.Tensor, group: Ranks, dim: int, rows: Sequence[Se
     """
     group = RankGroup.of(group)
     return x if group.size == 1 else _Gather.apply(x, group, dim, tuple(tuple(held) for held in rows))
+
+
+def gather_pieces(x: torch.Tensor, group: Ranks, dim: int, size: int) -> torch.Tensor:
+    """The whole dim of `size` rows whose pieces were cut by ceiling; backward takes the own piece."""
+    group = RankGroup.of(group)
+    if group.size == 1:
+        return x
+    return _GatherPieces.apply(x, group, dim, tuple(len(chunk(size, group.size, rank)) for rank in range(group.size)))
 
 
 def scale_gradient(x: torch.Tensor, vector: Sequence[float] | float, dim: int = -1) -> torch.Tensor:
