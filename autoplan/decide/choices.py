@@ -25,9 +25,11 @@ CUTS: dict[str, Cut] = {
     "colwise_gather_output": "out",
     "packed_colwise": "out",
     "rowwise": "in",
+    "rowwise_scatter": "in",
     "rowwise_split_input": "in",
     "packed_rowwise": "in",
     "embedding_rowwise": "rows",
+    "embedding_rowwise_scatter": "rows",
     "embedding_colwise": "width",
     "distributed_norm": "any",
     "local": "any",
@@ -77,8 +79,8 @@ class Choice:
 class Choices:
     """A written plan. `complete`: weights it does not name stay whole; otherwise analysis decides them.
 
-    `source` is what entries will say. `tolerant`: keys that match nothing and axes that do not divide are noted rather
-    than refused (a plan for a whole family of models); `trial`: so is every other contradiction (the plan was accepted
+    `source` is what entries will say. `tolerant`: keys that match nothing and cuts that a model does not allow are noted
+    rather than refused (a plan for a whole family of models); `trial`: so is every other contradiction (the plan was accepted
     for the model and is tried on a small clone of it). `under` is asked for what this plan does not name.
     """
 

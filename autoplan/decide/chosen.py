@@ -47,11 +47,13 @@ def plan_chosen(
         source_of=choices.source_of,
     )
     found = tuple(Finding("written plan", "note", "", note) for note in (f"chosen by {choices.name}", *solution.notes))
-    return replace(made, source=choices.source if choices.complete else _base(choices), findings=made.findings + found)
+    return replace(made, source=_origin(choices), findings=made.findings + found)
 
 
-def _base(choices: Choices) -> str:
-    """What overrides were laid over."""
+def _origin(choices: Choices) -> str:
+    """Where a plan comes from as a whole: overrides do not change what they were laid over."""
+    if choices.complete or choices.source == "handwritten":
+        return choices.source
     return choices.under.source if choices.under is not None else "inferred"
 
 

@@ -139,17 +139,14 @@ def _missed(choices: Choices, choice: Choice, fact: ParameterFact, wanted: int, 
     """A wanted cut that was not made: raise with the reason, or say it where the plan is tolerant."""
     name, size = fact.names[0], fact.shape[wanted]
     reasons = [c.reason for c in solution.classes if (name, wanted) in c.parameters and c.reason]
-    odd = next((reason for reason in reasons if "does not divide" in reason), "")
-    if odd:
-        legal = ", ".join(map(str, solution.legal_tp))
-        text = f"{choices.name}: {choice} cannot cut dim {wanted} of {name}: {odd}"
-        if choices.tolerant:
-            return f"{text}; it stays whole (sizes that divide everything: {legal})"
-        raise IndivisibleError(text, hint=f"sizes that divide every axis: {legal}")
     otherwise = "nothing in it can be split" if fact.dim is None else f"it is cut along dim {fact.dim}"
     reason = "; ".join(dict.fromkeys(reasons)) or otherwise
-    if choices.trial:
+    if choices.trial or (choices.tolerant and fact.dim is None):
         return f"{choices.name}: {choice} does not cut {name}: {reason}"
+    if "does not divide" in reason:
+        legal = ", ".join(map(str, solution.legal_tp))
+        problem = f"{choices.name}: {choice} cannot cut dim {wanted} of {name}: {reason}"
+        raise IndivisibleError(problem, hint=f"sizes that divide every axis: {legal}")
     hint = _mend(choice, fact, wanted, solution)
     half = " (half of a column/row pair)" if hint.startswith("add") else ""
     raise ChoiceError(

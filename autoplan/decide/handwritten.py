@@ -5,7 +5,8 @@ may be subclassed, or come from the hub in a module whose path holds a hash. So 
 the classes a model descends from, nearest first; and by bare name only for modules that transformers made for remote
 code, where nothing else can be known. Two unrelated classes of one name never meet.
 
-A plan file is data: `qualname` (or several), `why`, `gains` over inference, `entries`, and `sequence_parallel`: the
+A plan pins what it names; what it does not name (a vision tower, adapters) is decided by analysis, so that no plan can
+be worse than none. A plan file is data: `qualname` (or several), `why`, `gains` over inference, `entries`, and `sequence_parallel`: the
 entries that differ then, or the reason there are none.
 """
 
@@ -53,7 +54,7 @@ class HandwrittenPlan:
             entries.update(self.sequence_parallel)
         name = f"rules/plans/{self.id}.toml"
         lines = tuple(Choice(pattern, style, name) for pattern, style in entries.items())
-        return Choices(name, "handwritten", lines, tolerant=True, notes=notes)
+        return Choices(name, "handwritten", lines, complete=False, tolerant=True, notes=notes)
 
 
 @lru_cache(maxsize=4)

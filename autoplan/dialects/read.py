@@ -161,9 +161,8 @@ class _Reader:
             return choices
         modules = _paths(self.model)[0]
         moved = tuple(replace(choice, pattern=_below(path, choice.pattern, modules)) for choice in choices.choices)
-        # Adapters beside the planned weights are not in the plan: analysis decides them.
         notes = (*choices.notes, f"inside {path!r}")
-        return replace(choices, choices=moved, complete=False, notes=notes, _cache={})
+        return replace(choices, choices=moved, notes=notes, _cache={})
 
 
 def _paths(model: nn.Module) -> tuple[list[str], list[str]]:
