@@ -1,7 +1,7 @@
 """Megatron-FSDP, driven by the same plan: tensor parallelism from the plan, units from the discovered blocks.
 
-`megatron-fsdp` (an optional extra) shards with NVIDIA's kernels in place of FSDP2. Its units are classes, its meshes are
-named by dim, and it runs on CUDA only. So the call is made as a value first: it can be looked at and tested anywhere,
+`megatron-fsdp` (an optional extra) shards with NVIDIA's kernels in place of FSDP2. Its units are classes, its mesh dims
+go by name, and it runs on CUDA only. So the call is made as a value first: it can be looked at and tested anywhere,
 and it refuses clearly, before the model is touched, where it could not run.
 
     call = megatron_call(model, mesh, plan, optimizer=optimizer, zero_dp_strategy="optim_grads_params")
