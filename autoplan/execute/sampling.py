@@ -26,7 +26,7 @@ def vocab_parallel_argmax(
     rows, ranks = columns.rows.to(wide(logits.dtype)), columns.group
     if rows.shape[1]:
         best = rows.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=-float("inf")).amax(-1)
-        position = (rows.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=-float("inf")) == best[:, None])
+        position = rows.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=-float("inf")) == best[:, None]
         token = position.int().argmax(-1) + columns.own.start
     else:
         best, token = rows.new_full(rows.shape[:1], -float("inf")), torch.zeros_like(rows[:, :0].sum(-1).long())
@@ -49,7 +49,7 @@ def vocab_parallel_sample(
 ) -> torch.Tensor:
     """A token drawn from each row of logits [..., vocabulary], among its `top_k` most likely ones if given."""
     if not temperature > 0:
-        raise AutoplanError(f"temperature={temperature}", hint="give a positive number; vocab_parallel_argmax is the limit")
+        raise AutoplanError(f"temperature={temperature}", hint="give a positive number; argmax is its limit")
     columns = columns_of(logits, group, vocabulary)
     if top_k is not None and not 1 <= top_k <= columns.size:
         raise AutoplanError(f"top_k={top_k}", hint=f"give a whole number from 1 to {columns.size}, the vocabulary")

@@ -45,11 +45,11 @@ class SplitLogits(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = _RULES.get(func)
-        result = NotImplemented if found is None else found(func, args, kwargs)
+        result = NotImplemented if found is None else found(cls, func, args, kwargs)
         if result is not NotImplemented:
             return result
         _refuse_in_place(func, args, kwargs)
-        return func(*_gathered(args), **_gathered(kwargs))
+        return func(*_gathered(cls, args), **_gathered(cls, kwargs))
 
 
 @cache
@@ -60,7 +60,7 @@ def split_class(group: RankGroup, vocabulary: int, dim_from_end: int = -1) -> ty
 
 
 def columns_in(value: Any, change: Callable[[torch.Tensor, type[SplitLogits]], torch.Tensor]) -> Any:
-    """A model's result in which split logits are changed: `change` gets the columns, and the class that describes them."""
+    """A model's result with its split logits changed; `change` gets the columns and the class that describes them."""
     if isinstance(value, SplitLogits):
         return change(_raw(value), type(value))
     if isinstance(value, dict):
@@ -72,6 +72,8 @@ def columns_in(value: Any, change: Callable[[torch.Tensor, type[SplitLogits]], t
     return value
 
 
+Kind = type[SplitLogits]
+
 # ---------------------------------------------------------------------------------------------------- whole or split
 
 
@@ -80,16 +82,19 @@ def _raw(x: Any) -> Any:
     if not isinstance(x, SplitLogits):
         return x
     with torch._C.DisableTorchFunctionSubclass():
-        return x.as_subclass(torch.Tensor)
+        return torch.ops.aten.alias(x)  # `as_subclass(torch.Tensor)` is the same, but torch.compile cannot trace it
 
 
-def _gathered(value: Any) -> Any:
-    """Arguments with whole logits in the place of split ones."""
+def _gathered(cls: Kind, value: Any) -> Any:
+    """Arguments with whole logits in the place of split ones; most of them are of the class `cls`."""
     if isinstance(value, SplitLogits):
-        return gather_pieces(_raw(value), value.group, value.dim_from_end, value.vocabulary)
+        kind = cls if type(value) is cls else type(value)
+        return gather_pieces(_raw(value), kind.group, kind.dim_from_end, kind.vocabulary)
     if isinstance(value, dict):
-        return {key: _gathered(item) for key, item in value.items()}
-    return type(value)(_gathered(item) for item in value) if type(value) in (tuple, list) else value
+        return {key: _gathered(cls, item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
+        return type(value)([_gathered(cls, item) for item in value])
+    return value
 
 
 def _refuse_in_place(func: Any, args: Any, kwargs: Any) -> None:
@@ -102,42 +107,42 @@ def _refuse_in_place(func: Any, args: Any, kwargs: Any) -> None:
         )
 
 
-def _whole_shape(x: SplitLogits) -> torch.Size:
+def _whole_shape(cls: Kind, x: SplitLogits) -> torch.Size:
     sizes = list(_raw(x).shape)
-    sizes[x.dim_from_end] = x.vocabulary
+    sizes[cls.dim_from_end] = cls.vocabulary
     return torch.Size(sizes)
 
 
 # --------------------------------------------------------------------------------------- what leaves the columns alone
 
 
-def _shape(func: Any, args: Any, kwargs: Any) -> Any:
-    return _whole_shape(args[0])
+def _shape(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    return _whole_shape(cls, args[0])
 
 
-def _size(func: Any, args: Any, kwargs: Any) -> Any:
+def _size(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    return _whole_shape(args[0]) if dim is None else _whole_shape(args[0])[dim]
+    return _whole_shape(cls, args[0]) if dim is None else _whole_shape(cls, args[0])[dim]
 
 
-def _numel(func: Any, args: Any, kwargs: Any) -> Any:
-    return _whole_shape(args[0]).numel()
+def _numel(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    return _whole_shape(cls, args[0]).numel()
 
 
-def _as_it_is(func: Any, args: Any, kwargs: Any) -> Any:
+def _as_it_is(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     """What is the same for columns and whole logits, and no tensor. Hooks see the gradient of the columns."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-def _each_element(func: Any, args: Any, kwargs: Any) -> Any:
+def _each_element(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     """Casts and functions of single elements."""
     x = args[0]
     result = func(*map(_raw, args), **kwargs)
-    return result.as_subclass(type(x)) if isinstance(x, SplitLogits) else result
+    return result.as_subclass(cls) if isinstance(x, SplitLogits) else result
 
 
-def _with_number(func: Any, args: Any, kwargs: Any) -> Any:
+def _with_number(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     """Arithmetic with a number, or a tensor of one element that carries no gradient."""
     if kwargs.get("out") is not None:
         return NotImplemented
@@ -145,40 +150,40 @@ def _with_number(func: Any, args: Any, kwargs: Any) -> Any:
     split = [a for a in args if isinstance(a, SplitLogits)]
     if len(split) != 1 or any(other.dim() > 0 or other.requires_grad for other in others):
         return NotImplemented
-    return func(*map(_raw, args), **kwargs).as_subclass(type(split[0]))
+    return func(*map(_raw, args), **kwargs).as_subclass(cls)
 
 
-def _view(func: Any, args: Any, kwargs: Any) -> Any:
+def _view(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     """A view whose last dim is the vocabulary still."""
     x, shape = args[0], args[1:]
     shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
-    if kwargs or x.dim_from_end != -1 or not shape or not all(isinstance(size, int) for size in shape):
+    if kwargs or cls.dim_from_end != -1 or not shape or not all(isinstance(size, int) for size in shape):
         return NotImplemented
     raw, shape = _raw(x), list(shape)
     if -1 in shape:
         known = 1
         for size in shape:
             known *= 1 if size == -1 else size
-        shape[shape.index(-1)] = _whole_shape(x).numel() // known if known else -1
-    if shape[-1] != x.vocabulary:
+        shape[shape.index(-1)] = _whole_shape(cls, x).numel() // known if known else -1
+    if shape[-1] != cls.vocabulary:
         return NotImplemented
-    return func(raw, *shape[:-1], raw.shape[-1]).as_subclass(type(x))
+    return func(raw, *shape[:-1], raw.shape[-1]).as_subclass(cls)
 
 
-def _flatten(func: Any, args: Any, kwargs: Any) -> Any:
+def _flatten(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     first = args[1] if len(args) > 1 else kwargs.get("start_dim", 0)
     last = args[2] if len(args) > 2 else kwargs.get("end_dim", -1)
     raw = _raw(x)
-    if x.dim_from_end != -1 or last % raw.dim() == raw.dim() - 1:
+    if cls.dim_from_end != -1 or last % raw.dim() == raw.dim() - 1:
         return NotImplemented
-    return raw.flatten(first, last).as_subclass(type(x))
+    return raw.flatten(first, last).as_subclass(cls)
 
 
-def _item(func: Any, args: Any, kwargs: Any) -> Any:
+def _item(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     """Indexing that takes whole rows."""
     x, index = args
-    if not isinstance(x, SplitLogits) or x.dim_from_end != -1:
+    if not isinstance(x, SplitLogits) or cls.dim_from_end != -1:
         return NotImplemented
     items = index if isinstance(index, tuple) else (index,)
     if any(isinstance(item, (SplitLogits, list)) for item in items):
@@ -187,7 +192,7 @@ def _item(func: Any, args: Any, kwargs: Any) -> Any:
     reaches_last = used >= _raw(x).dim() or any(item is Ellipsis for item in items)
     if reaches_last and not (isinstance(items[-1], slice) and items[-1] == slice(None)) and items[-1] is not Ellipsis:
         return NotImplemented
-    return _raw(x)[index].as_subclass(type(x))
+    return _raw(x)[index].as_subclass(cls)
 
 
 def _dims_of(item: Any) -> int:
@@ -197,34 +202,35 @@ def _dims_of(item: Any) -> int:
     return item.dim() if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
 
 
-def _transpose(func: Any, args: Any, kwargs: Any) -> Any:
+def _transpose(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     """The vocabulary may become another dim: class scores come second in cross_entropy."""
     if kwargs or len(args) != 3:
         return NotImplemented
-    x, raw = args[0], _raw(args[0])
-    one, other, split = args[1] % raw.dim(), args[2] % raw.dim(), x.dim_from_end % raw.dim()
+    raw = _raw(args[0])
+    one, other, split = args[1] % raw.dim(), args[2] % raw.dim(), cls.dim_from_end % raw.dim()
     at = other if split == one else one if split == other else split
-    return raw.transpose(one, other).as_subclass(split_class(x.group, x.vocabulary, at - raw.dim()))
+    return raw.transpose(one, other).as_subclass(split_class(cls.group, cls.vocabulary, at - raw.dim()))
 
 
-def _permute(func: Any, args: Any, kwargs: Any) -> Any:
+def _permute(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     dims = args[1] if len(args) == 2 and isinstance(args[1], Sequence) else args[1:]
     if kwargs:
         return NotImplemented
-    x, raw = args[0], _raw(args[0])
-    at = [dim % raw.dim() for dim in dims].index(x.dim_from_end % raw.dim())
-    return raw.permute(*dims).as_subclass(split_class(x.group, x.vocabulary, at - raw.dim()))
+    raw = _raw(args[0])
+    at = [dim % raw.dim() for dim in dims].index(cls.dim_from_end % raw.dim())
+    return raw.permute(*dims).as_subclass(split_class(cls.group, cls.vocabulary, at - raw.dim()))
 
 
 # --------------------------------------------------------------------------------------------------------- the loss
 
 
-def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
+def _cross_entropy(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     """The vocabulary-parallel one, if the classes are the vocabulary and the targets are token ids."""
-    return _loss(*args, **kwargs)
+    return _loss(cls, *args, **kwargs)
 
 
 def _loss(
+    cls: Kind,
     input: Any,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -239,11 +245,11 @@ def _loss(
     raw = _raw(input)
     classes = 1 if raw.dim() > 1 else 0
     of_ids = not target.is_floating_point() and target.shape == raw.shape[:classes] + raw.shape[classes + 1 :]
-    if size_average is not None or reduce is not None or not of_ids or input.dim_from_end % raw.dim() != classes:
+    if size_average is not None or reduce is not None or not of_ids or cls.dim_from_end % raw.dim() != classes:
         return NotImplemented
     if weight is not None and weight.requires_grad:
         return NotImplemented
-    columns = Columns(raw.movedim(classes, -1), input.group, input.vocabulary)
+    columns = Columns(raw.movedim(classes, -1), cls.group, cls.vocabulary)
     loss = cross_entropy(columns, target, weight, ignore_index, reduction, label_smoothing)
     return loss.to(raw.dtype)
 
@@ -251,7 +257,7 @@ def _loss(
 _T = torch.Tensor
 _IN_PLACE_OPERATORS = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__")
 _PROPERTIES = ("dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout", "ndim", "is_cuda", "is_meta")
-_RULES: dict[Any, Callable[[Any, Any, Any], Any]] = {
+_RULES: dict[Any, Callable[[Kind, Any, Any, Any], Any]] = {
     F.cross_entropy: _cross_entropy,
     **dict.fromkeys([_T.shape.__get__], _shape),  # type: ignore[attr-defined]
     _T.size: _size,
