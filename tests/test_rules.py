@@ -135,7 +135,7 @@ def test_a_beaten_match_is_dropped_whole() -> None:
 
 
 def test_a_dropped_match_beats_nothing() -> None:
-    """Layers that share keys look like cross-attention; once that is dropped, the owner of the keys is plain attention."""
+    """Layers that share keys look like cross-attention; once that is dropped, their owner is plain attention."""
     graph = """
 x:norm[64] -> q:linear[64, 4!*16] -> a:attend.q -> o:linear[4!*16, 64]
 x -> k:linear[64, 4!*16] -> a.k
@@ -235,6 +235,7 @@ def test_no_pattern_speaks_of_names() -> None:
 
 
 def test_deciding_needs_no_torch() -> None:
-    modules = [f"autoplan.decide.{path.stem}" for path in Path("autoplan/decide").glob("*.py") if path.stem != "__init__"]
+    files = (path.stem for path in Path("autoplan/decide").glob("*.py"))
+    modules = [f"autoplan.decide.{stem}" for stem in files if stem != "__init__"]
     code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

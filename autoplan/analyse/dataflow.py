@@ -219,6 +219,8 @@ class _Artist:
         plain = [box for box in boxes if canvas.node(box).kind != "statistic"]
         if common and plain and len(plain) < len(boxes):
             return self._normalised(op, plain[0])
+        if len(plain) == 1 and len(boxes) == 2 and self._scaled_before_norm(plain[0], boxes):
+            return canvas.change(plain[0], replace(canvas.node(plain[0]), kind="norm"))
         size = prod(canvas.shape(output))
         whole = next((box for box in common if canvas.size(box) == size), None)
         if whole is not None:
@@ -227,6 +229,13 @@ class _Artist:
         if sums and common:  # halves of a rotation, before they are put together again
             return canvas.new("split", op, common[:1])
         return canvas.new(_JOINS.get(op.name, "add" if sums else "mix"), op, boxes)
+
+    def _scaled_before_norm(self, scaled: int, boxes: list[int]) -> bool:
+        """(w * x) * rsqrt(mean(x * x)): the weight came before the statistic."""
+        canvas = self.canvas
+        statistic = next(box for box in boxes if box != scaled)
+        sources = set(canvas.flow.predecessors(scaled))
+        return canvas.node(scaled).kind == "scale" and sources <= set(canvas.ancestry(statistic)[1:])
 
     def _normalised(self, op: Op, source: int) -> Value:
         """x * rsqrt(mean(x * x)): a norm, with its weight still to come."""
