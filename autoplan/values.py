@@ -22,6 +22,7 @@ __all__ = [
     "Fold",
     "HeadSite",
     "HookSite",
+    "Means",
     "ModuleVisit",
     "Op",
     "ParameterFact",
@@ -304,6 +305,14 @@ class Runtime:
 
 
 @dataclass(frozen=True)
+class Means:
+    """Which means a plan may use: the scoped function mode, and cutting the stream along the sequence."""
+
+    scoped: bool = True
+    sequence: bool = False
+
+
+@dataclass(frozen=True)
 class Proof:
     """What was proven, how, and at which tp."""
 
@@ -316,7 +325,10 @@ class Proof:
 
 @dataclass(frozen=True)
 class Entry:
-    """One planned module pattern. `segments` says, per parameter, "dim:layout"; `reduces` what it costs."""
+    """One planned module pattern. `segments` says, per parameter, "dim:layout"; `reduces` what it costs.
+
+    `bytes` is the size of the parameters of all modules that it stands for, unsplit.
+    """
 
     pattern: str
     parameters: tuple[str, ...]
@@ -329,6 +341,7 @@ class Entry:
     segments: tuple[str, ...] = ()
     reduces: tuple[str, ...] = ()
     proof: str = "unproven"
+    bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,7 @@ class _Desk:
             units=units_text(leading[1], naming),
             segments=tuple(_segment(fact) for _, fact in facts),
             reduces=self.costs.of(module, facts, own),
+            bytes=sum(fact.bytes for _, fact in facts),
         )
         return _Draft(entry, naming.styles if naming else (), naming.rule if naming else None)
 
@@ -180,8 +181,8 @@ def _fold_entries(drafts: list[_Draft], names: Names) -> Iterator[Entry]:
     for same, patterns in groups.items():
         entry = replace(same, reduces=tuple(costs[same]))
         owned = any(pattern in names.parameters for pattern in patterns)
-        for pattern in names.fold(patterns, parameters=owned):
-            yield replace(entry, pattern=pattern)
+        for pattern, count in names.fold_counted(patterns, parameters=owned):
+            yield replace(entry, pattern=pattern, bytes=entry.bytes * count)
 
 
 def _replicated(solution: Solution, named: dict[str, Naming], names: Names) -> Iterator[Replicated]:

@@ -157,9 +157,9 @@ class _Reader:
         if not wanted and self.sequence_parallel and isinstance(plan.sequence_parallel, str):
             return None
         choices = plan.choices(sequence_parallel=self.sequence_parallel, matched=how)
-        if not path:
-            return choices
-        modules = _paths(self.model)[0]
+        modules, parameters = _paths(self.model)
+        if not any(name.startswith(f"{path}.") for name in parameters):
+            return choices  # not wrapped, or by a wrapper that keeps the names
         moved = tuple(replace(choice, pattern=_below(path, choice.pattern, modules)) for choice in choices.choices)
         notes = (*choices.notes, f"inside {path!r}")
         return replace(choices, choices=moved, notes=notes, _cache={})
