@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from autoplan.patterns import fold_names
+from autoplan.patterns import fold_counted
 from autoplan.values import Fold, Runtime, Trace
 
 __all__ = ["Names", "fold_runtime", "starred"]
@@ -39,8 +39,12 @@ class Names:
 
     def fold(self, names: Sequence[str], *, parameters: bool = False) -> tuple[str, ...]:
         """Patterns for these names (of representatives) and their like, and for nothing else."""
+        return tuple(pattern for pattern, _ in self.fold_counted(names, parameters=parameters))
+
+    def fold_counted(self, names: Sequence[str], *, parameters: bool = False) -> tuple[tuple[str, int], ...]:
+        """`fold`, with how many names each pattern stands for."""
         expanded = sorted(self.expand_all(names), key=_natural)
-        return fold_names(expanded, self.parameters if parameters else self.modules)
+        return fold_counted(expanded, self.parameters if parameters else self.modules)
 
 
 def _natural(name: str) -> tuple[tuple[int, str], ...]:
