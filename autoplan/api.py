@@ -20,7 +20,7 @@ from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_any, capture_fake
 from autoplan.capture.inputs import make_inputs
 from autoplan.capture.source import Source, resolve
-from autoplan.check.prove import prove_graph, prove_ranks, sequence_failure, sequence_findings
+from autoplan.check.prove import prove_graph, prove_ranks, sequence_findings, settle_means
 from autoplan.decide.choices import Choices
 from autoplan.decide.chosen import plan_chosen, solve_chosen
 from autoplan.decide.constraints import same_in_folded_blocks
@@ -34,7 +34,7 @@ from autoplan.execute.parallelize import apply_plan, check_matches, record, tp_m
 from autoplan.execute.restore import undoing
 from autoplan.layers import layers
 from autoplan.requirements import check_versions
-from autoplan.values import Plan
+from autoplan.values import Finding, Means, Plan
 
 __all__ = ["capture_source", "parallelize", "plan", "plan_source", "solve_source"]
 
@@ -96,17 +96,27 @@ def plan_source(
     tp_size: int,
     *,
     choices: Choices | None = None,
+    means: Means | None = None,
     sequence_parallel: bool = False,
     strict: bool = False,
     prove: str = "graph",
     module: nn.Module | None = None,
 ) -> Plan:
-    """`plan` for a source that is already resolved, under the choices of a written plan if there is one."""
+    """`plan` for a source that is already resolved, under the choices of a written plan if there is one.
+
+    Unless `means` are given, a tiny clone is sharded on simulated ranks to see which of them give the same numbers.
+    """
     module = source.module() if module is None else module
     captured = capture_source(source, module, choices)
     stacks = layers(module)
-    blocks = tuple(stack.fqns for stack in stacks) if sequence_parallel and tp_size > 1 else None
-    solution = solve_source(source, captured, tp_size, choices=choices, strict=strict, sequence_stacks=blocks)
+    tried: tuple[Finding, ...] = ()
+    if means is None:
+        wanted = Means(True, sequence_parallel and tp_size > 1)
+        means, tried = (wanted, ()) if prove == "none" or tp_size == 1 else settle_means(source, wanted)
+    blocks = tuple(stack.fqns for stack in stacks) if means.sequence else None
+    solution = solve_source(
+        source, captured, tp_size, choices=choices, scoped=means.scoped, strict=strict, sequence_stacks=blocks
+    )
     made = plan_chosen(
         solution,
         choices,
@@ -114,13 +124,9 @@ def plan_source(
         layers=stacks,
         sequence_parallel=solution.sequence_parallel,
     )
-    if sequence_parallel and tp_size > 1:
-        made = replace(made, findings=made.findings + sequence_findings(solution))
+    made = replace(made, findings=made.findings + tried + (sequence_findings(solution) if means.sequence else ()))
     if prove == "none" or tp_size == 1:
         return made
-    if made.sequence_parallel and (failure := sequence_failure(source)):
-        plain = plan_source(source, tp_size, choices=choices, strict=strict, prove=prove)
-        return replace(plain, findings=(*plain.findings, failure))
     proof = prove_graph(source, made, choices)
     made = replace(made, proof=proof.proof, findings=made.findings + proof.findings, entries=proof.stamp(made.entries))
     return prove_ranks(source, made) if prove == "ranks" else made
@@ -144,11 +150,12 @@ def solve_source(
     tp_size: int,
     *,
     choices: Choices | None = None,
+    scoped: bool = True,
     strict: bool = False,
     sequence_stacks: tuple[tuple[str, ...], ...] | None = None,
 ) -> Solution:
     """Decide the splits, under a written plan if there is one; say clearly when the size fits nothing."""
-    solution = solve_chosen(captured.trace, tp_size, choices, sequence_stacks)
+    solution = solve_chosen(captured.trace, tp_size, choices, sequence_stacks, scoped=scoped)
     if tp_size == 1:
         return solution
     legal = ", ".join(map(str, solution.legal_tp))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import capture_real
@@ -16,9 +17,9 @@ from autoplan.capture.source import Source
 from autoplan.decide.choices import Choices
 from autoplan.decide.chosen import choices_of_plan, solve_chosen
 from autoplan.errors import AutoplanError
-from autoplan.values import Entry, Finding, Plan, Proof
+from autoplan.values import Entry, Finding, Means, Plan, Proof
 
-__all__ = ["GraphProof", "prove_graph", "prove_ranks", "sequence_failure", "sequence_findings"]
+__all__ = ["GraphProof", "prove_graph", "prove_ranks", "sequence_findings", "settle_means"]
 
 _TINY_TP = 2
 
@@ -89,20 +90,33 @@ def sequence_findings(solution: Solution) -> tuple[Finding, ...]:
     return tuple(Finding("sequence", "note", "", f"the whole sequence at {note}") for note in solution.sequence_notes)
 
 
-def sequence_failure(source: Source) -> Finding | None:
-    """Run the tiny clone with its stream cut on simulated ranks: a finding when it does not give the same."""
+def settle_means(source: Source, wanted: Means) -> tuple[Means, tuple[Finding, ...]]:
+    """Shard the tiny clone on simulated ranks and keep the first means that give the same numbers.
+
+    Findings say what had to be left out, or that nothing would do. Without a clone what is wanted stays.
+    """
     from autoplan.check.verify import verify_source
 
     try:
-        report = verify_source(source, tp_size=_TINY_TP, sequence_parallel=True, checks=("forward",))
+        report = verify_source(source, tp_size=_TINY_TP, sequence_parallel=wanted.sequence, checks=("forward",))
     except AutoplanError as error:
-        return None if source.can_shrink is False else _not_cut(error.message)
+        return wanted, (Finding("proof", "note", "", f"not tried on simulated ranks: {error.message}"),)
+    means: Means = report.details["means"]
     first = next((finding for finding in report.findings if finding.level == "error"), None)
-    return None if first is None else _not_cut(f"{first.where} {first.message}".strip())
+    if first is not None:
+        text = f"on simulated ranks the sharded tiny clone differs: {first.where} {first.message}"
+        return means, (Finding("proof", "error", first.where, text, "keep the classes named here whole"),)
+    left_out = []
+    if wanted.sequence and not means.sequence:
+        left_out.append(_left_out("sequence", "sequence parallelism was asked for and is not applied"))
+    if wanted.scoped and not means.scoped:
+        left_out.append(_left_out("scoped", "calls in the middle of a module's Python are not rewritten"))
+    return means, tuple(left_out)
 
 
-def _not_cut(why: str) -> Finding:
-    return Finding("sequence", "warn", "", f"sequence parallelism was asked for and is not applied: on simulated ranks {why}")
+def _left_out(check: str, what: str) -> Finding:
+    level: Literal["warn", "note"] = "warn" if check == "sequence" else "note"
+    return Finding(check, level, "", f"{what}: with it the tiny clone did not give the same on simulated ranks")
 
 
 def prove_ranks(source: Source, plan: Plan) -> Plan:

@@ -22,12 +22,13 @@ from autoplan.check.ranks import Engine
 from autoplan.check.sharded import CHECK_NAMES, Sharding, check_sharding
 from autoplan.errors import AutoplanError
 from autoplan.patterns import best_match, matches
-from autoplan.values import Finding, Plan, Report
+from autoplan.values import Finding, Means, Plan, Report
 
 __all__ = ["CHECK_NAMES", "Clone", "clone_of", "sharding_of", "verify", "verify_clone", "verify_source"]
 
 # dropout draws apart on data-parallel ranks; optimizers are stepped by the training checks
 _NOT_ON_MESHES = ("dropout", "optimizer")
+_DECISIVE = ("sharding", "parameters", "forward", "gradients")  # checks after which other means are tried
 _OWN_CLONE = 3_000_000  # a module of so few parameters is verified itself
 
 
@@ -72,10 +73,12 @@ def verify_source(
         return _verify_mesh(source, plan, parse_mesh(mesh), engine, checks)
     tp_size = tp_size if mesh is None else mesh["tp"].size()
     clone = clone_of(source)
-    sequence_parallel = plan.sequence_parallel if plan is not None else sequence_parallel
-    applied, findings = _plan_for(clone, source, plan, tp_size, sequence_parallel)
-    report = verify_clone(clone, applied, mesh=mesh, engine=engine, checks=checks)
-    details = {**report.details, "model": source.name, "plan_tp": (plan or applied).tp_size}
+    for means in means_of(plan, sequence_parallel):
+        applied, findings = _plan_for(clone, source, plan, tp_size, means)
+        report = verify_clone(clone, applied, mesh=mesh, engine=engine, checks=checks)
+        if not any(f.level == "error" and f.check in _DECISIVE for f in report.findings):
+            break
+    details = {**report.details, "model": source.name, "plan_tp": (plan or applied).tp_size, "means": means}
     findings = [*report.findings, *findings]
     return replace(report, ok=not any(f.level == "error" for f in findings), findings=tuple(findings), details=details)
 
@@ -209,9 +212,15 @@ def _cast(value: Any, dtype: Any) -> Any:
 # ------------------------------------------------------------------------------------------------ the plan
 
 
-def _plan_for(
-    clone: Clone, source: Any, plan: Plan | None, tp_size: int, sequence_parallel: bool
-) -> tuple[Plan, list[Finding]]:
+def means_of(plan: Plan | None, sequence_parallel: bool) -> tuple[Means, ...]:
+    """How to shard, in the order in which it is tried: a plan says how; without one the safest means come last."""
+    if plan is not None:
+        return (Means(bool(plan.runtime.scoped) or not plan.runtime.hooks, plan.sequence_parallel),)
+    cut = (Means(True, True),) if sequence_parallel else ()
+    return (*cut, Means(True, False), Means(False, False))
+
+
+def _plan_for(clone: Clone, source: Any, plan: Plan | None, tp_size: int, means: Means) -> tuple[Plan, list[Finding]]:
     """The plan to apply to the clone, and how it differs from the one to be verified."""
     if plan is not None and _fits(plan, clone.model, source, tp_size):
         return plan, []
@@ -225,7 +234,7 @@ def _plan_for(
 
     inputs = source.inputs if source.inputs is not None else dict(clone.entries)
     found = resolve(clone.model, inputs=inputs)
-    derived = plan_source(found, tp_size, choices=choices, sequence_parallel=sequence_parallel, prove="none")
+    derived = plan_source(found, tp_size, choices=choices, means=means, prove="none")
     return derived, [] if plan is None else _correspondence(plan, derived, clone.model)
 
 

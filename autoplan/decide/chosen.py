@@ -17,14 +17,20 @@ __all__ = ["choices_of_plan", "plan_chosen", "solve_chosen"]
 
 
 def solve_chosen(
-    trace: Trace, tp: int, choices: Choices | None, sequence_stacks: tuple[tuple[str, ...], ...] | None = None
+    trace: Trace,
+    tp: int,
+    choices: Choices | None,
+    sequence_stacks: tuple[tuple[str, ...], ...] | None = None,
+    *,
+    scoped: bool = True,
 ) -> Solution:
     """The solution under a written plan, with notes on it. Raises where the plan asks for what cannot be."""
     if choices is None:
-        return solve(trace, tp, demands=NO_DEMANDS, sequence_stacks=sequence_stacks)
+        return solve(trace, tp, scoped=scoped, demands=NO_DEMANDS, sequence_stacks=sequence_stacks)
     names = Names(trace)
     notes = choices.notes + choices.check_keys(names.modules, names.parameters)
-    solution = solve(trace, tp, demands=demands_of(choices, trace), sequence_stacks=sequence_stacks)
+    demands = demands_of(choices, trace)
+    solution = solve(trace, tp, scoped=scoped, demands=demands, sequence_stacks=sequence_stacks)
     return replace(solution, notes=notes + (check_choices(choices, solution) if tp > 1 else ()))
 
 

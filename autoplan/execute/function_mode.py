@@ -119,7 +119,7 @@ class ModuleMode(TorchFunctionMode):
         old, want = numbers[0], numbers[1 + self.group.rank]
         if have == old:
             return want
-        if have == want:
+        if have in (want, -1):  # -1 follows by itself
             return have
         if not old or have * want % old:
             raise self._mismatch(planned, f"passes {have} where the plan was made for {old}")
