@@ -11,6 +11,7 @@ forward's own signature and code (`derive_inputs.py`).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from autoplan.capture.derive_inputs import derive
 from autoplan.capture.transformers_inputs import make_entries
 from autoplan.errors import CaptureError
 
-__all__ = ["Entries", "entries_for", "make_inputs"]
+__all__ = ["Entries", "core_of", "entries_for", "make_inputs"]
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,25 @@ def make_inputs(
     """`entries_for` with notes on what is missing. The user's inputs are taken as they are, at any size asked."""
     if inputs is not None:
         return Entries(_users_entries(inputs))
-    if config is None and isinstance(model, PreTrainedModel):
-        config = model.config
+    described = model
+    if config is None and (core := core_of(model)) is not None:
+        described, config = core, core.config
     if config is not None:
-        made, notes = make_entries(model, config, model_type or config.model_type or "", batch, length, seed)
+        made, notes = make_entries(described, config, model_type or config.model_type or "", batch, length, seed)
         return Entries(made, tuple(notes))
     return Entries({"forward": derive(model, batch, length, seed)})
+
+
+def core_of(model: nn.Module) -> PreTrainedModel | None:
+    """The transformers model that `model` is, or that it wraps: it holds all parameters and is called the same way."""
+    if isinstance(model, PreTrainedModel):
+        return model
+    core = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+    if core is None or {id(p) for p in core.parameters()} != {id(p) for p in model.parameters()}:
+        return None
+    taken = inspect.signature(model.forward).parameters.values()
+    passes_on = any(parameter.kind == parameter.VAR_KEYWORD for parameter in taken)
+    return core if passes_on or core.main_input_name in {parameter.name for parameter in taken} else None
 
 
 def _users_entries(inputs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,66 @@
+"""A model that peft wrapped is planned as it stands: adapters follow their base, frozen stays frozen, names stay."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import autoplan
+
+if find_spec("peft") is None:
+    pytest.skip("peft is not installed (pip install 'autoplan[peft]'): adapters are untested", allow_module_level=True)
+
+from peft import LoraConfig, get_peft_model
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "o_proj", "down_proj")
+COLUMN, ROW = PROJECTIONS[:5], PROJECTIONS[5:]
+
+CASES = {
+    "lora": {},
+    "dora": {"use_dora": True},
+    "biases": {"bias": "lora_only", "lora_bias": True},
+    "head and table trained": {
+        "modules_to_save": ["lm_head", "embed_tokens"],
+        "target_modules": ["q_proj", "down_proj"],
+    },
+    "table adapted": {"target_modules": ["embed_tokens", "o_proj"]},
+}
+
+
+def adapted(**options: object) -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=192, max_position_embeddings=64, attention_bias=True, mlp_bias=True,
+    )  # fmt: skip
+    options = {"target_modules": list(PROJECTIONS), "r": 4, "lora_alpha": 8} | options
+    return get_peft_model(LlamaForCausalLM(config), LoraConfig(task_type="CAUSAL_LM", **options))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_exact_and_nothing_of_the_model_is_touched(case: str) -> None:
+    model = adapted(**CASES[case])
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    names = list(model.state_dict())
+    plan = autoplan.plan(model, tp_size=2)
+    report = autoplan.verify(model, plan, tp_size=2, checks=("parameters", "forward", "state_dict", "optimizer"))
+    assert report.ok, report.findings
+    assert set(report.gradients) == trained and max(report.gradients.values()) < 1e-9
+    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == trained
+    assert list(model.state_dict()) == names
+
+
+def test_adapters_follow_their_base() -> None:
+    plan = autoplan.plan(adapted(), tp_size=2, prove="none")
+    cut = {rule.pattern: rule.dim for rule in plan.runtime.parameters if rule.dim is not None}
+    for names, base, a, b in ((COLUMN, 0, None, 0), (ROW, 1, 1, None)):
+        for name in names:
+            held = {part: next((d for p, d in cut.items() if f".{name}.{part}" in p), None)
+                    for part in ("base_layer", "lora_A", "lora_B")}  # fmt: skip
+            assert held == {"base_layer": base, "lora_A": a, "lora_B": b}, name
+    roles = {entry.role for entry in plan.entries}
+    assert {"adapter A", "adapter B"} <= roles
