@@ -90,6 +90,10 @@ class CallFlow:
                 found.append(index)
         return found
 
+    def passes_through(self, tensor: int, border: Border) -> bool:
+        """Does the module hand the value on as it is? Then a hook at its entry would act on later readers too."""
+        return any(other.visit == border.visit for other in self.leaving.get(tensor, []))
+
     def is_identity(self, index: int) -> bool:
         """A call that hands back one of its inputs without an op: nothing happened."""
         first, last = self.trace.calls[index].ops

@@ -371,7 +371,7 @@ class _Placer:
         calls, uses = self.partial[tensor], self._uses.get(tensor, set())
         left, chosen = set(calls), []
         for border in sorted(self.flow.entering.get(tensor, []), key=lambda b: b.first - b.last):
-            if (border.module, "input", border.path) in self.closed:
+            if (border.module, "input", border.path) in self.closed or self.flow.passes_through(tensor, border):
                 continue
             inside = {u for u in uses if border.first <= u < border.last}
             if inside and inside <= calls and inside & left and not inside - left:

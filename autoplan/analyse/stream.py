@@ -256,7 +256,8 @@ class Stream:
         if dim is not None:
             entering = [b for b in self.flow.entering.get(tensor, []) if b.first <= index < b.last]
             for border in sorted(entering, key=lambda b: b.last - b.first):
-                if border.module not in self.names and border != self.start:
+                handed_on = self.flow.passes_through(tensor, border)
+                if border.module not in self.names and border != self.start and not handed_on:
                     self._add(self.result.gathers, (border, "input"), dim, reason)
             producer = self.flow.producer.get(tensor, -1)
             leaving = [b for b in self.flow.leaving.get(tensor, []) if b.first <= producer < b.last <= index]
