@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from autoplan.execute.parallelize import Applied, applied
     from autoplan.execute.sampling import vocab_parallel_argmax, vocab_parallel_sample
     from autoplan.execute.weights import load_weights
-    from autoplan.layers import layers
+    from autoplan.stacks import layers
 
 __all__ = [
     "Applied",
@@ -63,7 +63,7 @@ _HOMES = {
     "clip_gradients": "autoplan.execute.gradients",
     "full_tensors": "autoplan.execute.gather",
     "global_norm": "autoplan.execute.gradients",
-    "layers": "autoplan.layers",
+    "layers": "autoplan.stacks",
     "load_plan": "autoplan.emit.plan_file",
     "load_weights": "autoplan.execute.weights",
     "parallelize": "autoplan.api",
@@ -84,5 +84,5 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'autoplan' has no attribute {name!r}")
     value = getattr(import_module(home), name)
-    globals()[name] = value  # `autoplan.layers` is the function, also after its module was imported
+    globals()[name] = value
     return value

@@ -32,7 +32,7 @@ from autoplan.execute.mesh_dims import read_mesh
 from autoplan.execute.optimizer_state import mark_parameters
 from autoplan.execute.parallelize import apply_plan, check_matches, record, tp_mesh_of, undo_all
 from autoplan.execute.restore import undoing
-from autoplan.layers import layers
+from autoplan.stacks import layers
 from autoplan.requirements import check_versions
 from autoplan.values import Finding, Means, Plan
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autoplan.api import plan_source
 from autoplan.capture.source import resolve
 from autoplan.check.verify import Clone, clone_of
-from autoplan.layers import layers
+from autoplan.stacks import layers
 from autoplan.values import Plan
 
 # DTensor says on every gather over two mesh dims that it takes two steps

@@ -9,7 +9,7 @@ from renamer import renamed_copy
 from torch import nn
 
 from autoplan.analyse.module_tree import ModuleNode, ModuleTree, ParameterShape
-from autoplan.layers import layers, stacks_of
+from autoplan.stacks import layers, stacks_of
 from autoplan.values import Fold, ModuleVisit, Stack, Trace
 
 WIDTH = 8

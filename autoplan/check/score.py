@@ -40,7 +40,7 @@ def _scored(blank: Score, tp_size: int, engine: Engine, checks: tuple[str, ...])
     from autoplan.capture.source import resolve
     from autoplan.check.verify import clone_of, verify_clone
     from autoplan.decide.planner import make_plan
-    from autoplan.layers import layers
+    from autoplan.stacks import layers
 
     try:
         clone = clone_of(resolve(f"{blank.model_type}:{blank.class_name}"))

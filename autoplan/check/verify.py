@@ -88,7 +88,7 @@ def _verify_mesh(
 ) -> Report:
     """The usual checks on a mesh of several dims, and training on it, with and without activation checkpointing."""
     from autoplan.check.mesh_training import check_training
-    from autoplan.layers import layers
+    from autoplan.stacks import layers
 
     clone = clone_of(source)
     if mesh.tp_size > 1:
