@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["Decoder", "PackedDecoder", "ids"]
+__all__ = ["Decoder", "PackedDecoder", "ids", "with_adapters", "with_experts"]
 
 
 def ids(vocabulary: int = 96, batch: int = 2, length: int = 5) -> dict[str, torch.Tensor]:
@@ -127,3 +127,51 @@ class PackedDecoder(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.block(self.table(ids) + self.places(torch.arange(ids.shape[1])))
+
+
+class ListedExperts(nn.Module):
+    """A router, experts as separate modules that read the tokens that chose them, and a shared expert."""
+
+    def __init__(self, hidden: int, inner: int, experts: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(hidden, experts, bias=False)
+        self.experts = nn.ModuleList(Gated(hidden, inner) for _ in range(experts))
+        self.shared = Gated(hidden, inner)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, chosen = torch.topk(torch.softmax(self.router(tokens), dim=-1), 2)
+        result = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            row, place = torch.where(chosen == number)
+            result.index_add_(0, row, expert(tokens[row]) * weights[row, place, None])
+        return (result + self.shared(tokens)).view(x.shape)
+
+
+class Adapted(nn.Module):
+    """A linear with a low-rank adapter beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 3) -> None:
+        super().__init__()
+        self.base = base
+        self.a = nn.Linear(base.in_features, rank, bias=False)
+        self.b = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + 2 * self.b(self.a(x))
+
+
+def with_experts() -> Decoder:
+    model = Decoder()
+    for layer in model.layers:
+        layer.mlp = ListedExperts(40, 56)
+    return model
+
+
+def with_adapters() -> Decoder:
+    model = Decoder()
+    for layer in model.layers:
+        for module, names in ((layer.attention, "qkvo"), (layer.mlp, ("gate", "up", "down"))):
+            for name in names:
+                setattr(module, name, Adapted(getattr(module, name)))
+    return model

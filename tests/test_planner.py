@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 import torch
-from small_models import Decoder, PackedDecoder, ids
+from small_models import Decoder, PackedDecoder, ids, with_adapters, with_experts
 from torch import nn
 
 from autoplan.analyse.solve import Solution, solve
@@ -82,6 +82,27 @@ def test_packed_weights_and_what_is_whole() -> None:
     assert places.bytes == 16 * 40 * 4 and places.reason.startswith("lookup table: ")
 
 
+def test_experts_as_separate_modules() -> None:
+    rules = {found.pattern: (found.rule, found.style) for found in planned(with_experts()).entries}
+    assert rules["layers.*.mlp.experts.*.gate"] == ("listed-experts", "colwise")
+    assert rules["layers.*.mlp.experts.*.down"] == ("listed-experts", "rowwise")
+    assert rules["layers.*.mlp.shared.up"] == ("shared-expert", "colwise")
+    router = [item for item in planned(with_experts()).replicated if item.reason.startswith("router: ")]
+    assert [item.fqn for item in router] == ["layers.*.mlp.router.weight"]
+
+
+def test_adapters_follow_their_base_and_the_base_keeps_its_role() -> None:
+    plan = planned(with_adapters())
+    rules = {found.pattern: (found.rule, found.role, found.style) for found in plan.entries}
+    assert rules["layers.*.attention.q.base"] == ("attention", "query", "colwise")
+    assert rules["layers.*.attention.q.b"] == ("lora", "adapter B", "colwise")
+    assert rules["layers.*.attention.o.a"] == ("lora", "adapter A", "rowwise")
+    assert rules["layers.*.mlp.down.base"] == ("gated-mlp", "down", "rowwise")
+    assert entry(plan, "layers.*.mlp.gate.base").reduces == (
+        "sum of the input gradient (backward), shared with a, up.base, up.a",
+    )
+
+
 def test_a_tied_weight_is_planned_where_it_is_looked_up_and_where_it_is_multiplied() -> None:
     plan = planned(Decoder(tied=True))
     assert (entry(plan, "table").style, entry(plan, "table").rule) == ("embedding_rowwise", "token-embedding")
@@ -126,7 +147,13 @@ def test_a_size_that_does_not_divide_stays_whole_with_the_reason() -> None:
 
 # ----------------------------------------------------------------------------------------------------- the laws
 
-MODELS = {"decoder": lambda: Decoder(head_norm=True), "tied": lambda: Decoder(tied=True), "packed": PackedDecoder}
+MODELS = {
+    "decoder": lambda: Decoder(head_norm=True),
+    "tied": lambda: Decoder(tied=True),
+    "packed": PackedDecoder,
+    "experts": with_experts,
+    "adapters": with_adapters,
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -174,7 +201,7 @@ def test_names_do_not_matter() -> None:
 
 def test_twice_the_layers_is_the_same_plan() -> None:
     short, long = planned(Decoder(inner=(56,) * 2)), planned(Decoder(inner=(56,) * 4))
-    assert short.entries == long.entries
+    assert [replace(e, bytes=e.bytes * (2 if "*" in e.pattern else 1)) for e in short.entries] == list(long.entries)
     assert short.runtime == long.runtime
     for few, many in zip(short.replicated, long.replicated, strict=True):
         assert (few.fqn, few.reason) == (many.fqn, many.reason)

@@ -62,7 +62,7 @@ class Costs:
         if not sources:
             return []
         others = dict.fromkeys(
-            node.module.rpartition(".")[2]
+            _seen_from(module, node.module)
             for source in sorted(sources)
             for node in self._readers(source)
             if node.parameters and node.module != module
@@ -76,3 +76,10 @@ class Costs:
             node = node_of(self.flow, reader)
             found += self._readers(reader) if node.kind in TRANSPARENT else [node]
         return found
+
+
+def _seen_from(module: str, other: str) -> str:
+    """The other module's name without what both have in common: "k_proj", "k_proj.base"."""
+    own, parts = module.split("."), other.split(".")
+    common = next((i for i, (a, b) in enumerate(zip(own, parts, strict=False)) if a != b), min(len(own), len(parts)))
+    return ".".join(parts[min(common, len(parts) - 1) :])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from autoplan.decide.naming import Naming
 from autoplan.layout import Layout
 from autoplan.values import ParameterFact
@@ -26,7 +28,7 @@ def reason_text(fact: ParameterFact, naming: Naming | None, tp: int) -> str:
     assert fact.layout is not None
     layout = Layout.parse(fact.layout)
     parts = [_heads_text(layout, naming, tp) or _shares_text(layout, _unit(naming, layout), tp)]
-    held = sum(not dealt for dealt in layout.carried(1))
+    held = _held_by_all(layout)
     if held:
         parts.append(f"{held} of its {layout.size} rows are held by every rank, their gradients summed")
     if layout.kind == "concatenation":
@@ -72,6 +74,14 @@ def _is_minor(layout: Layout) -> bool:
     """Is the factor that is dealt out the last of a product whose earlier factors are not?"""
     last = layout.parts[-1] if layout.kind == "product" else layout
     return last is not layout and last.is_split and not any(part.is_split for part in layout.parts[:-1])
+
+
+def _held_by_all(layout: Layout) -> int:
+    """Rows that are dealt out to nobody."""
+    if not layout.parts:
+        return 0 if layout.is_split else layout.size
+    held = [_held_by_all(part) for part in layout.parts]
+    return prod(held) if layout.kind == "product" else sum(held)
 
 
 def _heads(naming: Naming, groups: int) -> int:
