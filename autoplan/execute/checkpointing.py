@@ -28,7 +28,6 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
-    noop_context_fn,
 )
 
 from autoplan.errors import AutoplanError
@@ -140,9 +139,10 @@ def _checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
         state: _State = self.__dict__[_STATE]
         if not torch.is_grad_enabled() or _carries_cache(self, state, args, kwargs):
             return _run(self, state, args, kwargs)
-        calls = _Calls(self, state)
-        context = selective_contexts() if state.selective else noop_context_fn
-        return checkpoint(calls, args, kwargs, use_reentrant=False, preserve_rng_state=True, context_fn=context)
+        options: dict[str, Any] = {"context_fn": selective_contexts} if state.selective else {}
+        if torch.compiler.is_compiling():  # traced once: the recomputation is the compiler's, inside what it traced
+            return checkpoint(_run, self, state, args, kwargs, use_reentrant=False, **options)
+        return checkpoint(_Calls(self, state), args, kwargs, use_reentrant=False, preserve_rng_state=True, **options)
 
     return forward
 
@@ -264,14 +264,10 @@ _ATTENTIONS = (
 )
 
 
-def selective_contexts() -> Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]:
-    """Contexts that keep every other matmul, attention and every collective, and compute the rest again."""
-
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        pair = create_selective_checkpoint_contexts(_Policy())
-        return pair[0], pair[1]
-
-    return contexts
+def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Contexts of one call that keep every other matmul, attention and every collective; the rest is computed again."""
+    first, again = create_selective_checkpoint_contexts(_Policy())
+    return first, again
 
 
 class _Policy:

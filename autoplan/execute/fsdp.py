@@ -107,6 +107,7 @@ def shard_data_parallel(model: nn.Module, mesh: DeviceMesh, stacks: tuple[Stack,
 def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParallel) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
     policy = options.precision(model)
+    inner = replace(policy, output_dtype=None)  # the model's outputs are cast, not what one unit hands to the next
     shared: dict[str, Any] = {"mesh": mesh, "offload_policy": options.offload()}
     if units.ignored:
         shared["ignored_params"] = units.ignored
@@ -116,7 +117,7 @@ def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParalle
         fully_shard(
             given if len(given) > 1 else given[0],
             reshard_after_forward=reshard,
-            mp_policy=_kept(policy) if unit.kept_dtype else policy,
+            mp_policy=_kept(inner) if unit.kept_dtype else inner,
             **shared,
         )
     fully_shard(model, reshard_after_forward=False, mp_policy=policy, **shared)
@@ -127,7 +128,7 @@ def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParalle
 
 
 def _kept(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    return replace(policy, param_dtype=None, output_dtype=None, cast_forward_inputs=False)
+    return replace(policy, param_dtype=None, cast_forward_inputs=False)
 
 
 def _prefetch(blocks: list[nn.Module], depths: tuple[int, int]) -> None:
