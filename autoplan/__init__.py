@@ -17,11 +17,12 @@ from autoplan.version import __version__
 
 if TYPE_CHECKING:
     from autoplan.api import parallelize, plan
+    from autoplan.check.audit import audit
     from autoplan.check.verify import verify
     from autoplan.emit.plan_file import load_plan
     from autoplan.execute.gather import full_tensors
-    from autoplan.execute.losses import vocab_parallel_cross_entropy, vocab_parallel_entropy, vocab_parallel_logprobs
     from autoplan.execute.gradients import clip_gradients, global_norm, to_local, unshard
+    from autoplan.execute.losses import vocab_parallel_cross_entropy, vocab_parallel_entropy, vocab_parallel_logprobs
     from autoplan.execute.parallelize import Applied, applied
     from autoplan.execute.sampling import vocab_parallel_argmax, vocab_parallel_sample
     from autoplan.execute.weights import load_weights
@@ -39,6 +40,7 @@ __all__ = [
     "Stack",
     "__version__",
     "applied",
+    "audit",
     "clip_gradients",
     "full_tensors",
     "global_norm",
@@ -60,6 +62,7 @@ __all__ = [
 _HOMES = {
     "Applied": "autoplan.execute.parallelize",
     "applied": "autoplan.execute.parallelize",
+    "audit": "autoplan.check.audit",
     "clip_gradients": "autoplan.execute.gradients",
     "full_tensors": "autoplan.execute.gather",
     "global_norm": "autoplan.execute.gradients",

@@ -7,7 +7,6 @@ torch is imported by the commands that need it, when they run: `--help` and `--v
 
 from __future__ import annotations
 
-import json
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -18,16 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from autoplan.cli_audit import audit, compare
+from autoplan.cli_shared import FAILED, FINDINGS, OK, AsJson, Model, Output, TpSize, Trust, emit, note, progress
 from autoplan.errors import AutoplanError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from autoplan.values import Finding, Plan, Score
 
 __all__ = ["app", "main"]
-
-OK, FINDINGS, FAILED = 0, 1, 2
 
 app = typer.Typer(
     help="Plan the tensor parallelism of a model that nobody wrote a plan for, and prove it before paying for GPUs.",
@@ -61,12 +58,7 @@ class Engine(StrEnum):
     gloo = "gloo"
 
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="What to plan; see the end of `autoplan --help`.")]
-TpSize = Annotated[int, typer.Option("--tp", min=1, help="Ranks to split over.")]
 Source = Annotated[str, typer.Option(help="Where decisions come from: auto or inferred (analysis), or a plan file.")]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write there, not to stdout.")]
 
 
 @app.callback()
@@ -104,10 +96,10 @@ def plan(
         check_suffix(output)
     made = _make_plan(model, tp, source, prove.value, trust_remote_code)
     if output is None:
-        _emit(plan_view(made), made.to_dict(), as_json, None)
+        emit(plan_view(made), made.to_dict(), as_json, None)
     else:
         made.save(output)
-        _note(f"written to {output}")
+        note(f"written to {output}")
     proven = made.proof.ok or made.proof.method == "none"
     raise typer.Exit(_exit_code(made.findings) if proven else FINDINGS)
 
@@ -132,7 +124,7 @@ def explain(
     else:
         raise typer.BadParameter("needed unless MODEL is a plan file", param_hint="--tp")
     text = made.explain(path)
-    _emit(text, {"path": path, "explanation": text.splitlines()}, as_json, output)
+    emit(text, {"path": path, "explanation": text.splitlines()}, as_json, output)
 
 
 @app.command()
@@ -160,9 +152,9 @@ def verify(
     loaded = None if plan_file is None else load_plan(plan_file)
     options: dict[str, Any] = {"tp_size": tp} if mesh is None else {"mesh": mesh}
     options |= {"engine": engine.value, "trust_remote_code": trust_remote_code}
-    with _progress(f"verifying {model} on {mesh or tp} simulated ranks"):
+    with progress(f"verifying {model} on {mesh or tp} simulated ranks"):
         report = autoplan.verify(model, loaded, **options)
-    _emit(report_view(report, model), report.to_dict(), as_json, output)
+    emit(report_view(report, model), report.to_dict(), as_json, output)
     raise typer.Exit(_exit_code(report.findings) if report.ok else FINDINGS)
 
 
@@ -176,7 +168,7 @@ def layers(model: Model, trust_remote_code: Trust = False, as_json: AsJson = Fal
 
     source = resolve(model, trust_remote_code=trust_remote_code)
     found = autoplan.layers(source.module())
-    _emit(layers_view(found, source.name), plain(found), as_json, output)
+    emit(layers_view(found, source.name), plain(found), as_json, output)
     raise typer.Exit(OK if found else FINDINGS)
 
 
@@ -213,7 +205,7 @@ def scoreboard(
             timeout=timeout,
             progress=progress,
         )
-    _emit(scoreboard_view(board), board.to_dict(), as_json, output)
+    emit(scoreboard_view(board), board.to_dict(), as_json, output)
     raise typer.Exit(OK if board.ok else FINDINGS)
 
 
@@ -228,7 +220,7 @@ def rules_list(as_json: AsJson = False, output: Output = None) -> None:
     from autoplan.emit.rule_pages import rule_to_dict, rules_view
 
     rules = load_rules()
-    _emit(rules_view(rules), [rule_to_dict(rule) for rule in rules], as_json, output)
+    emit(rules_view(rules), [rule_to_dict(rule) for rule in rules], as_json, output)
 
 
 @rules_app.command("show")
@@ -246,7 +238,7 @@ def rules_show(
     if rule_id not in rules:
         close = ", ".join(nearest(rule_id, rules)) or ", ".join(rules)
         raise AutoplanError(f"there is no rule {rule_id!r}", hint=f"rules like it: {close}")
-    _emit(rule_view(rules[rule_id]), rule_to_dict(rules[rule_id]), as_json, output)
+    emit(rule_view(rules[rule_id]), rule_to_dict(rules[rule_id]), as_json, output)
 
 
 @rules_app.command("test")
@@ -263,8 +255,12 @@ def rules_test(
     from autoplan.emit.rule_pages import results_view
 
     results = test_rules(strict=strict)
-    _emit(results_view(results), plain(results), as_json, output)
+    emit(results_view(results), plain(results), as_json, output)
     raise typer.Exit(OK if all(result.ok for result in results) else FINDINGS)
+
+
+app.command()(audit)
+app.command()(compare)
 
 
 # ------------------------------------------------------------------------------------------------ what commands share
@@ -278,62 +274,25 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         app(args=arguments, prog_name="autoplan")
     except AutoplanError as error:
-        _note(f"error: {error}")
+        note(f"error: {error}")
     except KeyboardInterrupt:
-        _note("interrupted")
+        note("interrupted")
     except Exception:  # a bug of ours must not exit with 1, which means findings
         traceback.print_exc()
-        _note("error: this is a bug in autoplan; the lines above say where")
+        note("error: this is a bug in autoplan; the lines above say where")
     sys.exit(FAILED)
 
 
 def _make_plan(model: str, tp: int, source: str, prove: str, trust_remote_code: bool) -> Plan:
     import autoplan
 
-    with _progress(f"planning {model} for tp {tp}"):
+    with progress(f"planning {model} for tp {tp}"):
         return autoplan.plan(model, tp_size=tp, source=source, prove=prove, trust_remote_code=trust_remote_code)
 
 
 def _exit_code(findings: tuple[Finding, ...]) -> int:
     """Notes inform; warnings and errors are findings."""
     return FINDINGS if any(finding.level != "note" for finding in findings) else OK
-
-
-def _emit(view: RenderableType | str, data: Any, as_json: bool, output: Path | None) -> None:
-    """Text, a table or JSON, to stdout or a file. Colour only on a terminal; elsewhere what `str(plan)` gives."""
-    from autoplan.emit.terminal import plain_text
-
-    if output is None and not as_json and not isinstance(view, str) and sys.stdout.isatty():
-        from rich.console import Console
-
-        Console(highlight=False, markup=False).print(view)
-        return
-    shown = view if isinstance(view, str) else plain_text(view)
-    text = json.dumps(data, indent=2, ensure_ascii=False) if as_json else shown
-    if output is None:
-        print(text)
-        return
-    try:
-        output.write_text(f"{text}\n", encoding="utf-8")
-    except OSError as error:
-        raise AutoplanError(f"{output} cannot be written: {error.strerror}", hint="choose another path") from error
-    _note(f"written to {output}")
-
-
-def _note(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
-@contextmanager
-def _progress(text: str) -> Iterator[None]:
-    """A spinner on stderr while something slow runs; silent where nobody watches."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(text):
-        yield
 
 
 @contextmanager
@@ -345,7 +304,7 @@ def _bar() -> Iterator[Any]:
 
         def line(done: int, total: int, name: str, score: Score | None) -> None:
             if score is not None:
-                _note(f"{done}/{total} {score_line(score)}")
+                note(f"{done}/{total} {score_line(score)}")
 
         yield line
         return

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "autoplan"
 
 # The pure part of the path: plain data in, plain data out.
-PURE = ("values", "layout", "errors", "patterns", "rules_folder", "version", "analyse", "decide", "emit", "cli")
+PURE = ("values", "layout", "errors", "patterns", "rules_folder", "version", "analyse", "decide", "emit", "cli", "cli_audit", "cli_shared")
 HEAVY = ("torch", "transformers", "numpy")
 
 PUBLIC = (
@@ -36,6 +36,7 @@ PUBLIC = (
     "Stack",
     "__version__",
     "applied",
+    "audit",
     "clip_gradients",
     "full_tensors",
     "global_norm",
@@ -53,7 +54,7 @@ PUBLIC = (
     "vocab_parallel_logprobs",
     "vocab_parallel_sample",
 )
-COMMANDS = ("explain", "layers", "plan", "rules", "scoreboard", "verify")
+COMMANDS = ("audit", "compare", "explain", "layers", "plan", "rules", "scoreboard", "verify")
 
 
 def modules_of(*names: str) -> list[str]:

@@ -48,7 +48,7 @@ def plan_view(plan: Plan) -> RenderableType:
     if plan.layers:
         sections += [_heading("Layers"), _layers(plan)]
     if plan.findings:
-        sections += [_heading("Findings"), *_findings(plan.findings)]
+        sections += [_heading("Findings"), *findings_view(plan.findings)]
     return Group(*sections, Text(), _proof(plan.proof))
 
 
@@ -70,7 +70,7 @@ def report_view(report: Report, title: str = "") -> RenderableType:
     if facts.row_count:
         lines.append(Padding(facts, (0, 0, 0, 2)))
     if report.findings:
-        lines += [_heading("Findings"), *_findings(report.findings)]
+        lines += [_heading("Findings"), *findings_view(report.findings)]
     return Group(*lines)
 
 
@@ -151,7 +151,7 @@ def _stacks(stacks: tuple[Stack, ...]) -> RenderableType:
     return table
 
 
-def _findings(findings: tuple[Finding, ...]) -> Iterable[RenderableType]:
+def findings_view(findings: tuple[Finding, ...]) -> Iterable[RenderableType]:
     """By check; where one check says much alike, its first findings stand for the rest (`--json` has all)."""
     said: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:

@@ -1,0 +1,161 @@
+"""Hold a plan that somebody wrote against the model: what is wrong, with proof; what is dear; what is dead.
+
+    read the plan → analyse the model → run the plan on simulated ranks → the checks → a verdict for each entry
+
+Most published failures of tensor parallelism are silent: keys that match nothing, gradients that nobody sums, packed
+weights cut across their segments. Each check here knows one of them (`checks/`, in the order of the list there), and
+the run decides what is an error: a finding at error level is numerically wrong, or cannot run at this size.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from autoplan.check.audit.checks import CHECKS
+from autoplan.check.audit.lines import ForeignPlan, foreign_of, read_foreign
+from autoplan.check.audit.subject import Settings, Subject
+from autoplan.check.audit.trial import Trial, try_on_ranks
+from autoplan.check.audit.verdicts import held_bytes, unsplit_share, verdicts
+from autoplan.errors import AutoplanError, PlanMismatchError
+from autoplan.values import Finding, Plan, Report
+
+__all__ = ["audit", "audit_source", "subject_of"]
+
+DEFAULT = Settings()
+_ORDER = {"error": 0, "warn": 1, "note": 2}
+
+
+def audit(
+    model: Any,
+    plan: Any,
+    tp_size: int = 2,
+    *,
+    inputs: Mapping[str, Any] | None = None,
+    layers: Any = None,
+    tokens: int = 8192,
+    gradient_norm: Any = None,
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+) -> Report:
+    """Audit `plan` for `model` at `tp_size`.
+
+    `model` and `inputs` are what `autoplan.plan` takes. `plan` is a dict of styles (torch's objects or transformers'
+    strings), "hf" (what transformers ships), "inferred", a plan file, a plan id, a dotted path, or a Plan.
+
+    `layers` are the modules that FSDP wraps or checkpointing recomputes: class names, paths or patterns, a function
+    (model) -> modules, or {"fsdp": …, "checkpointing": …}. `tokens` of one step weigh what is gathered.
+    `gradient_norm` is a function (model, mesh) -> number that computes a norm for clipping on every rank. `dtype`
+    ("bfloat16") shows how much of a difference is rounding.
+
+    `report.details["verdicts"]` says of each entry: same, dearer, different or wrong.
+    """
+    from autoplan.capture.source import resolve
+
+    source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
+    settings = Settings(tokens, layers, gradient_norm, dtype)
+    return audit_source(source, plan, tp_size, settings)
+
+
+def audit_source(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAULT, *, run: bool = True) -> Report:
+    """`audit` for a source that is already resolved. Without `run` nothing is tried on ranks."""
+    start = time.perf_counter()
+    subject = subject_of(source, plan, tp_size, settings, run=run)
+    findings = sorted(_findings(subject), key=lambda finding: _ORDER[finding.level])
+    held, possible = held_bytes(subject)
+    numbers = subject.numbers
+    return Report(
+        ok=not any(finding.level == "error" for finding in findings),
+        findings=tuple(findings),
+        gradients=dict(numbers.gradients) if numbers is not None else {},
+        forward=numbers.forward if numbers is not None else None,
+        tp_size=tp_size,
+        details={
+            "model": subject.name,
+            "plan": subject.plan.name,
+            "dialect": subject.plan.dialect,
+            "verdicts": verdicts(subject, findings),
+            "bytes_per_rank": held,
+            "bytes_per_rank_inferred": possible,
+            "whole": unsplit_share(subject),
+            "ran": _ran(subject),
+            "seconds": round(time.perf_counter() - start, 2),
+        },
+    )
+
+
+def _ran(subject: Subject) -> str:
+    if subject.numbers is None:
+        return f"not run: {subject.unproven}"
+    verdict = "exact" if subject.numbers.ok else "wrong"
+    return f"{verdict} on {subject.numbers.tp_size} simulated ranks, by {subject.plan.dialect}'s own code"
+
+
+def _findings(subject: Subject) -> Iterable[Finding]:
+    found: list[Finding] = []
+    for check in CHECKS:
+        found += check.run(subject, tuple(found))
+    return found
+
+
+def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAULT, *, run: bool = True) -> Subject:
+    """Read the plan, analyse the model, run the plan."""
+    from autoplan.analyse.dataflow import dataflow
+    from autoplan.analyse.solve import solve
+    from autoplan.api import capture_source
+    from autoplan.stacks import layers
+
+    if not isinstance(tp_size, int) or tp_size < 1:
+        raise AutoplanError(f"tp_size is {tp_size!r}", hint="give a whole number from 1 on")
+    module = source.module()
+    foreign = _read(source, plan, module, tp_size)
+    captured = capture_source(source, module)
+    solution = solve(captured.trace, tp_size)
+    right = _right(source, foreign.plan, module) if foreign.plan is not None else None
+    trial = try_on_ranks(source, foreign, tp_size, right) if run else Trial(reason="not asked for")
+    comparable = trial.report is not None and not trial.report.details.get("not comparable")
+    return Subject(
+        model=module,
+        name=source.name,
+        plan=foreign,
+        tp_size=tp_size,
+        solution=solution,
+        flow=dataflow(captured.trace),
+        stacks=layers(module),
+        settings=settings,
+        numbers=trial.report if comparable else None,
+        unproven=trial.reason or "the unsharded model's numbers are NaN",
+        right=right,
+        extra={"clone": trial.tiny, "source": source},
+    )
+
+
+def _read(source: Any, plan: Any, module: Any, tp_size: int) -> ForeignPlan:
+    foreign = read_foreign(plan, module, source.name)
+    if isinstance(foreign, str):
+        import autoplan
+
+        made = autoplan.plan(module, tp_size=tp_size, source=foreign, inputs=source.inputs, prove="none")
+        return replace(foreign_of(made), name=f"the {foreign} plan")
+    if foreign.plan is not None and foreign.plan.tp_size != tp_size:
+        raise PlanMismatchError(
+            f"{foreign.name} is a plan for tp={foreign.plan.tp_size}, not {tp_size}",
+            hint=f"audit it at tp_size={foreign.plan.tp_size}, or plan again",
+        )
+    return foreign
+
+
+def _right(source: Any, plan: Plan, module: Any) -> Plan | None:
+    """What the choices of a plan of ours give when everything but the choices is derived again."""
+    from autoplan.api import plan_source
+    from autoplan.decide.chosen import choices_of_plan
+
+    try:
+        return plan_source(
+            source, plan.tp_size, choices=choices_of_plan(plan), sequence_parallel=plan.sequence_parallel,
+            prove="none", module=module,
+        )  # fmt: skip
+    except AutoplanError:
+        return None

@@ -1,0 +1,55 @@
+"""dialects: words that the plan's own library does not know, or knows under another name.
+
+One unknown style may discard a whole plan (and a fallback with other names then matches nothing), a style object of an
+unknown class cannot be judged, and a string among torch's style objects is taken for one. Old names of transformers'
+styles (`colwise_rep`, `local_packed_rowwise`, `gather`) are gone or going: the current one is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoplan.check.audit.lines import Line
+from autoplan.check.audit.subject import Level, Subject
+from autoplan.values import Finding
+
+NAME = "dialects"
+
+
+def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
+    known = _known(subject)
+    for line in subject.plan.lines:
+        written = str(subject.plan.raw.get(line.pattern, line.written))
+        if not line.style:
+            hint = "use a style that the library knows"
+            yield Finding(NAME, _level(subject), line.pattern, line.unread, hint, proof=_proof(subject))
+        elif subject.plan.dialect == "torch" and isinstance(subject.plan.raw.get(line.pattern), str):
+            text = f"{line} is a string among style objects: parallelize_module refuses it"
+            yield Finding(NAME, _level(subject), line.pattern, text, _objects(line), proof=_proof(subject))
+        elif subject.plan.dialect == "transformers" and known and written not in known:
+            text = f"{line}: the installed transformers has no style {written!r}"
+            yield Finding(NAME, _level(subject), line.pattern, text, f"write {line.style!r}", proof=_proof(subject))
+        elif subject.plan.dialect == "transformers" and written != line.style:
+            text = f"{line}: {written!r} is an old name of {line.style!r}"
+            yield Finding(NAME, "note", line.pattern, text, f"write {line.style!r}")
+
+
+def _level(subject: Subject) -> Level:
+    return "error" if subject.is_wrong else "warn"
+
+
+def _proof(subject: Subject) -> str:
+    return subject.proof() if subject.is_wrong else ""
+
+
+def _objects(line: Line) -> str:
+    return "use ColwiseParallel() or RowwiseParallel()" if "wise" in line.style else "use a ParallelStyle object"
+
+
+def _known(subject: Subject) -> frozenset[str]:
+    """The styles of the installed transformers."""
+    if subject.plan.dialect != "transformers":
+        return frozenset()
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+    return frozenset(ALL_PARALLEL_STYLES.keys())

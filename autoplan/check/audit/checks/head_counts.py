@@ -1,0 +1,55 @@
+"""head-counts: an integer in the model's own code and the split disagree.
+
+`view(b, t, self.num_heads, head_dim)` on a rank that holds half of the heads raises, or runs and is wrong. The other
+way round is as bad: heads halved although the fused projection stayed whole. The integer and the split are one
+decision. The finding names the module, the attribute, and both numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoplan.check.audit.subject import Subject
+from autoplan.patterns import matches
+from autoplan.values import Edit, Finding
+
+NAME = "head-counts"
+
+
+def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
+    if subject.plan.plan is not None:
+        yield from _ours(subject)
+        return
+    for edit in subject.solution.runtime.edits:
+        near = edit.pattern
+        cut = [w for w in subject.weights if w.said.dim is not None and w.name.startswith(f"{near}.")]
+        kept = [w for w in cut if w.said.line and w.said.line.style != "colwise_gather_output"]
+        if kept:
+            text = f"{near} computes with {edit.attribute}={edit.old}, while a rank holds {edit.new}"
+            hint = f"set {edit.attribute} to {edit.new} on this module when it is split"
+            where = kept[0].said.line.pattern if kept[0].said.line else near
+            yield subject.suspect(NAME, where, text, hint, names=[w.name for w in kept])
+
+
+def _ours(subject: Subject) -> Iterator[Finding]:
+    """A plan of ours carries its edits: they must be those that its own choices need."""
+    if subject.right is None or subject.plan.plan is None:
+        return
+    have, need = (_by_place(subject, plan.runtime.edits) for plan in (subject.plan.plan, subject.right))
+    for place in dict.fromkeys([*have, *need]):
+        mine, right = have.get(place), need.get(place)
+        if mine == right:
+            continue
+        module, attribute, _ = place
+        says = "leaves it as it is" if mine is None else f"makes it {mine}"
+        must = "it must stay" if right is None else f"it must be {right}"
+        yield subject.suspect(NAME, module, f"{attribute} of {module}: the plan {says}; {must}", "plan again")
+
+
+def _by_place(subject: Subject, edits: tuple[Edit, ...]) -> dict[tuple[str, str, int | None], object]:
+    return {
+        (module, edit.attribute, edit.index): edit.per_rank or edit.new
+        for edit in edits
+        for module in subject.modules
+        if matches(edit.pattern, module)
+    }

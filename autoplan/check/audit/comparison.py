@@ -1,0 +1,60 @@
+"""Any two plans for one model, weight by weight: who cuts what, who holds how much, and do both compute the model?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoplan.check.audit.auditor import subject_of
+from autoplan.check.audit.subject import Said, Subject, Weight
+from autoplan.check.audit.verdicts import held_bytes
+from autoplan.patterns import fold_names
+from autoplan.values import Finding, Report
+
+__all__ = ["compare_plans"]
+
+
+def compare_plans(source: Any, a: Any, b: Any, tp_size: int) -> Report:
+    """Compare two plans (in any form that `audit` takes). The report is ok when both cut alike and neither is wrong."""
+    one, other = (subject_of(source, plan, tp_size) for plan in (a, b))
+    groups: dict[tuple[str, str], list[Weight]] = {}
+    alike = 0
+    for left, right in zip(one.weights, other.weights, strict=True):
+        if (left.said.dim, left.said.rows) == (right.said.dim, right.said.rows):
+            alike += 1
+        else:
+            groups.setdefault((_cut(left.said), _cut(right.said)), []).append(left)
+    findings = [_wrong(subject) for subject in (one, other) if subject.is_wrong]
+    findings += [_difference(cuts, weights, one) for cuts, weights in groups.items()]
+    return Report(
+        ok=not findings,
+        findings=tuple(findings),
+        tp_size=tp_size,
+        details={
+            "model": one.name,
+            "a": _side(one),
+            "b": _side(other),
+            "alike": alike,
+            "differ": len(one.weights) - alike,
+        },
+    )
+
+
+def _side(subject: Subject) -> dict[str, Any]:
+    exact = "not run" if subject.numbers is None else "exact" if subject.numbers.ok else "wrong"
+    return {"plan": subject.plan.name, "ran": exact, "bytes_per_rank": held_bytes(subject)[0]}
+
+
+def _wrong(subject: Subject) -> Finding:
+    return Finding("numbers", "error", "", f"{subject.plan.name} is wrong", proof=subject.proof())
+
+
+def _difference(cuts: tuple[str, str], weights: list[Weight], subject: Subject) -> Finding:
+    where = ", ".join(fold_names([weight.name for weight in weights], subject.parameters)[:4])
+    size = sum(weight.bytes for weight in weights)
+    return Finding("difference", "note", where, f"a: {cuts[0]}; b: {cuts[1]}", bytes=size)
+
+
+def _cut(said: Said) -> str:
+    if said.dim is None:
+        return "whole"
+    return f"cut along dim {said.dim}, {len(said.rows[0])} rows on rank 0, from {said.rows[0][0]}"

@@ -1,0 +1,174 @@
+"""A foreign plan as lines: which key says what, in whose words, and which parameters it reaches in this model.
+
+The same key reaches different parameters in different hands. transformers takes `*` for a block's number, and looks for
+a parameter's own key before its module's; torch matches path segment by path segment and touches modules only; our own
+plans name modules and parameters alike. A line keeps its key as it was written, so that findings can quote it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from autoplan.decide.choices import ChoiceError
+from autoplan.decide.handwritten import plan_by_id
+from autoplan.dialects.deepspeed import is_deepspeed, read_deepspeed
+from autoplan.dialects.dotted import looks_dotted, plan_at
+from autoplan.dialects.torch_styles import read_styles
+from autoplan.dialects.transformers_plans import read_strings
+from autoplan.emit.plan_file import load_plan
+from autoplan.errors import AutoplanError
+from autoplan.patterns import matches
+from autoplan.values import Plan
+
+__all__ = ["Dialect", "ForeignPlan", "Line", "foreign_of", "read_foreign"]
+
+Dialect = Literal["transformers", "torch", "deepspeed", "autoplan"]
+RESERVED = ("auto", "inferred", "handwritten")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One key of a plan. `style` is its canonical name, "" where it is not known (`unread` says why)."""
+
+    pattern: str
+    style: str
+    written: str
+    unread: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.pattern!r}: {self.written}"
+
+
+@dataclass(frozen=True)
+class ForeignPlan:
+    """A plan as somebody wrote it. `raw` is what its own library is given; `plan` is there when it is one of ours."""
+
+    name: str
+    dialect: Dialect
+    lines: tuple[Line, ...]
+    raw: Mapping[str, Any]
+    plan: Plan | None = None
+
+    def line_for(self, parameter: str) -> Line | None:
+        """The line that decides about a parameter, by the rules of the plan's own library."""
+        module = parameter.rpartition(".")[0]
+        for name in (parameter, module):
+            found = [line for line in self.lines if self.reaches(line, name)]
+            if found:
+                return found[-1] if self.dialect == "torch" else found[0]
+        return None
+
+    def reaches(self, line: Line, name: str) -> bool:
+        """Does a key mean this module or parameter?"""
+        if self.dialect == "transformers":
+            return line.pattern in (name, numbers_starred(name))
+        if self.dialect == "torch":
+            keys, parts = line.pattern.split("."), name.split(".")
+            return len(keys) == len(parts) and all(fnmatchcase(p, k) for p, k in zip(parts, keys, strict=True))
+        return matches(line.pattern, name)
+
+
+def numbers_starred(name: str) -> str:
+    """The name as transformers' plans write it.
+
+    >>> numbers_starred("model.layers.3.mlp.w1")
+    'model.layers.*.mlp.w1'
+    """
+    return ".".join("*" if part.isdigit() and place else part for place, part in enumerate(name.split(".")))
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def read_foreign(source: Any, model: Any, name: str) -> ForeignPlan | str:
+    """Read a plan in any dialect. A word that `autoplan.plan` reserves comes back as it is: that plan must be made."""
+    if isinstance(source, Plan):
+        return foreign_of(source, name)
+    if isinstance(source, Mapping):
+        return _of_mapping(source, name, model)
+    text = str(source)
+    if text in RESERVED:
+        return text
+    if text == "hf":
+        return _of_transformers(model, name)
+    if Path(text).is_file():
+        return _of_file(Path(text), model)
+    if plan_by_id(text) is not None:
+        return text
+    if not looks_dotted(text):
+        raise ChoiceError(
+            f"plan {text!r} is no existing file, no plan id and no dotted path",
+            hint="give 'hf', 'inferred', a plan file, package.module:attribute, or a dict",
+        )
+    value = _at(text, model)
+    return foreign_of(value, text) if isinstance(value, Plan) else _of_mapping(value, text, model)
+
+
+def _at(text: str, model: Any) -> Any:
+    """The value of a dotted path; importing runs a stranger's code, which may raise anything."""
+    try:
+        return plan_at(text, model)
+    except AutoplanError:
+        raise
+    except Exception as error:
+        raise ChoiceError(f"{text} raises on import: {type(error).__name__}: {error}", hint="mend it first") from error
+
+
+def foreign_of(plan: Plan, name: str = "") -> ForeignPlan:
+    """One of our own plans."""
+    lines = tuple(Line(entry.pattern, entry.style, entry.style) for entry in plan.entries)
+    return ForeignPlan(name, "autoplan", lines, {entry.pattern: entry.style for entry in plan.entries}, plan)
+
+
+def _of_transformers(model: Any, name: str) -> ForeignPlan:
+    plan = dict(getattr(model, "_tp_plan", None) or {})
+    if not plan:
+        raise ChoiceError(
+            f"{name} has no transformers plan: neither its classes nor its configs have one",
+            hint="audit plan='inferred', or write one: {pattern: style}",
+        )
+    return _of_mapping(plan, f"transformers' plan of {name}", model)
+
+
+def _of_file(path: Path, model: Any) -> ForeignPlan:
+    try:
+        text = path.read_text(encoding="utf-8")
+        data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
+        raise ChoiceError(f"{path} cannot be parsed: {str(error).splitlines()[0]}", hint="mend the file") from error
+    if isinstance(data, Mapping) and "autoplan" in data:
+        return foreign_of(load_plan(path), str(path))
+    if not isinstance(data, Mapping):
+        raise ChoiceError(f"{path} holds no plan but a {type(data).__name__}", hint="write pattern: style")
+    return _of_mapping(data, str(path), model)
+
+
+def _of_mapping(data: Mapping[str, Any], name: str, model: Any) -> ForeignPlan:
+    if is_deepspeed(data):
+        names = [parameter for parameter, _ in model.named_parameters(remove_duplicate=False)]
+        choices = read_deepspeed(data, name, names)
+        return ForeignPlan(name, "deepspeed", tuple(Line(c.pattern, c.style, c.written) for c in choices), data)
+    odd = next((key for key in data if not isinstance(key, str)), None)
+    if odd is not None:
+        raise ChoiceError(f"{name} has the key {odd!r}, which is no path", hint="keys are module paths with *")
+    if any(type(style).__name__ == "PlannedModel" for style in data.values()):
+        raise ChoiceError(f"{name} is the export of an autoplan Plan", hint="audit the Plan itself, or its plan file")
+    objects = any(not isinstance(style, str) for style in data.values())
+    lines = tuple(_line(key, style, name) for key, style in data.items())
+    return ForeignPlan(name, "torch" if objects else "transformers", lines, data)
+
+
+def _line(key: str, style: Any, name: str) -> Line:
+    try:
+        (choice,) = read_strings({key: style}, name, by_position=True) + read_styles({key: style}, name)
+    except ChoiceError as error:
+        written = style if isinstance(style, str) else f"{type(style).__module__}.{type(style).__qualname__}"
+        return Line(key, "", written, error.message)
+    return Line(key, choice.style, choice.written)

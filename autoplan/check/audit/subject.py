@@ -1,0 +1,239 @@
+"""Everything a check may look at: the plan's lines, what analysis proved of the model, and what the ranks showed.
+
+The pieces are put together once (`auditor.py`), so that a check is a function from a `Subject` to findings. What a line
+does to a parameter is said in the terms of what analysis would do to it: which dim is cut, which rows a rank holds.
+
+Whether a suspicion is an error is not a check's to say. `Subject.suspect` gives the level: an error where the plan, run
+by its own library on simulated ranks, is wrong or cannot run; a note where it ran and was exact; a warning where it
+could not be tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from autoplan.analyse.flow import Flow
+from autoplan.analyse.solve import Solution
+from autoplan.check.audit.lines import ForeignPlan, Line
+from autoplan.decide.choices import CUTS
+from autoplan.decide.folding import Names
+from autoplan.layout import Layout, chunk
+from autoplan.patterns import fold_names
+from autoplan.values import Finding, ParameterFact, Plan, Report, Stack
+
+__all__ = ["Level", "Said", "Settings", "Subject", "Weight"]
+
+Level = Literal["error", "warn", "note"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What belongs to a training setup beside its plan; None: not given, and not looked at."""
+
+    tokens: int = 8192
+    layers: Any = None
+    gradient_norm: Any = None
+    dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a plan does to one parameter: the dim it cuts (None: whole), in how many packed parts, by which line."""
+
+    line: Line | None
+    dim: int | None = None
+    parts: int = 1
+    rows: tuple[tuple[int, ...], ...] = ()  # by rank, of the cut dim
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter of the model under each of its names, with what analysis says (`fact`) and what the plan says."""
+
+    name: str
+    names: tuple[str, ...]
+    fact: ParameterFact
+    said: Said
+
+    @property
+    def bytes(self) -> int:
+        return self.fact.bytes
+
+    @property
+    def module(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def is_matrix(self) -> bool:
+        return sum(size > 1 for size in self.fact.shape) > 1
+
+
+@dataclass(frozen=True)
+class Subject:
+    """See above. `solution` is what analysis does on its own; `numbers` what running the plan showed (None: not run).
+
+    `made` is a plan of ours under audit, `right` what the same choices give when everything else is derived.
+    """
+
+    model: Any
+    name: str
+    plan: ForeignPlan
+    tp_size: int
+    solution: Solution
+    flow: Flow
+    stacks: tuple[Stack, ...]
+    settings: Settings = Settings()
+    numbers: Report | None = None
+    unproven: str = ""
+    right: Plan | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    # -------------------------------------------------------------------------------------------- the model
+
+    @cached_property
+    def folds(self) -> Names:
+        return Names(self.solution.trace)
+
+    @cached_property
+    def modules(self) -> dict[str, Any]:
+        return dict(self.model.named_modules(remove_duplicate=False))
+
+    @cached_property
+    def parameters(self) -> dict[str, Any]:
+        return dict(self.model.named_parameters(remove_duplicate=False))
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        """Every parameter once, blocks that were folded included."""
+        found = []
+        for fact in self.solution.parameters:
+            if fact.buffer:
+                continue
+            for group in zip(*(self.folds.expand(name) for name in fact.names), strict=False):
+                found.append(Weight(group[0], tuple(group), fact, self._said(group, fact)))
+        return tuple(found)
+
+    @cached_property
+    def by_name(self) -> dict[str, Weight]:
+        return {name: weight for weight in self.weights for name in weight.names}
+
+    def of_line(self, line: Line) -> list[Weight]:
+        """The parameters that a line decides about."""
+        return [weight for weight in self.weights if weight.said.line == line]
+
+    # -------------------------------------------------------------------------------------------- what the plan does
+
+    def _said(self, names: tuple[str, ...], fact: ParameterFact) -> Said:
+        if self.plan.plan is not None:
+            return self._said_by_ours(names, fact)
+        for name in names:
+            line = self.plan.line_for(name)
+            if line is not None:
+                return self._cut(line, name, fact)
+        return Said(None)
+
+    def _said_by_ours(self, names: tuple[str, ...], fact: ParameterFact) -> Said:
+        from autoplan.patterns import best_match
+
+        assert self.plan.plan is not None
+        line = next((line for name in names if (line := self.plan.line_for(name)) is not None), None)
+        rule = best_match(self.plan.plan.runtime.parameters, names[0])
+        if rule is None or rule.dim is None or rule.layout is None:
+            return Said(line)
+        layout = Layout.parse(rule.layout)
+        rows = tuple(layout.rows(rank, self.tp_size) for rank in range(self.tp_size))
+        return Said(line, rule.dim, 1, rows)
+
+    def _cut(self, line: Line, name: str, fact: ParameterFact) -> Said:
+        dim, parts = self._dim(line, name, fact)
+        if dim is None:
+            return Said(line)
+        size = fact.shape[dim]
+        step = -(-size // parts)
+        rows = tuple(
+            tuple(
+                start + row
+                for start in range(0, size, step)
+                for row in chunk(min(step, size - start), self.tp_size, rank)
+            )
+            for rank in range(self.tp_size)
+        )
+        return Said(line, dim, parts, rows)
+
+    def _dim(self, line: Line, name: str, fact: ParameterFact) -> tuple[int | None, int]:
+        """Which dim a style of this dialect cuts of this parameter, and in how many packed parts."""
+        cut, rank = CUTS.get(line.style, "whole"), len(fact.shape)
+        parts = 2 if line.style.startswith("packed_") and rank > 1 else 1
+        is_bias = rank == 1
+        if not rank or cut in ("whole", "nothing", "any"):
+            return None, 1
+        if cut in ("rows", "width"):
+            return (0 if cut == "rows" else rank - 1), parts
+        table = self._is_table(name)
+        if cut == "out":
+            return (0 if is_bias else 1 if table else rank - 2), parts
+        if is_bias and name.endswith("bias"):
+            return None, 1
+        return (0 if table else rank - 1), parts
+
+    def _is_table(self, name: str) -> bool:
+        """torch's styles take an embedding's rows for its input: row-wise cuts dim 0."""
+        owner = self.modules.get(name.rpartition(".")[0])
+        return self.plan.dialect == "torch" and any(c.__name__ == "Embedding" for c in type(owner).__mro__)
+
+    def wanted_rows(self, weight: Weight) -> tuple[tuple[int, ...], ...]:
+        """The rows that analysis gives each rank."""
+        assert weight.fact.layout is not None
+        layout = Layout.parse(weight.fact.layout)
+        return tuple(layout.rows(rank, self.tp_size) for rank in range(self.tp_size))
+
+    # -------------------------------------------------------------------------------------------- what the ranks showed
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.numbers is not None and not self.numbers.ok
+
+    @cached_property
+    def wrong_names(self) -> dict[str, str]:
+        """Tensors that came out wrong on simulated ranks, and how."""
+        errors = self.numbers.findings if self.numbers is not None else ()
+        return {f.where: f.message for f in errors if f.level == "error"}
+
+    def proof(self, names: Iterable[str] = ()) -> str:
+        """The finding of the run that concerns these tensors, else its first, as a sentence."""
+        if self.numbers is None or not self.wrong_names:
+            return ""
+        where = next((name for name in names if name in self.wrong_names), next(iter(self.wrong_names)))
+        ranks = f"on {self.numbers.tp_size} simulated ranks"
+        return f"{ranks}, {where}: {self.wrong_names[where]}" if where else f"{ranks}: {self.wrong_names[where]}"
+
+    @property
+    def level(self) -> Level:
+        """How much a suspicion weighs, in the light of the run."""
+        return "warn" if self.numbers is None else "error" if self.is_wrong else "note"
+
+    def suspect(
+        self, check: str, where: str, message: str, hint: str = "", *, names: Iterable[str] = (), bytes: int = 0
+    ) -> Finding:
+        """A finding that is an error only if the run says so."""
+        text = {
+            "error": message,
+            "warn": f"{message} (not tried on ranks: {self.unproven})",
+            "note": f"{message}; yet it is exact on simulated ranks",
+        }[self.level]
+        return Finding(check, self.level, where, text, hint, bytes, self.proof(names) if self.is_wrong else "")
+
+    # -------------------------------------------------------------------------------------------- saying it
+
+    def folded(self, names: Iterable[str]) -> str:
+        """Names of parameters or modules as few patterns."""
+        wanted = list(dict.fromkeys(names))
+        universe = self.parameters if any(name in self.parameters for name in wanted) else self.modules
+        patterns = fold_names(wanted, universe)
+        return ", ".join(patterns[:3]) + (f" and {len(patterns) - 3} more" if len(patterns) > 3 else "")
+
+    def lines_with(self, *styles: str) -> Iterator[Line]:
+        return (line for line in self.plan.lines if line.style in styles)

@@ -1,0 +1,88 @@
+"""The plan, carried out by its own library on simulated ranks, against the unsharded model.
+
+A tiny clone in double precision runs forward and backward under the plan; outputs and every gradient are compared
+(`check/sharded.py`). This is what decides between a suspicion and an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autoplan.check.audit.executors import torch_sharding, transformers_sharding
+from autoplan.check.audit.lines import ForeignPlan
+from autoplan.check.sharded import Sharding
+from autoplan.errors import AutoplanError
+from autoplan.values import Plan, Report
+
+__all__ = ["Trial", "sharding_for", "try_on_ranks"]
+
+_TINY_TP = 2
+_LARGEST_TP = 8
+_CHECKS = ("forward",)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What the ranks showed; without a report, why there is none. `tiny` is the model that ran."""
+
+    report: Report | None = None
+    reason: str = ""
+    tiny: Any = None
+
+
+def try_on_ranks(source: Any, plan: ForeignPlan, tp_size: int, right: Plan | None = None) -> Trial:
+    """Run the plan on a tiny clone, at `tp_size` where the clone is the model itself, else at 2."""
+    from autoplan.check.sharded import check_sharding
+    from autoplan.check.verify import clone_of
+
+    if not plan.lines or tp_size == 1:
+        return Trial(reason="there is nothing to run")
+    if plan.dialect == "deepspeed":
+        return Trial(reason="DeepSpeed's own executor is not at hand")
+    try:
+        clone = clone_of(source)
+    except (AutoplanError, ImportError) as error:
+        return Trial(reason=f"no tiny clone: {str(error).splitlines()[0]}")
+    same = _shapes(clone.model) == _shapes(source.module())
+    if plan.plan is not None:
+        return _try_ours(clone, source, plan, same, right)
+    size = tp_size if same and tp_size <= _LARGEST_TP else _TINY_TP
+    report = check_sharding(clone.model, clone.entries, sharding_for(plan), size, checks=_CHECKS)
+    return Trial(_comparable(report), tiny=clone)
+
+
+def sharding_for(plan: ForeignPlan) -> Sharding:
+    """How the plan's own library carries it out."""
+    if plan.plan is not None:
+        from autoplan.check.verify import sharding_of
+
+        return sharding_of(plan.plan)
+    return (torch_sharding if plan.dialect == "torch" else transformers_sharding)(plan.raw)
+
+
+def _try_ours(clone: Any, source: Any, foreign: ForeignPlan, same: bool, right: Plan | None) -> Trial:
+    from autoplan.check.verify import verify_source
+
+    plan = foreign.plan
+    assert plan is not None
+    if same:
+        from autoplan.check.sharded import check_sharding
+
+        checks = ("parameters", *_CHECKS)
+        report = check_sharding(clone.model, clone.entries, sharding_for(foreign), plan.tp_size, checks=checks)
+        return Trial(_comparable(report), tiny=clone)
+    if right is not None and right.runtime != plan.runtime:
+        return Trial(reason="the clone has other sizes than the plan", tiny=clone)
+    report = verify_source(source, plan, _TINY_TP, checks=("parameters", *_CHECKS))
+    return Trial(_comparable(report), tiny=clone)
+
+
+def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _comparable(report: Report) -> Report:
+    """Where the unsharded model's own numbers are NaN, nothing is proven either way."""
+    odd = any("not comparable" in finding.message for finding in report.findings)
+    return replace(report, details={**report.details, "not comparable": odd}) if odd else report

@@ -1,0 +1,76 @@
+"""One word for each entry of a plan: same, dearer, different, or wrong.
+
+*same*: it cuts what analysis would cut, in the same rows. *dearer*: it is right, and holds or moves more (a weight left
+whole, an output gathered). *different*: right, and cut in another way. *wrong*: a finding at error level is about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autoplan.check.audit.lines import Line
+from autoplan.check.audit.subject import Subject, Weight
+from autoplan.patterns import is_under, matches
+from autoplan.values import Finding
+
+__all__ = ["held_bytes", "unsplit_share", "verdicts"]
+
+
+def verdicts(subject: Subject, findings: Iterable[Finding]) -> dict[str, str]:
+    """The verdict of every line, by pattern."""
+    errors = [finding.where for finding in findings if finding.level == "error"]
+    return {line.pattern: _verdict(subject, line, errors) for line in subject.plan.lines}
+
+
+def _verdict(subject: Subject, line: Line, errors: list[str]) -> str:
+    weights = subject.of_line(line)
+    names = [name for weight in weights for name in weight.names]
+    if any(_concerns(where, line, names) for where in errors):
+        return "wrong"
+    kinds = {_kind(subject, weight) for weight in weights if weight.is_matrix} or {
+        _kind(subject, weight) for weight in weights
+    }
+    gathers = line.style == "colwise_gather_output" and not any(
+        hook.action == "gather" and matches(hook.pattern, weight.module)
+        for weight in weights
+        for hook in subject.solution.runtime.hooks
+    )
+    if kinds <= {"same"}:
+        return "dearer" if gathers else "same"
+    return "dearer" if kinds <= {"same", "whole"} else "different"
+
+
+def _concerns(where: str, line: Line, names: list[str]) -> bool:
+    """Is a finding at `where` (patterns of modules or parameters, with commas) about this line?"""
+    places = [place.strip() for place in where.split(",") if place.strip()]
+    return any(place == line.pattern or any(is_under(place, name) for name in names) for place in places)
+
+
+def _kind(subject: Subject, weight: Weight) -> str:
+    said, fact = weight.said, weight.fact
+    if said.dim is None:
+        return "same" if fact.dim is None else "whole"
+    if fact.dim == said.dim and subject.wanted_rows(weight) == said.rows:
+        return "same"
+    return "different"
+
+
+def held_bytes(subject: Subject) -> tuple[int, int]:
+    """Bytes of parameters that rank 0 holds: under this plan, and as analysis would split."""
+    ours = theirs = 0
+    for weight in subject.weights:
+        fact, said = weight.fact, weight.said
+        size = fact.shape[said.dim] if said.dim is not None else 1
+        theirs += weight.bytes * len(said.rows[0]) // size if said.dim is not None and said.rows else weight.bytes
+        if fact.dim is None:
+            ours += weight.bytes
+        else:
+            ours += weight.bytes * len(subject.wanted_rows(weight)[0]) // fact.shape[fact.dim]
+    return theirs, ours
+
+
+def unsplit_share(subject: Subject) -> float:
+    """Of the bytes of matrices that can be split, the share that this plan leaves whole."""
+    able = [weight for weight in subject.weights if weight.is_matrix and weight.fact.dim is not None]
+    total = sum(weight.bytes for weight in able)
+    return round(sum(weight.bytes for weight in able if weight.said.dim is None) / total, 4) if total else 0.0

@@ -1,0 +1,68 @@
+"""The plans that transformers ships, audited: one line each, and the sums by mapping."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["wild_line", "wild_view"]
+
+_COLOURS = {"exact": "green", "wrong": "bold red", "cannot run": "red"}
+_COUNTED = ("exact", "wrong", "cannot run", "not comparable", "no plan", "not built")
+_WIDTH = 110
+
+
+def wild_line(row: Mapping[str, Any]) -> str:
+    """One architecture, for a log."""
+    facts = [f"{row['mapping']} {row['model_type']}: {row['verdict']}"]
+    if row["dearer"]:
+        facts.append(f"{row['dearer']} entries dearer")
+    if row["whole"]:
+        facts.append(f"{row['whole']:.0%} of splittable bytes whole")
+    if row["dead"]:
+        facts.append(f"{row['dead']} dead keys")
+    if row["errors"]:
+        facts.append(f"errors of {', '.join(row['errors'])}")
+    return "; ".join(facts) + f" ({row['seconds']:.1f} s)"
+
+
+def wild_view(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Sums by mapping first, then every plan that is wrong or cannot run, with its proof, then all lines."""
+    parts: list[RenderableType] = [_sums(rows)]
+    bad = [row for row in rows if row["verdict"] in ("wrong", "cannot run")]
+    if bad:
+        parts += [Padding(Text("Wrong, or cannot run", "bold"), (1, 0, 0, 0)), _bad(bad)]
+    parts += [Padding(Text("All", "bold"), (1, 0, 0, 0)), *(Text(wild_line(row)) for row in rows)]
+    return Group(*parts)
+
+
+def _sums(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table("mapping", *_COUNTED, "dearer", "incomplete", "dead keys")
+    for mapping in dict.fromkeys(row["mapping"] for row in rows):
+        mine = [row for row in rows if row["mapping"] == mapping]
+        counts = Counter(row["verdict"] for row in mine)
+        ran = [row for row in mine if row["verdict"] in ("exact", "wrong")]
+        sums = [sum(bool(row[field]) for row in ran) for field in ("dearer", "whole", "dead")]
+        table.add_row(mapping, *(str(counts[word]) for word in _COUNTED), *map(str, sums))
+    return table
+
+
+def _bad(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table("model type", "verdict", "proof")
+    for row in rows:
+        proof = row["proof"] if len(row["proof"]) <= _WIDTH else f"{row['proof'][:_WIDTH]}…"
+        table.add_row(f"{row['model_type']}", Text(row["verdict"], _COLOURS[row["verdict"]]), proof)
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
