@@ -32,8 +32,8 @@ from autoplan.execute.mesh_dims import read_mesh
 from autoplan.execute.optimizer_state import mark_parameters
 from autoplan.execute.parallelize import apply_plan, check_matches, record, tp_mesh_of, undo_all
 from autoplan.execute.restore import undoing
-from autoplan.stacks import layers
 from autoplan.requirements import check_versions
+from autoplan.stacks import layers
 from autoplan.values import Finding, Means, Plan
 
 __all__ = ["capture_source", "parallelize", "plan", "plan_source", "solve_source"]
@@ -186,6 +186,7 @@ def parallelize(
     *,
     gather_logits: bool = False,
     sequence_padding: str = "error",
+    reproducible_forward: bool = False,
     mesh_dims: Mapping[str, str] | None = None,
     activation_checkpointing: Request = False,
     checkpoint_scope: str | Iterable[str] = "all",
@@ -201,7 +202,9 @@ def parallelize(
     Tensor parallelism over "tp", then activation checkpointing, then FSDP2 over "dp_shard" (also called dp, fsdp or
     dp_shard_cp; "dp_replicate" before it makes HSDP). `mesh_dims={"tp": name}` names mesh dims differently; cp and pp
     are left alone. Without a `plan` one is made for the mesh. Logits leave split over the vocabulary unless
-    `gather_logits`; every other output is whole. `autoplan.applied(model)` says what was done, and what was not.
+    `gather_logits`; every other output is whole. A loss that the model computes from labels gathers none either (under
+    torch.compile, logits beside a loss carry no gradient). `reproducible_forward` makes the same bits at every tp size,
+    slowly. `autoplan.applied(model)` says what was done, and what was not.
 
     `activation_checkpointing`: True (whole blocks), "submodule", "selective" (every other matmul, attention and sums
     are kept), or a function (name, block) -> any of these or False; `checkpoint_scope`: "all", "text", "vision",
@@ -218,7 +221,14 @@ def parallelize(
     undo: list[Callable[[], None]] = []
     with undoing(undo):
         if tp_mesh is not None and plan.tp_size > 1:
-            apply_plan(model, tp_mesh, plan, gather_logits=gather_logits, sequence_padding=sequence_padding)
+            apply_plan(
+                model,
+                tp_mesh,
+                plan,
+                gather_logits=gather_logits,
+                sequence_padding=sequence_padding,
+                reproducible_forward=reproducible_forward,
+            )
         record(model, plan, notes=dims.notes)
         undo.append(lambda: undo_all(model))
         if activation_checkpointing:

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.hooks import RemovableHandle
 
-from autoplan.errors import IndivisibleError
 from autoplan.capture.recorder import signature_names
+from autoplan.errors import IndivisibleError
 from autoplan.execute.collectives import (
     RankGroup,
     copy_to_ranks,
@@ -53,7 +53,8 @@ class Running:
     randomness: SharedRandomness
     frames: list[str] = field(default_factory=list)
     whole_logits: bool = False  # gathered where they leave their head
-    loss: bool = False  # the model is computing one: logits leave their head as SplitLogits
+    split_loss: bool = True  # may a model's own loss work on split logits?
+    loss: bool = False  # it is doing so: logits leave their head as SplitLogits
     sequence_padding: str = "error"
     lengths: dict[str, int] = field(default_factory=dict)  # the true length of each sequence that is cut
     depth: int = 0
@@ -272,8 +273,8 @@ class _Root:
             return
         given = dict(zip(self.names, args, strict=False)) | kwargs
         loss = any(value is not None and any(w in name for w in _LOSS_ARGUMENTS) for name, value in given.items())
-        self.running.whole_logits = self.running.gather_logits
-        self.running.loss = loss and not self.running.gather_logits
+        self.running.whole_logits = self.running.gather_logits or (loss and not self.running.split_loss)
+        self.running.loss = loss and not self.running.whole_logits
         if self.random and module.training:
             self.running.randomness.begin()
 
@@ -308,6 +309,9 @@ class _Root:
         return lambda local: self._dtensor(local, head.dim, head.size)
 
     def _as_dtensor(self, local: torch.Tensor, kind: type[SplitLogits]) -> torch.Tensor:
+        """Logits returned beside a loss. A compiled model wants a gradient for every DTensor that it returns with one,
+        and fails where only the loss has a backward: there they carry none."""
+        local = local.detach() if torch.compiler.is_compiling() else local
         return self._dtensor(local, kind.dim_from_end, kind.vocabulary)
 
     def _dtensor(self, local: torch.Tensor, dim: int, size: int) -> torch.Tensor:

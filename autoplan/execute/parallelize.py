@@ -19,6 +19,7 @@ from autoplan.execute.hooks import ModuleWork, Running, install, install_root
 from autoplan.execute.integers import apply_edit
 from autoplan.execute.parameters import mesh_device, prepare_parameters
 from autoplan.execute.randomness import SharedRandomness
+from autoplan.execute.reproducible import make_reproducible
 from autoplan.layout import chunk
 from autoplan.patterns import matches, nearest
 from autoplan.values import ParameterRule, Plan
@@ -80,7 +81,13 @@ def tp_mesh_of(mesh: DeviceMesh, plan: Plan, names: dict[str, str] | None = None
 
 
 def apply_plan(
-    model: nn.Module, mesh: DeviceMesh, plan: Plan, *, gather_logits: bool = False, sequence_padding: str = "error"
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Plan,
+    *,
+    gather_logits: bool = False,
+    sequence_padding: str = "error",
+    reproducible_forward: bool = False,
 ) -> nn.Module:
     """Shard `model` in place over a 1-D tp mesh and return it."""
     if applied(model) is not None:
@@ -93,6 +100,7 @@ def apply_plan(
     running = Running(
         mesh, group, gather_logits, SharedRandomness(group, mesh_device(mesh)), sequence_padding=sequence_padding
     )
+    running.split_loss = not reproducible_forward  # its sums are over ranks too
     works = _works(modules, plan)
     undo: list[Callable[[], None]] = []
     try:
@@ -106,6 +114,8 @@ def apply_plan(
                 undo.append(handle.remove)
         for handle in _install_root(model, plan, running):
             undo.append(handle.remove)
+        if reproducible_forward:  # after the hooks, which find their inputs by the signature of the forward
+            make_reproducible(modules, plan, rules, undo)
     except BaseException:
         _roll_back(undo)
         raise

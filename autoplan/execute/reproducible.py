@@ -1,0 +1,133 @@
+"""The same forward, bit for bit, at every tensor-parallel size: to find out where two runs part.
+
+The problem: a row-parallel product is a sum over ranks, and float sums depend on how many there are, and in which
+order. A column-parallel one has no sum, but a library may choose another kernel for another shape. So here every
+product with a cut weight is made whole, from gathered pieces, exactly as the unsharded model makes it; then a rank
+keeps its columns, or (where its result is one part of a sum over ranks) the first rank gives all of it and the others
+zeros, and the sum that follows rounds nothing. Backward is the ordinary one, in pieces. Slow, and a weight at a time is
+whole in memory.
+
+Where partial sums come from something else (experts in one tensor, a norm over a cut axis) this refuses, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from autoplan.errors import AutoplanError
+from autoplan.execute.collectives import RankGroup, all_gather_rows, take_rows, whole_order
+from autoplan.execute.held import Held, record_of
+from autoplan.execute.local_views import local_view
+from autoplan.patterns import matches
+from autoplan.values import ParameterRule, Plan
+
+__all__ = ["make_reproducible"]
+
+
+def make_reproducible(
+    modules: Mapping[str, nn.Module],
+    plan: Plan,
+    rules: Mapping[str, ParameterRule | None],
+    undo: list[Callable[[], None]],
+) -> None:
+    """Give every product with a cut weight a forward that makes it whole. Once parameters lie on ranks."""
+    cut = {name: rule.dim for name, rule in rules.items() if rule is not None and rule.dim is not None}
+    refused = [f"{call.pattern}: {call.name}" for call in plan.runtime.scoped if call.reduce]
+    refused += [f"{hook.pattern}: {hook.action}" for hook in plan.runtime.hooks if hook.action == "mean"]
+    for name, dim in cut.items():
+        path, _, own = name.rpartition(".")
+        module = modules[path]
+        parameter = module._parameters.get(own)
+        if parameter is None or parameter.dim() < 2 or _sums_nothing(module, dim, plan, path):
+            continue
+        if own != "weight" or not _is_product(module):
+            refused.append(name)
+        elif "forward" not in module.__dict__:
+            module.__dict__["forward"] = MethodType(_forward, module)
+            undo.append(lambda state=module.__dict__: state.pop("forward", None))
+    if refused:
+        raise AutoplanError(
+            f"reproducible_forward: {len(refused)} sums over ranks are not products of a module with its weight, "
+            f"first {refused[0]}",
+            hint="leave reproducible_forward off; autoplan.verify(rounding=True) says how far results spread",
+        )
+
+
+def _is_product(module: nn.Module) -> bool:
+    return type(module).forward in (nn.Linear.forward, Conv1D.forward)
+
+
+def _sums_nothing(module: nn.Module, dim: int, plan: Plan, path: str) -> bool:
+    """Tables, whose sum over ranks has one term that is not zero, and convolutions cut by output channel."""
+    table = any(head.kind == "embedding" and matches(head.pattern, path) for head in plan.runtime.heads)
+    return (table and isinstance(module, nn.Embedding)) or (isinstance(module, nn.modules.conv._ConvNd) and dim == 0)
+
+
+def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """`nn.Linear.forward`, or that of the transposed linear in GPT-2 and its kin."""
+    record = record_of(self)
+    assert record is not None
+    held, transposed = record.parameters["weight"], isinstance(self, Conv1D)
+    bias = self._parameters.get("bias")
+    held_bias = record.parameters.get("bias")
+    if held_bias is not None and held_bias.divide:
+        bias = local_view(bias, replace(held_bias, divide=False))
+    elif bias is not None:
+        bias = self.bias
+    return _Product.apply(x, self.weight, bias, held, held_bias, transposed)
+
+
+def _whole(x: torch.Tensor, held: Held | None, dim: int) -> torch.Tensor:
+    """Every rank's pieces in the checkpoint's order."""
+    if held is None or held.dim is None:
+        return x
+    sizes = [len(rows) for rows in held.rows]
+    whole = all_gather_rows(x, held.group, dim, sizes)
+    order = whole_order(held.rows)
+    return whole.contiguous() if order is None else take_rows(whole, dim, order)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        held: Held,
+        held_bias: Held | None,
+        transposed: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.transposed, ctx.biased = transposed, bias is not None
+        assert held.dim is not None
+        whole_weight = _whole(weight, held, held.dim)
+        whole_bias = None if bias is None else _whole(bias, held_bias, 0)
+        sums = held.dim == (0 if transposed else 1)
+        whole_x = _whole(x, held, -1) if sums else x
+        if transposed:
+            product = torch.addmm(whole_bias, whole_x.view(-1, whole_x.shape[-1]), whole_weight)
+            product = product.view(*x.shape[:-1], -1)
+        else:
+            product = F.linear(whole_x, whole_weight, whole_bias)
+        group: RankGroup = held.group
+        if sums:
+            return product if group.rank == 0 else torch.zeros_like(product)
+        return take_rows(product, -1, held.rows[group.rank])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        """Of this rank's pieces: as if the product had been made of them."""
+        x, weight = ctx.saved_tensors
+        rows, of_rows = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+        of_x = gradient @ (weight.T if ctx.transposed else weight)
+        of_weight = rows.T @ of_rows if ctx.transposed else of_rows.T @ rows
+        return of_x, of_weight, of_rows.sum(0) if ctx.biased else None, None, None, None
