@@ -1,0 +1,80 @@
+"""Sequence parallelism: exact where it applies, explained where it does not, at any length."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import autoplan
+from autoplan.capture.source import resolve
+from autoplan.check.ranks import RankError, run_ranks
+from autoplan.errors import IndivisibleError
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "falcon", "gemma2", "mixtral", "mamba2"])
+def test_the_cut_stream_gives_the_same_numbers(model_type):
+    report = autoplan.verify(
+        model_type, sequence_parallel=True, checks=("forward", "second_shape", "loss", "state_dict", "optimizer")
+    )
+    assert report.ok, report
+    assert report.details["means"].sequence, "the stream was not cut"
+
+
+def test_a_llama_block_moves_the_bytes_of_two_reductions_and_no_more():
+    """Two all-gathers and two reduce-scatters a block each way: the bytes of two all-reduces."""
+    clone = resolve("llama").tiny()
+    hooks = autoplan.plan(clone, 2, sequence_parallel=True, prove="none").runtime.hooks
+    inside = [hook.action for hook in hooks if ".layers." in hook.pattern and hook.action != "scatter"]
+    assert sorted(inside) == ["gather_sum", "gather_sum", "reduce_scatter", "reduce_scatter"]
+
+
+def test_where_it_cannot_be_the_plan_says_why():
+    plan = autoplan.plan(resolve("rwkv").tiny(), 2, sequence_parallel=True)
+    assert not plan.sequence_parallel
+    assert any(f.check == "sequence" and f.level == "warn" and "not applied" in f.message for f in plan.findings)
+
+
+def _losses(model, plan, ids, padding):
+    def run(rank):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        sharded = autoplan.parallelize(models[rank], mesh, plan, gather_logits=True, sequence_padding=padding)
+        logits = sharded(input_ids=ids).logits
+        logits.square().mean().backward()
+        return logits.detach(), autoplan.full_tensors(sharded, grads=True)
+
+    models = [copy.deepcopy(model) for _ in range(2)]
+    return run_ranks(run, 2)
+
+
+def test_lengths_that_do_not_divide():
+    model = resolve("llama").tiny()
+    plan = autoplan.plan(model, 2, sequence_parallel=True, prove="none")
+    ids = torch.randint(5, 90, (2, 7), generator=torch.Generator().manual_seed(0))
+    with pytest.raises((RankError, IndivisibleError), match="7 does not divide over 2"):
+        _losses(model, plan, ids, "error")
+    reference = model(input_ids=ids).logits
+    reference.square().mean().backward()
+    for logits, gradients in _losses(model, plan, ids, "pad"):
+        torch.testing.assert_close(logits, reference.detach(), rtol=1e-9, atol=1e-12)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-8, atol=1e-11)
+
+
+def test_decoding_one_token_needs_no_padding_option():
+    model = resolve("llama").tiny()
+    plan = autoplan.plan(model, 2, sequence_parallel=True, prove="none")
+    ids = torch.randint(5, 90, (2, 6), generator=torch.Generator().manual_seed(0))
+    wanted = model.generate(ids, max_new_tokens=3, do_sample=False)
+
+    def run(rank):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        sharded = autoplan.parallelize(models[rank], mesh, plan, gather_logits=True)
+        with torch.no_grad():
+            return sharded.generate(ids, max_new_tokens=3, do_sample=False)
+
+    models = [copy.deepcopy(model) for _ in range(2)]
+    for found in run_ranks(run, 2):
+        assert torch.equal(found, wanted)
