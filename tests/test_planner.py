@@ -48,10 +48,10 @@ def decoder_plan() -> Plan:
 DECODER = [
     # pattern, style, role, rule, units, segments
     ("table", "embedding_rowwise", "token embedding", "token-embedding", "96 rows", ("0:96!",)),
-    ("layers.*.attention.q", "colwise", "query", "attention", "4 heads × 12", ("0:4!*12",)),
-    ("layers.*.attention.k", "colwise", "key", "attention", "4 heads × 6", ("0:4!*6",)),
-    ("layers.*.attention.v", "colwise", "value", "attention", "4 heads × 6", ("0:4!*6",)),
-    ("layers.*.attention.o", "rowwise", "attention output", "attention", "4 heads × 12", ("1:4!*12", "whole")),
+    ("layers.*.attention.q", "colwise", "query", "attention", "4 groups × 12", ("0:4!*12",)),
+    ("layers.*.attention.k", "colwise", "key", "attention", "4 groups × 6", ("0:4!*6",)),
+    ("layers.*.attention.v", "colwise", "value", "attention", "4 groups × 6", ("0:4!*6",)),
+    ("layers.*.attention.o", "rowwise", "attention output", "attention", "4 groups × 12", ("1:4!*12", "whole")),
     ("layers.*.attention.norm", "replicated_with_grad_allreduce", "head norm", "head-norm", "", ("whole",)),
     ("layers.*.mlp.gate", "colwise", "gate", "gated-mlp", "56 features", ("0:56!", "0:56!")),
     ("layers.*.mlp.up", "colwise", "up", "gated-mlp", "56 features", ("0:56!", "0:56!")),

@@ -37,11 +37,21 @@ class Costs:
         boxes: dict[int, int] = self.flow.graph.get("tensors", {})
         return {boxes[tensor] for tensor in tensors if tensor in boxes}
 
-    def of(self, module: str, facts: Iterable[tuple[str, ParameterFact]], readings: list[Reading]) -> tuple[str, ...]:
-        """Every cost of one module, forward ones first."""
+    def of(
+        self,
+        module: str,
+        facts: Iterable[tuple[str, ParameterFact]],
+        readings: list[Reading],
+        *,
+        ends_here: bool = True,
+    ) -> tuple[str, ...]:
+        """Every cost of one module, forward ones first.
+
+        `ends_here`: the module's output is these parameters' product. (Of experts' two weights only the second's is.)
+        """
         found: list[str] = []
         for hook in self.runtime.hooks:
-            if hook.pattern == module and hook.side == "output":
+            if ends_here and hook.pattern == module and hook.side == "output":
                 found += {"reduce": ["sum of the output (forward)"], "gather": ["gather of the output (forward)"]}.get(
                     hook.action, []
                 )

@@ -147,7 +147,7 @@ class _Desk:
             reason=reason_text(leading[1], naming, self.tp),
             units=units_text(leading[1], naming),
             segments=tuple(_segment(fact) for _, fact in facts),
-            reduces=self.costs.of(module, facts, own),
+            reduces=self.costs.of(module, facts, own, ends_here=pattern == module or not style.endswith("colwise")),
             bytes=sum(fact.bytes for _, fact in facts),
         )
         return _Draft(entry, naming.styles if naming else (), naming.rule if naming else None)

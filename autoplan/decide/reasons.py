@@ -18,7 +18,8 @@ def units_text(fact: ParameterFact, naming: Naming | None) -> str:
     layout = Layout.parse(fact.layout)
     dealt = _first_dealt(layout).size
     rows = layout.size // dealt if layout.size % dealt == 0 and layout.kind == "product" else 1
-    return _count(dealt, _unit(naming, layout)) + (f" × {rows}" if rows > 1 else "")
+    unit = "group" if naming is not None and naming.unit == "head" and _heads(naming, dealt) > dealt else None
+    return _count(dealt, unit or _unit(naming, layout)) + (f" × {rows}" if rows > 1 else "")
 
 
 def reason_text(fact: ParameterFact, naming: Naming | None, tp: int) -> str:
