@@ -42,6 +42,7 @@ def verify(
     *,
     sequence_parallel: bool = False,
     checks: Iterable[str] | None = None,
+    rounding: bool = False,
     trust_remote_code: bool = False,
 ) -> Report:
     """Shard a tiny clone of `model` on `tp_size` simulated ranks and compare it with itself unsharded.
@@ -49,12 +50,13 @@ def verify(
     `model` and `inputs` are what `autoplan.plan` takes. Without a `plan` one is made. With a `mesh` the ranks are the
     real ones: every rank of its "tp" dim must call this. `mesh="dp=2,tp=2"` simulates a mesh and checks training on it:
     another batch on each data-parallel rank, with and without activation checkpointing, norms, clipping, and a resumed
-    checkpoint. `checks` chooses among `CHECK_NAMES`.
+    checkpoint. `checks` chooses among `CHECK_NAMES`. With `rounding` the clone runs in bfloat16 too, and
+    `report.details["rounding"]` says whether a difference there is a bug or rounding, with the spread of each layer.
     """
     from autoplan.capture.source import resolve
 
     source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
-    how = {"mesh": mesh, "engine": engine, "checks": checks}
+    how = {"mesh": mesh, "engine": engine, "checks": checks, "rounding": rounding}
     return verify_source(source, plan, tp_size, sequence_parallel=sequence_parallel, **how)
 
 
@@ -67,9 +69,12 @@ def verify_source(
     mesh: Any = None,
     engine: Engine = "threads",
     checks: Iterable[str] | None = None,
+    rounding: bool = False,
 ) -> Report:
     """`verify` for a source that is already resolved."""
     if isinstance(mesh, (str, Mapping)):
+        if rounding:
+            raise AutoplanError("rounding is measured on tensor-parallel ranks", hint=f"leave mesh={mesh!r} out")
         return _verify_mesh(source, plan, parse_mesh(mesh), engine, checks)
     tp_size = tp_size if mesh is None else mesh["tp"].size()
     clone = clone_of(source)
@@ -79,6 +84,11 @@ def verify_source(
         if not any(f.level == "error" and f.check in _DECISIVE for f in report.findings):
             break
     details = {**report.details, "model": source.name, "plan_tp": (plan or applied).tp_size, "means": means}
+    if rounding:
+        from autoplan.check.rounding import measure_rounding
+
+        how: Any = {"exact": report.ok, "engine": engine, "mesh": mesh}
+        details["rounding"] = measure_rounding(clone.model, clone.entries, applied, **how)
     findings = [*report.findings, *findings]
     return replace(report, ok=not any(f.level == "error" for f in findings), findings=tuple(findings), details=details)
 
