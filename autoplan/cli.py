@@ -140,6 +140,9 @@ def verify(
     mesh: Annotated[
         str | None, typer.Option(help="Simulate a mesh, such as dp=2,tp=2, and check training on it; replaces --tp.")
     ] = None,
+    rounding: Annotated[
+        bool, typer.Option("--rounding", help="Run in bfloat16 too: are differences there a bug, or rounding?")
+    ] = False,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
     output: Output = None,
@@ -151,7 +154,7 @@ def verify(
 
     loaded = None if plan_file is None else load_plan(plan_file)
     options: dict[str, Any] = {"tp_size": tp} if mesh is None else {"mesh": mesh}
-    options |= {"engine": engine.value, "trust_remote_code": trust_remote_code}
+    options |= {"engine": engine.value, "trust_remote_code": trust_remote_code, "rounding": rounding}
     with progress(f"verifying {model} on {mesh or tp} simulated ranks"):
         report = autoplan.verify(model, loaded, **options)
     emit(report_view(report, model), report.to_dict(), as_json, output)
