@@ -101,8 +101,9 @@ class Op:
 class Call:
     """One outermost torch-function call made by a module's own Python code.
 
-    `module`, `visit` and `position` name it: the position-th call in the visit-th run of that module. `ops` is the
-    half-open range of `Trace.ops` it caused. Integers in args are plain or `Symbolic`.
+    `module`, `visit` and `position` name it: the position-th call in the visit-th run of that module. `place` says where
+    in the code it stands (capture/code_place.py). `ops` is the half-open range of `Trace.ops` it caused. Integers in
+    args are plain or `Symbolic`.
     """
 
     name: str
@@ -114,6 +115,7 @@ class Call:
     outputs: Any
     ops: tuple[int, int]
     grad_enabled: bool = True
+    place: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,15 +276,17 @@ class HeadSite:
 
 @dataclass(frozen=True)
 class ScopedCall:
-    """What the scoped function mode does to a call of a module's own Python: the position-th of the function `name`.
+    """What the scoped function mode does to a call of a module's own Python, of the function `name`.
 
+    `place` is where the call stands in the code, "forward:12:8>repeat_kv:3:20", with "#2" for only the second time that
+    a run of the module comes there.
     `arguments`: ((path, dims...) literals) as ((path into args/kwargs), numerator, denominator): have * num // den.
     `copies`: argument paths whose gradient is summed. `reduce`: "sum" | "mean" | "norm" on the output.
     `cuts`: output dims cut to this rank's share, as (output index, dim, layout).
     """
 
     pattern: str
-    position: int
+    place: str
     name: str
     arguments: tuple[tuple[tuple[Any, ...], Any], ...] = ()
     copies: tuple[tuple[Any, ...], ...] = ()

@@ -224,7 +224,7 @@ def odd_plan() -> Plan:
             scoped=(
                 ScopedCall(
                     "h.*.attn",
-                    3,
+                    "forward:12:8>split_heads:3:20#2",
                     "view",
                     (((1, 2), (1, 4)),),
                     (("args", 0),),

@@ -82,7 +82,7 @@ def test_reductions_are_those_of_a_block() -> None:
             HookSite("head", "input", ("x",), "copy"),
             HookSite("v.*.down", "output", (), "reduce"),
         ),
-        scoped=(ScopedCall("m.l.0.norm", 3, "layer_norm", reduce="norm"),),
+        scoped=(ScopedCall("m.l.0.norm", "forward:3:8", "layer_norm", reduce="norm"),),
     )
     plan = Plan("m", 2, layers=stacks, runtime=runtime)
     assert main_stack(stacks) == stacks[1]

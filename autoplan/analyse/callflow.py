@@ -14,6 +14,7 @@ from autoplan.values import Call, Trace
 
 __all__ = ["Border", "CallFlow"]
 
+_READ_BY_PYTHON = frozenset({"_local_scalar_dense", "nonzero"})
 _DETACHING = frozenset({"detach", "attr:data", "detach_"})
 
 
@@ -28,7 +29,10 @@ class Border(NamedTuple):
 
 
 class CallFlow:
-    """Uses, producers and borders of every value of a trace. Calls are known by index."""
+    """Uses, producers and borders of every value of a trace. Calls are known by index.
+
+    `branching` are modules whose Python reads the values of tensors: another run may take another way.
+    """
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -43,6 +47,7 @@ class CallFlow:
         self.leaving: dict[int, list[Border]] = defaultdict(list)
         self.entering: dict[int, list[Border]] = defaultdict(list)
         self.final: set[int] = set()
+        self.branching = {op.module for op in trace.ops if op.name in _READ_BY_PYTHON}
         self._visits_of: dict[str, list[int]] = defaultdict(list)
         for index, visit in enumerate(trace.visits):
             self._visits_of[visit.module].append(index)

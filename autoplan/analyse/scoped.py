@@ -1,14 +1,15 @@
 """What only the function mode can do: literals that no stored integer explains, sums amid a module's own Python.
 
-A scoped call is named by its module, the torch function, and how many calls of that function the module's own Python
-made before: other calls may come and go (masks are made in some runs only). It must need the same on every run of the
-module, or it is refused.
+A scoped call is known by its module, the torch function, and its place in the code: other calls may come and go, and
+loops have more rounds or fewer (masks are made in some runs only, experts that no token chose are left out). Whatever
+comes to that place must need the same, in every round and in every run of the module, or it is refused.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoplan.analyse.callflow import CallFlow
@@ -16,10 +17,13 @@ from autoplan.analyse.edits import Edits
 from autoplan.analyse.literals import FILLS, MAKERS
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.sites import Placement
-from autoplan.values import Call, ScopedCall
+from autoplan.values import Call, ScopedCall, Trace
 
 __all__ = ["Scope", "scope"]
 
+SOMETIMES = ("sometimes", True)  # in a call's details: a run of the module may leave it out
+
+_Place = tuple[str, str, str]  # module, function, place in the code
 _RANDOM = frozenset(
     [
         "dropout",
@@ -55,19 +59,15 @@ class Scope:
 def scope(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits) -> Scope:
     """Collect what is left for the function mode."""
     result = Scope()
-    occurrences = _occurrences(shards)
-    wanted = _wanted(shards, flow, placement, edits, occurrences, result)
-    calls: dict[tuple[str, str, int], ScopedCall] = {}
-    tensors: dict[tuple[str, str, int], tuple[int, ...]] = {}
-    for index, built in wanted.items():
-        key = (built.pattern, built.name, built.position)
-        calls.setdefault(key, built)
-        tensors[key] = tensors.get(key, ()) + _blame_of(index, flow, shards)
-    for index, call in enumerate(shards.trace.calls):
-        key = (call.module, call.name, occurrences[index])
-        if key in calls and wanted.get(index) != calls[key]:
-            result.refusals.append((f"{call.name} in {call.module} needs different work from run to run", tensors[key]))
-    result.calls, result.tensors = tuple(calls.values()), tuple(tensors.values())
+    wanted = _wanted(shards, flow, placement, edits, result)
+    for indices, built in _by_place(flow, wanted):
+        blame = tuple(t for index in indices if index in wanted for t in _blame_of(index, flow, shards))
+        if built is None:
+            call = shards.trace.calls[indices[0]]
+            result.refusals.append((f"{call.name} in {call.module} needs different work from run to run", blame))
+        else:
+            result.calls += (built,)
+            result.tensors += (blame,)
     result.random, result.random_whole = _random_modules(shards, flow)
     for module, left, right, _ in edits.broken_comparisons:
         blame = tuple(_sizes_in(left) | _sizes_in(right))
@@ -75,15 +75,43 @@ def scope(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits) ->
     return result
 
 
-def _occurrences(shards: Shards) -> list[int]:
-    """For every call, how many calls of the same function its run of the module made before it."""
-    seen: Counter[tuple[str, int, str]] = Counter()
-    found = []
-    for call in shards.trace.calls:
-        key = (call.module, call.visit, call.name)
-        found.append(seen[key])
-        seen[key] += 1
-    return found
+def _by_place(flow: CallFlow, wanted: dict[int, ScopedCall]) -> Iterator[tuple[list[int], ScopedCall | None]]:
+    """Calls at one place, with the work that all of them need; None where they need different work.
+
+    If not every round of a loop needs the same, the first rounds are told from the second.
+    """
+    trace = flow.trace
+    runs = Counter(visit.module for visit in trace.visits)
+    for rounds in _rounds(trace, {_place_of(trace.calls[index]) for index in wanted}):
+        together = [index for indices in rounds for index in indices]
+        one_for_all = len({wanted.get(index) for index in together}) == 1
+        for number, indices in enumerate([together] if one_for_all else rounds):
+            built = wanted.get(indices[0])
+            if len({wanted.get(index) for index in indices}) > 1:
+                yield indices, None
+            elif built is not None:
+                place = built.place if one_for_all else f"{built.place}#{number + 1}"
+                skipped = len({trace.calls[index].visit for index in indices}) < runs[built.pattern]
+                sometimes = (SOMETIMES,) if skipped or built.pattern in flow.branching else ()
+                yield indices, replace(built, place=place, details=(*built.details, *sometimes))
+
+
+def _rounds(trace: Trace, places: set[_Place]) -> Iterable[list[list[int]]]:
+    """For each place the calls that came to it, by how often their run of the module had been there before."""
+    found: dict[_Place, list[list[int]]] = {}
+    before: Counter[tuple[_Place, int]] = Counter()
+    for index, call in enumerate(trace.calls):
+        if (place := _place_of(call)) in places:
+            rounds, number = found.setdefault(place, []), before[place, call.visit]
+            before[place, call.visit] += 1
+            if number == len(rounds):
+                rounds.append([])
+            rounds[number].append(index)
+    return found.values()
+
+
+def _place_of(call: Call) -> _Place:
+    return call.module, call.name, call.place
 
 
 def _split_in(index: int, flow: CallFlow, shards: Shards) -> tuple[int, ...]:
@@ -97,9 +125,7 @@ def _blame_of(index: int, flow: CallFlow, shards: Shards) -> tuple[int, ...]:
     )
 
 
-def _wanted(
-    shards: Shards, flow: CallFlow, placement: Placement, edits: Edits, occurrences: list[int], result: Scope
-) -> dict[int, ScopedCall]:
+def _wanted(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits, result: Scope) -> dict[int, ScopedCall]:
     arguments: dict[int, list[tuple[tuple[Any, ...], Any]]] = defaultdict(list)
     for requirement in edits.left:
         arguments[requirement.call].append((requirement.path, (requirement.old, *requirement.want)))
@@ -115,7 +141,7 @@ def _wanted(
         details = _norm_details(call, shards) if placement.inside_reductions.get(index) == "norm" else ()
         details += (("random", "split"),) if index in draws else ()
         found[index] = ScopedCall(
-            call.module, occurrences[index], call.name, tuple(arguments.get(index, ())), copies,
+            call.module, call.place, call.name, tuple(arguments.get(index, ())), copies,
             placement.inside_reductions.get(index), cuts.get(index, ()), details,
         )  # fmt: skip
         if placement.inside_reductions.get(index) in ("sum", "mean") and len(flow.outputs[index]) != 1:

@@ -10,6 +10,9 @@ siblings, until it sits on a parameter, a module output or a module input. Debts
 projection whose shared key every rank holds) are always pushed through the projection: its input owes a sum anyway, and
 its whole rows get theirs summed in the parameter. Where that is impossible the gradient is scaled by 1/tp instead.
 
+In a module whose Python branches on the values of tensors (a loop over the experts that were hit) another run may have
+other readers: there debts stay on their edges.
+
 What cannot be placed by hooks is handed to the scoped function mode; what that cannot do either is refused.
 """
 
@@ -253,6 +256,8 @@ class _Placer:
         call = self.trace.calls[index]
         outputs = self.flow.outputs[index]
         mixed = any(self.shards.is_mixed(t) for t in outputs)
+        if call.module in self.flow.branching:
+            return False
         if index in self.reductions or call.name == "__setitem__" or any(t in self.flow.rewritten for t in outputs):
             return False
         if not mixed and any(self.shards.is_split(t) and not self.shards.is_mixed(t) for t in self.flow.inputs[index]):
@@ -355,6 +360,8 @@ class _Placer:
     def _where(self, tensor: int) -> str:
         """Where the sum of a value's partial gradients can sit: "parameter", "output", "input" or "inside"."""
         calls, uses = self.partial[tensor], self._uses.get(tensor, set())
+        if any(self.trace.calls[use].module in self.flow.branching for use in uses):
+            return "inside"
         complete = uses <= calls
         if self.trace.tensors[tensor].kind == "parameter":
             return "parameter" if complete else ("input" if self._cover(tensor) else "inside")

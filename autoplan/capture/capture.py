@@ -98,7 +98,7 @@ def _hollow(tensor: torch.Tensor, name: str) -> torch.Tensor:
         real = tensor.detach().cpu().clone()
     else:
         row = torch.randn(tensor.shape[-1:], generator=torch.Generator().manual_seed(len(name)))
-        real = (row * 0.05).expand(tensor.shape)
+        real = (row * 0.05).to(tensor.dtype).expand(tensor.shape)
     return nn.Parameter(real, requires_grad=False) if isinstance(tensor, nn.Parameter) else real
 
 

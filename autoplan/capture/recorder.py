@@ -21,6 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoplan.capture.code_place import code_place
 from autoplan.capture.traced_ints import Escapes, TracedInt, integer_attributes, trace_attributes
 from autoplan.errors import CaptureError
 from autoplan.values import Call, Fold, ModuleVisit, Op, Ref, Symbolic, TensorInfo, Trace
@@ -201,7 +202,7 @@ class _CallRecorder(TorchFunctionMode):
         if name == "_set_grad_enabled":
             r.grad_enabled = bool(args[0])
             return func(*args, **kwargs)
-        first = len(r.ops)
+        first, place = len(r.ops), code_place()
         encoded = None if name.startswith("attr:") else (r.encode(tuple(args)), r.encode(kwargs))
         result = func(*args, **kwargs)
         if name != "__setitem__" and next(flatten_tensors(result), None) is None:
@@ -212,7 +213,7 @@ class _CallRecorder(TorchFunctionMode):
         encoded_args, encoded_kwargs = encoded or (r.encode(tuple(args)), r.encode(kwargs))
         r.calls.append(
             Call(name, frame[0], frame[1], frame[2], encoded_args, encoded_kwargs, r.encode(result),
-                 (first, len(r.ops)), r.grad_enabled)
+                 (first, len(r.ops)), r.grad_enabled, place)
         )  # fmt: skip
         frame[2] += 1
         return result

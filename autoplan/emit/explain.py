@@ -130,7 +130,7 @@ def _scoped_text(call: ScopedCall) -> str:
         *([f"output reduced ({call.reduce})"] if call.reduce else []),
         *(["output cut to the rank's share"] if call.cuts else []),
     ]
-    return f"{call.pattern}: call {call.position}, {call.name}: {', '.join(done) or 'changed'}"
+    return f"{call.pattern}: {call.name} at {call.place}: {', '.join(done) or 'changed'}"
 
 
 def _one_line(entry: Entry) -> str:

@@ -1,7 +1,7 @@
 """The scoped function mode: for the few torch calls of a module that neither hooks nor stored integers can mend.
 
 It is entered in the owning module's forward only and looks at that module's own calls, not its children's. A call is
-known by its function and how often that was called before. Whatever does not fit (another literal than planned, a
+known by its function and its place in the code. Whatever does not fit (another literal than planned, a
 planned sum that was never reached) is an error, never a guess.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from autoplan.capture.code_place import code_place
 from autoplan.errors import PlanMismatchError
 from autoplan.execute.collectives import RankGroup, copy_to_ranks, sum_over_ranks, take_rows
 from autoplan.execute.randomness import SharedRandomness
@@ -21,7 +22,6 @@ from autoplan.values import ScopedCall
 
 __all__ = ["ModuleMode", "call_name"]
 
-_SIZES = ("attr:shape", "size", "numel")
 _WITH_BIAS = ("linear", "conv1d", "conv2d", "conv3d")
 
 
@@ -32,14 +32,6 @@ def call_name(function: Any) -> str:
     if name in ("__get__", "__set__") and owner is not None:
         return f"attr:{getattr(owner, '__name__', '?')}"
     return name
-
-
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(_has_tensor(item) for item in value)
-    if isinstance(value, dict):
-        return any(_has_tensor(item) for item in value.values())
-    return isinstance(value, torch.Tensor)
 
 
 class ModuleMode(TorchFunctionMode):
@@ -55,39 +47,38 @@ class ModuleMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.name, self.group, self.frames, self.randomness = name, group, frames, randomness
-        self.calls = {(call.name, call.position): call for call in calls}
+        self.calls = {(call.name, call.place): call for call in calls}
         self.names = {call.name for call in calls}
-        self.counts: Counter[str] = Counter()
-        self.reached: set[tuple[str, int]] = set()
+        self.rounds: Counter[tuple[str, str]] = Counter()
+        self.reached: set[tuple[str, str]] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self.frames or self.frames[-1] != self.name:
             return func(*args, **kwargs)
         name = call_name(func)
-        if name in _SIZES or name == "_set_grad_enabled":
-            return func(*args, **kwargs)
-        if name not in self.names:
-            return func(*args, **kwargs)
-        key = (name, self.counts[name])
-        planned = self.calls.get(key)
-        if planned is None:
-            result = func(*args, **kwargs)
-            self.counts[name] += name == "__setitem__" or _has_tensor(result)
-            return result
-        self.counts[name] += 1
-        self.reached.add(key)
-        return self._run(planned, func, args, kwargs)
+        planned = self._planned(name) if name in self.names else None
+        return func(*args, **kwargs) if planned is None else self._run(planned, func, args, kwargs)
+
+    def _planned(self, name: str) -> ScopedCall | None:
+        """What the plan says of the call that is being made."""
+        place = code_place()
+        self.rounds[name, place] += 1
+        for key in ((name, place), (name, f"{place}#{self.rounds[name, place]}")):
+            if key in self.calls:
+                self.reached.add(key)
+                return self.calls[key]
+        return None
 
     def check_reached(self) -> None:
         """Every planned sum must have happened: another branch would owe it somewhere else."""
         for key, call in self.calls.items():
-            if (call.reduce or call.copies) and key not in self.reached:
+            if (call.reduce or call.copies) and key not in self.reached and not dict(call.details).get("sometimes"):
                 raise self._mismatch(call, "was not reached")
 
     def _mismatch(self, planned: ScopedCall, what: str) -> PlanMismatchError:
         return PlanMismatchError(
-            f"{self.name or 'the model'}: call {planned.position + 1} of {planned.name!r} {what}",
+            f"{self.name or 'the model'}: {planned.name!r} at {planned.place} {what}",
             hint="the module runs another branch than when it was planned; plan again with inputs= that show it",
         )
 

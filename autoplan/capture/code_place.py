@@ -1,0 +1,50 @@
+"""Where in a module's own Python a torch call stands, in words that hold on every run.
+
+The few calls that must run differently on a rank have to be found again when the sharded model runs: with a cache, with
+another mask, with more rounds of a loop than when it was planned. Counting calls is not enough, for such runs have more
+or fewer of them. So a call is known by the way to it through the source, from the module's `forward` down:
+"forward:12:8>repeat_kv:3:20" is the call at column 20 of the third line of `repeat_kv`, called from column 8 of the
+twelfth line of `forward`. Lines count from where the function begins.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import lru_cache
+from itertools import islice
+from types import CodeType
+
+import torch.nn.modules.module as module_calls
+
+import autoplan
+
+__all__ = ["code_place"]
+
+_OURS = os.path.dirname(autoplan.__file__) + os.sep
+_TORCH = os.path.dirname(os.path.dirname(os.path.dirname(module_calls.__file__))) + os.sep  # module.py is in nn/modules
+
+
+def code_place() -> str:
+    """The place of the torch call that is being handled, inside the module whose forward runs."""
+    steps: list[str] = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        file = code.co_filename
+        if file == module_calls.__file__:
+            break
+        machinery = file.startswith(_OURS) or code.co_name == "__torch_function__"
+        if not machinery and (code.co_name == "forward" or not file.startswith(_TORCH)):
+            steps.append(_step(code, frame.f_lasti))
+        frame = frame.f_back  # type: ignore[assignment]
+    first = next((i for i in reversed(range(len(steps))) if steps[i].startswith("forward:")), len(steps) - 1)
+    return ">".join(steps[first::-1])
+
+
+@lru_cache(maxsize=65536)
+def _step(code: CodeType, instruction: int) -> str:
+    line, _, column, _ = next(islice(code.co_positions(), instruction // 2, None))
+    if line is None or column is None:  # a Python that was told to keep no columns
+        return f"{code.co_name}:{instruction}"
+    return f"{code.co_name}:{line - code.co_firstlineno}:{column}"
