@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from autoplan.cli_audit import audit, compare
-from autoplan.cli_shared import FAILED, FINDINGS, OK, AsJson, Model, Output, TpSize, Trust, emit, note, progress
+from autoplan.cli_shared import FAILED, FINDINGS, OK, AsJson, Cut, Model, Output, TpSize, Trust, emit, note, progress
 from autoplan.errors import AutoplanError
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ def plan(
     tp: TpSize,
     source: Source = "auto",
     prove: Annotated[Prove, typer.Option(help="What must hold before the plan is shown.")] = Prove.graph,
+    sequence_parallel: Cut = False,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
     output: Output = None,
@@ -94,7 +95,7 @@ def plan(
 
     if output is not None:
         check_suffix(output)
-    made = _make_plan(model, tp, source, prove.value, trust_remote_code)
+    made = _make_plan(model, tp, source, prove.value, trust_remote_code, sequence_parallel)
     if output is None:
         emit(plan_view(made), made.to_dict(), as_json, None)
     else:
@@ -140,6 +141,7 @@ def verify(
     mesh: Annotated[
         str | None, typer.Option(help="Simulate a mesh, such as dp=2,tp=2, and check training on it; replaces --tp.")
     ] = None,
+    sequence_parallel: Cut = False,
     rounding: Annotated[
         bool, typer.Option("--rounding", help="Run in bfloat16 too: are differences there a bug, or rounding?")
     ] = False,
@@ -155,6 +157,7 @@ def verify(
     loaded = None if plan_file is None else load_plan(plan_file)
     options: dict[str, Any] = {"tp_size": tp} if mesh is None else {"mesh": mesh}
     options |= {"engine": engine.value, "trust_remote_code": trust_remote_code, "rounding": rounding}
+    options |= {"sequence_parallel": sequence_parallel}
     with progress(f"verifying {model} on {mesh or tp} simulated ranks"):
         report = autoplan.verify(model, loaded, **options)
     emit(report_view(report, model), report.to_dict(), as_json, output)
@@ -210,6 +213,39 @@ def scoreboard(
         )
     emit(scoreboard_view(board), board.to_dict(), as_json, output)
     raise typer.Exit(OK if board.ok else FINDINGS)
+
+
+class Target(StrEnum):
+    """Systems that a plan can be written for."""
+
+    torch = "torch"
+    hf = "hf"
+    hf_old = "hf-old"
+    automodel = "automodel"
+    deepspeed = "deepspeed"
+    accelerate = "accelerate"
+    megatron_fsdp = "megatron-fsdp"
+    vllm = "vllm"
+
+
+@app.command()
+def export(
+    model: Model,
+    tp: TpSize,
+    to: Annotated[Target, typer.Option(help="The system to write for.")],
+    source: Source = "auto",
+    drop: Annotated[
+        bool, typer.Option("--drop", help="Leave whole what that system cannot say, instead of refusing.")
+    ] = False,
+    trust_remote_code: Trust = False,
+    output: Output = None,
+) -> None:
+    """Write a plan for another system: a Python module, a dict, a config."""
+    from autoplan.capture.source import resolve
+
+    made = _make_plan(model, tp, source, "none", trust_remote_code)
+    text = made.export(to.value, resolve(model, trust_remote_code=trust_remote_code).module(), drop=drop)
+    _emit(text.rstrip("\n"), None, False, output)
 
 
 rules_app = typer.Typer(help="Read the rules that name what is found and choose styles.", no_args_is_help=True)
@@ -286,11 +322,14 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(FAILED)
 
 
-def _make_plan(model: str, tp: int, source: str, prove: str, trust_remote_code: bool) -> Plan:
+def _make_plan(
+    model: str, tp: int, source: str, prove: str, trust_remote_code: bool, sequence_parallel: bool = False
+) -> Plan:
     import autoplan
 
+    how: dict[str, Any] = {"source": source, "prove": prove, "trust_remote_code": trust_remote_code}
     with progress(f"planning {model} for tp {tp}"):
-        return autoplan.plan(model, tp_size=tp, source=source, prove=prove, trust_remote_code=trust_remote_code)
+        return autoplan.plan(model, tp_size=tp, sequence_parallel=sequence_parallel, **how)
 
 
 def _exit_code(findings: tuple[Finding, ...]) -> int:

@@ -531,6 +531,25 @@ class Plan:
 
         return dict(to_torch(self, gather_logits=gather_logits))
 
+    def to_hf(self, model: Any = None, *, old: bool = False, drop: bool = False) -> dict[str, str]:
+        """{pattern: style name} for transformers; give the `model`, so that shipped keys we do not use are overridden.
+
+        Raises on what transformers cannot say, with the bytes lost; with `drop` that stays whole.
+        """
+        from autoplan.emit.hf import to_hf
+
+        return to_hf(self, shipped=getattr(model, "_tp_plan", None) or (), old=old, drop=drop)
+
+    def export(self, target: str, model: Any = None, *, drop: bool = False) -> str:
+        """The text of the plan for another system; `autoplan export --help` lists them. See `to_hf` for `drop`."""
+        from autoplan.emit.export import Surroundings, export
+
+        if model is None:
+            return export(self, target, Surroundings(), drop=drop)
+        from autoplan.dialects.surroundings import surroundings
+
+        return export(self, target, surroundings(model, self), drop=drop)
+
     def save(self, path: str | PathLike[str]) -> None:
         """Write a plan file, YAML or JSON by suffix; `autoplan.load_plan` reads it back exactly."""
         from autoplan.emit.plan_file import save_plan

@@ -19,6 +19,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import autoplan
+
 __all__ = ["Job", "Outcome", "run_jobs"]
 
 _FLOOR = 1e-4
@@ -112,6 +114,8 @@ def _observe(model: nn.Module, inputs: dict[str, Any]) -> dict[str, torch.Tensor
     weights = torch.linspace(-1, 1, first.numel(), dtype=first.dtype).reshape(first.shape)
     (first * weights).sum().backward()
     found = {"output": first.detach()}
+    if autoplan.applied(model) is not None:  # packed parameters lie in rank order: bring them back by the plan
+        return found | {k: g.detach() for k, g in autoplan.full_tensors(model, grads=True).items() if g is not None}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             found[name] = _whole(parameter.grad).detach()

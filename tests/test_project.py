@@ -54,7 +54,7 @@ PUBLIC = (
     "vocab_parallel_logprobs",
     "vocab_parallel_sample",
 )
-COMMANDS = ("audit", "compare", "explain", "layers", "plan", "rules", "scoreboard", "verify")
+COMMANDS = ("audit", "compare", "explain", "export", "layers", "plan", "rules", "scoreboard", "verify")
 
 
 def modules_of(*names: str) -> list[str]:

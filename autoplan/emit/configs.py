@@ -17,6 +17,7 @@ from autoplan.values import Entry, Plan
 
 __all__ = ["to_accelerate", "to_deepspeed", "to_megatron_fsdp", "to_vllm"]
 
+_GATHERED = {"packed_colwise": "colwise_rep", "colwise": "colwise_rep", "rowwise": "rowwise_rep"}
 _VLLM = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", "replicate")
 
 
@@ -74,15 +75,20 @@ def to_vllm(plan: Plan, *, shipped: Iterable[str] = (), drop: bool = False) -> d
     """The dict of vLLM's transformers backend, in the spelling that it has always taken."""
     found, refused = hf_entries(plan)
     ends = {e.pattern for e in plan.entries if e.rule in ("token-embedding", "lm-head", "tied-head")}
-    containers = {key.rpartition(".")[0] for key, style in found.items() if style not in _VLLM and key not in ends}
-    kept = {
-        k: OLD_NAMES.get(s, s) for k, s in found.items() if k not in ends and k.rpartition(".")[0] not in containers
-    }
+    # No gradients in vLLM: what is whole is whole. Packed layers are gathered, which is exact too.
+    found = {k: s for k, s in found.items() if k not in ends and s != "replicated_with_grad_allreduce"}
+    packed = {key.rpartition(".")[0] for key, style in found.items() if style == "packed_colwise"}
+    odd = {key.rpartition(".")[0] for key, style in found.items() if style not in (*_VLLM, "packed_colwise")}
+    kept = {}
+    for key, style in found.items():
+        container = key.rpartition(".")[0]
+        if container not in odd and key not in odd:
+            kept[key] = _GATHERED[style] if container in packed else OLD_NAMES.get(style, style)
     refused = [item for item in refused if item.pattern not in ends]
     refused += [
         Refused(e.pattern, e.bytes, f"vLLM has no {found[e.pattern]}, for it or for its partner")
         for e in plan.entries
-        if e.pattern in found and e.pattern not in kept and e.pattern not in ends
+        if e.pattern in found and e.pattern not in kept
     ]
     check_nothing_lost(refused, "vLLM", drop)
     return kept | {key: "replicate" for key in shipped if key not in kept and key not in ends}
