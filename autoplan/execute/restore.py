@@ -29,21 +29,24 @@ def undoing(undo: list[Callable[[], None]]) -> Iterator[None]:
 @contextmanager
 def whole_or_as_it_was(model: nn.Module) -> Iterator[None]:
     """Put every module's class, attributes, parameters and hooks back if the block raises."""
-    before = [(module, type(module), _copied(module.__dict__)) for module in model.modules()]
+    before = [(module, type(module), dict(module.__dict__), _contents(module)) for module in model.modules()]
     try:
         yield
     except BaseException:
-        for module, cls, attributes in before:
+        for module, cls, attributes, contents in before:
             module.__class__ = cls
             module.__dict__.clear()
             module.__dict__.update(attributes)
+            for mapping, items in contents:
+                mapping.clear()
+                mapping.update(items)
             _forget_sharding(module)
         raise
 
 
-def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Dictionaries are changed in place (parameters, hooks): copies of those; everything else as it is."""
-    return {key: value.copy() if isinstance(value, dict) else value for key, value in attributes.items()}
+def _contents(module: nn.Module) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+    """The module's dictionaries (parameters, hooks), which are changed in place and which handles point at."""
+    return [(value, dict(value)) for value in module.__dict__.values() if isinstance(value, dict)]
 
 
 def _forget_sharding(module: nn.Module) -> None:
