@@ -245,7 +245,7 @@ def export(
 
     made = _make_plan(model, tp, source, "none", trust_remote_code)
     text = made.export(to.value, resolve(model, trust_remote_code=trust_remote_code).module(), drop=drop)
-    _emit(text.rstrip("\n"), None, False, output)
+    emit(text.rstrip("\n"), None, False, output)
 
 
 rules_app = typer.Typer(help="Read the rules that name what is found and choose styles.", no_args_is_help=True)
