@@ -55,23 +55,24 @@ def _scored(blank: Score, tp_size: int, engine: Engine, checks: tuple[str, ...])
     plan = make_plan(solution, model=source.name, layers=layers(clone.model))
     share = share_of(solution, plan)
     forward, backward = reductions_per_block(plan)
-    report = verify_clone(clone, plan, engine=engine, checks=checks)
-    verdict, reason = verdict_of(report)
-    return replace(
+    found = replace(
         blank,
-        verdict=verdict,
-        reason=reason,
         split=share.split,
         counted=share.counted,
         whole=share.whole,
         unused=share.unused,
         forward=forward,
         backward=backward,
-        collectives=report.details["collectives"],
         scoped=len(solution.runtime.scoped),
-        error=_largest_error(report),
         notes=(*captured.trace.notes, *solution.refusals, clone.note),
     )
+    try:
+        report = verify_clone(clone, plan, engine=engine, checks=checks)
+    except AutoplanError as error:  # not even the unsharded model goes through the checks
+        return replace(found, reason=_said(error))
+    verdict, reason = verdict_of(report)
+    collectives, largest = report.details["collectives"], _largest_error(report)
+    return replace(found, verdict=verdict, reason=reason, collectives=collectives, error=largest)
 
 
 def verdict_of(report: Report) -> tuple[Verdict, str]:

@@ -19,7 +19,7 @@ from autoplan.check.ranks import Engine, RankError, RankTimeout, one_compute_thr
 from autoplan.errors import AutoplanError
 from autoplan.values import Finding, Report
 
-__all__ = ["CHECK_NAMES", "Sharding", "check_sharding"]
+__all__ = ["CANNOT_RUN", "CHECK_NAMES", "Sharding", "check_sharding"]
 
 CHECK_NAMES = (
     "parameters",
@@ -32,6 +32,9 @@ CHECK_NAMES = (
     "dropout",
     "optimizer",
 )
+
+# What a model's own code raises when it does not run on these inputs.
+CANNOT_RUN = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)
 
 
 @dataclass(frozen=True)
@@ -171,8 +174,18 @@ def _reference(subject: Any, wanted: tuple[str, ...]) -> tuple[dict[str, Any], d
                 continue
             absent[check.name] = check.absent(subject)
             if not absent[check.name]:
-                seen[check.name] = check.run(_copy(subject))
+                seen[check.name] = _run_unsharded(check, subject)
     return seen, {name: reason for name, reason in absent.items() if reason}
+
+
+def _run_unsharded(check: Any, subject: Any) -> Any:
+    try:
+        return check.run(_copy(subject))
+    except CANNOT_RUN as error:
+        raise AutoplanError(
+            f"the unsharded model cannot go through check {check.name!r}: {_said(error)}",
+            hint="pass inputs= that it runs with, or leave the check out",
+        ) from error
 
 
 def _dtype(model: Any) -> Any:

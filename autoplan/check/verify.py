@@ -19,7 +19,7 @@ from typing import Any
 
 from autoplan.check.mesh_sizes import MeshSizes, parse_mesh
 from autoplan.check.ranks import Engine
-from autoplan.check.sharded import CHECK_NAMES, Sharding, check_sharding
+from autoplan.check.sharded import CANNOT_RUN, CHECK_NAMES, Sharding, check_sharding
 from autoplan.errors import AutoplanError
 from autoplan.patterns import best_match, matches
 from autoplan.values import Finding, Means, Plan, Report
@@ -171,8 +171,8 @@ def clone_of(source: Any) -> Clone:
             with torch.no_grad():
                 for entry in entries.values():
                     copy.deepcopy(model)(**entry)
-        except (RuntimeError, TypeError, NotImplementedError, ValueError) as error:
-            refusal = str(error).splitlines()[0] if str(error) else repr(error)
+        except CANNOT_RUN as error:
+            refusal = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
             continue
         others = {} if source.inputs is not None else _entries(source, model, batch=3, length=12)
         if dtype == torch.float32:
