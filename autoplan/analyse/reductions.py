@@ -15,6 +15,7 @@ from autoplan.values import Call, Op, Ref
 
 __all__ = ["reduction_of", "row_bias_of"]
 
+_COMPOSITE = ("multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 _MATRIX = frozenset({"mm", "bmm", "mv", "dot", "_grouped_mm"})
 _BIASED = frozenset({"addmm", "baddbmm"})
 _NORMS = frozenset({"native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm"})
@@ -43,6 +44,8 @@ _OTHER_REDUCTIONS = frozenset(
 def reduction_of(call: Call, shards: Shards, gathered: frozenset[int]) -> str | None:
     """None, "sum", "mean", "norm", "embedding", "gather", or "refused: why"."""
     found: str | None = None
+    if call.name in _COMPOSITE:
+        return f"refused: {call.name} is told its number of heads and cuts its packed weight by itself"
     for index in range(*call.ops):
         op = shards.trace.ops[index]
         if index in gathered and any(shards.is_split(t) for t in _tensors(op)):
