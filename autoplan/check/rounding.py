@@ -179,4 +179,5 @@ def _together(pieces: Sequence[torch.Tensor | None], right: torch.Tensor) -> lis
 
 def _error(got: torch.Tensor, right: torch.Tensor) -> float:
     scale = float(right.norm())
-    return float((got - right).norm()) / scale if scale else float((got - right).norm())
+    error = float((got - right).norm()) / (scale or 1.0)
+    return float(f"{error:.3g}")
