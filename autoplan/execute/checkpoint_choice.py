@@ -67,7 +67,7 @@ def choose_checkpoints(
             hint="; ".join(notes) or "autoplan.layers(model) finds no repeated blocks: checkpoint the model by hand",
         )
     refuse_libraries_own(model, wanted)
-    saved = sum(saved_bytes_per_token(modules[name]) for name, mode in wanted.items())
+    saved = sum(saved_bytes_per_token(modules[name], mode) for name, mode in wanted.items())
     return Choice(wanted, saved, tuple(notes))
 
 
@@ -159,7 +159,7 @@ def refuse_libraries_own(model: nn.Module, wanted: dict[str, str]) -> None:
             )
 
 
-def saved_bytes_per_token(module: nn.Module) -> int:
+def saved_bytes_per_token(module: nn.Module, mode: str = "block") -> int:
     """What the layers in a module would keep for backward, per token: their inputs and outputs, less the module's own.
 
     An estimate from widths: normalisations and activation functions between layers keep about what layers put out;
@@ -168,9 +168,11 @@ def saved_bytes_per_token(module: nn.Module) -> int:
     widths = [_widths(weight) for weight in _weights(module)]
     if not widths:
         return 0
-    total = sum(reads * bytes_ + writes * bytes_ for reads, writes, bytes_ in widths)
-    reads, _, size = widths[0]
-    return max(0, total - reads * size)
+    total = sum((reads + writes) * size for reads, writes, size in widths)
+    kept = widths[0][0] * widths[0][2]
+    if mode == "selective":
+        kept += sum(writes * size for _, writes, size in widths[::2])
+    return max(0, total - kept)
 
 
 def _weights(module: nn.Module) -> Iterable[torch.Tensor]:

@@ -124,4 +124,5 @@ def _loaded(name: str, value: torch.Tensor, parameter: DTensor, held: Held) -> t
                 hint="the optimizer state belongs to another model",
             )
         return value
-    return as_held(value, parameter, held)
+    own = value.clone() if held.dim is None and not isinstance(value, DTensor) else value  # never the caller's tensor
+    return as_held(own, parameter, held)
