@@ -9,28 +9,44 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autoplan.check.audit.subject import Subject
+from autoplan.analyse.shards import refs
+from autoplan.check.audit.subject import Subject, Weight
 from autoplan.values import Finding
 
 NAME = "norms"
-_STATISTICS = frozenset({"norm", "softmax", "topk", "reduce", "reduce_lin", "cumsum"})
+_MATCHED = "sum"  # partial sums of products: pairing speaks of those
 
 
 def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
     if subject.plan.plan is not None:
         return
-    for axis in subject.solution.classes:
-        kinds = {event for event in axis.events if any(word in event for word in _STATISTICS)} - {"reduce_lin"}
-        if not kinds:
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for call, kind in subject.solution.reductions.items():
+        if kind != _MATCHED:
+            cut = tuple(weight.name for weight in _cut_along(subject, call))
+            if cut:
+                groups.setdefault(cut, []).append(subject.solution.trace.calls[call].module)
+    for cut, modules in groups.items():
+        text = (
+            f"{modules[0]} takes a statistic over an axis that {cut[0]} is cut along: each rank takes it of its share"
+        )
+        hint = "sum the statistic over ranks (autoplan does), or gather the output first (colwise_gather_output)"
+        names = [*cut, *(name for name in subject.parameters if name.rpartition(".")[0] in modules)]
+        yield subject.suspect(NAME, subject.folded(modules), text, hint, names=names)
+
+
+def _cut_along(subject: Subject, call: int) -> Iterator[Weight]:
+    """Weights that the plan cuts along the axes which a call sums over, and whose output it keeps cut."""
+    shards, trace = subject.solution.shards, subject.solution.trace
+    assert shards is not None
+    made = trace.calls[call]
+    axes = {leaf for tensor in refs((made.args, tuple(made.kwargs.values()))) for leaf in shards.split_leaves(tensor)}
+    for name, tensor in trace.by_name.items():
+        weight = subject.by_name.get(name)
+        if weight is None or not weight.is_matrix or not axes & shards.split_leaves(tensor):
             continue
-        weights = [subject.by_name[name] for name, _ in axis.parameters if name in subject.by_name]
-        dims = dict(axis.parameters)
-        cut = [w for w in weights if w.is_matrix and w.said.dim is not None and w.said.dim == dims.get(w.fact.names[0])]
-        cut = [w for w in cut if w.said.line and "gather" not in w.said.line.style]
-        over = [w.name for w in weights if not w.is_matrix]
-        if cut:
-            what = f" by {subject.folded(over)}" if over else ""
-            text = f"{cut[0].name} is cut along an axis of {axis.size} over which a statistic is taken{what}"
-            hint = "sum the statistic over ranks (autoplan does), or gather the output first (colwise_gather_output)"
-            names = [*over, *(w.name for w in cut)]
-            yield subject.suspect(NAME, subject.folded(w.module for w in cut), text, hint, names=names)
+        line = weight.said.line
+        if line is not None and weight.said.dim is not None and weight.said.dim == weight.fact.dim:
+            keeps = "gather" not in line.style and not line.style.startswith(("rowwise", "embedding"))
+            if keeps:
+                yield weight

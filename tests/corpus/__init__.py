@@ -1,0 +1,1 @@
+"""The published failures of tensor-parallel plans, wraps and settings, each a small model with a bad and a good case."""
