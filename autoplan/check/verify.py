@@ -75,7 +75,7 @@ def verify_source(
     if isinstance(mesh, (str, Mapping)):
         if rounding:
             raise AutoplanError("rounding is measured on tensor-parallel ranks", hint=f"leave mesh={mesh!r} out")
-        return _verify_mesh(source, plan, parse_mesh(mesh), engine, checks)
+        return _verify_mesh(source, plan, parse_mesh(mesh), engine, checks, sequence_parallel)
     tp_size = tp_size if mesh is None else mesh["tp"].size()
     clone = clone_of(source)
     for means in means_of(plan, sequence_parallel):
@@ -94,22 +94,29 @@ def verify_source(
 
 
 def _verify_mesh(
-    source: Any, plan: Plan | None, mesh: MeshSizes, engine: Engine, checks: Iterable[str] | None
+    source: Any,
+    plan: Plan | None,
+    mesh: MeshSizes,
+    engine: Engine,
+    checks: Iterable[str] | None,
+    sequence_parallel: bool,
 ) -> Report:
     """The usual checks on a mesh of several dims, and training on it, with and without activation checkpointing."""
     from autoplan.check.mesh_training import check_training
     from autoplan.stacks import layers
 
     clone = clone_of(source)
-    if mesh.tp_size > 1:
-        applied, findings = _plan_for(clone, source, plan, mesh.tp_size, plan is not None and plan.sequence_parallel)
-    else:
-        applied, findings = Plan(source.name, 1, layers=layers(clone.model)), []
     left_out = _NOT_ON_MESHES if mesh.tp_size > 1 else (*_NOT_ON_MESHES, "state_dict")
     wanted = [name for name in (checks or CHECK_NAMES) if name not in left_out]
     dims = dict(zip(mesh.names, mesh.sizes, strict=True))
     how: Any = {"others": clone.others, "engine": engine, "dims": dims}
-    report = check_sharding(clone.model, clone.entries, sharding_of(applied), mesh.tp_size, checks=wanted, **how)
+    for means in means_of(plan, sequence_parallel):
+        applied, findings = Plan(source.name, 1, layers=layers(clone.model)), list[Finding]()
+        if mesh.tp_size > 1:
+            applied, findings = _plan_for(clone, source, plan, mesh.tp_size, means)
+        report = check_sharding(clone.model, clone.entries, sharding_of(applied), mesh.tp_size, checks=wanted, **how)
+        if not any(f.level == "error" and f.check in _DECISIVE for f in report.findings):
+            break
     trained, done = check_training(clone.model, clone.entries, clone.others, applied, mesh, engine=engine)
     findings = [*report.findings, *findings, *trained]
     details = {**report.details, "mesh": str(mesh), "model": source.name, "plan_tp": (plan or applied).tp_size}

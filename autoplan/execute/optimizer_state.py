@@ -60,7 +60,7 @@ def follow_optimizers() -> None:
         follow(self)
 
     setattr(__init__, _FOLLOWED, True)
-    Optimizer.__init__ = __init__  # type: ignore[method-assign]
+    Optimizer.__init__ = __init__
 
 
 def follow(optimizer: Optimizer) -> None:

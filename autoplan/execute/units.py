@@ -75,7 +75,7 @@ class _Search:
         self.model = model
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.owners: dict[int, list[nn.Module]] = {}
-        self.first_name = {}
+        self.first_name: dict[int, str] = {}
         for name, module in self.modules.items():
             if id(module) in self.first_name:
                 continue
