@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import transformers
-from host_runs import Job, run_jobs
+from host_runs import Job, Outcome, run_jobs
 
 import autoplan
 from autoplan.capture.catalogue import architectures
@@ -41,6 +41,12 @@ def job_of(host: str, model_type: str) -> tuple[Job | None, str]:
     lost, whole = sum(item.bytes for item in refused), sum(entry.bytes for entry in plan.entries)
     note = f"refused {len(refused)} entries, {100 * lost / whole:.0f} % of what could be split" if refused else ""
     return Job(model_type, host, json.loads(text) if host == "transformers" else text), note
+
+
+def _kind(outcome: Outcome | None) -> str:
+    if outcome is None:
+        return "no plan"
+    return "raised" if outcome.problem else "exact" if outcome.exact else "wrong"
 
 
 def main(host: str, model_types: list[str]) -> None:
