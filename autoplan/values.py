@@ -79,7 +79,13 @@ class TensorInfo:
 
     @property
     def differentiable(self) -> bool:
-        return self.dtype.startswith(("float", "bfloat", "complex"))
+        return self.dtype.startswith(("float", "bfloat", "complex")) and not self.dtype.startswith("float8")
+
+    @property
+    def quantised(self) -> bool:
+        """A matrix in few bits, whose numbers mean something only together with scales that are kept beside it."""
+        stored = self.kind in ("parameter", "buffer") and len(self.shape) >= 2
+        return stored and (self.dtype.startswith("float8") or self.dtype in ("int8", "uint8", "int32"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,10 @@ class Axes:
     """The outcome. `dims` has every tensor of the trace; terms are settled: leaves carry all their events.
 
     `conflicts` are those that touch an axis of a weight; the `harmless` ones lie between others (positions, mostly).
-    `weights` are parameters and views of them, and `sources` says of which; `static` are tensors made in forward from
-    nothing but constants, equal in every run; `marked_by` says which op left which event; `unknown` counts ops
-    that were treated as opaque.
+    `weights` are parameters, views of them, and what is computed from a quantised weight, its scales and constants alone;
+    `sources` says of which parameter (or buffer, if that is where a quantised weight is kept), and `companions`, by
+    weight, what was computed with it. `static` are tensors made in forward from nothing but constants, equal in every
+    run; `marked_by` says which op left which event; `unknown` counts ops that were treated as opaque.
     """
 
     dims: dict[int, tuple[Term, ...]]
@@ -42,11 +43,16 @@ class Axes:
     weights: set[int] = field(default_factory=set)
     sources: dict[int, int] = field(default_factory=dict)
     static: set[int] = field(default_factory=set)
+    companions: dict[int, set[int]] = field(default_factory=dict)
     marked_by: list[tuple[int, str, Term]] = field(default_factory=list)  # (op index, event, term), as it happened
 
     def of(self, tensor: int) -> tuple[Term, ...]:
         """The terms of a tensor, one per dim."""
         return self.dims[tensor]
+
+    def is_stored_weight(self, tensor: int) -> bool:
+        """Is it a weight itself, rather than a view of one?"""
+        return self.sources.get(tensor) == tensor
 
 
 def infer_axes(trace: Trace, gathered: frozenset[int] = frozenset()) -> Axes:
@@ -66,10 +72,14 @@ class _Reader:
         self.unknown: Counter[str] = Counter()
         self.views: dict[int, int] = {}  # view -> the tensor whose elements it shows
         self.shown_by: defaultdict[int, list[int]] = defaultdict(list)
+        self.kept: dict[int, frozenset[int]] = {}  # what is made of parameters, buffers and constants alone: of which
+        self.companions: defaultdict[int, set[int]] = defaultdict(set)
         for tensor, info in enumerate(trace.tensors):
-            if info.kind == "parameter":
+            if info.kind == "parameter" or info.quantised:
                 self.state.sources[tensor] = tensor
-            elif info.kind == "constant":
+            if info.kind in ("parameter", "buffer", "constant"):
+                self.kept[tensor] = frozenset() if info.kind == "constant" else frozenset((tensor,))
+            if info.kind == "constant":
                 self.state.static.add(tensor)
 
     def read(self, index: int, op: Op, gathered: bool) -> None:
@@ -87,6 +97,7 @@ class _Reader:
             answer = self._opaque(op, inputs, outputs)
         elif rule and rule.view and inputs:
             self._note_view(inputs[0], outputs)
+        self._update_dequantised(op, inputs, outputs)
         self._record(outputs, answer)
 
     def _opaque(self, op: Op, inputs: Sequence[Ref], outputs: Sequence[Ref]) -> list[Dims | None]:
@@ -134,6 +145,22 @@ class _Reader:
             if parameter is not None:
                 self.state.sources.setdefault(ref.id, parameter)
 
+    def _update_dequantised(self, op: Op, inputs: Sequence[Ref], outputs: Sequence[Ref]) -> None:
+        """A quantised weight times its scales is the weight, at any step on the way there."""
+        made = {ref.id for ref in outputs}
+        if not inputs or not all(ref.id in self.kept for ref in inputs) or op.name in _RANDOM_SOURCES:
+            for tensor in made:
+                self.kept.pop(tensor, None)
+            return
+        roots = frozenset(root for ref in inputs for root in self.kept[ref.id])
+        self.kept |= dict.fromkeys(made, roots)
+        sources = [self.state.sources[ref.id] for ref in inputs if ref.id in self.state.sources]
+        quantised = next((source for source in sources if self.trace.tensors[source].quantised), None)
+        if quantised is not None:
+            self.companions[quantised] |= roots - {quantised}
+            for tensor in made:
+                self.state.sources.setdefault(tensor, quantised)
+
     def _update_static(self, op: Op, inputs: Sequence[Ref], outputs: Sequence[Ref]) -> None:
         """Made of constants only; what is overwritten with something else is constant no more."""
         static = self.state.static
@@ -157,7 +184,14 @@ class _Reader:
             harmless = in_weights.isdisjoint(axis.id for term in conflict.terms for axis in leaves(term))
             conflicts[harmless].append(conflict)
         return Axes(
-            dims, *conflicts, self.unknown, set(state.sources), state.sources, state.static, state.algebra.marked_by
+            dims,
+            *conflicts,
+            self.unknown,
+            set(state.sources),
+            state.sources,
+            state.static,
+            dict(self.companions),
+            state.algebra.marked_by,
         )
 
 

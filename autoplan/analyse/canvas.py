@@ -54,7 +54,7 @@ class Canvas:
         self._input: int | None = None
         for index, tensor in enumerate(trace.tensors):
             matrix = tensor.kind == "buffer" and tensor.differentiable and len(tensor.shape) > 1
-            if tensor.kind == "parameter" or matrix:
+            if tensor.kind == "parameter" or matrix or tensor.quantised:
                 self.values[index] = Value(weight=whole_view(index, len(tensor.shape)))
             elif tensor.kind == "input":
                 self.values[index] = Value(node=self.input_box() if tensor.differentiable else None, from_input=True)

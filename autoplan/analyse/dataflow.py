@@ -22,7 +22,7 @@ from math import prod
 from autoplan.analyse.canvas import CONSTANT, Canvas, Value, refs
 from autoplan.analyse.flow import Flow, Node
 from autoplan.analyse.regions import collapse_scans, prune
-from autoplan.analyse.weight_views import View, follow_view
+from autoplan.analyse.weight_views import View, dequantised, follow_view
 from autoplan.analyse.weighted_boxes import (
     CONTRACTIONS,
     contraction,
@@ -140,6 +140,9 @@ class _Artist:
             return [Value(from_input=reshaped)] * len(outputs)
         if op.name in CONTRACTIONS:
             return [contraction(canvas, op)] * len(outputs)
+        stored = next((view for view in weights if self.trace.tensors[view.parameter].quantised), None)
+        if not data and stored is not None:
+            return [Value(weight=self._dequantised(op, stored, weights, tensors, output)) for output in outputs]
         if not data and len({view.parameter for view in weights}) == 1:
             source = next(t for t, value in zip(tensors, values, strict=True) if value.weight is not None)
             before = canvas.shape(source)
@@ -149,6 +152,13 @@ class _Artist:
             if special is not None:
                 return special
         return [self._general(op, tensors, output) for output in outputs]
+
+    def _dequantised(self, op: Op, stored: View, weights: list[View], tensors: list[int], output: int) -> View:
+        canvas, view = self.canvas, stored
+        if len({view.parameter for view in weights}) == 1:
+            source = next(t for t in tensors if canvas.value(t).weight is stored)
+            view = follow_view(op, stored, canvas.shape(source), canvas.shape(output))
+        return dequantised(view, weights, canvas.shape(stored.parameter), canvas.shape(output))
 
     def _special(self, op: Op, data: int, outputs: list[int]) -> list[Value] | None:
         """Ops with a drawing of their own."""

@@ -267,7 +267,9 @@ class _Placer:
 
     def _is_matrix(self, tensor: int) -> bool:
         info = self.trace.tensors[tensor]
-        return info.kind == "parameter" and len(info.shape) >= _MATRIX
+        source = self.shards.axes.sources.get(tensor)
+        weight = info.kind == "parameter" or (source is not None and self.trace.tensors[source].quantised)
+        return weight and len(info.shape) >= _MATRIX
 
     def _settled(self, tensor: int) -> bool:
         """Nothing flows back to the value that this placement would have to sum."""

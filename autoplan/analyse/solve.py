@@ -209,8 +209,8 @@ def _hooks(placement: Placement) -> tuple[HookSite, ...]:
 def _class_ids(trace: Trace, done: _Round) -> dict[Term, int]:
     """Stable numbers: by first parameter, then dim, then place in the dim."""
     ids: dict[Term, int] = {}
-    for tensor, info in enumerate(trace.tensors):
-        if info.kind == "parameter":
+    for tensor in range(len(trace.tensors)):
+        if done.axes.is_stored_weight(tensor):
             for term in done.axes.of(tensor):
                 for leaf in leaves(term):
                     ids.setdefault(find(leaf), len(ids))

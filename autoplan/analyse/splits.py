@@ -47,8 +47,8 @@ class Choice:
 def occurrences(trace: Trace, axes: Axes) -> Occurrences:
     """For every leaf the parameters it sits in, and in which dims."""
     found: Occurrences = defaultdict(dict)
-    for tensor, info in enumerate(trace.tensors):
-        if info.kind != "parameter":
+    for tensor in range(len(trace.tensors)):
+        if not axes.is_stored_weight(tensor):
             continue
         for dim, term in enumerate(axes.of(tensor)):
             for leaf in leaves(term):
@@ -131,12 +131,16 @@ def choose(
     choice = Choice()
     found = occurrences(trace, axes)
     residual = residual_leaves(trace, axes)
+    inside = _inside_blocks(axes)
     taken: set[int] = set()
     candidates = []
     for leaf, places in found.items():
         reason = _why_not(leaf, places, trace, residual, refused)
         if reason:
             choice.reasons[leaf] = reason
+            continue
+        if leaf in inside:
+            choice.reasons[leaf] = "it runs inside a block of numbers that share one scale"
             continue
         weights = [t for t in places if len(trace.tensors[t].shape) >= 2]
         held = sum(prod(trace.tensors[t].shape) for t in weights)
@@ -172,6 +176,20 @@ def choose(
             choice.marks[leaf] = "!"
             taken |= weights_of
     return choice
+
+
+def _inside_blocks(axes: Axes) -> set[Term]:
+    """Axes of quantised weights within blocks: a companion has one scale for a block, so it has only axes outside."""
+    found: set[Term] = set()
+    for weight, companions in axes.companions.items():
+        scaled = [{find(leaf) for term in axes.of(other) for leaf in leaves(term)} for other in companions]
+        for term in axes.of(weight):
+            parts = leaves(term)
+            for held in scaled:
+                outside = [place for place, leaf in enumerate(parts) if find(leaf) in held]
+                if outside:
+                    found |= {find(leaf) for leaf in parts[outside[0] :] if find(leaf) not in held}
+    return found
 
 
 def _partner(

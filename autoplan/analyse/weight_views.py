@@ -10,23 +10,36 @@ from dataclasses import dataclass, replace
 
 from autoplan.values import Op
 
-__all__ = ["View", "as_lookup", "follow_view", "whole_view"]
+__all__ = ["View", "as_lookup", "dequantised", "follow_view", "whole_view"]
 
 
 @dataclass(frozen=True)
 class View:
     """`dims[i]` is the parameter's dim that dim i of the viewed tensor runs over; None: none of them, or not known.
 
-    `chosen`: the box whose values picked among the parameter's first dim (the chosen experts).
+    `chosen`: the box whose values picked among the parameter's first dim (the chosen experts). `beside`: the scales and
+    zero points that a quantised parameter was combined with.
     """
 
     parameter: int
     dims: tuple[int | None, ...]
     chosen: int | None = None
+    beside: tuple[int, ...] = ()
 
 
 def whole_view(parameter: int, rank: int) -> View:
     return View(parameter, tuple(range(rank)))
+
+
+def dequantised(view: View, others: list[View], stored: tuple[int, ...], after: tuple[int, ...]) -> View:
+    """A quantised parameter on its way to the numbers it stands for. Blocks come and go; in the end its dims are back."""
+    beside = dict.fromkeys((*view.beside, *(n for other in others for n in (other.parameter, *other.beside))))
+    beside.pop(view.parameter, None)
+    back = len(after) == len(stored) and all(size % kept == 0 for size, kept in zip(after, stored, strict=True))
+    dims: tuple[int | None, ...] = view.dims if len(view.dims) == len(after) else (None,) * len(after)
+    if back and None in dims:
+        dims = tuple(range(len(stored)))
+    return replace(view, dims=dims, beside=tuple(beside))
 
 
 def as_lookup(view: View, index_rank: int) -> View:

@@ -71,7 +71,8 @@ def _contracting_node(canvas: Canvas, op: Op, weight: View, transposed: bool) ->
     if stacked:
         others = [dim for dim in dims if dim is not None and dim not in (contracted, free)]
         named.append(("stack", canvas.dim(parameter, others[0] if others else 0)))
-    return Node("stacked" if stacked else "linear", op.module, (canvas.name(parameter),), tuple(named))
+    names = (canvas.name(parameter), *map(canvas.name, weight.beside))
+    return Node("stacked" if stacked else "linear", op.module, names, tuple(named))
 
 
 def _product_of_values(canvas: Canvas, op: Op, left: Value, right: Value) -> Value:

@@ -20,6 +20,7 @@ from torch import nn
 from autoplan.capture.consumers import Want, Watch
 from autoplan.capture.draw import Draw
 from autoplan.capture.dry_run import SMALL, depends_on_data, own, quiet, with_storage, without_storage
+from autoplan.capture.dtypes import working_dtype
 from autoplan.capture.random_values import untouched_randomness
 from autoplan.errors import CaptureError
 
@@ -106,7 +107,7 @@ class _Trial:
 
     def __init__(self, model: nn.Module, fixed: dict[str, Any], batch: int, length: int, seed: int):
         self.model, self.fixed, self.batch, self.length, self.seed = model, fixed, batch, length, seed
-        self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        self.dtype = working_dtype(model)
         self.grids = _grids(model)
         self.runs, self.blamed = 0, ""
         self.mode: AbstractContextManager[Any]

@@ -44,7 +44,8 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
     for parameter in model.parameters():
         if not parameter.is_floating_point():
             continue
-        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        noise = noise if parameter.dtype.itemsize == 1 else noise.to(parameter.dtype)  # float8 cannot be multiplied
         if parameter.dim() >= 2:
             parameter.copy_(_WEIGHT_STD * noise)
         else:

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from autoplan.capture.catalogue import class_name_of
+from autoplan.capture.dtypes import cast_numbers
 from autoplan.capture.model_string import from_string, transformers_class
 from autoplan.capture.random_values import fill_meta, randomise, untouched_randomness
 from autoplan.capture.shrink import all_configs, tiny_config
@@ -79,7 +80,7 @@ class Source:
             assert self.given is not None
             model = copy.deepcopy(self.given)
             model = fill_meta(model, seed) if _on_meta(model) else model.cpu()
-            _cast(model, dtype)
+            cast_numbers(model, dtype)
         else:
             raise SourceError(
                 f"{self.name} has {_count(self.module()):,} parameters and no config to shrink",
@@ -99,7 +100,7 @@ class Source:
             one.dtype = torch.float32  # so that tables made while building are as exact as the library makes them
         with torch.device("cpu"):
             model = _build(self.model_class, config, attention)
-        _cast(model, dtype)
+        cast_numbers(model, dtype)
         for one in all_configs(model.config):
             one.dtype = dtype
         return model
@@ -202,17 +203,6 @@ def _build(cls: type, config: PretrainedConfig, attention: str | None) -> Any:
             f"{cls.__name__} cannot be built from its config: {type(error).__name__}: {error}",
             hint="mend the config, or build the model yourself and pass it",
         ) from error
-
-
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Floating tensors to `dtype`; complex tables stay complex."""
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(dtype)
 
 
 def _count(model: nn.Module) -> int:

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 
 from autoplan.capture.draw import Draw
 from autoplan.capture.dry_run import failure_of
+from autoplan.capture.dtypes import working_dtype
 from autoplan.capture.pictures import picture_entry
 from autoplan.capture.shrink import all_configs
 from autoplan.capture.sizes import is_token_id
@@ -70,7 +71,7 @@ class _Maker:
         self.parameters = inspect.signature(model.forward).parameters
         self.main = getattr(model, "main_input_name", "input_ids")
         self.configs = all_configs(config)
-        self.draw = Draw(seed, _floating_dtype(model))
+        self.draw = Draw(seed, working_dtype(model))
 
     def takes(self, name: str) -> bool:
         return name in self.parameters
@@ -164,7 +165,3 @@ def _special_ids(configs: list[PretrainedConfig]) -> list[int]:
 def _int(config: Any, name: str) -> int | None:
     value = getattr(config, name, None)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
-
-
-def _floating_dtype(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

@@ -22,6 +22,7 @@ from torch import nn
 from autoplan.analyse.axes import Axes
 from autoplan.analyse.events import Event
 from autoplan.analyse.terms import Term, factors, find, leaves, segments
+from autoplan.capture.dtypes import working_dtype
 from autoplan.check.compare import error_of, tolerance_for
 from autoplan.check.ranks import one_compute_thread
 from autoplan.check.subject import tensors_in
@@ -177,4 +178,4 @@ def _parameters_permuted(
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return working_dtype(model)

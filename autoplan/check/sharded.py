@@ -189,7 +189,9 @@ def _run_unsharded(check: Any, subject: Any) -> Any:
 
 
 def _dtype(model: Any) -> Any:
-    return next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    from autoplan.capture.dtypes import working_dtype
+
+    return working_dtype(model)
 
 
 def _worst(errors: Mapping[str, Mapping[str, float]], kind: str) -> dict[str, float]:

@@ -191,11 +191,13 @@ def clone_of(source: Any) -> Clone:
 
 
 def _built(source: Any, dtype: Any) -> tuple[Any, str]:
+    from autoplan.capture.dtypes import cast_numbers
     from autoplan.capture.random_values import randomise
 
     given = source.given
     if given is not None and _is_small_and_real(given):
-        model = copy.deepcopy(given).cpu().to(dtype)
+        model = copy.deepcopy(given).cpu()
+        cast_numbers(model, dtype)
         randomise(model)
         return model.eval(), "the model itself with random weights"
     model = source.tiny(dtype=dtype, experts="batched_mm")
@@ -208,13 +210,14 @@ def _is_small_and_real(model: Any) -> bool:
 
 
 def _entries(source: Any, model: Any, *, batch: int, length: int) -> dict[str, Any]:
+    from autoplan.capture.dtypes import working_dtype
     from autoplan.capture.inputs import make_inputs
 
     config = getattr(model, "config", None) if source.config is not None else None
     made = make_inputs(
         model, config=config, model_type=source.model_type, inputs=source.inputs, batch=batch, length=length
     )
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    dtype = working_dtype(model)
     return {entry: _cast(inputs, dtype) for entry, inputs in made.entries.items()}
 
 

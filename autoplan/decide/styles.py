@@ -45,6 +45,8 @@ def _style_in(node: Node, fact: ParameterFact) -> str:
             return "norm" if node.kind == "norm" else _BY_FIELD.get((node.kind, field), "local")
     out = node.dim("out")
     is_bias = any(name in fact.names for name in node.parameters[1:])
+    if is_bias and node.kind == "linear" and len(fact.shape) > 1:  # scales: they lie as their weight does
+        return next((_BY_FIELD[node.kind, field] for field, dim in node.dims if dim.dim == fact.dim), "local")
     return "colwise" if is_bias and out is not None and out.layout is not None else "local"
 
 
