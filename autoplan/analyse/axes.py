@@ -30,7 +30,7 @@ class Axes:
     """The outcome. `dims` has every tensor of the trace; terms are settled: leaves carry all their events.
 
     `conflicts` are those that touch an axis of a weight; the `harmless` ones lie between others (positions, mostly).
-    `weights` are parameters, views of them, and what is computed from a quantised weight, its scales and constants alone;
+    `weights` are parameters, views of them, and what is computed from a quantised weight and its companions alone;
     `sources` says of which parameter (or buffer, if that is where a quantised weight is kept), and `companions`, by
     weight, what was computed with it. `static` are tensors made in forward from nothing but constants, equal in every
     run; `marked_by` says which op left which event; `unknown` counts ops that were treated as opaque.
