@@ -32,7 +32,7 @@ def whole_view(parameter: int, rank: int) -> View:
 
 
 def dequantised(view: View, others: list[View], stored: tuple[int, ...], after: tuple[int, ...]) -> View:
-    """A quantised parameter on its way to the numbers it stands for: blocks come and go, in the end its dims are back."""
+    """A quantised parameter on its way to what it stands for: blocks come and go, in the end its dims are back."""
     beside = dict.fromkeys((*view.beside, *(n for other in others for n in (other.parameter, *other.beside))))
     beside.pop(view.parameter, None)
     back = len(after) == len(stored) and all(size % kept == 0 for size, kept in zip(after, stored, strict=True))
