@@ -15,14 +15,7 @@ mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
 torch.manual_seed(0)  # every rank of a tp group starts from the same weights and sees the same data
 torch.set_num_threads(1)
 
-config = LlamaConfig(
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    vocab_size=128,
-)
+config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8, vocab_size=128)
 model = LlamaForCausalLM(config)
 plan = autoplan.plan(model, tp_size=mesh.size())
 model = autoplan.parallelize(model, mesh, plan)

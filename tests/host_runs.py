@@ -152,10 +152,13 @@ def _transformers(model: Any, mesh: DeviceMesh, exported: dict[str, str]) -> nn.
 
 
 def _untie(model: Any) -> None:
-    """When transformers shards a model that it loads, tied weights are not tied yet."""
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is not None and getattr(head, "weight", None) is getattr(table, "weight", ()):
-        head.weight = nn.Parameter(head.weight.detach().clone())
+    """When transformers shards a model that it loads, tied parameters are not tied yet."""
+    seen = set()
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if id(parameter) in seen:
+            module, _, own = name.rpartition(".")
+            setattr(model.get_submodule(module), own, nn.Parameter(parameter.detach().clone()))
+        seen.add(id(parameter))
 
 
 def _torch(model: nn.Module, mesh: DeviceMesh, text: str) -> nn.Module:

@@ -277,3 +277,14 @@ def test_sources_without_a_plan_name_the_next_options() -> None:
         with pytest.raises(autoplan.AutoplanError, match="(?s)no .*plan.*source='auto'"):
             planned(source, module)
     assert planned("auto", module).source == "inferred"
+
+
+def test_style_objects_are_for_one_model() -> None:
+    styles = planned("inferred").to_torch()
+    with torch.device("meta"):
+        models = [transformers.LlamaForCausalLM(llama()) for _ in range(2)]
+    last = styles[""]
+    last._used = True  # as after parallelize_module on a first model
+    with pytest.raises(autoplan.AutoplanError, match="already applied to a model.*\n.*once per model"):
+        last._apply(models[1], None)
+    assert planned("inferred").to_torch()[""] is not last

@@ -45,12 +45,12 @@ class HandwrittenPlan:
         """The plan as choices; `matched` says how it was found."""
         entries = dict(self.entries)
         notes = (matched,) if matched else ()
-        if sequence_parallel and isinstance(self.sequence_parallel, str):
-            raise ChoiceError(
-                f"the hand-written plan {self.id} has no sequence-parallel variant: {self.sequence_parallel}",
-                hint="plan without sequence_parallel, or use source='inferred'",
-            )
         if sequence_parallel:
+            if isinstance(self.sequence_parallel, str):
+                raise ChoiceError(
+                    f"the hand-written plan {self.id} has no sequence-parallel variant: {self.sequence_parallel}",
+                    hint="plan without sequence_parallel, or use source='inferred'",
+                )
             entries.update(self.sequence_parallel)
         name = f"rules/plans/{self.id}.toml"
         lines = tuple(Choice(pattern, style, name) for pattern, style in entries.items())

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from torch import nn
 
-from autoplan.decide.choices import ChoiceError, Choices
+from autoplan.decide.choices import Choice, ChoiceError, Choices
 from autoplan.decide.chosen import choices_of_plan
 from autoplan.decide.handwritten import find_plan, load_plans, plan_by_id
 from autoplan.dialects.deepspeed import is_deepspeed, read_deepspeed
@@ -104,7 +104,8 @@ class _Reader:
         odd = next((key for key in data if not isinstance(key, str)), None)
         if odd is not None:
             raise ChoiceError(f"{name} has the key {odd!r}, which is no path", hint="keys are module paths with *")
-        lines, unread = [], []
+        lines: list[Choice] = []
+        unread: list[str] = []
         for key, style in data.items():
             try:
                 lines += read_strings({key: style}, name, by_position=by_position) + read_styles({key: style}, name)

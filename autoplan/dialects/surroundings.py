@@ -13,7 +13,7 @@ __all__ = ["surroundings"]
 def surroundings(model: nn.Module, plan: Plan) -> Surroundings:
     """Of a model of any device, for its plan."""
     shipped = tuple(getattr(model, "_tp_plan", None) or ())
-    blocks = {}
+    blocks: dict[str, None] = {}
     for stack in plan.layers:
         for name in stack.fqns:
             cls = type(model.get_submodule(name))

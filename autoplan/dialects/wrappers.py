@@ -23,7 +23,7 @@ def unwrapped(model: nn.Module) -> tuple[str, nn.Module]:
         if inner is None:
             return ".".join(path), model
         path.append(inner)
-        model = model._modules[inner]  # type: ignore[assignment]
+        model = model._modules[inner]
 
 
 def _inner(model: nn.Module) -> str | None:

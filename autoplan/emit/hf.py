@@ -20,6 +20,7 @@ OLD_NAMES = {
     "rowwise_split_input": "rowwise_rep",
     "packed_colwise": "local_packed_colwise",
 }
+_DIGITS = tuple(map(str, range(100)))
 _NOT_IN_OLD = (
     "embedding_rowwise",
     "replicated_with_grad_allreduce",
@@ -81,9 +82,12 @@ def _merged(parts: Iterable[Part]) -> Iterator[Part]:
         styles: dict[str, set[str]] = {}
         for entry in entries:
             styles.setdefault(starred(entry.pattern), set()).add(entry.style)
+        kind = kinds.pop() if len(kinds) == 1 else "other"
         if any(len(found) > 1 for found in styles.values()):
-            needs += ("layers are planned differently, and keys mean every layer",)
-        yield Part(container, entries, kinds.pop() if len(kinds) == 1 else "other", needs)
+            kind, needs = "mixed", ("layers are planned differently, and a key means every layer",)
+        elif any(entry.pattern.rpartition(".")[2] in ("*", *_DIGITS) for entry in entries):
+            kind, needs = "mixed", ("modules that have only numbers for names cannot be told apart by a key",)
+        yield Part(container, entries, kind, needs)
 
 
 def _lines(part: Part, plan: Plan) -> Iterator[tuple[str, str]]:
@@ -107,7 +111,7 @@ def _lines(part: Part, plan: Plan) -> Iterator[tuple[str, str]]:
         yield part.container, "moe_tp_experts"
     elif part.kind == "packed" and not part.needs and all(_is_half_and_half(e) for e in part.entries):
         yield from _as_they_are(part.entries)
-    elif part.can_gather:
+    elif part.can_gather and part.kind != "mixed":
         for entry in part.gathered:
             column = entry.style in ("colwise", "packed_colwise")
             yield starred(entry.pattern), "colwise_gather_output" if column else "rowwise_split_input"

@@ -40,8 +40,15 @@ class PlannedModel(ParallelStyle):
     def __init__(self, plan: Plan, taken: set[str], gather_logits: bool) -> None:
         super().__init__()
         self.plan, self._taken, self.gather_logits = plan, taken, gather_logits
+        self._used = False
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if self._used:
+            raise PlanMismatchError(
+                "these style objects were already applied to a model, and styles keep what they met there",
+                hint="call plan.to_torch() once per model: it gives fresh objects each time",
+            )
+        self._used = True
         missing = [e.pattern for e in self.plan.entries if e.pattern and e.pattern not in self._taken]
         if missing:
             raise PlanMismatchError(
