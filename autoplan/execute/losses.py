@@ -39,7 +39,7 @@ def vocab_parallel_cross_entropy(
 
     `shift` compares each position with the next token, as causal models in transformers do; with `num_items_in_batch`
     the sum is divided by it, as their losses do under gradient accumulation. `weight` has one element per token of the
-    whole vocabulary. `chunk_tokens` rows at a time are widened, for logits in half precision.
+    whole vocabulary. `chunk_tokens` rows are worked on at a time; by default as many as need little memory.
     """
     columns, target = columns_of(logits, group, vocabulary), plain(target)
     if shift:

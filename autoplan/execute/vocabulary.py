@@ -11,7 +11,7 @@ at least, a chunk of rows at a time if wanted, so that no second tensor of the l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ from autoplan.execute.collectives import RankGroup, all_reduce, copy_to_ranks
 from autoplan.layout import chunk
 
 __all__ = ["Columns", "Ranks", "columns_of", "plain", "row_entropy", "row_sums", "wide"]
+
+_CHUNK = 2**22  # elements that are widened at a time, unless asked otherwise
 
 Ranks = RankGroup | DeviceMesh | dist.ProcessGroup
 
@@ -109,7 +111,7 @@ def row_sums(
     local = columns.local
     if weight is not None:
         weight = weight.to(local.device, wide(local.dtype))
-    step = _step(chunk_tokens, tokens.numel())
+    step = _step(chunk_tokens, columns.rows)
     sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     sums = _RowSums.apply(columns.rows, tokens, weight, columns.group, columns.own.start, step)
     return sums
@@ -118,18 +120,31 @@ def row_sums(
 def row_entropy(columns: Columns, *, chunk_tokens: int | None = None) -> torch.Tensor:
     """The entropy of each row's distribution, in nats."""
     rows = columns.rows
-    entropy: torch.Tensor = _Entropy.apply(rows, columns.group, _step(chunk_tokens, rows.shape[0]))
+    entropy: torch.Tensor = _Entropy.apply(rows, columns.group, _step(chunk_tokens, rows))
     return entropy
 
 
-def _step(chunk_tokens: int | None, rows: int) -> int:
+def _step(chunk_tokens: int | None, rows: torch.Tensor) -> int:
+    """How many rows at a time. Compiled code fuses what would need the memory, and loops would be unrolled."""
     if chunk_tokens is not None and chunk_tokens < 1:
         raise AutoplanError(f"chunk_tokens={chunk_tokens}", hint="give a whole number from 1 on, or None")
-    return max(1, rows if chunk_tokens is None else chunk_tokens)
+    if chunk_tokens is None and not torch.compiler.is_compiling():
+        chunk_tokens = _CHUNK // max(1, rows.shape[1])
+    return max(1, rows.shape[0] if chunk_tokens is None else chunk_tokens)
 
 
 def _chunks(rows: torch.Tensor, step: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, rows.shape[0], step))
+
+
+def _in_chunks(part: Callable[[slice], torch.Tensor], rows: torch.Tensor, step: int) -> torch.Tensor:
+    """A gradient for `rows`, made a chunk of them at a time."""
+    if rows.shape[0] <= step:
+        return part(slice(0, rows.shape[0])).to(rows.dtype)
+    gradient = torch.empty_like(rows)
+    for at in _chunks(rows, step):
+        gradient[at] = part(at)
+    return gradient
 
 
 def _log_sum_exp(rows: torch.Tensor, step: int) -> torch.Tensor:
@@ -183,16 +198,14 @@ class _RowSums(torch.autograd.Function):
         shared = (whole, of_whole, of_chosen, of_weighted)
         whole, of_whole, of_chosen, of_weighted = (copy_to_ranks(value, ctx.group) for value in shared)
         own, column = _own(tokens, ctx.first, rows.shape[1])
-        parts = []
-        for at in _chunks(rows, ctx.step):
-            part = torch.exp(rows[at].to(whole.dtype) - whole[at, None]) * of_whole[at, None]
+
+        def part(at: slice) -> torch.Tensor:
+            made = torch.exp(rows[at].to(whole.dtype) - whole[at, None]) * of_whole[at, None]
             if rows.shape[1]:
-                part = part.scatter_add(1, column[at, None], torch.where(own, of_chosen, 0.0)[at, None])
-            if weight is not None:
-                part = part + of_weighted[at, None] * weight
-            parts.append(part.to(rows.dtype))
-        gradient = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.zeros_like(rows)
-        return gradient, None, None, None, None, None
+                made = made.scatter_add(1, column[at, None], torch.where(own, of_chosen, 0.0)[at, None])
+            return made if weight is None else made + of_weighted[at, None] * weight
+
+        return _in_chunks(part, rows, ctx.step), None, None, None, None, None
 
 
 class _Entropy(torch.autograd.Function):
@@ -211,13 +224,12 @@ class _Entropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         """dH/dx = -p (log p + H)."""
         rows, whole, entropy = ctx.saved_tensors
-        parts = []
-        for at in _chunks(rows, ctx.step):
+
+        def part(at: slice) -> torch.Tensor:
             x = rows[at].to(whole.dtype)
-            p = torch.exp(x - whole[at, None])
-            part = (_surprise(x, whole[at]) - p * entropy[at, None]) * gradient[at, None]
-            parts.append(part.to(rows.dtype))
-        return torch.cat(parts) if parts else torch.zeros_like(rows), None, None
+            return (_surprise(x, whole[at]) - torch.exp(x - whole[at, None]) * entropy[at, None]) * gradient[at, None]
+
+        return _in_chunks(part, rows, ctx.step), None, None
 
 
 def _surprise(rows: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
