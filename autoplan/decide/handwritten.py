@@ -5,9 +5,9 @@ may be subclassed, or come from the hub in a module whose path holds a hash. So 
 the classes a model descends from, nearest first; and by bare name only for modules that transformers made for remote
 code, where nothing else can be known. Two unrelated classes of one name never meet.
 
-A plan pins what it names; what it does not name (a vision tower, adapters) is decided by analysis, so that no plan can
-be worse than none. A plan file is data: `qualname` (or several), `why`, `gains` over inference, `entries`, and `sequence_parallel`: the
-entries that differ then, or the reason there are none.
+A plan pins what it names; what it does not name (a vision tower, adapters) is decided by analysis, so that no plan
+can be worse than none. A plan file is data: `qualname` (or several), `why`, `gains` over inference, `entries`, and
+`sequence_parallel`: the entries that differ then, or the reason there are none.
 """
 
 from __future__ import annotations
