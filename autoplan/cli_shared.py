@@ -16,12 +16,15 @@ from autoplan.errors import AutoplanError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["FAILED", "FINDINGS", "OK", "AsJson", "Model", "Output", "TpSize", "Trust", "emit", "note", "progress"]
+__all__ = ["FAILED", "FINDINGS", "OK", "AsJson", "Cut", "Model", "Output", "TpSize", "Trust", "emit", "note", "progress"]
 
 OK, FINDINGS, FAILED = 0, 1, 2
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="What to plan; see the end of `autoplan --help`.")]
 TpSize = Annotated[int, typer.Option("--tp", min=1, help="Ranks to split over.")]
+Cut = Annotated[
+    bool, typer.Option("--sequence-parallel", help="Cut the stream between split regions along the sequence too.")
+]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write there, not to stdout.")]
