@@ -1,1 +1,1 @@
-"""The published failures of tensor-parallel plans, wraps and settings, each a small model with a bad and a good case."""
+"""The published failures of tensor-parallel plans and settings, each a small model with a bad and a good case."""
