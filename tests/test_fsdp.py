@@ -21,8 +21,8 @@ from autoplan.errors import AutoplanError, PlanMismatchError
 from autoplan.execute.mesh_dims import read_mesh
 from autoplan.execute.units import choose_units
 
-FAMILIES = ("llama", "gpt2", "falcon")
-SLOW_FAMILIES = ("mixtral", "nemotron_h", "deepseek_v3", "t5", "llava")
+FAMILIES = ("llama", "gpt2")
+SLOW_FAMILIES = ("falcon", "mixtral", "nemotron_h", "deepseek_v3", "t5", "llava")
 
 
 def assert_trains_exactly(kind: str, mesh: str, **how: Any) -> None:
@@ -38,7 +38,14 @@ def test_training_on_a_2x2_mesh_equals_one_device(kind: str) -> None:
     assert_trains_exactly(kind, "dp=2,tp=2")
 
 
-@pytest.mark.parametrize("mesh", ["dp=2", "dp_replicate=2,dp_shard=2", "tp=2"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param("dp=2", marks=pytest.mark.slow),
+        "dp_replicate=2,dp_shard=2",
+        pytest.param("tp=2", marks=pytest.mark.slow),
+    ],
+)
 def test_training_on_other_meshes_equals_one_device(mesh: str) -> None:
     assert_trains_exactly("gpt2", mesh)
 
