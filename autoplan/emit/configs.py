@@ -49,7 +49,7 @@ def _not_for_deepspeed(part: Part) -> str:
     packed_only = part.needs and all(need.endswith("is packed") for need in part.needs)
     if part.needs and not packed_only:
         return part.needs[0]
-    if not part.can_gather or len(part.gathered) < len(part.entries):
+    if len(part.gathered) < len(part.entries):
         return "AutoTP splits linear layers only, and sums no gradient of whole parameters"
     if any(e.style not in ("colwise", "rowwise", "packed_colwise") for e in part.entries):
         return "AutoTP knows column and row layers only"

@@ -55,9 +55,10 @@ def hf_entries(plan: Plan) -> tuple[dict[str, str], list[Refused]]:
         if lines:
             found |= lines
             refused += [
-                Refused(e.pattern, e.bytes, "mla_kv_a_proj wants it whole")
+                Refused(e.pattern, e.bytes, "no style of transformers cuts it in this place")
                 for e in part.entries
-                if lines.get(starred(e.pattern)) == "mla_kv_a_proj"
+                if lines.get(starred(e.pattern), "mla_kv_a_proj") == "mla_kv_a_proj"
+                and e.style != "replicated_with_grad_allreduce"
             ]
         else:
             why = part.needs[0] if part.needs else f"no style of transformers does it ({part.entries[0].style})"
@@ -93,6 +94,8 @@ def _merged(parts: Iterable[Part]) -> Iterator[Part]:
 def _lines(part: Part, plan: Plan) -> Iterator[tuple[str, str]]:
     """The keys of a part, or nothing."""
     if part.kind == "end":
+        if _has_tied_bias(plan):
+            return
         for entry in part.entries:
             head = entry.rule != "token-embedding"
             if not head and not entry.style.startswith("embedding_rowwise"):
@@ -115,6 +118,16 @@ def _lines(part: Part, plan: Plan) -> Iterator[tuple[str, str]]:
         for entry in part.gathered:
             column = entry.style in ("colwise", "packed_colwise")
             yield starred(entry.pattern), "colwise_gather_output" if column else "rowwise_split_input"
+
+
+def _has_tied_bias(plan: Plan) -> bool:
+    """A head whose bias is also a parameter of another module, which transformers would put back whole."""
+    modules = {entry.pattern for entry in plan.entries}
+    split = {rule.pattern for rule in plan.runtime.parameters if rule.dim is not None}
+    heads = [e for e in plan.entries if e.rule in ("lm-head", "tied-head") and "bias" in e.parameters]
+    others = {name for name in split if name.endswith(".bias") and name.rpartition(".")[0] not in modules}
+    above = {entry.pattern.rpartition(".")[0] for entry in heads}
+    return any(name.rpartition(".")[0] in above for name in others)
 
 
 def _as_they_are(entries: Iterable[Entry]) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,7 @@ A part is written whole or not at all, so half a column/row pair never leaves th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoplan.errors import AutoplanError
 from autoplan.layout import Layout
@@ -58,14 +58,13 @@ class Part:
 
     @property
     def can_gather(self) -> bool:
-        """Are all weights those of linear layers, cut by output or input?"""
-        cut = [e for e in self.entries if e.style != "replicated_with_grad_allreduce"]
-        return bool(cut) and all(_is_linear(entry) for entry in cut)
+        """Are there linear layers, cut by output or input? Each of them is exact by itself."""
+        return bool(self.gathered)
 
     @property
     def gathered(self) -> tuple[Entry, ...]:
         """The linear layers of the part; what else it holds stays whole when products are gathered."""
-        return tuple(e for e in self.entries if e.style != "replicated_with_grad_allreduce")
+        return tuple(entry for entry in self.entries if _is_linear(entry))
 
     def refused(self, why: str) -> Iterator[Refused]:
         for entry in self.entries:
@@ -75,11 +74,28 @@ class Part:
 
 def parts_of(plan: Plan) -> tuple[Part, ...]:
     """The planned modules by the container they stand in. Blocks that are planned alike are one part."""
+    parents = {entry.pattern.rpartition(".")[0] for entry in plan.entries}
     groups: dict[str, list[Entry]] = {}
     for entry in plan.entries:
-        container = entry.pattern if entry.rule in _ENDS else entry.pattern.rpartition(".")[0]
-        groups.setdefault(container, []).append(entry)
-    return tuple(_part(plan, container, tuple(entries), groups) for container, entries in groups.items())
+        own = entry.rule in _ENDS or entry.pattern in parents  # a container's own parameters belong to it
+        groups.setdefault(entry.pattern if own else entry.pattern.rpartition(".")[0], []).append(entry)
+    parts = [_part(plan, container, tuple(entries), groups) for container, entries in groups.items()]
+    return tuple(_with_neighbours(part, parts) for part in parts)
+
+
+def _with_neighbours(part: Part, parts: list[Part]) -> Part:
+    """A part may share its axis with a stranger part outside its block: it is then no plain pair. (Sizes must do.)"""
+    for other in parts:
+        outside = other.container == "" or part.container.startswith(f"{other.container}.")
+        if part.kind == "plain" and other.kind == "other" and outside and _dealt(part) & _dealt(other):
+            return replace(part, needs=(*part.needs, f"it may share its axis with {other.entries[0].pattern}"))
+    return part
+
+
+def _dealt(part: Part) -> set[int]:
+    """The sizes of what a part deals out."""
+    layouts = [layout for entry in part.entries if (layout := layout_of(entry)) is not None]
+    return {factor.size for layout in layouts for factor in (layout, *layout.parts) if factor.split is not None}
 
 
 def _part(plan: Plan, container: str, entries: tuple[Entry, ...], containers: Iterable[str]) -> Part:
