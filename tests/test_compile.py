@@ -1,7 +1,8 @@
 """torch.compile on a planned model: one graph, no break caused by what the plan does, the same numbers.
 
 The ranks are two gloo processes: compiled code runs its collectives for real. `aot_eager` traces forward and backward
-as inductor would and generates no code. A model whose own code breaks the graph is not our business; llama-likes do not.
+as inductor would, and generates no code. A model whose own code breaks the graph is not our business; llama-likes do
+not.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ __all__ = ["CHECKS", "Check", "judge", "labels_for"]
 
 NOISE = "drawn at random"  # a group with this name says that training draws random numbers
 AGREE = "agreement: "  # groups whose name begins so are compared between ranks only
+LOSS_LIMIT = 1e-4  # models compute their losses in float32, whatever their own dtype
 NORM = "norm of all gradients"
 ADVICE = {NORM: "clip_grad_norm_ clips by another norm than unsharded: sharded parameters must be DTensors, rows once"}
 
@@ -286,6 +287,8 @@ def judge(
     findings: list[Finding] = []
     errors: dict[str, dict[str, float]] = {}
     random = bool(reference.get(NOISE))
+    if check.name == "loss":
+        tolerance = replace(tolerance, limit=max(tolerance.limit, LOSS_LIMIT))
     for group in ranks[0]:
         between_ranks = random or group.startswith(AGREE)
         want = ranks[0][group] if between_ranks else reference.get(group, {})
