@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,7 +38,7 @@ from autoplan.values import Finding, Means, Plan
 
 __all__ = ["capture_source", "parallelize", "plan", "plan_source", "solve_source"]
 
-Model = nn.Module | PretrainedConfig | str
+Model: TypeAlias = nn.Module | PretrainedConfig | str
 PROOFS = ("graph", "ranks", "none")
 
 

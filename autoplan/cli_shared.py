@@ -16,7 +16,20 @@ from autoplan.errors import AutoplanError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["FAILED", "FINDINGS", "OK", "AsJson", "Cut", "Model", "Output", "TpSize", "Trust", "emit", "note", "progress"]
+__all__ = [
+    "FAILED",
+    "FINDINGS",
+    "OK",
+    "AsJson",
+    "Cut",
+    "Model",
+    "Output",
+    "TpSize",
+    "Trust",
+    "emit",
+    "note",
+    "progress",
+]
 
 OK, FINDINGS, FAILED = 0, 1, 2
 

@@ -21,7 +21,20 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "autoplan"
 
 # The pure part of the path: plain data in, plain data out.
-PURE = ("values", "layout", "errors", "patterns", "rules_folder", "version", "analyse", "decide", "emit", "cli", "cli_audit", "cli_shared")
+PURE = (
+    "values",
+    "layout",
+    "errors",
+    "patterns",
+    "rules_folder",
+    "version",
+    "analyse",
+    "decide",
+    "emit",
+    "cli",
+    "cli_audit",
+    "cli_shared",
+)
 HEAVY = ("torch", "transformers", "numpy")
 
 PUBLIC = (

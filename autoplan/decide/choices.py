@@ -79,9 +79,9 @@ class Choice:
 class Choices:
     """A written plan. `complete`: weights it does not name stay whole; otherwise analysis decides them.
 
-    `source` is what entries will say. `tolerant`: keys that match nothing and cuts that a model does not allow are noted
-    rather than refused (a plan for a whole family of models); `trial`: so is every other contradiction (the plan was accepted
-    for the model and is tried on a small clone of it). `under` is asked for what this plan does not name.
+    `source` is what entries will say. `tolerant`: keys that match nothing and cuts that a model does not allow are
+    noted rather than refused (a plan for a whole family of models); `trial`: so is every other contradiction (the plan
+    was accepted for the model and is tried on a small clone of it). `under` is asked for what this plan does not name.
     """
 
     name: str

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,10 +85,7 @@ def sequence_action(site: HookSite, running: Running) -> Callable[[torch.Tensor]
     flat, name = name.endswith("*"), name.removesuffix("*")
 
     def cut(x: torch.Tensor) -> torch.Tensor:
-        if name in running.lengths and flat:
-            length = running.lengths[name]
-        else:
-            length = x.size(dim)
+        length = running.lengths.get(name, x.size(dim)) if flat else x.size(dim)
         if length % group.size and running.sequence_padding == "error" and torch.is_grad_enabled():
             raise IndivisibleError(
                 f"a sequence of {length} does not divide over {group.size} ranks",
@@ -130,9 +128,7 @@ def install(module: nn.Module, work: ModuleWork, running: Running) -> list[Remov
     handles = [module.register_forward_pre_hook(worker.before, with_kwargs=True)]
     handles.append(module.register_forward_hook(worker.after, with_kwargs=True))
     if worker.needs_cleanup:
-        handles.append(
-            module.register_forward_hook(worker.clean_up, with_kwargs=True, always_call=True)  # type: ignore[arg-type]
-        )
+        handles.append(module.register_forward_hook(worker.clean_up, with_kwargs=True, always_call=True))
     return handles
 
 
@@ -256,7 +252,7 @@ def install_root(
     return [
         model.register_forward_pre_hook(root.before, with_kwargs=True, prepend=True),
         model.register_forward_hook(root.after, with_kwargs=True),
-        model.register_forward_hook(root.clean_up, with_kwargs=True, always_call=True),  # type: ignore[arg-type]
+        model.register_forward_hook(root.clean_up, with_kwargs=True, always_call=True),
     ]
 
 
@@ -288,9 +284,8 @@ class _Root:
                     continue
                 layout, dim = Layout.parse(site.layout), site.dim
                 rows = tuple(layout.rows(rank, group.size) for rank in range(group.size))
-                output = change_output(
-                    output, site.path, lambda x, d=dim, r=rows: gather_over_ranks(x, group, d, r), "the model"
-                )
+                whole = partial(gather_over_ranks, group=group, dim=dim, rows=rows)
+                output = change_output(output, site.path, whole, "the model")
             if self.running.loss:
                 return columns_in(output, self._as_dtensor)
             if not self.running.whole_logits:
@@ -324,5 +319,6 @@ class _Root:
 
     def clean_up(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self.running.depth -= 1
+        self.running.loss &= self.running.depth > 0  # a head that is called by itself gives its columns
         if self.running.depth == 0 and self.running.randomness.active:
             self.running.randomness.end()

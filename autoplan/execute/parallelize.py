@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -34,8 +35,8 @@ _AT_EXIT = ("gather", "gather_whole")  # done where the model returns, not by a 
 class Applied:
     """What was done to a model, in plain data.
 
-    `split`: parameters cut over tp ranks; `edits`: integers changed (module, attribute, before, after); `hooked`: modules
-    with communication. `checkpointed`: modules whose activations are computed again; `saved_bytes`: what that saves per
+    `split`: parameters cut over tp ranks; `edits`: integers changed (module, attribute, before, after); `hooked`: where
+    ranks communicate. `checkpointed`: modules whose activations are computed again; `saved_bytes`: what that saves per
     token, estimated. `units`: what FSDP2 gathers together, the model itself last; `data_parallel`: (replicas, shards).
     `notes`: what was left out, and why.
     """
@@ -141,8 +142,11 @@ def check_matches(model: nn.Module, plan: Plan) -> None:
     """Does every pattern of the plan mean something in this model? Raises PlanMismatchError with the nearest path."""
     parameter_rules(model, plan)
     modules = dict(model.named_modules(remove_duplicate=False))
-    for item in (*plan.runtime.edits, *plan.runtime.hooks, *plan.runtime.heads, *plan.runtime.scoped):
-        _module_names(item.pattern, modules)
+    runtime = plan.runtime
+    items = (runtime.edits, runtime.hooks, runtime.heads, runtime.scoped)
+    patterns = [item.pattern for group in items for item in group]
+    for pattern in patterns:
+        _module_names(pattern, modules)
 
 
 def undo_all(model: nn.Module) -> None:
@@ -252,7 +256,7 @@ def _localise_padding(
             continue
         own = chunk(work.embedding.size, group.size, group.rank)
         state["padding_idx"] = padding - own.start if padding in own else None
-        undo.append(lambda s=state, p=padding: s.__setitem__("padding_idx", p))
+        undo.append(partial(state.__setitem__, "padding_idx", padding))
 
 
 def _install_root(model: nn.Module, plan: Plan, running: Running) -> list[Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -52,7 +53,7 @@ def make_reproducible(
             refused.append(name)
         elif "forward" not in module.__dict__:
             module.__dict__["forward"] = MethodType(_forward, module)
-            undo.append(lambda state=module.__dict__: state.pop("forward", None))
+            undo.append(partial(module.__dict__.pop, "forward", None))
     if refused:
         raise AutoplanError(
             f"reproducible_forward: {len(refused)} sums over ranks are not products of a module with its weight, "

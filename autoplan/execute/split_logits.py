@@ -259,7 +259,7 @@ _IN_PLACE_OPERATORS = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__if
 _PROPERTIES = ("dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout", "ndim", "is_cuda", "is_meta")
 _RULES: dict[Any, Callable[[Kind, Any, Any, Any], Any]] = {
     F.cross_entropy: _cross_entropy,
-    **dict.fromkeys([_T.shape.__get__], _shape),  # type: ignore[attr-defined]
+    _T.shape.__get__: _shape,
     _T.size: _size,
     **dict.fromkeys((_T.numel, _T.nelement), _numel),
     **{getattr(_T, name).__get__: _as_it_is for name in _PROPERTIES},

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ __all__ = ["Columns", "Ranks", "columns_of", "plain", "row_entropy", "row_sums",
 
 _CHUNK = 2**22  # elements that are widened at a time, unless asked otherwise
 
-Ranks = RankGroup | DeviceMesh | dist.ProcessGroup
+Ranks: TypeAlias = "RankGroup | DeviceMesh | dist.ProcessGroup"
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class _Entropy(torch.autograd.Function):
         return entropy
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         """dH/dx = -p (log p + H)."""
         rows, whole, entropy = ctx.saved_tensors

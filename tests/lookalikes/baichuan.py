@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from lookalikes.parts import GatedMLP, Norm, rotate
 from torch import nn
 from torch.nn import functional as F
+
+from lookalikes.parts import GatedMLP, Norm, rotate
 
 
 class NormHead(nn.Module):

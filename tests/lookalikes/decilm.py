@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from lookalikes.parts import GatedMLP, Norm, rotate
 from torch import nn
 from torch.nn import functional as F
+
+from lookalikes.parts import GatedMLP, Norm, rotate
 
 # (query heads in a key/value group, or "linear" or "none"; hidden features of the MLP, or "linear" or "none")
 BLOCKS: tuple[tuple[int | str, int | str], ...] = ((2, 160), ("linear", 96), ("none", 160), (4, "linear"), (2, "none"))

@@ -1,11 +1,12 @@
-"""Shaped like Nemotron-Labs-Diffusion: the decoder is called `encoder`, the head `diffusion_head`, attention sees all."""
+"""Shaped like Nemotron-Labs-Diffusion: a decoder called `encoder`, a head `diffusion_head`, attention sees all."""
 
 from __future__ import annotations
 
 import torch
+from torch import nn
+
 from lookalikes.decilm import Attention
 from lookalikes.parts import GatedMLP, Norm
-from torch import nn
 
 
 class Layer(nn.Module):

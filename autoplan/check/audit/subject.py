@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from autoplan.analyse.flow import Flow
@@ -151,16 +151,7 @@ class Subject:
         dim, parts = self._dim(line, name, fact)
         if dim is None:
             return Said(line)
-        size = fact.shape[dim]
-        step = -(-size // parts)
-        rows = tuple(
-            tuple(
-                start + row
-                for start in range(0, size, step)
-                for row in chunk(min(step, size - start), self.tp_size, rank)
-            )
-            for rank in range(self.tp_size)
-        )
+        rows = _plain_rows(fact.shape[dim], parts, self.tp_size)
         return Said(line, dim, parts, rows)
 
     def _dim(self, line: Line, name: str, fact: ParameterFact) -> tuple[int | None, int]:
@@ -237,3 +228,13 @@ class Subject:
 
     def lines_with(self, *styles: str) -> Iterator[Line]:
         return (line for line in self.plan.lines if line.style in styles)
+
+
+@lru_cache(maxsize=1024)
+def _plain_rows(size: int, parts: int, tp: int) -> tuple[tuple[int, ...], ...]:
+    """The rows of each rank when a dim is cut in consecutive pieces, each of `parts` equal parts by itself."""
+    step = -(-size // parts)
+    return tuple(
+        tuple(start + row for start in range(0, size, step) for row in chunk(min(step, size - start), tp, rank))
+        for rank in range(tp)
+    )

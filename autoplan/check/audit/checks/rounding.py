@@ -39,7 +39,7 @@ def _spread(subject: Subject, clone: Any, dtype: str) -> tuple[float, float]:
     """The largest errors of outputs and gradients in another precision."""
     import torch
 
-    from autoplan.capture.source import _cast
+    from autoplan.capture.dtypes import cast_numbers
     from autoplan.check.audit.trial import sharding_for
     from autoplan.check.sharded import check_sharding
     from autoplan.check.verify import _cast as cast_inputs
@@ -49,7 +49,7 @@ def _spread(subject: Subject, clone: Any, dtype: str) -> tuple[float, float]:
         raise AutoplanError(f"dtype={dtype!r} is no torch dtype", hint="give 'bfloat16' or 'float16'")
     assert subject.numbers is not None
     model = copy.deepcopy(clone.model)
-    _cast(model, wanted)
+    cast_numbers(model, wanted)
     entries = {name: cast_inputs(inputs, wanted) for name, inputs in clone.entries.items()}
     report = check_sharding(model, entries, sharding_for(subject.plan), subject.numbers.tp_size, checks=("forward",))
     return report.forward or 0.0, max(report.gradients.values(), default=0.0)
