@@ -10,17 +10,18 @@ import ast
 import importlib
 import inspect
 import sys
+from collections.abc import Iterable
 from types import ModuleType
 
 FOREIGN = {"torch", "nn", "functional", "F", "config", "logger", "weight", "bias"}  # names that torch and bases own
 UNWANTED_DECORATORS = {"auto_docstring"}  # they look names up in the original file
 
 
-def renamed_copy(module_name: str) -> tuple[ModuleType, dict[str, str]]:
-    """The renamed module, and the new name of each class and attribute."""
+def renamed_copy(module_name: str, kept: Iterable[str] = ()) -> tuple[ModuleType, dict[str, str]]:
+    """The renamed module, and the new name of each class and attribute but those `kept`."""
     original = importlib.import_module(module_name)
     tree = ast.parse(inspect.getsource(original))
-    names = _new_names(tree)
+    names = {old: new for old, new in _new_names(tree).items() if old not in kept}
     tree = ast.fix_missing_locations(_Renamer(names).visit(tree))
     copy = ModuleType(f"{module_name}_renamed")
     copy.__package__ = original.__package__
@@ -33,7 +34,8 @@ def _new_names(tree: ast.Module) -> dict[str, str]:
     classes = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     attributes: dict[str, None] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+        made = node.value.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.IfExp) else None
+        if isinstance(node, ast.Assign) and isinstance(made or node.value, ast.Call):
             for target in node.targets:
                 if (
                     isinstance(target, ast.Attribute)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoplan.check.ranks import Engine
 from autoplan.check.sharded import CHECK_NAMES
@@ -17,7 +17,10 @@ from autoplan.check.share import reductions_per_block, share_of
 from autoplan.errors import AutoplanError, IndivisibleError, SourceError
 from autoplan.values import Finding, Report, Score, Verdict
 
-__all__ = ["CHECK_SETS", "score"]
+if TYPE_CHECKING:
+    from autoplan.check.verify import Clone
+
+__all__ = ["CHECK_SETS", "score", "score_clone", "verdict_of"]
 
 CHECK_SETS = {"fast": ("parameters", "forward"), "all": CHECK_NAMES}
 
@@ -36,16 +39,26 @@ def score(
 
 
 def _scored(blank: Score, tp_size: int, engine: Engine, checks: tuple[str, ...]) -> Score:
-    from autoplan.api import capture_source, solve_source
     from autoplan.capture.source import resolve
-    from autoplan.check.verify import clone_of, verify_clone
-    from autoplan.decide.planner import make_plan
-    from autoplan.stacks import layers
+    from autoplan.check.verify import clone_of
 
     try:
         clone = clone_of(resolve(f"{blank.model_type}:{blank.class_name}"))
     except (AutoplanError, ImportError) as error:
         return replace(blank, reason=_said(error))
+    return score_clone(clone, blank, tp_size, engine, checks)
+
+
+def score_clone(
+    clone: Clone, blank: Score, tp_size: int, engine: Engine = "threads", checks: tuple[str, ...] = CHECK_SETS["fast"]
+) -> Score:
+    """Fill in the blank: plan and verify a tiny model that runs."""
+    from autoplan.api import capture_source, solve_source
+    from autoplan.capture.source import resolve
+    from autoplan.check.verify import verify_clone
+    from autoplan.decide.planner import make_plan
+    from autoplan.stacks import layers
+
     source = resolve(clone.model, inputs=clone.entries)
     captured = capture_source(source, clone.model)
     try:

@@ -43,8 +43,7 @@ def share_of(solution: Solution, plan: Plan) -> Share:
     read = readings(flow, solution.parameters)
     tables = {fact.names[0] for fact in facts if _is_table(read.get(fact.names[0], ()))}
     looked_up = [fact for fact in facts if _by_input(read.get(fact.names[0], ()), flow)]
-    others = [fact for fact in facts if fact.names[0] in tables]
-    largest = max(looked_up or others, key=lambda fact: fact.bytes, default=None)
+    largest = max(looked_up, key=lambda fact: fact.bytes, default=None)
     latents = [item.fqn for item in plan.replicated if _LATENT in item.reason]
     counted = cut = 0
     whole: dict[str, list[str]] = {}
