@@ -1,0 +1,293 @@
+"""The auditor: what it says of right and wrong plans, in every form, and of input that is none."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from corpus.case import Case
+from corpus.toys import ATTENTION, GOOD, MLP, TABLES, Attention, FusedAttention, decoder, torch_styles
+
+import autoplan
+from autoplan.capture.source import resolve
+from autoplan.check.audit.auditor import audit_source, subject_of
+from autoplan.check.audit.checks import CHECKS
+from autoplan.check.audit.checks.heads_gather import gather_bytes
+from autoplan.check.audit.comparison import compare_plans
+from autoplan.check.audit.lines import numbers_starred
+from autoplan.check.audit.subject import Settings
+from autoplan.check.audit.verdicts import verdicts
+from autoplan.check.faults import FAULTS
+from autoplan.cli import main
+from autoplan.emit.audit_report import markdown, sarif
+from autoplan.errors import AutoplanError
+from autoplan.testing import assert_plan_ok
+from autoplan.values import Report, replace
+
+GIB = 2**30
+
+
+def audited(plan, model=None, tp_size: int = 2, **options) -> Report:
+    return autoplan.audit(decoder() if model is None else model, plan, tp_size, **options)
+
+
+def levels(report: Report, check: str) -> set[str]:
+    return {finding.level for finding in report.findings if finding.check == check}
+
+
+# ------------------------------------------------------------------------------------------------ the checks
+
+
+def test_every_check_is_one_documented_file() -> None:
+    folder = Path(autoplan.__file__).parent / "check" / "audit" / "checks"
+    names = [check.name for check in CHECKS]
+    files = {path.stem.replace("_", "-") for path in folder.glob("*.py")} - {"--init--"}
+    assert sorted(names) == sorted(files)
+    for check in CHECKS:
+        assert check.about.startswith(f"{check.name}: ") and len(check.about) > 200, check.name
+
+
+def test_every_check_has_something_to_find() -> None:
+    """Each check is named by a row of the corpus, or has a test here."""
+    from test_corpus import CASES
+
+    here = {"overlaps", "dialects", "embeddings", "layouts", "runtime"}
+    assert {case.check for case in CASES} | here == {check.name for check in CHECKS}
+    assert all(isinstance(case, Case) for case in CASES)
+
+
+def test_two_keys_for_one_module() -> None:
+    report = audited(torch_styles({**ATTENTION, "layers.*.attn.q_*": "rowwise"})(None))
+    assert levels(report, "overlaps") == {"error"} and not report.ok
+
+
+def test_unknown_and_old_words() -> None:
+    assert levels(audited({**GOOD, "head": "colwise_rep"}), "dialects") == {"note"}
+    report = audited({**GOOD, "head": "columnwise"})
+    assert levels(report, "dialects") == {"error"} and not report.ok
+
+    class Strange:
+        pass
+
+    report = audited({**torch_styles(ATTENTION)(None), "head": Strange()})
+    (found,) = [finding for finding in report.findings if finding.check == "dialects"]
+    assert "test_audit" in found.message and "Strange" in found.message
+
+
+def test_a_string_among_style_objects() -> None:
+    report = audited({**torch_styles(ATTENTION)(None), "layers.*.mlp.w2": "rowwise"})
+    assert levels(report, "dialects") == {"error"}
+
+
+def test_a_table_left_whole_costs_bytes() -> None:
+    report = audited({**ATTENTION, **MLP})
+    assert report.ok and levels(report, "embeddings") == {"note"}
+    (found,) = [finding for finding in report.findings if finding.check == "embeddings"]
+    assert found.bytes == 64 * 32 * 4 // 2
+
+
+def test_the_residual_stream_is_not_cut() -> None:
+    report = audited({"layers.*.mlp.w1": "rowwise", "layers.*.mlp.w2": "rowwise"})
+    (found, *_) = [finding for finding in report.findings if finding.check == "layouts"]
+    assert found.level == "error" and found.proof and "residual" in found.message
+
+
+def test_a_changed_plan_of_ours_is_noticed_without_running() -> None:
+    source = resolve(decoder(partial(FusedAttention)))
+    subject = subject_of(source, "inferred", 2, run=False)
+    tried = 0
+    for fault in FAULTS:
+        spoiled = None if fault.tamper is not None else fault.spoil(subject.plan.plan)
+        if spoiled is not None:
+            report = audit_source(source, spoiled, 2, run=False)
+            assert levels(report, "runtime") | levels(report, "head-counts") == {"warn"}, fault.name
+            tried += 1
+    assert tried >= 10
+    assert not levels(audit_source(source, subject.plan.plan, 2, run=False), "runtime")
+
+
+# ------------------------------------------------------------------------------------------------ verdicts and proof
+
+
+def test_verdicts() -> None:
+    found = audited({**GOOD, "layers.*.attn.q_proj": "colwise"}).details["verdicts"]
+    assert found["layers.*.attn.q_proj"] == "same" and found["head"] == "dearer" and found["embed"] == "same"
+    gathered = {f"layers.*.attn.{name}_proj": "colwise_gather_output" for name in "qkv"}
+    report = audited({**GOOD, **gathered, "layers.*.attn.o_proj": "rowwise_split_input"})
+    assert report.ok and report.details["verdicts"]["layers.*.attn.q_proj"] == "dearer"
+
+
+def test_a_wrong_entry_is_proven_on_ranks() -> None:
+    report = audited(GOOD, decoder(partial(Attention, norm="head")))
+    assert not report.ok
+    (found, *_) = [finding for finding in report.findings if finding.check == "gradients"]
+    assert "q_norm" in found.where and "off by" in found.proof and "replicated_with_grad_allreduce" in found.hint
+    assert report.forward is not None and report.forward < 1e-9, "forward is exact: only gradients show it"
+
+
+def test_a_suspicion_that_is_exact_is_no_error() -> None:
+    """The same finding is an error, a warning or a note, as the ranks say."""
+    subject = subject_of(resolve(decoder()), {**ATTENTION, **MLP}, 2)
+    assert subject.suspect("pairing", "", "it looks odd").level == "note"
+    assert replace(subject, numbers=None).suspect("pairing", "", "it looks odd").level == "warn"
+    wrong = replace(
+        subject, numbers=Report(False, (subject.suspect("forward", "x", "").__class__("f", "error", "x", "off"),))
+    )
+    assert wrong.suspect("pairing", "", "it looks odd").level == "error"
+    assert verdicts(subject, ()) == dict.fromkeys(subject.plan.raw, "same")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "mixtral", "deepseek_v3", "phi3"])
+def test_exact_shipped_plans_have_no_error(model_type: str) -> None:
+    report = autoplan.audit(model_type, "hf", 2)
+    assert report.ok and report.details["ran"].startswith("exact"), report
+
+
+@pytest.mark.parametrize(("model_type", "where"), [("apertus", "alpha"), ("inkling2_text", "experts")])
+def test_wrong_shipped_plans_are_proven(model_type: str, where: str) -> None:
+    report = autoplan.audit(model_type, "hf", 2)
+    errors = [finding for finding in report.findings if finding.level == "error"]
+    assert not report.ok and any(where in finding.where and finding.proof for finding in errors), report
+
+
+def test_sizes_come_from_the_full_model() -> None:
+    """8 key/value heads: 16 ranks would each hold half of one, whatever a tiny clone at tp 2 says."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=2)
+    report = autoplan.audit(config, "hf", 16)
+    assert levels(report, "units") == {"error"}
+    assert autoplan.audit(config, "hf", 8).ok
+
+
+def test_the_published_gather() -> None:
+    """Llama-3.1-8B at tp 4: the head's forward 33.579 → 29.665 GB, the step 51.93 → 35.66 GB."""
+    subject = subject_of(resolve(decoder()), GOOD, 2, Settings(tokens=8192), run=False)
+    forward, step = gather_bytes(replace(subject, tp_size=4), 128_256)
+    assert forward / GIB == pytest.approx(33.579 - 29.665, rel=0.001)
+    assert step / GIB == pytest.approx(51.93 - 35.66, rel=0.02)
+
+
+def test_one_block_of_experts_or_layers_by_function() -> None:
+    report = audited("inferred", layers=lambda model: [model.layers[0]])
+    assert levels(report, "layers") == {"warn"}
+    assert not levels(audited("inferred", layers=lambda model: list(model.layers)), "layers")
+    with pytest.raises(AutoplanError, match="class name, path or module"):
+        audited("inferred", layers=[3])
+
+
+def test_names_as_transformers_stars_them() -> None:
+    assert numbers_starred("model.layers.3.mlp.w1") == "model.layers.*.mlp.w1"
+
+
+# ------------------------------------------------------------------------------------------------ bad input
+
+
+def test_an_empty_plan_shards_nothing() -> None:
+    report = audited({})
+    (found,) = [finding for finding in report.findings if finding.check == "coverage"]
+    assert "shards nothing" in found.message and found.bytes == sum(p.nbytes for p in decoder().parameters())
+
+
+def test_plans_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "plan.json"
+    broken.write_text('{"layers": ')
+    (tmp_path / "raises_on_import.py").write_text("raise RuntimeError('no such cluster')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for plan, said in (
+        (str(broken), "cannot be parsed"),
+        ("raises_on_import.PLAN", "RuntimeError: no such cluster"),
+        ("no/such/file.yaml", "no existing file"),
+        ("hf", "no transformers plan"),
+        ({3: "colwise"}, "which is no path"),
+    ):
+        with pytest.raises(AutoplanError, match=said):
+            audited(plan)
+    with pytest.raises(AutoplanError, match="plan for tp=4"):
+        audited(autoplan.plan(decoder(), tp_size=4, prove="none"))
+
+
+def test_a_plan_in_a_file(tmp_path: Path) -> None:
+    written = tmp_path / "plan.yaml"
+    written.write_text("\n".join(f"{key!r}: {style}" for key, style in GOOD.items()))
+    assert audited(str(written)).details["verdicts"]["embed"] == "same"
+    ours = tmp_path / "ours.yaml"
+    autoplan.plan(decoder(), tp_size=2, prove="none").save(ours)
+    assert set(audited(str(ours)).details["verdicts"].values()) == {"same"}
+
+
+# ------------------------------------------------------------------------------------------------ what comes out
+
+
+def test_sarif_and_markdown() -> None:
+    report = audited({**TABLES, "layers.*.mlp.up_proj": "colwise"})
+    checks = {check.name: check.about for check in CHECKS}
+    (run,) = sarif(report, checks, "plan.yaml")["runs"]
+    ids = [rule["id"] for rule in run["tool"]["driver"]["rules"]]
+    assert len(run["results"]) == len(report.findings)
+    for result in run["results"]:
+        assert ids[result["ruleIndex"]] == result["ruleId"] and result["message"]["text"]
+        assert result["level"] in ("error", "warning", "note")
+    text = markdown(report)
+    assert text.startswith("### ✅") and "| warn | dead-keys | `layers.*.mlp.up_proj` |" in text
+
+
+def test_compare() -> None:
+    source = resolve(decoder())
+    assert compare_plans(source, "inferred", "inferred", 2).ok
+    report = compare_plans(source, GOOD, {**TABLES, **ATTENTION}, 2)
+    assert report.details["differ"] == 6 and not any(finding.level == "error" for finding in report.findings)
+    assert all("mlp" in finding.where for finding in report.findings)
+
+
+def test_the_helper_for_a_projects_own_tests() -> None:
+    assert assert_plan_ok(decoder(), GOOD).ok
+    with pytest.raises(AssertionError, match="heads-gather"):
+        assert_plan_ok(decoder(), GOOD, fail_on="warn")
+    with pytest.raises(AssertionError, match="gradients"):
+        assert_plan_ok(decoder(partial(Attention, norm="head")), GOOD)
+
+
+def exit_code(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    return int(ended.value.code or 0)
+
+
+def fused():
+    return decoder(FusedAttention)
+
+
+PLAN = GOOD
+BLIND = {**ATTENTION, **MLP}
+
+
+def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    good = ("audit", "corpus.toys:decoder", "--plan", "test_audit:PLAN")
+    assert exit_code(*good, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["ok"] is True
+    assert exit_code(*good, "--fail-on", "warn") == 1
+    capsys.readouterr()
+    assert exit_code("audit", "test_audit:fused", "--plan", "test_audit:BLIND", "--sarif") == 1
+    assert json.loads(capsys.readouterr().out)["version"] == "2.1.0"
+    assert exit_code("audit", "corpus.toys:decoder", "--plan", "nowhere.PLAN") == 2
+    assert exit_code("audit", "corpus.toys:decoder", "--plan", "test_audit:PLAN", "--json", "--sarif") == 2
+    assert exit_code("compare", "corpus.toys:decoder", "--a", "test_audit:PLAN", "--b", "inferred") == 0
+
+
+def test_all_hf_on_one_type(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("audit", "--all-hf", "--mapping", "causal_lm", "--only", "apertus", "--json") == 1
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["verdict"] == "wrong" and "alpha" in row["proof"] and "gradients" in row["errors"]
+
+
+def test_nothing_is_left_behind() -> None:
+    model = decoder()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    audited(GOOD, model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state) and not any(m._forward_hooks for m in model.modules())
