@@ -41,12 +41,16 @@ def adapted(**options: object) -> nn.Module:
     return get_peft_model(LlamaForCausalLM(config), LoraConfig(task_type="CAUSAL_LM", **options))
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_exact_and_nothing_of_the_model_is_touched(case: str) -> None:
+def test_exact_and_nothing_of_the_model_is_touched(case: str, sequence_parallel: bool) -> None:
     model = adapted(**CASES[case])
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     names = list(model.state_dict())
-    plan = autoplan.plan(model, tp_size=2)
+    plan = autoplan.plan(
+        model, tp_size=2, sequence_parallel=sequence_parallel, prove="none" if sequence_parallel else "graph"
+    )
+    assert plan.sequence_parallel == (sequence_parallel and case != "dora")  # its norms keep the projections whole
     report = autoplan.verify(model, plan, tp_size=2, checks=("parameters", "forward", "state_dict", "optimizer"))
     assert report.ok, report.findings
     assert set(report.gradients) == trained and max(report.gradients.values()) < 1e-9
@@ -64,3 +68,24 @@ def test_adapters_follow_their_base() -> None:
             assert held == {"base_layer": base, "lora_A": a, "lora_B": b}, name
     roles = {entry.role for entry in plan.entries}
     assert {"adapter A", "adapter B"} <= roles
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_adapters_cost_no_sums_of_their_own(sequence_parallel: bool) -> None:
+    """Two sums a block in each direction, adapters or not; small gradients of whole A and B are summed instead."""
+    plan = autoplan.plan(adapted(), tp_size=2, sequence_parallel=sequence_parallel, prove="none")
+    sites = {
+        (hook.pattern.rpartition(".")[2], hook.side, hook.action)
+        for hook in plan.runtime.hooks
+        if "layers.*" in hook.pattern
+    }
+    leaving, entering = ("reduce_scatter", "gather_sum") if sequence_parallel else ("reduce", "copy")
+    assert sites == {
+        ("o_proj", "output", leaving),
+        ("down_proj", "output", leaving),
+        ("input_layernorm", "output", entering),
+        ("post_attention_layernorm", "output", entering),
+    }
+    summed = {rule.pattern for rule in plan.runtime.parameters if rule.gradient == "sum"}
+    for names, part in ((COLUMN, "lora_A"), (ROW, "lora_B")):
+        assert all(any(f".{name}.{part}." in pattern for pattern in summed) for name in names)

@@ -14,7 +14,7 @@ from typing import Literal
 from autoplan.analyse.callflow import Border, CallFlow
 from autoplan.analyse.shards import Shards
 
-__all__ = ["Way", "follow_down"]
+__all__ = ["SUMS", "Way", "follow_down", "step_of"]
 
 # Calls through which a partial sum may travel: linear in it, other operands whole.
 _LINEAR = frozenset({
@@ -22,7 +22,7 @@ _LINEAR = frozenset({
     "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute", "movedim", "swapaxes",
     "contiguous", "to", "type", "type_as", "float", "half", "bfloat16",
 })  # fmt: skip
-_SUMS = frozenset({"add", "add_", "__add__", "__iadd__", "__radd__"})  # with a bias, which is added in shares
+SUMS = frozenset({"add", "add_", "__add__", "__iadd__", "__radd__"})  # with a bias, which is added in shares
 # A bias stays one when its rows are selected and viewed.
 _SAME_ROWS = frozenset({"__getitem__", "index_select", "view", "reshape", "unsqueeze", "to", "type", "expand"})
 _QUOTIENTS = ("div", "__truediv__")
@@ -58,7 +58,7 @@ def follow_down(
     for _ in range(_STEPS):
         uses = [use for use in flow.uses[tensor] if use > made]
         step = min(uses, default=None)
-        added = None if step is None else _step(step, tensor, len(uses), flow, shards, reductions)
+        added = None if step is None else step_of(step, tensor, len(uses), flow, shards, reductions)
         if step is None or added is None:
             return _ended(way, "input", border_in(tensor, made))
         way.path.append(step)
@@ -77,7 +77,7 @@ def _ended(way: Way, side: Side, border: Border | None) -> Way | None:
     return None if border is None else way
 
 
-def _step(
+def step_of(
     call: int, tensor: int, uses: int, flow: CallFlow, shards: Shards, reductions: Container[int]
 ) -> dict[int, int] | None:
     """May a partial value pass this call, its next reader? Then what is added to it on the way: value -> bias."""
@@ -89,7 +89,7 @@ def _step(
     others = [t for t in flow.inputs[call] if t != tensor]
     if any(shards.is_split(t) for t in others):
         return None
-    if name in _SUMS:
+    if name in SUMS:
         found = {t: _bias_behind(t, flow, shards) for t in others}
         biases = {t: bias for t, bias in found.items() if bias is not None}
         return biases if others and len(biases) == len(others) else None

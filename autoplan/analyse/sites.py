@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 from autoplan.analyse.callflow import Border, CallFlow
 from autoplan.analyse.downstream import Way, follow_down
+from autoplan.analyse.low_rank import shared_sums, thin_matrix
 from autoplan.analyse.reductions import reduction_of, row_bias_of
 from autoplan.analyse.shards import Shards
 from autoplan.values import Ref
@@ -98,6 +99,7 @@ class _Placer:
         self.reductions: dict[int, str] = {}
         self.partial: dict[int, set[int]] = defaultdict(set)  # value -> calls whose gradient for it is partial
         self.pushed: set[int] = set()
+        self._shared: dict[int, Way] = {}
         for index in range(len(self.trace.calls)):
             self._read_call(index, gathered)
         self._uses = {v: flow.gradient_uses(v) for v in flow.uses}
@@ -135,12 +137,14 @@ class _Placer:
         self._place_forward_sums()
         self._push_out_of_mixed()
         self._push_inside()
+        self._merge_entries()
         self._place_gradient_sums()
         return self.result
 
     # ------------------------------------------------------------------ forward sums
 
     def _place_forward_sums(self) -> None:
+        self._shared = shared_sums(self.flow, self.shards, self.reductions, self._border_out)
         for index, kind in self.reductions.items():
             if kind == "norm":
                 self.result.inside_reductions[index] = kind
@@ -192,8 +196,10 @@ class _Placer:
         self.result.outputs[(border, "gather")] = (-1, str(layout))
 
     def _place_sum(self, index: int, output: int, kind: str) -> None:
-        border = self._border_out(output, index)
-        way = self._follow_down(output, index) if border is None and kind == "sum" else None
+        way = self._shared.get(index)
+        border = None if way is not None else self._border_out(output, index)
+        if way is None and border is None and kind == "sum":
+            way = self._follow_down(output, index)
         if border is not None:
             self.result.outputs[(border, "reduce" if kind == "sum" else "mean")] = (None, None)
         elif way is None or way.border is None:
@@ -358,6 +364,25 @@ class _Placer:
                 self._push(producer)
             else:
                 stuck.add(tensor)
+
+    def _merge_entries(self) -> None:
+        """Where a value owes sums at several entries and else feeds thin matrices only, pay once, before all of them."""
+        for tensor in [t for t, calls in self.partial.items() if calls]:
+            if self.trace.tensors[tensor].kind == "parameter" or self._where(tensor) != "input":
+                continue
+            rest = self._uses.get(tensor, set()) - self.partial[tensor]
+            if rest and len(self._cover(tensor)) > 1 and all(map(self._ends_in_debt, rest)):
+                for use in sorted(rest):
+                    self._push(use)
+
+    def _ends_in_debt(self, index: int) -> bool:
+        """Does the call pass a value through a thin matrix to readers that are linear and all partial?"""
+        if thin_matrix(index, self.flow, self.shards) is None:
+            return False
+        (output,) = self.flow.outputs[index]
+        uses = self._uses.get(output, set())
+        linear = all(self.trace.calls[use].name == "linear" for use in uses)
+        return bool(uses) and linear and uses <= self.partial.get(output, set()) and output not in self.flow.final
 
     def _where(self, tensor: int) -> str:
         """Where the sum of a value's partial gradients can sit: "parameter", "output", "input" or "inside"."""
