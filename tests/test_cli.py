@@ -68,19 +68,20 @@ def run(*arguments: str) -> int:
     return caught.value.code
 
 
+OFF = {"sequence_parallel": False, "trust_remote_code": False}
+
+
 def test_plan_prints_the_table(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("plan", "llama", "--tp", "8") == 0
     out, err = capsys.readouterr()
     assert out == f"{llama_plan()}\n"
     assert err == ""  # no progress where nobody watches
-    assert asked.calls == [
-        ("plan", ("llama",), {"tp_size": 8, "source": "auto", "prove": "graph", "trust_remote_code": False})
-    ]
+    assert asked.calls == [("plan", ("llama",), {"tp_size": 8, "source": "auto", "prove": "graph", **OFF})]
 
 
 def test_plan_options_arrive(asked: Asked) -> None:
     run("plan", "x/y", "--tp", "4", "--source", "hf", "--prove", "ranks", "--trust-remote-code")
-    assert asked.calls[0][2] == {"tp_size": 4, "source": "hf", "prove": "ranks", "trust_remote_code": True}
+    assert asked.calls[0][2] == {**OFF, "tp_size": 4, "source": "hf", "prove": "ranks", "trust_remote_code": True}
 
 
 def test_plan_json_is_the_plan_file(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,7 +124,10 @@ def test_plan_exit_codes(changes: dict[str, Any], code: int, asked: Asked) -> No
 def test_verify(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("verify", "llama", "--tp", "2", "--engine", "gloo") == 0
     assert capsys.readouterr().out.startswith("llama · tp 2 · passed\n")
-    assert asked.calls == [("verify", ("llama", None), {"tp_size": 2, "engine": "gloo", "trust_remote_code": False})]
+    wanted = {"tp_size": 2, "engine": "gloo", "rounding": False, **OFF}
+    assert asked.calls == [("verify", ("llama", None), wanted)]
+    run("verify", "llama", "--rounding")
+    assert asked.calls[-1][2]["rounding"] is True
     asked.report = replace(asked.report, ok=False, findings=(replace(WARNING, level="error"),))
     assert run("verify", "llama", "--json") == 1
     assert json.loads(capsys.readouterr().out) == asked.report.to_dict()
