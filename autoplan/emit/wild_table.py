@@ -15,6 +15,7 @@ __all__ = ["wild_line", "wild_view"]
 
 _COLOURS = {"exact": "green", "wrong": "bold red", "cannot run": "red"}
 _COUNTED = ("exact", "wrong", "cannot run", "not comparable", "no plan", "not built")
+_TELLING = {"dearer": 0, "whole": 0.1, "dead": 0}  # what more than this counts: entries, share of bytes, keys
 _WIDTH = 110
 
 
@@ -33,7 +34,11 @@ def wild_line(row: Mapping[str, Any]) -> str:
 
 
 def wild_view(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Sums by mapping first, then every plan that is wrong or cannot run, with its proof, then all lines."""
+    """Sums by mapping first, then every plan that is wrong or cannot run, with its proof, then all lines.
+
+    Of the plans that run: `dearer` have an entry that holds or moves more than it must, `incomplete` leave more than a
+    tenth of the bytes whole that can be split, `dead keys` have keys that match nothing.
+    """
     parts: list[RenderableType] = [_sums(rows)]
     bad = [row for row in rows if row["verdict"] in ("wrong", "cannot run")]
     if bad:
@@ -48,7 +53,7 @@ def _sums(rows: Sequence[Mapping[str, Any]]) -> Table:
         mine = [row for row in rows if row["mapping"] == mapping]
         counts = Counter(row["verdict"] for row in mine)
         ran = [row for row in mine if row["verdict"] in ("exact", "wrong")]
-        sums = [sum(bool(row[field]) for row in ran) for field in ("dearer", "whole", "dead")]
+        sums = [sum(row[field] > least for row in ran) for field, least in _TELLING.items()]
         table.add_row(mapping, *(str(counts[word]) for word in _COUNTED), *map(str, sums))
     return table
 

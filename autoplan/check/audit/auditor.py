@@ -90,7 +90,7 @@ def _ran(subject: Subject) -> str:
     if subject.numbers is None:
         return f"not run: {subject.unproven}"
     verdict = "exact" if subject.numbers.ok else "wrong"
-    return f"{verdict} on {subject.numbers.tp_size} simulated ranks, by {subject.plan.dialect}'s own code"
+    return f"{verdict} on {subject.numbers.tp_size} simulated ranks, carried out by {subject.plan.dialect}"
 
 
 def _findings(subject: Subject) -> Iterable[Finding]:
