@@ -128,6 +128,7 @@ def test_verify(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     assert asked.calls == [("verify", ("llama", None), wanted)]
     run("verify", "llama", "--rounding")
     assert asked.calls[-1][2]["rounding"] is True
+    capsys.readouterr()
     asked.report = replace(asked.report, ok=False, findings=(replace(WARNING, level="error"),))
     assert run("verify", "llama", "--json") == 1
     assert json.loads(capsys.readouterr().out) == asked.report.to_dict()
