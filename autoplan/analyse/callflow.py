@@ -86,14 +86,24 @@ class CallFlow:
             if any(t in self.carries for t in self.outputs[call]) and self.trace.calls[call].grad_enabled
         }
 
-    def runs_through(self, module: str, side: str, path: tuple[Any, ...]) -> list[int]:
-        """The visits of a module that have a tensor at a path."""
-        found = []
+    def runs_through(self, module: str, side: str, path: tuple[Any, ...]) -> dict[int, int]:
+        """The visits of a module that have a tensor at a path, and the tensor."""
+        found: dict[int, int] = {}
         for index in self._visits_of.get(module, []):
             visit = self.trace.visits[index]
-            if any(p == path for p, _ in (visit.inputs if side == "input" else visit.outputs)):
-                found.append(index)
+            for place, tensor in visit.inputs if side == "input" else visit.outputs:
+                if place == path:
+                    found[index] = tensor
         return found
+
+    def passes_gradients(self, index: int) -> bool:
+        """Does a gradient come back through this call?"""
+        return self.trace.calls[index].grad_enabled and any(t in self.carries for t in self.outputs[index])
+
+    def near(self, tensors: set[int]) -> set[int]:
+        """The values that are made from these, or from which these are made, in one call."""
+        calls = {call for tensor in tensors for call in (*self.uses[tensor], self.producer.get(tensor, -1))} - {-1}
+        return {tensor for call in calls for tensor in (*self.inputs[call], *self.outputs[call])} - tensors
 
     def passes_through(self, tensor: int, border: Border) -> bool:
         """Does the module hand the value on as it is? Then a hook at its entry would act on later readers too."""

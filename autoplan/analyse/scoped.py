@@ -84,16 +84,35 @@ def _by_place(flow: CallFlow, wanted: dict[int, ScopedCall]) -> Iterator[tuple[l
     runs = Counter(visit.module for visit in trace.visits)
     for rounds in _rounds(trace, {_place_of(trace.calls[index]) for index in wanted}):
         together = [index for indices in rounds for index in indices]
-        one_for_all = len({wanted.get(index) for index in together}) == 1
+        one_for_all = _agree(together, wanted, flow)
         for number, indices in enumerate([together] if one_for_all else rounds):
-            built = wanted.get(indices[0])
-            if len({wanted.get(index) for index in indices}) > 1:
+            built = _most(indices, wanted)
+            if not _agree(indices, wanted, flow):
                 yield indices, None
             elif built is not None:
                 place = built.place if one_for_all else f"{built.place}#{number + 1}"
                 skipped = len({trace.calls[index].visit for index in indices}) < runs[built.pattern]
                 sometimes = (SOMETIMES,) if skipped or built.pattern in flow.branching else ()
                 yield indices, replace(built, place=place, details=(*built.details, *sometimes))
+
+
+def _agree(indices: list[int], wanted: dict[int, ScopedCall], flow: CallFlow) -> bool:
+    """Do these calls need the same work? Where no gradient comes back, summing it is no work."""
+    most = _most(indices, wanted)
+    if most is None:
+        return True
+    forward = replace(most, copies=())
+    needed = forward if forward.arguments or forward.reduce or forward.cuts or forward.details else None
+    return all(
+        wanted.get(index) == most or not flow.passes_gradients(index) and wanted.get(index) == needed
+        for index in indices
+    )
+
+
+def _most(indices: list[int], wanted: dict[int, ScopedCall]) -> ScopedCall | None:
+    """The work of the call that needs most."""
+    found = [wanted[index] for index in indices if index in wanted]
+    return max(found, key=lambda call: len(call.copies), default=None)
 
 
 def _rounds(trace: Trace, places: set[_Place]) -> Iterable[list[list[int]]]:

@@ -30,6 +30,7 @@ from autoplan.values import Ref
 
 __all__ = ["Placement", "Refusal", "place"]
 
+_BACKWARD = ("copy", "scale")  # what a hook does to gradients only
 _MATRIX = 2  # dims of a parameter whose gradient is too large to sum instead of an activation's
 
 
@@ -78,7 +79,7 @@ def place(shards: Shards, flow: CallFlow, gathered: frozenset[int]) -> Placement
 
 
 def _uneven_doors(result: Placement, flow: CallFlow) -> set[Door]:
-    """Doors whose work differs between runs of the module."""
+    """Doors whose work differs between runs of the module. What is done to gradients only, is nothing without one."""
     work: dict[Door, dict[int, set[tuple[str, str | None]]]] = defaultdict(lambda: defaultdict(set))
     for (border, action), (_, layout) in result.outputs.items():
         work[border.module, "output", border.path][border.visit].add((action, layout))
@@ -87,8 +88,11 @@ def _uneven_doors(result: Placement, flow: CallFlow) -> set[Door]:
     found = set()
     for door, by_visit in work.items():
         runs = flow.runs_through(*door)
-        if any(by_visit.get(run) != next(iter(by_visit.values())) for run in runs):
-            found.add(door)
+        most = max(by_visit.values(), key=len)
+        for run, tensor in runs.items():
+            expected = most if tensor in flow.carries else {item for item in most if item[0] not in _BACKWARD}
+            if by_visit.get(run, set()) != expected:
+                found.add(door)
     return found
 
 

@@ -111,7 +111,7 @@ def _settle(
         refuse_homeless_logits(trace, flow, shards, placement, choice.vocabularies)
         edits = solve_edits(shards)
         found = scope(shards, flow, placement, edits)
-        blamed = _blame(shards, placement, found, scoped)
+        blamed = _blame(shards, flow, placement, found, scoped)
         if not blamed:
             return _Round(axes, choice, shards, placement, edits, found)
         for leaf, why in blamed.items():
@@ -121,8 +121,8 @@ def _settle(
     return _Round(axes, Choice(), shards, Placement(), Edits(), Scope())
 
 
-def _blame(shards: Shards, placement: Placement, scope: Scope, scoped: bool) -> dict[Term, str]:
-    """The classes to give up: for each refusal the split leaf in its tensors that holds the fewest parameters."""
+def _blame(shards: Shards, flow: CallFlow, placement: Placement, scope: Scope, scoped: bool) -> dict[Term, str]:
+    """The classes to give up: for each refusal the split leaf in or near its tensors that holds least parameters."""
     refusals = [(r.why, r.tensors) for r in placement.refusals] + list(scope.refusals)
     if not scoped:
         refusals += [
@@ -132,10 +132,20 @@ def _blame(shards: Shards, placement: Placement, scope: Scope, scoped: bool) -> 
     blamed: dict[Term, str] = {}
     sizes = _held(shards)
     for why, tensors in refusals:
-        involved = {leaf for tensor in tensors for leaf in shards.split_leaves(tensor)}
+        involved = _involved(set(tensors), shards, flow)
         if involved and not involved & blamed.keys():
             blamed[min(involved, key=lambda leaf: (sizes.get(leaf, 0), leaf.size))] = why
     return blamed
+
+
+def _involved(tensors: set[int], shards: Shards, flow: CallFlow) -> set[Term]:
+    """The split leaves in these values; where they have none, those nearest: a refusal must never be without effect."""
+    while True:
+        found = {leaf for tensor in tensors for leaf in shards.split_leaves(tensor)}
+        more = flow.near(tensors)
+        if found or not more:
+            return found or set(shards.marks)
+        tensors = tensors | more
 
 
 def _held(shards: Shards) -> dict[Term, int]:
