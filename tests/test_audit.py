@@ -219,6 +219,21 @@ def test_a_plan_in_a_file(tmp_path: Path) -> None:
     assert set(audited(str(ours)).details["verdicts"].values()) == {"same"}
 
 
+def test_deepspeed_is_read_and_not_run() -> None:
+    specs = [
+        {"patterns": [r"attn\.[qkv]_proj\.weight$"], "partition_type": "column"},
+        {"patterns": [r"mlp\.w2\.weight$"], "partition_type": "row"},
+    ]
+    report = audited({"tensor_parallel": {"partition_config": {"layer_specs": specs}}})
+    assert report.ok and report.details["ran"].startswith("not run")
+    assert levels(report, "pairing") == {"warn"}
+
+
+def test_rules_that_transformers_would_keep() -> None:
+    report = autoplan.audit("llama", {"lm_head": "colwise_gather_output"}, 2)
+    assert any("would keep" in f.message for f in report.findings if f.check == "dialects")
+
+
 # ------------------------------------------------------------------------------------------------ what comes out
 
 
@@ -239,7 +254,8 @@ def test_compare() -> None:
     source = resolve(decoder())
     assert compare_plans(source, "inferred", "inferred", 2).ok
     report = compare_plans(source, GOOD, {**TABLES, **ATTENTION}, 2)
-    assert report.details["differ"] == 6 and not any(finding.level == "error" for finding in report.findings)
+    assert report.details["differ"] == 6, "three weights of two blocks"
+    assert not any(finding.level == "error" for finding in report.findings)
     assert all("mlp" in finding.where for finding in report.findings)
 
 
@@ -275,7 +291,8 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["version"] == "2.1.0"
     assert exit_code("audit", "corpus.toys:decoder", "--plan", "nowhere.PLAN") == 2
     assert exit_code("audit", "corpus.toys:decoder", "--plan", "test_audit:PLAN", "--json", "--sarif") == 2
-    assert exit_code("compare", "corpus.toys:decoder", "--a", "test_audit:PLAN", "--b", "inferred") == 0
+    assert exit_code("compare", "corpus.toys:decoder", "--a", "test_audit:PLAN", "--b", "inferred") == 1
+    assert exit_code("compare", "corpus.toys:decoder", "--a", "inferred", "--b", "inferred") == 0
 
 
 def test_all_hf_on_one_type(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ def compare_plans(source: Any, a: Any, b: Any, tp_size: int) -> Report:
     groups: dict[tuple[str, str], list[Weight]] = {}
     alike = 0
     for left, right in zip(one.weights, other.weights, strict=True):
-        if (left.said.dim, left.said.rows) == (right.said.dim, right.said.rows):
+        if _facts(left.said) == _facts(right.said):
             alike += 1
         else:
             groups.setdefault((_cut(left.said), _cut(right.said)), []).append(left)
@@ -54,7 +54,16 @@ def _difference(cuts: tuple[str, str], weights: list[Weight], subject: Subject) 
     return Finding("difference", "note", where, f"a: {cuts[0]}; b: {cuts[1]}", bytes=size)
 
 
+def _facts(said: Said) -> tuple[object, ...]:
+    return said.dim, said.rows, _gathers(said)
+
+
+def _gathers(said: Said) -> bool:
+    return said.dim is not None and said.line is not None and said.line.style == "colwise_gather_output"
+
+
 def _cut(said: Said) -> str:
     if said.dim is None:
         return "whole"
-    return f"cut along dim {said.dim}, {len(said.rows[0])} rows on rank 0, from {said.rows[0][0]}"
+    gathered = ", output gathered" if _gathers(said) else ""
+    return f"cut along dim {said.dim}, {len(said.rows[0])} rows on rank 0, from {said.rows[0][0]}{gathered}"

@@ -2,7 +2,8 @@
 
 One unknown style may discard a whole plan (and a fallback with other names then matches nothing), a style object of an
 unknown class cannot be judged, and a string among torch's style objects is taken for one. Old names of transformers'
-styles (`colwise_rep`, `local_packed_rowwise`, `gather`) are gone or going: the current one is named.
+styles (`colwise_rep`, `local_packed_rowwise`, `gather`) are gone or going: the current one is named. And a dict handed
+to transformers' `DistributedConfig(tp_plan=…)` is laid over the shipped plan, whose other rules stay in force.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ NAME = "dialects"
 
 def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
     known = _known(subject)
+    yield from _surviving(subject)
     for line in subject.plan.lines:
         written = str(subject.plan.raw.get(line.pattern, line.written))
         if not line.style:
@@ -32,6 +34,15 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
         elif subject.plan.dialect == "transformers" and written != line.style:
             text = f"{line}: {written!r} is an old name of {line.style!r}"
             yield Finding(NAME, "note", line.pattern, text, f"write {line.style!r}")
+
+
+def _surviving(subject: Subject) -> Iterator[Finding]:
+    """Rules of the shipped plan that a dict does not name, and that transformers keeps."""
+    shipped = dict(getattr(subject.model, "_tp_plan", None) or {})
+    kept = [f"{key}: {style}" for key, style in shipped.items() if key not in subject.plan.raw]
+    if subject.plan.dialect == "transformers" and subject.plan.lines and kept:
+        text = f"DistributedConfig(tp_plan=…) would keep {len(kept)} shipped rules beside these: {', '.join(kept[:3])}"
+        yield Finding(NAME, "note", "", text, "write 'replicate' for those that you do not want")
 
 
 def _level(subject: Subject) -> Level:
