@@ -179,6 +179,16 @@ def test_one_block_of_experts_or_layers_by_function() -> None:
         audited("inferred", layers=[3])
 
 
+def test_a_unit_of_two_dtypes() -> None:
+    model = decoder()
+    model.layers[1].input_norm.to(torch.float64)
+    subject = subject_of(resolve(decoder()), GOOD, 2, Settings(layers="Block"), run=False)
+    (check,) = [check for check in CHECKS if check.name == "layers"]
+    assert not list(check.run(subject, ()))
+    (found,) = check.run(replace(subject, model=model), ())
+    assert "2 dtypes" in found.message and found.level == "warn"
+
+
 def test_names_as_transformers_stars_them() -> None:
     assert numbers_starred("model.layers.3.mlp.w1") == "model.layers.*.mlp.w1"
 

@@ -2,8 +2,8 @@
 
 Most memory bugs of this kind are silent: the list of layers was `[ModuleList]` and nothing was wrapped; each child of a
 block was wrapped instead of the block; a class name is not in this instance; one tower was found and the other fell
-into the root unit; the experts of one layer were taken for layers. Settings may be class names, paths or patterns,
-modules, or a function of the model; findings count blocks.
+into the root unit; the experts of one layer were taken for layers; a unit held parameters of two dtypes. Settings may
+be class names, paths or patterns, modules, or a function of the model; findings count blocks.
 """
 
 from __future__ import annotations
@@ -82,6 +82,21 @@ def _compared(subject: Subject, purpose: str, chosen: list[str]) -> Iterator[Fin
         missed = [block for block in stack.fqns if block not in chosen and not _above(block, dict.fromkeys(chosen))]
         if missed:
             yield _missed(subject, purpose, stack, missed)
+    if purpose != "checkpointing":
+        yield from _mixed_dtypes(subject, purpose, taken)
+
+
+def _mixed_dtypes(subject: Subject, purpose: str, blocks: list[str]) -> Iterator[Finding]:
+    """FSDP2 flattens the parameters of a unit into one buffer, which has one dtype."""
+    for block in blocks:
+        dtypes: dict[str, str] = {}
+        for name, parameter in subject.modules[block].named_parameters():
+            dtypes.setdefault(str(parameter.dtype).removeprefix("torch."), name)
+        if len(dtypes) > 1:
+            said = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
+            text = f"{purpose}: the unit {block} holds parameters of {len(dtypes)} dtypes ({said})"
+            yield Finding(NAME, "warn", purpose, text, "give each dtype a unit of its own, or one dtype to all")
+            return
 
 
 def _missed(subject: Subject, purpose: str, stack: Stack, missed: list[str]) -> Finding:
