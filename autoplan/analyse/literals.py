@@ -319,11 +319,14 @@ def _repeat_interleave(call: Call, output: int, shards: Shards) -> Found:
 
 
 def _groups(call: Call, shards: Shards, position: int) -> Found:
-    """The group count of a convolution or group norm shrinks with the channels."""
+    """The group count of a convolution or group norm shrinks with the channels, unless each group keeps some of them."""
     path, groups = _argument(call, position, "groups", "num_groups")
     if groups is None or _number(groups) == 1:
         return []
     tensor = call.args[0].id
     size = shards.trace.tensors[tensor].shape[1]
     local = _local(shards, tensor, 1)
+    if call.name in ("conv1d", "conv2d", "conv3d"):
+        in_group = _local(shards, _argument(call, 1, "weight")[1].id, 1)
+        return [(path, groups, tuple(n // own for n, own in zip(local, in_group, strict=True)))]
     return [(path, groups, tuple(_number(groups) * n // size for n in local))]
