@@ -19,6 +19,7 @@ import autoplan
 from autoplan.capture.source import resolve
 from autoplan.check.ranks import run_processes
 from autoplan.execute.gather import full_tensors
+from autoplan.execute.randomness import may_draw
 
 # (model type, with labels, options of parallelize, options of plan)
 CASES: tuple[tuple[str, bool, dict[str, Any], dict[str, Any]], ...] = (
@@ -40,7 +41,7 @@ def ids() -> torch.Tensor:
 
 def step(model: Any, run: Any, given: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss and every gradient of one step; without labels, of a sum over logits."""
-    model.zero_grad(set_to_none=True)
+    model.train().zero_grad(set_to_none=True)
     output = run(**given)
     logits = output.logits
     whole = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
@@ -94,3 +95,12 @@ def test_planned_models_compile_whole() -> None:
             assert (found.breaks, found.graphs) == (0, 1), case
             limit = 1e-6 if case[1] else 1e-10  # models compute their losses in float32
             assert found.loss < limit and found.gradient < limit, (case, found)
+
+
+def test_who_may_draw() -> None:
+    """Compiled training agrees on a seed only where something draws: that interrupts the graph."""
+    quiet, loud = built("llama"), built("llama")
+    assert not may_draw(quiet)
+    loud.config.attention_dropout = 0.1
+    assert may_draw(loud)
+    assert may_draw(nn.Sequential(nn.Dropout(0.1))) and not may_draw(nn.Sequential(nn.Dropout(0.0)))

@@ -29,7 +29,7 @@ from autoplan.execute.collectives import (
 )
 from autoplan.execute.function_mode import ModuleMode
 from autoplan.execute.paths import change_input, change_output
-from autoplan.execute.randomness import SharedRandomness
+from autoplan.execute.randomness import SharedRandomness, may_draw
 from autoplan.execute.sequence import gather_sum, gather_whole, reduce_scatter, scatter
 from autoplan.execute.split_logits import SplitLogits, can_stay_split, columns_in, split_class
 from autoplan.layout import Layout, chunk
@@ -262,6 +262,7 @@ class _Root:
     ) -> None:
         self.running, self.heads, self.outputs, self.random = running, heads, outputs, random
         self.names = signature_names(model)
+        self.draws = random and may_draw(model)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.running.depth += 1
@@ -271,7 +272,7 @@ class _Root:
         loss = any(value is not None and any(w in name for w in _LOSS_ARGUMENTS) for name, value in given.items())
         self.running.whole_logits = self.running.gather_logits or (loss and not self.running.split_loss)
         self.running.loss = loss and not self.running.whole_logits
-        if self.random and module.training:
+        if self.random and module.training and (self.draws or not torch.compiler.is_compiling()):
             self.running.randomness.begin()
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

@@ -8,16 +8,19 @@ masks again.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from autoplan.execute import random_streams
 from autoplan.execute.collectives import RankGroup, all_reduce
 
-__all__ = ["SharedRandomness"]
+__all__ = ["SharedRandomness", "may_draw"]
 
 _SEEDS = 2**31 - 1
+_RATES = ("drop", "noise", "jitter")  # what models call the numbers that turn random draws on
 
 
 class SharedRandomness:
@@ -64,3 +67,26 @@ class SharedRandomness:
             mine = self.switched.pop()
             self.switched[-1] = random_streams.get_state()
             random_streams.set_state(mine)
+
+
+def may_draw(model: nn.Module) -> bool:
+    """Is any dropout, noise or jitter of the model or its configs turned on? Many are there with a rate of zero.
+
+    Asked for compiled code only, which would have to be interrupted to agree on a seed.
+    """
+    for module in model.modules():
+        rate = getattr(module, "p", 0.0) if isinstance(module, nn.modules.dropout._DropoutNd) else 0.0
+        config = getattr(module, "config", None)
+        settings = config.to_dict() if hasattr(config, "to_dict") else {}
+        if rate > 0 or _turned_on(vars(module)) or _turned_on(settings):
+            return True
+    return False
+
+
+def _turned_on(settings: Mapping[str, Any]) -> bool:
+    for name, value in settings.items():
+        if isinstance(value, dict) and not name.startswith("_") and _turned_on(value):
+            return True
+        if isinstance(value, float) and value > 0 and any(word in str(name) for word in _RATES):
+            return True
+    return False

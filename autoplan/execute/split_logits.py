@@ -67,8 +67,9 @@ def columns_in(value: Any, change: Callable[[torch.Tensor, type[SplitLogits]], t
         for key, item in value.items():
             if isinstance(item, (SplitLogits, dict, tuple, list)):
                 value[key] = columns_in(item, change)
-    elif type(value) in (tuple, list):
-        return type(value)(columns_in(item, change) for item in value)
+    elif isinstance(value, (tuple, list)):
+        items = [columns_in(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 
