@@ -115,7 +115,7 @@ def plan_source(
         means, tried = (wanted, ()) if prove == "none" or tp_size == 1 else settle_means(source, wanted)
     blocks = tuple(stack.fqns for stack in stacks) if means.sequence else None
     solution = solve_source(
-        source, captured, tp_size, choices=choices, scoped=means.scoped, strict=strict, sequence_stacks=blocks
+        source, captured, tp_size, choices=choices, means=means, strict=strict, sequence_stacks=blocks
     )
     made = plan_chosen(
         solution,
@@ -150,12 +150,12 @@ def solve_source(
     tp_size: int,
     *,
     choices: Choices | None = None,
-    scoped: bool = True,
+    means: Means = Means(),  # noqa: B008 - frozen
     strict: bool = False,
     sequence_stacks: tuple[tuple[str, ...], ...] | None = None,
 ) -> Solution:
     """Decide the splits, under a written plan if there is one; say clearly when the size fits nothing."""
-    solution = solve_chosen(captured.trace, tp_size, choices, sequence_stacks, scoped=scoped)
+    solution = solve_chosen(captured.trace, tp_size, choices, sequence_stacks, scoped=means.scoped, whole=means.whole)
     if tp_size == 1:
         return solution
     legal = ", ".join(map(str, solution.legal_tp))

@@ -316,10 +316,14 @@ class Runtime:
 
 @dataclass(frozen=True)
 class Means:
-    """Which means a plan may use: the scoped function mode, and cutting the stream along the sequence."""
+    """Which means a plan may use: the scoped function mode, and cutting the stream along the sequence.
+
+    `whole`: patterns of modules whose parameters stay whole, because cut they did not give the same.
+    """
 
     scoped: bool = True
     sequence: bool = False
+    whole: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

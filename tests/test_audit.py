@@ -25,7 +25,7 @@ from autoplan.cli import main
 from autoplan.emit.audit_report import markdown, sarif
 from autoplan.errors import AutoplanError
 from autoplan.testing import assert_plan_ok
-from autoplan.values import Report, replace
+from autoplan.values import Finding, Report, replace
 
 GIB = 2**30
 
@@ -133,10 +133,12 @@ def test_a_suspicion_that_is_exact_is_no_error() -> None:
     subject = subject_of(resolve(decoder()), {**ATTENTION, **MLP}, 2)
     assert subject.suspect("pairing", "", "it looks odd").level == "note"
     assert replace(subject, numbers=None).suspect("pairing", "", "it looks odd").level == "warn"
-    wrong = replace(
-        subject, numbers=Report(False, (subject.suspect("forward", "x", "").__class__("f", "error", "x", "off"),))
-    )
+    wrong = replace(subject, numbers=Report(False, (Finding("forward", "error", "x", "off"),)))
     assert wrong.suspect("pairing", "", "it looks odd").level == "error"
+    gradient = Finding("gradients", "error", "layers.1.norm.weight", "off")
+    partly = replace(subject, numbers=Report(False, (gradient,)))
+    assert partly.suspect("pairing", "", "odd", names=["layers.0.norm.weight"]).level == "error"
+    assert partly.suspect("pairing", "", "odd", names=["head.weight"]).level == "note"
     assert verdicts(subject, ()) == dict.fromkeys(subject.plan.raw, "same")
 
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 from autoplan.analyse.axes import Axes
 from autoplan.analyse.terms import Term, find, leaves
+from autoplan.patterns import is_under
 from autoplan.values import Trace
 
-__all__ = ["NO_DEMANDS", "Demands"]
+__all__ = ["NO_DEMANDS", "Demands", "stay_whole"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,13 @@ class Demands:
         if self.gathered is not None:
             return not self.gathered.isdisjoint(names)
         return not any(name in names for name, _ in self.whole)
+
+
+def stay_whole(trace: Trace, patterns: tuple[str, ...], why: str) -> Demands:
+    """Demands that keep every parameter under some modules whole."""
+    names = [(n, t) for t in trace.tensors if t.kind == "parameter" for n in t.names]
+    held = [(n, t) for n, t in names if any(is_under(pattern, n) for pattern in patterns)]
+    return Demands({(n, dim): why for n, t in held for dim in range(len(t.shape))})
 
 
 NO_DEMANDS = Demands()

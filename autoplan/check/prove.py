@@ -109,6 +109,9 @@ def settle_means(source: Source, wanted: Means) -> tuple[Means, tuple[Finding, .
     left_out = []
     if wanted.sequence and not means.sequence:
         left_out.append(_left_out("sequence", "sequence parallelism was asked for and is not applied"))
+    if means.whole:
+        what = f"{', '.join(means.whole)} and what shares its cut stays whole"
+        left_out.append(Finding("proof", "warn", means.whole[0], f"{what}: cut, the tiny clone did not give the same"))
     if wanted.scoped and not means.scoped:
         left_out.append(_left_out("scoped", "calls in the middle of a module's Python are not rewritten"))
     return means, tuple(left_out)

@@ -28,6 +28,7 @@ __all__ = ["CHECK_NAMES", "Clone", "clone_of", "sharding_of", "verify", "verify_
 
 # dropout draws apart on data-parallel ranks; optimizers are stepped by the training checks
 _NOT_ON_MESHES = ("dropout", "optimizer")
+_MOST_TRIALS = 16  # modules that are kept whole in turn when a plan does not give the same
 _DECISIVE = ("sharding", "parameters", "forward", "gradients")  # checks after which other means are tried
 _OWN_CLONE = 3_000_000  # a module of so few parameters is verified itself
 
@@ -81,8 +82,10 @@ def verify_source(
     for means in means_of(plan, sequence_parallel):
         applied, findings = _plan_for(clone, source, plan, tp_size, means)
         report = verify_clone(clone, applied, mesh=mesh, engine=engine, checks=checks)
-        if not any(f.level == "error" and f.check in _DECISIVE for f in report.findings):
+        if not _decisively_wrong(report):
             break
+    if plan is None and _decisively_wrong(report):
+        means, report, applied = _narrowed(clone, source, applied, means, report, mesh, engine, checks)
     details = {**report.details, "model": source.name, "plan_tp": (plan or applied).tp_size, "means": means}
     if rounding:
         from autoplan.check.rounding import measure_rounding
@@ -230,6 +233,33 @@ def _cast(value: Any, dtype: Any) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------ the plan
+
+
+def _decisively_wrong(report: Report) -> bool:
+    return any(f.level == "error" and f.check in _DECISIVE for f in report.findings)
+
+
+def _narrowed(
+    clone: Clone,
+    source: Any,
+    applied: Plan,
+    means: Means,
+    report: Report,
+    mesh: Any,
+    engine: Engine,
+    checks: Iterable[str] | None,
+) -> tuple[Means, Report, Plan]:
+    """Keep one planned module after the other whole (and with it all that shares its cut), until the rest is right."""
+    for entry in applied.entries[:_MOST_TRIALS]:
+        narrower = replace(means, whole=(entry.pattern,))
+        try:
+            tried, _ = _plan_for(clone, source, None, applied.tp_size, narrower)
+        except AutoplanError:  # nothing is left to split without it
+            continue
+        found = verify_clone(clone, tried, mesh=mesh, engine=engine, checks=checks)
+        if not _decisively_wrong(found):
+            return narrower, found, tried
+    return means, report, applied
 
 
 def means_of(plan: Plan | None, sequence_parallel: bool) -> tuple[Means, ...]:

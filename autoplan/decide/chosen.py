@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autoplan.analyse.demands import NO_DEMANDS
+from autoplan.analyse.demands import NO_DEMANDS, stay_whole
 from autoplan.analyse.solve import Solution, solve
 from autoplan.decide.choices import CUTS, Choice, Choices
 from autoplan.decide.constraints import check_choices, demands_of
@@ -15,6 +15,8 @@ from autoplan.values import Finding, Plan, Stack, Trace
 
 __all__ = ["choices_of_plan", "plan_chosen", "solve_chosen"]
 
+_UNLIKE = "cut, a tiny clone did not give the same on simulated ranks"
+
 
 def solve_chosen(
     trace: Trace,
@@ -23,10 +25,12 @@ def solve_chosen(
     sequence_stacks: tuple[tuple[str, ...], ...] | None = None,
     *,
     scoped: bool = True,
+    whole: tuple[str, ...] = (),
 ) -> Solution:
     """The solution under a written plan, with notes on it. Raises where the plan asks for what cannot be."""
     if choices is None:
-        return solve(trace, tp, scoped=scoped, demands=NO_DEMANDS, sequence_stacks=sequence_stacks)
+        demands = stay_whole(trace, whole, _UNLIKE) if whole else NO_DEMANDS
+        return solve(trace, tp, scoped=scoped, demands=demands, sequence_stacks=sequence_stacks)
     names = Names(trace)
     notes = choices.notes + choices.check_keys(names.modules, names.parameters)
     demands = demands_of(choices, trace)

@@ -19,7 +19,7 @@ from autoplan.analyse.flow import Flow
 from autoplan.analyse.solve import Solution
 from autoplan.check.audit.lines import ForeignPlan, Line
 from autoplan.decide.choices import CUTS
-from autoplan.decide.folding import Names
+from autoplan.decide.folding import Names, starred
 from autoplan.layout import Layout, chunk
 from autoplan.patterns import fold_names
 from autoplan.values import Finding, ParameterFact, Plan, Report, Stack
@@ -209,13 +209,27 @@ class Subject:
     def suspect(
         self, check: str, where: str, message: str, hint: str = "", *, names: Iterable[str] = (), bytes: int = 0
     ) -> Finding:
-        """A finding that is an error only if the run says so."""
+        """A finding that is an error only if the run says so.
+
+        `names` are the tensors that it is about: where every output is exact, theirs must be among the wrong gradients.
+        """
+        level: Level = "note" if self.is_wrong and self._cleared(names) else self.level
         text = {
             "error": message,
             "warn": f"{message} (not tried on ranks: {self.unproven})",
             "note": f"{message}; yet it is exact on simulated ranks",
-        }[self.level]
-        return Finding(check, self.level, where, text, hint, bytes, self.proof(names) if self.is_wrong else "")
+        }[level]
+        return Finding(check, level, where, text, hint, bytes, self.proof(names) if level == "error" else "")
+
+    def _cleared(self, names: Iterable[str]) -> bool:
+        """Did the run show that these tensors are right, although others are wrong?"""
+        assert self.numbers is not None
+        errors = [finding for finding in self.numbers.findings if finding.level == "error"]
+        if any(finding.check != "gradients" for finding in errors):
+            return False  # an output is wrong, or nothing ran: everything may be to blame
+        wrong = {starred(finding.where) for finding in errors}
+        concerned = {starred(name) for name in names}
+        return bool(concerned) and not concerned & wrong
 
     # -------------------------------------------------------------------------------------------- saying it
 
