@@ -76,9 +76,10 @@ def products_to_gather(
     """
     total = sum(prod(t.shape) for t in trace.tensors if t.kind == "parameter" and len(t.shape) >= 2)
     wanted = set()
+    later_bias = _with_a_later_bias(trace)
     for index, op in enumerate(trace.ops):
         weight = _linear_weight(op, axes)
-        if weight is None or _root_is_split(weight, axes, shards):
+        if weight is None or _root_is_split(weight, axes, shards) or index in later_bias:
             continue
         if not demands.may_gather(trace.tensors[axes.sources[weight]].names):
             continue
@@ -87,6 +88,15 @@ def products_to_gather(
         if prod(shape) >= _WORTH_GATHERING * total and not odd and (shape[-1] % tp == 0 or shape[-1] >= _VOCABULARY):
             wanted.add(index)
     return wanted
+
+
+def _with_a_later_bias(trace: Trace) -> set[int]:
+    """Products to which the same call adds its bias afterwards: gathered at the call's end they would lack theirs."""
+    found = set()
+    for call in trace.calls:
+        added = [index for index in range(*call.ops) if trace.ops[index].name in ("add", "add_")]
+        found.update(range(call.ops[0], max(added, default=call.ops[0])))
+    return found
 
 
 def _linear_weight(op: Op, axes: Axes) -> int | None:
