@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoplan.check.audit.subject import Level, Subject, Weight
+from autoplan.decide.folding import starred
 from autoplan.emit.words import bytes_text
 from autoplan.patterns import is_under
 from autoplan.values import Finding
@@ -43,7 +44,7 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
 def _largest(subject: Subject, missed: list[Weight]) -> str:
     groups: dict[str, list[Weight]] = {}
     for weight in missed:
-        groups.setdefault(_plain(weight.name), []).append(weight)
+        groups.setdefault(starred(weight.name), []).append(weight)
     heavy = sorted(groups.values(), key=lambda group: -sum(w.bytes for w in group))[:3]
     return ", ".join(
         f"{subject.folded(w.name for w in group)} ({bytes_text(sum(w.bytes for w in group))})" for group in heavy
@@ -51,7 +52,7 @@ def _largest(subject: Subject, missed: list[Weight]) -> str:
 
 
 def _alike(weights: list[Weight], like: Weight) -> list[str]:
-    return [weight.name for weight in weights if _plain(weight.name) == _plain(like.name)]
+    return [weight.name for weight in weights if starred(weight.name) == starred(like.name)]
 
 
 def _poorest(subject: Subject, able: list[Weight], missed: list[Weight]) -> str:
@@ -64,7 +65,3 @@ def _poorest(subject: Subject, able: list[Weight], missed: list[Weight]) -> str:
         if total and whole / total > 0.5:
             said.append(f"blocks of {stack.name} are split by {1 - whole / total:.0%}")
     return "; ".join(said)
-
-
-def _plain(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))

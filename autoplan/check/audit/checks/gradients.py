@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoplan.check.audit.subject import Subject, Weight
+from autoplan.decide.folding import starred
 from autoplan.values import Finding
 
 NAME = "gradients"
@@ -19,19 +20,19 @@ _PAYS = "replicated_with_grad_allreduce"
 def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
     if subject.plan.plan is not None or subject.level == "note":
         return
-    wrong = {_plain(name) for name in subject.wrong_names}
+    wrong = {starred(name) for name in subject.wrong_names}
     owed: dict[str, list[Weight]] = {}
     twice: dict[str, list[Weight]] = {}
     for weight in subject.weights:
         style = weight.said.line.style if weight.said.line else ""
         pays = style == _PAYS
-        showed = subject.numbers is None or any(_plain(name) in wrong for name in weight.names)
+        showed = subject.numbers is None or any(starred(name) in wrong for name in weight.names)
         if not showed or weight.said.dim is not None:
             continue
         if weight.fact.gradient != "local" and not pays:
-            owed.setdefault(_plain(weight.name), []).append(weight)
+            owed.setdefault(starred(weight.name), []).append(weight)
         elif weight.fact.gradient == "local" and pays and weight.fact.dim is None:
-            twice.setdefault(_plain(weight.name), []).append(weight)
+            twice.setdefault(starred(weight.name), []).append(weight)
     for weights in owed.values():
         yield _finding(subject, weights, "is whole on every rank, sees only this rank's share, and nobody sums its "
                        "gradient", f"give it the style {_PAYS!r}")  # fmt: skip
@@ -42,11 +43,7 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
 
 def _finding(subject: Subject, weights: list[Weight], text: str, hint: str) -> Finding:
     names = [weight.name for weight in weights]
-    wrong = {_plain(name): name for name in subject.wrong_names}
-    names += [wrong[_plain(name)] for name in names if _plain(name) in wrong]
+    wrong = {starred(name): name for name in subject.wrong_names}
+    names += [wrong[starred(name)] for name in names if starred(name) in wrong]
     where = subject.folded(weight.name for weight in weights)
     return subject.suspect(NAME, where, f"{weights[0].name} {text}", hint, names=names)
-
-
-def _plain(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))

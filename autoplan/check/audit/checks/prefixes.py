@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoplan.check.audit.subject import Subject
+from autoplan.decide.folding import starred
 from autoplan.values import Finding
 
 NAME = "prefixes"
@@ -19,23 +20,19 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
     dead = [f.where for f in found if f.check == "dead-keys"]
     if not dead:
         return
-    shapes = {_plain(name) for name in [*subject.modules, *subject.parameters]}
+    shapes = {starred(name) for name in [*subject.modules, *subject.parameters]}
     for prefix in sorted((name for name in subject.modules if name), key=lambda name: (name.count("."), name)):
-        mended = [key for key in dead if f"{_plain(prefix)}.{_plain(key)}" in shapes]
+        mended = [key for key in dead if f"{starred(prefix)}.{starred(key)}" in shapes]
         if mended:
             yield Finding(
                 NAME, "warn", ", ".join(mended[:3]), f"{len(mended)} of {len(dead)} dead keys exist under {prefix!r}",
                 f"write them as {prefix}.{mended[0]} and so on",
             )  # fmt: skip
             return
-    stripped = {key: key.partition(".")[2] for key in dead if _plain(key.partition(".")[2]) in shapes}
+    stripped = {key: key.partition(".")[2] for key in dead if starred(key.partition(".")[2]) in shapes}
     if stripped:
         first = next(iter(stripped))
         yield Finding(
             NAME, "warn", ", ".join(list(stripped)[:3]), f"{len(stripped)} dead keys exist without their first part",
             f"write {stripped[first]!r} for {first!r}",
         )  # fmt: skip
-
-
-def _plain(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
