@@ -295,6 +295,7 @@ LOSSES: dict[str, tuple[Any, bool]] = {
     "scaled and capped": (lambda x, y: F.cross_entropy((torch.tanh(x / 3.0) * 3).flatten(0, 1), y.flatten()), True),
     "class dim second": (second, True),
     "permuted": (lambda x, y: F.cross_entropy(x.permute(0, 2, 1), y, reduction="sum", label_smoothing=0.1), True),
+    "per row": (lambda x, y: F.cross_entropy((x / (1 + y[..., None])).view(-1, 10), y.view(-1)), True),
     "soft targets": (lambda x, y: F.cross_entropy(x.view(-1, 10), F.one_hot(y.view(-1), 10).double()), False),
     "log-softmax": (lambda x, y: F.nll_loss(F.log_softmax(x, -1).view(-1, 10), y.view(-1)), False),
     "some columns": (lambda x, y: F.cross_entropy(x[..., :5].reshape(-1, 5), y.view(-1) % 5), False),
@@ -364,7 +365,7 @@ def test_what_changes_logits_in_place_is_refused() -> None:
             change(logits)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "t5"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "t5", "mbart:MBartForConditionalGeneration"])
 def test_transformers_losses_gather_nothing(model_type: str) -> None:
     report = autoplan.verify(model_type, tp_size=2, checks=["forward", "loss"])
     assert report.ok and "loss" in report.details["checked"]

@@ -270,8 +270,8 @@ class _Root:
             return
         given = dict(zip(self.names, args, strict=False)) | kwargs
         loss = any(value is not None and any(w in name for w in _LOSS_ARGUMENTS) for name, value in given.items())
-        self.running.whole_logits = self.running.gather_logits or (loss and not self.running.split_loss)
-        self.running.loss = loss and not self.running.whole_logits
+        self.running.whole_logits = loss and not self.running.split_loss
+        self.running.loss = loss and self.running.split_loss
         if self.random and module.training and (self.draws or not torch.compiler.is_compiling()):
             self.running.randomness.begin()
 
@@ -288,7 +288,7 @@ class _Root:
                 whole = partial(gather_over_ranks, group=group, dim=dim, rows=rows)
                 output = change_output(output, site.path, whole, "the model")
             if self.running.loss:
-                return columns_in(output, self._as_dtensor)
+                return columns_in(output, self._beside_a_loss)
             if not self.running.whole_logits:
                 for head in self.heads:
                     for path in head.outputs:
@@ -302,13 +302,19 @@ class _Root:
         return path
 
     def _wrap(self, head: HeadSite) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda local: self._dtensor(local, head.dim, head.size)
+        return lambda local: self._leaving(local, head.dim, head.size)
 
-    def _as_dtensor(self, local: torch.Tensor, kind: type[SplitLogits]) -> torch.Tensor:
+    def _beside_a_loss(self, local: torch.Tensor, kind: type[SplitLogits]) -> torch.Tensor:
         """Logits returned beside a loss. A compiled model wants a gradient for every DTensor that it returns with one,
         and fails where only the loss has a backward: there they carry none."""
-        local = local.detach() if torch.compiler.is_compiling() else local
-        return self._dtensor(local, kind.dim_from_end, kind.vocabulary)
+        if torch.compiler.is_compiling() and not self.running.gather_logits:
+            local = local.detach()
+        return self._leaving(local, kind.dim_from_end, kind.vocabulary)
+
+    def _leaving(self, local: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+        if self.running.gather_logits:
+            return gather_pieces(local, self.running.group, dim, size)
+        return self._dtensor(local, dim, size)
 
     def _dtensor(self, local: torch.Tensor, dim: int, size: int) -> torch.Tensor:
         dim %= local.dim()

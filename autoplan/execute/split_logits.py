@@ -104,7 +104,7 @@ def _refuse_in_place(func: Any, args: Any, kwargs: Any) -> None:
     if (changes and isinstance(args[0], SplitLogits)) or isinstance(kwargs.get("out"), SplitLogits):
         raise PlanMismatchError(
             f"the model changes its logits in place ({name}) while they are split over the vocabulary",
-            hint="parallelize with gather_logits=True",
+            hint="call it without labels and compute the loss by autoplan.vocab_parallel_cross_entropy",
         )
 
 
@@ -143,14 +143,19 @@ def _each_element(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     return result.as_subclass(cls) if isinstance(x, SplitLogits) else result
 
 
-def _with_number(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
-    """Arithmetic with a number, or a tensor of one element that carries no gradient."""
-    if kwargs.get("out") is not None:
-        return NotImplemented
-    others = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and not isinstance(a, SplitLogits)]
+def _arithmetic(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    """With numbers, tensors that are the same for every token of the vocabulary, and columns that lie as ours do."""
     split = [a for a in args if isinstance(a, SplitLogits)]
-    if len(split) != 1 or any(other.dim() > 0 or other.requires_grad for other in others):
+    others = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and not isinstance(a, SplitLogits)]
+    if kwargs.get("out") is not None or len(split) != 1:
         return NotImplemented
+    raw = _raw(split[0])
+    for other in others:
+        width = other.shape[cls.dim_from_end] if other.dim() >= -cls.dim_from_end else 1
+        ours = width == raw.shape[cls.dim_from_end]  # a bias that is cut as the head is
+        alike = width == 1 and not other.requires_grad  # its gradient would be a part only
+        if other.dim() > raw.dim() or not (ours or alike):
+            return NotImplemented
     return func(*map(_raw, args), **kwargs).as_subclass(cls)
 
 
@@ -270,10 +275,12 @@ _RULES: dict[Any, Callable[[Kind, Any, Any, Any], Any]] = {
     **dict.fromkeys((_T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.type_as, _T.contiguous), _each_element),
     **dict.fromkeys((_T.clone, torch.clone, _T.detach, _T.cpu, _T.cuda, _T.tanh, torch.tanh), _each_element),
     **dict.fromkeys((_T.neg, torch.neg, _T.__neg__), _each_element),
-    **dict.fromkeys((_T.mul, torch.mul, _T.__mul__, _T.__rmul__, _T.multiply, torch.multiply), _with_number),
-    **dict.fromkeys((_T.div, torch.div, _T.__truediv__, _T.true_divide, torch.true_divide), _with_number),
-    **dict.fromkeys((_T.add, torch.add, _T.__add__, _T.__radd__, _T.sub, torch.sub, _T.__sub__), _with_number),
+    **dict.fromkeys((_T.mul, torch.mul, _T.__mul__, _T.__rmul__, _T.multiply, torch.multiply), _arithmetic),
+    **dict.fromkeys((_T.div, torch.div, _T.__truediv__, _T.true_divide, torch.true_divide), _arithmetic),
+    **dict.fromkeys((_T.add, torch.add, _T.__add__, _T.__radd__, _T.sub, torch.sub, _T.__sub__), _arithmetic),
     **dict.fromkeys((_T.view, _T.reshape, torch.reshape), _view),
+    **dict.fromkeys((_T.__iadd__, _T.add_, _T.__isub__, _T.sub_, _T.__imul__, _T.mul_), _arithmetic),
+    **dict.fromkeys((_T.__itruediv__, _T.div_), _arithmetic),
     **dict.fromkeys((_T.flatten, torch.flatten), _flatten),
     _T.__getitem__: _item,
     **dict.fromkeys((_T.transpose, torch.transpose, _T.swapaxes, torch.swapaxes), _transpose),
