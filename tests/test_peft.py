@@ -70,10 +70,11 @@ def test_adapters_follow_their_base() -> None:
     assert {"adapter A", "adapter B"} <= roles
 
 
+@pytest.mark.parametrize("rank", [4, 16])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_adapters_cost_no_sums_of_their_own(sequence_parallel: bool) -> None:
+def test_adapters_cost_no_sums_of_their_own(sequence_parallel: bool, rank: int) -> None:
     """Two sums a block in each direction, adapters or not; small gradients of whole A and B are summed instead."""
-    plan = autoplan.plan(adapted(), tp_size=2, sequence_parallel=sequence_parallel, prove="none")
+    plan = autoplan.plan(adapted(r=rank), tp_size=2, sequence_parallel=sequence_parallel, prove="none")
     sites = {
         (hook.pattern.rpartition(".")[2], hook.side, hook.action)
         for hook in plan.runtime.hooks
@@ -89,3 +90,11 @@ def test_adapters_cost_no_sums_of_their_own(sequence_parallel: bool) -> None:
     summed = {rule.pattern for rule in plan.runtime.parameters if rule.gradient == "sum"}
     for names, part in ((COLUMN, "lora_A"), (ROW, "lora_B")):
         assert all(any(f".{name}.{part}." in pattern for pattern in summed) for name in names)
+
+
+def test_a_large_model_is_proven_on_a_tiny_one_with_the_same_adapters() -> None:
+    config = LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, vocab_size=32000)
+    with torch.device("meta"):
+        model = get_peft_model(LlamaForCausalLM(config), LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
+    plan = autoplan.plan(model, tp_size=2)
+    assert plan.proof.ok and plan.proof.method == "graph"

@@ -15,6 +15,7 @@ from autoplan.analyse.axes import Axes
 from autoplan.analyse.callflow import Border, CallFlow
 from autoplan.analyse.demands import NO_DEMANDS, Demands
 from autoplan.analyse.events import FORBIDDING
+from autoplan.analyse.low_rank import branch_weights
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.sites import Placement, Refusal
 from autoplan.analyse.terms import Term, find, leaves
@@ -77,9 +78,11 @@ def products_to_gather(
     total = sum(prod(t.shape) for t in trace.tensors if t.kind == "parameter" and len(t.shape) >= 2)
     wanted = set()
     later_bias = _with_a_later_bias(trace)
+    read = {weight for op in trace.ops if (weight := _linear_weight(op, axes)) is not None}
+    branches = branch_weights(axes, read)
     for index, op in enumerate(trace.ops):
         weight = _linear_weight(op, axes)
-        if weight is None or _root_is_split(weight, axes, shards) or index in later_bias:
+        if weight is None or weight in branches or index in later_bias or _root_is_split(weight, axes, shards):
             continue
         if not demands.may_gather(trace.tensors[axes.sources[weight]].names):
             continue

@@ -9,17 +9,38 @@ the gradient of the thin matrix is summed instead, once a step and small.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 
+from autoplan.analyse.axes import Axes
 from autoplan.analyse.callflow import Border, CallFlow
 from autoplan.analyse.downstream import SUMS, Way, step_of
 from autoplan.analyse.shards import Shards
+from autoplan.analyse.terms import find, leaves
 from autoplan.values import Ref
 
-__all__ = ["shared_sums", "thin_matrix"]
+__all__ = ["branch_weights", "shared_sums", "thin_matrix"]
 
 _THIN = 4  # times longer than wide
 _STEPS = 6
+
+
+def branch_weights(axes: Axes, read: Iterable[int]) -> set[int]:
+    """Of these weights (inner x outer, the way they are multiplied) the pairs that lie beside one from end to end."""
+    ends: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    for weight in read:
+        inner, outer = (tuple(find(leaf).id for leaf in leaves(term)) for term in axes.of(weight))
+        ends[weight] = (inner, outer)
+    into = defaultdict(list)
+    for weight, (inner, _) in ends.items():
+        into[inner].append(weight)
+    across = set(ends.values())
+    found = set()
+    for first, (inner, middle) in ends.items():
+        for second in into[middle] if middle else ():
+            if second != first and middle != inner and (inner, ends[second][1]) in across:
+                found |= {first, second}
+    return found
 
 
 def thin_matrix(index: int, flow: CallFlow, shards: Shards) -> int | None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from autoplan.capture.adapters import settings_of, wrap
 from autoplan.capture.catalogue import class_name_of
 from autoplan.capture.dtypes import cast_numbers
 from autoplan.capture.model_string import from_string, transformers_class
@@ -59,7 +60,7 @@ class Source:
     @cached_property
     def can_shrink(self) -> bool:
         """Is there a tiny clone? Yes with a config that describes the module, and for a module that is small."""
-        return self._described_by_config or self._small
+        return self._described_by_config or self._small or self._adapted
 
     def tiny(
         self,
@@ -81,6 +82,8 @@ class Source:
             model = copy.deepcopy(self.given)
             model = fill_meta(model, seed) if _on_meta(model) else model.cpu()
             cast_numbers(model, dtype)
+        elif self._adapted:
+            model = self._tiny_with_adapters(variant, dtype, experts, attention)
         else:
             raise SourceError(
                 f"{self.name} has {_count(self.module()):,} parameters and no config to shrink",
@@ -104,6 +107,27 @@ class Source:
         for one in all_configs(model.config):
             one.dtype = dtype
         return model
+
+    def _tiny_with_adapters(
+        self, variant: int, dtype: torch.dtype, experts: str | None, attention: str | None
+    ) -> nn.Module:
+        """What the adapters were put on, tiny, with such adapters put on it."""
+        assert self.given is not None
+        given: Any = self.given
+        inside = given.get_base_model()
+        settings = settings_of(self.given) or {}
+        base = Source(_qualname(type(inside)), self.model_type, inside.config, model_class=type(inside))
+        model = wrap(base._tiny_from_config(variant, dtype, experts, attention), settings)
+        cast_numbers(model, dtype)
+        return model
+
+    @cached_property
+    def _adapted(self) -> bool:
+        return (
+            self.given is not None
+            and settings_of(self.given) is not None
+            and isinstance(self.given.get_base_model(), PreTrainedModel)
+        )
 
     @cached_property
     def _small(self) -> bool:
