@@ -165,6 +165,15 @@ def test_sizes_come_from_the_full_model() -> None:
     assert autoplan.audit(config, "hf", 8).ok
 
 
+def test_features_may_be_cut_unevenly() -> None:
+    """transformers cuts 2 × 45 packed features as 23 and 22; heads are another matter."""
+    from transformers import Phi3Config
+
+    config = Phi3Config(intermediate_size=45, hidden_size=64, num_attention_heads=4, num_hidden_layers=2)
+    config.pad_token_id = 0
+    assert not levels(autoplan.audit(config, "hf", 2), "units")
+
+
 def test_the_published_gather() -> None:
     """Llama-3.1-8B at tp 4: the head's forward 33.579 → 29.665 GB, the step 51.93 → 35.66 GB."""
     subject = subject_of(resolve(decoder()), GOOD, 2, Settings(tokens=8192), run=False)

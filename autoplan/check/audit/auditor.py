@@ -50,7 +50,7 @@ def audit(
     `gradient_norm` is a function (model, mesh) -> number that computes a norm for clipping on every rank. `dtype`
     ("bfloat16") shows how much of a difference is rounding.
 
-    `report.details["verdicts"]` says of each entry: same, dearer, different or wrong.
+    `report.details["verdicts"]` says of each entry: same, dearer, different, wrong, or dead (it matches nothing).
     """
     from autoplan.capture.source import resolve
 
@@ -128,7 +128,8 @@ def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAUL
         numbers=trial.report if comparable else None,
         unproven=trial.reason or "the unsharded model's numbers are NaN",
         right=right,
-        extra={"clone": trial.tiny, "source": source},
+        ran_at_full_size=trial.full_size,
+        extra={"clone": trial.tiny},
     )
 
 

@@ -88,6 +88,7 @@ class Subject:
     settings: Settings = Settings()
     numbers: Report | None = None
     unproven: str = ""
+    ran_at_full_size: bool = False
     right: Plan | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 

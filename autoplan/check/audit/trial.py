@@ -24,11 +24,15 @@ _CHECKS = ("forward",)
 
 @dataclass(frozen=True)
 class Trial:
-    """What the ranks showed; without a report, why there is none. `tiny` is the model that ran."""
+    """What the ranks showed; without a report, why there is none.
+
+    `tiny` is the model that ran; `full_size`: it has the sizes of the model itself, so that units are the same too.
+    """
 
     report: Report | None = None
     reason: str = ""
     tiny: Any = None
+    full_size: bool = False
 
 
 def try_on_ranks(source: Any, plan: ForeignPlan, tp_size: int, right: Plan | None = None) -> Trial:
@@ -49,7 +53,7 @@ def try_on_ranks(source: Any, plan: ForeignPlan, tp_size: int, right: Plan | Non
         return _try_ours(clone, source, plan, same, right)
     size = tp_size if same and tp_size <= _LARGEST_TP else _TINY_TP
     report = check_sharding(clone.model, clone.entries, sharding_for(plan), size, checks=_CHECKS)
-    return Trial(_comparable(report), tiny=clone)
+    return Trial(_comparable(report), tiny=clone, full_size=same and size == tp_size)
 
 
 def sharding_for(plan: ForeignPlan) -> Sharding:

@@ -1,7 +1,8 @@
-"""One word for each entry of a plan: same, dearer, different, or wrong.
+"""One word for each entry of a plan: same, dearer, different, wrong, or dead.
 
 *same*: it cuts what analysis would cut, in the same rows. *dearer*: it is right, and holds or moves more (a weight left
 whole, an output gathered). *different*: right, and cut in another way. *wrong*: a finding at error level is about it.
+*dead*: it matches nothing, and so does nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ __all__ = ["held_bytes", "unsplit_share", "verdicts"]
 def verdicts(subject: Subject, findings: Iterable[Finding]) -> dict[str, str]:
     """The verdict of every line, by pattern."""
     errors = [finding.where for finding in findings if finding.level == "error"]
-    return {line.pattern: _verdict(subject, line, errors) for line in subject.plan.lines}
+    dead = {finding.where for finding in findings if finding.check == "dead-keys"}
+    return {
+        line.pattern: "dead" if line.pattern in dead else _verdict(subject, line, errors) for line in subject.plan.lines
+    }
 
 
 def _verdict(subject: Subject, line: Line, errors: list[str]) -> str:

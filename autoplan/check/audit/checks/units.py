@@ -8,7 +8,9 @@ the sizes at which everything divides.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
+from autoplan.analyse.terms import factors, find, segments
 from autoplan.check.audit.subject import Subject, Weight
 from autoplan.layout import Layout
 from autoplan.values import Finding
@@ -31,7 +33,7 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
         text = f"{weights[0].name} has {count} units of {width} rows, which tp={tp} does not divide"
         hint = f"legal sizes: {legal}; or keep it whole"
         names = [weight.name for weight in weights]
-        if subject.numbers is not None and subject.numbers.tp_size == tp:
+        if subject.ran_at_full_size:
             yield subject.suspect(NAME, pattern, text, hint, names=names)
         else:
             proof = f"a rank would hold {count * width / tp:g} rows: {count / tp:g} units"
@@ -51,7 +53,17 @@ def _broken_unit(subject: Subject, weight: Weight) -> tuple[int, int] | None:
         return None if same or units % subject.tp_size == 0 else (units, size // units)
     for axis in subject.solution.classes:
         if (fact.names[0], said.dim) in axis.parameters and "does not divide" in axis.reason:
-            width = size // axis.size if axis.size and size % axis.size == 0 else 1
+            width = _width(subject, fact.names[0], said.dim, axis.size)
             if width > 1 or (subject.plan.dialect == "torch" and size % subject.tp_size):
                 return axis.size, width
     return None
+
+
+def _width(subject: Subject, parameter: str, dim: int, units: int) -> int:
+    """How many rows one of the units has: what stands after it in the segments of this dim."""
+    term = subject.solution.axes.of(subject.solution.trace.by_name[parameter])[dim]
+    for segment in segments(find(term)):
+        sizes = [find(part).size for part in factors(find(segment))]
+        if units in sizes:
+            return prod(sizes[sizes.index(units) + 1 :])
+    return 1
