@@ -66,8 +66,8 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(16, 4)
-        self.up = nn.Parameter(torch.empty(3, 32, 16))
-        self.down = nn.Parameter(torch.empty(3, 16, 32))
+        self.up = nn.Parameter(torch.zeros(3, 32, 16))
+        self.down = nn.Parameter(torch.zeros(3, 16, 32))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, chosen = self.router(x).softmax(-1).max(-1)
