@@ -17,10 +17,10 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help demo test lint format types bench wheel clean
+.PHONY: help demo test test-all lint format types bench wheel clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+: .*## ' Makefile | sed 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+: .*## ' Makefile | sed 's/:.*## /\t/' | expand -t 14
 
 $(VENV)/base: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -38,7 +38,10 @@ demo: $(VENV)/base  ## plan Llama-3.1-8B's shape at tp 8, then prove it on 2 sim
 	$(BIN)/autoplan plan $(DEMO) --tp 8
 	$(BIN)/autoplan verify $(DEMO) --tp 2
 
-test: $(VENV)/dev  ## run the tests
+test: $(VENV)/dev  ## run the tests, but for the slow ones
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(VENV)/dev  ## run every test
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/dev  ## ruff, without changing anything
