@@ -158,7 +158,24 @@ def _prepared(model: Any, entries: Mapping[str, Any], others: Mapping[str, Any])
     from autoplan.check.subject import Subject
 
     subject = Subject(copy.deepcopy(model).eval(), entries, others)
+    subject = replace(subject, lifted=_can_be_lifted(subject))
     return replace(subject, labels=labels_for(subject))
+
+
+def _can_be_lifted(subject: Any) -> bool:
+    """Is it a model in double precision that runs when all inside is in double precision too?"""
+    import torch
+
+    if _dtype(subject.model) != torch.float64:
+        return False
+    lifted = replace(subject, model=copy.deepcopy(subject.model), lifted=True)
+    try:
+        with torch.no_grad():
+            for inputs in subject.entries.values():
+                lifted.forward(inputs)
+    except CANNOT_RUN:
+        return False
+    return True
 
 
 def _reference(subject: Any, wanted: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import inspect
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from autoplan.check.lifted import Lifted
 from autoplan.execute import random_streams
 
 __all__ = ["Inputs", "Observation", "Subject", "give_random_values", "plain", "tensors_in"]
@@ -28,7 +30,8 @@ Gather = Callable[[nn.Module, bool], Mapping[str, torch.Tensor]]  # (model, grad
 class Subject:
     """`entries` are the calls to make, `others` the same in another batch and length, `labels` where taken.
 
-    `gather` brings parameters and gradients back in checkpoint layout; None: the model is not sharded.
+    `gather` brings parameters and gradients back in checkpoint layout; None: the model is not sharded. `lifted`: what
+    it computes in single precision inside is computed in double precision.
     """
 
     model: nn.Module
@@ -37,6 +40,7 @@ class Subject:
     labels: Mapping[str, torch.Tensor] = field(default_factory=dict)
     gather: Gather | None = None
     rank: int = 0
+    lifted: bool = False
     collectives: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -60,7 +64,8 @@ class Subject:
         given = {name: _copied(value) for name, value in inputs.items()}
         if "use_cache" in self.signature and "use_cache" not in given:
             given["use_cache"] = False
-        return self.model(**given)
+        with Lifted() if self.lifted else nullcontext():
+            return self.model(**given)
 
     def forward_and_backward(self, inputs: Inputs) -> Observation:
         """Outputs and every gradient of one call, under a loss in which each output element has its own weight."""

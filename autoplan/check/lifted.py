@@ -1,0 +1,29 @@
+"""Double precision all the way: what a model computes in single precision inside is lifted too.
+
+Norms, softmax, routers and rotary tables are often written to compute in float32 whatever the model's dtype. In a
+float64 check that leaves rounding of 1e-7 in the middle, and where large terms cancel (a gradient that is zero but for
+them) it looks like an error of 1e-4. So while a float64 model is checked, every request for float32 gets float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["Lifted"]
+
+
+class Lifted(TorchFunctionMode):
+    """`.float()`, `.to(torch.float32)`, `dtype=torch.float32`: all mean float64 while this mode is on."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        args = tuple(_lifted(value) for value in args)
+        return func(*args, **{name: _lifted(value) for name, value in (kwargs or {}).items()})
+
+
+def _lifted(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
