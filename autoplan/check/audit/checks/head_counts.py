@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autoplan.check.audit.subject import Subject
+from autoplan.check.audit.subject import Subject, Weight
 from autoplan.patterns import matches
 from autoplan.values import Edit, Finding
 
@@ -20,15 +20,21 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
     if subject.plan.plan is not None:
         yield from _ours(subject)
         return
+    groups: dict[tuple[str, str, int, int], list[Weight]] = {}
     for edit in subject.solution.runtime.edits:
-        near = edit.pattern
-        cut = [w for w in subject.weights if w.said.dim is not None and w.name.startswith(f"{near}.")]
-        kept = [w for w in cut if w.said.line and w.said.line.style != "colwise_gather_output"]
-        if kept:
-            text = f"{near} computes with {edit.attribute}={edit.old}, while a rank holds {edit.new}"
-            hint = f"set {edit.attribute} to {edit.new} on this module when it is split"
-            where = kept[0].said.line.pattern if kept[0].said.line else near
-            yield subject.suspect(NAME, where, text, hint, names=[w.name for w in kept])
+        for weight in subject.weights:
+            line = weight.said.line
+            inside = weight.name.startswith(f"{edit.pattern}.") and weight.said.dim is not None
+            if inside and line is not None and line.style != "colwise_gather_output":
+                groups.setdefault((line.pattern, edit.attribute, edit.old, edit.new), []).append(weight)
+    told: set[tuple[str, int]] = set()
+    for (pattern, attribute, old, new), weights in groups.items():
+        if (attribute, old) not in told:  # once, at the first line that splits what the number counts
+            told.add((attribute, old))
+            module = weights[0].module.rpartition(".")[0]
+            text = f"{module} computes with {attribute}={old}, while a rank holds {new}"
+            hint = f"set {attribute} to {new} on this module when it is split"
+            yield subject.suspect(NAME, pattern, text, hint, names=[weight.name for weight in weights])
 
 
 def _ours(subject: Subject) -> Iterator[Finding]:
