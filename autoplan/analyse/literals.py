@@ -319,7 +319,7 @@ def _repeat_interleave(call: Call, output: int, shards: Shards) -> Found:
 
 
 def _groups(call: Call, shards: Shards, position: int) -> Found:
-    """The group count of a convolution or group norm shrinks with the channels, unless each group keeps some of them."""
+    """The groups of a convolution or group norm shrink with the channels, unless each group keeps some of them."""
     path, groups = _argument(call, position, "groups", "num_groups")
     if groups is None or _number(groups) == 1:
         return []

@@ -370,7 +370,7 @@ class _Placer:
                 stuck.add(tensor)
 
     def _merge_entries(self) -> None:
-        """Where a value owes sums at several entries and else feeds thin matrices only, pay once, before all of them."""
+        """Where a value owes sums at several entries and else feeds thin matrices only, pay once before all of them."""
         for tensor in [t for t, calls in self.partial.items() if calls]:
             if self.trace.tensors[tensor].kind == "parameter" or self._where(tensor) != "input":
                 continue
