@@ -95,7 +95,7 @@ def products_to_gather(
 
 def _with_a_later_bias(trace: Trace) -> set[int]:
     """Products to which the same call adds its bias afterwards: gathered at the call's end they would lack theirs."""
-    found = set()
+    found: set[int] = set()
     for call in trace.calls:
         added = [index for index in range(*call.ops) if trace.ops[index].name in ("add", "add_")]
         found.update(range(call.ops[0], max(added, default=call.ops[0])))

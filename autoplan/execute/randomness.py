@@ -76,8 +76,8 @@ def may_draw(model: nn.Module) -> bool:
     """
     for module in model.modules():
         rate = getattr(module, "p", 0.0) if isinstance(module, nn.modules.dropout._DropoutNd) else 0.0
-        config = getattr(module, "config", None)
-        settings = config.to_dict() if hasattr(config, "to_dict") else {}
+        as_dict = getattr(getattr(module, "config", None), "to_dict", None)
+        settings = as_dict() if as_dict is not None else {}
         if rate > 0 or _turned_on(vars(module)) or _turned_on(settings):
             return True
     return False
