@@ -49,9 +49,9 @@ def places(**how: Any) -> list[tuple[str, str]]:
 
 def test_a_place_is_the_way_through_the_code() -> None:
     assert places() == [
-        ("neg", "forward:4:16"),
-        ("mul", "forward:5:21>twice:1:11"),  # two calls on one line are two places
-        ("mul", "forward:5:15>twice:1:11"),
+        ("neg", "forward:4:16-28"),
+        ("mul", "forward:5:21-29>twice:1:11-26"),  # two calls on one line are two places
+        ("mul", "forward:5:15-30>twice:1:11-26"),
     ]
 
 

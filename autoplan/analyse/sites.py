@@ -18,7 +18,7 @@ What cannot be placed by hooks is handed to the scoped function mode; what that 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from autoplan.analyse.callflow import Border, CallFlow
@@ -164,7 +164,8 @@ class _Placer:
                 self._place_gather(index, output)
             else:
                 self._place_sum(index, output, kind)
-            self._place_bias(index, kind)
+        for index in self.reductions:
+            self._place_bias(index)
 
     def _norm_statistics(self, index: int) -> None:
         """A distributed norm sums its statistics forward and backward itself; its whole inputs owe nothing new."""
@@ -227,21 +228,31 @@ class _Placer:
                 if tensor in self.flow.carries and tensor not in way.values and tensor not in way.added:
                     self.partial[tensor].add(step)
 
-    def _place_bias(self, index: int, kind: str) -> None:
-        bias = row_bias_of(self.trace.calls[index], kind)
-        if bias is None or index in self.result.inside_reductions:
+    def _place_bias(self, index: int) -> None:
+        """A bias beside a partial sum is divided, if all who read it are such sums (one module, run several times)."""
+        bias = self._bias_beside_sum(index)
+        if bias is None:
             return
-        if self.trace.tensors[bias].kind != "parameter" or len(self.flow.uses[bias]) != 1:
+        if self.trace.tensors[bias].kind != "parameter" or any(
+            self._bias_beside_sum(use) != bias for use in self.flow.uses[bias]
+        ):
             self._refuse(index, "a bias beside a partial sum that is not a parameter of its own")
         else:
             self.result.divided_biases.add(bias)
 
+    def _bias_beside_sum(self, index: int) -> int | None:
+        """The bias that a call adds to a partial sum, which is summed further on."""
+        if index in self.result.inside_reductions:
+            return None
+        return row_bias_of(self.trace.calls[index], self.reductions.get(index))
+
     def _border_out(self, tensor: int, made: int) -> Border | None:
-        """The innermost module that returns the value before anything else reads it."""
+        """The innermost module that returns the value, once, before anything else reads it."""
         first_use = min((u for u in self.flow.uses[tensor] if u > made), default=None)
+        times = Counter(b.visit for b in self.flow.leaving.get(tensor, []))
         inside = [
             b for b in self.flow.leaving.get(tensor, [])
-            if b.first <= made < b.last and (b.module, "output", b.path) not in self.closed
+            if b.first <= made < b.last and (b.module, "output", b.path) not in self.closed and times[b.visit] == 1
         ]  # fmt: skip
         for border in sorted(inside, key=lambda b: b.last - b.first):
             if first_use is None or border.last <= first_use:
@@ -405,16 +416,21 @@ class _Placer:
         return None if producer is None else self._border_out(tensor, producer)
 
     def _cover(self, tensor: int) -> list[Border]:
-        """Module inputs behind which all readers of the value, together, are exactly the partial ones."""
+        """Module inputs behind which all readers of the value, together, are exactly the partial ones.
+
+        A value that enters under several names (as key and as value) is taken at each of them.
+        """
         calls, uses = self.partial[tensor], self._uses.get(tensor, set())
         left, chosen = set(calls), []
-        for border in sorted(self.flow.entering.get(tensor, []), key=lambda b: b.first - b.last):
-            if (border.module, "input", border.path) in self.closed or self.flow.passes_through(tensor, border):
+        entering = self.flow.entering.get(tensor, [])
+        for border in sorted(entering, key=lambda b: b.first - b.last):
+            doors = [b for b in entering if b.visit == border.visit]
+            if any((b.module, "input", b.path) in self.closed or self.flow.passes_through(tensor, b) for b in doors):
                 continue
             inside = {u for u in uses if border.first <= u < border.last}
             if inside and inside <= calls and inside & left and not inside - left:
                 left -= inside
-                chosen.append(border)
+                chosen += doors
         return [] if left else chosen
 
     def _place_gradient_sums(self) -> None:

@@ -3,8 +3,8 @@
 The few calls that must run differently on a rank have to be found again when the sharded model runs: with a cache, with
 another mask, with more rounds of a loop than when it was planned. Counting calls is not enough, for such runs have more
 or fewer of them. So a call is known by the way to it through the source, from the module's `forward` down:
-"forward:12:8>repeat_kv:3:20" is the call at column 20 of the third line of `repeat_kv`, called from column 8 of the
-twelfth line of `forward`. Lines count from where the function begins.
+"forward:12:8-30>repeat_kv:3:20-41" is the call in columns 20 to 41 of the third line of `repeat_kv`, called from line
+twelve of `forward`. Lines count from where the function begins.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def code_place() -> str:
 
 @lru_cache(maxsize=65536)
 def _step(code: CodeType, instruction: int) -> str:
-    line, _, column, _ = next(islice(code.co_positions(), instruction // 2, None))
+    line, _, column, last = next(islice(code.co_positions(), instruction // 2, None))
     if line is None or column is None:  # a Python that was told to keep no columns
         return f"{code.co_name}:{instruction}"
-    return f"{code.co_name}:{line - code.co_firstlineno}:{column}"
+    return f"{code.co_name}:{line - code.co_firstlineno}:{column}-{last}"

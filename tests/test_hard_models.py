@@ -1,0 +1,128 @@
+"""Small models that once got a wrong or no plan: each is the least code that shows one mechanism."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import autoplan
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for p, x in ((self.q, query), (self.k, key), (self.v, value))
+        )
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class OneValueUnderTwoNames(nn.Module):
+    """The memory enters attention as key and as value: both ways back owe a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory, self.attention = nn.Linear(32, 32), Attention()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory = torch.tanh(self.memory(x))
+        return x + self.attention(torch.tanh(x), key=memory, value=memory) + memory
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(F.layer_norm(x, x.shape[-1:]))))
+
+
+class FirstRoundsWithoutGradient(nn.Module):
+    """One block runs three times, the first two under no_grad: there its gradient sums are no work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = x
+        for turn in range(3):
+            with torch.set_grad_enabled(turn == 2):
+                state = self.block(state + x)
+        return state
+
+
+class GroupedConvolutions(nn.Module):
+    """Two groups of channels between two grouped convolutions: each group is cut, their number stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv1d(32, 64, 1, groups=2), nn.Conv1d(64, 32, 1, groups=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x.transpose(1, 2)))).transpose(1, 2)
+
+
+class BiasOfAProductComesLater(nn.Module):
+    """Of a slice, `linear` makes a product and an addition: gathered between the two, the bias would not fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.block = nn.Linear(30, 32), Mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(self.patches(x[:, :, 2:]) + x)
+
+
+class ValueReadByPython(nn.Module):
+    """Which way it goes depends on numbers, so nothing can be said of readers that did not come up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Mlp(), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(x)
+        return self.one(x) if x.sum().item() > -1e9 else self.other(x)
+
+
+class PowerOfASize(nn.Module):
+    """A size that Python computed with a power."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side, self.mlp = 2, Mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tiles = x.view(x.shape[0], -1, self.side**2, x.shape[-1])
+        return self.mlp(tiles.mean(2))
+
+
+MODELS = [
+    OneValueUnderTwoNames,
+    FirstRoundsWithoutGradient,
+    GroupedConvolutions,
+    BiasOfAProductComesLater,
+    ValueReadByPython,
+    PowerOfASize,
+]
+
+
+@pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
+def test_planned_and_exact(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    inputs = {"x": torch.randn(2, 8, 32)}
+    made = autoplan.plan(model, tp_size=2, inputs=inputs)
+    cut = {rule.pattern for rule in made.runtime.parameters if rule.dim is not None and rule.pattern.endswith("weight")}
+    assert len(cut) >= 2 and not any(hook.action == "gather" for hook in made.runtime.hooks), made
+    report = autoplan.verify(model, made, tp_size=2, inputs=inputs, checks=["parameters", "forward", "state_dict"])
+    assert report.ok and max(report.gradients.values()) < 1e-10, report.findings
