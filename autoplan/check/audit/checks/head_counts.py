@@ -14,6 +14,7 @@ from autoplan.patterns import matches
 from autoplan.values import Edit, Finding
 
 NAME = "head-counts"
+_WHOLE_AFTERWARDS = ("colwise_gather_output", "embedding_rowwise", "embedding_colwise")
 
 
 def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
@@ -24,8 +25,8 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
     for edit in subject.solution.runtime.edits:
         for weight in subject.weights:
             line = weight.said.line
-            inside = weight.name.startswith(f"{edit.pattern}.") and weight.said.dim is not None
-            if inside and line is not None and line.style != "colwise_gather_output":
+            near = edit.pattern in (weight.module, weight.module.rpartition(".")[0])
+            if near and line is not None and weight.said.dim is not None and line.style not in _WHOLE_AFTERWARDS:
                 groups.setdefault((line.pattern, edit.attribute, edit.old, edit.new), []).append(weight)
     told: set[tuple[str, int]] = set()
     for (pattern, attribute, old, new), weights in groups.items():
