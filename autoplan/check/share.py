@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 
 from autoplan.analyse.dataflow import dataflow
 from autoplan.analyse.flow import Flow, node_of
@@ -27,7 +28,7 @@ _LATENT = " latent: "  # as the roles of latent attention end, in the reasons of
 
 @dataclass(frozen=True)
 class Share:
-    """`split` of `counted` parameters are cut; `whole` and `unused` are patterns of those that are not."""
+    """`split` of `counted` parameters (elements of weights) are cut; `whole` and `unused` are patterns of the others."""
 
     split: int
     counted: int
@@ -36,7 +37,7 @@ class Share:
 
 
 def share_of(solution: Solution, plan: Plan) -> Share:
-    """Count the parameters of the whole model, blocks that were folded included."""
+    """Count the elements of the whole model's weights, blocks that were folded included."""
     names = Names(solution.trace)
     facts = [fact for fact in solution.parameters if not fact.buffer and sum(size > 1 for size in fact.shape) > 1]
     flow = dataflow(solution.trace)
@@ -53,7 +54,7 @@ def share_of(solution: Solution, plan: Plan) -> Share:
         small = (name in tables and fact is not largest) or any(matches(pattern, name) for pattern in latents)
         if fact.dim is None and small:
             continue
-        number = len(names.expand(name))
+        number = len(names.expand(name)) * prod(fact.shape)
         counted += number
         if fact.dim is not None:
             cut += number
