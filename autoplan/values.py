@@ -284,8 +284,8 @@ class HeadSite:
 class ScopedCall:
     """What the scoped function mode does to a call of a module's own Python, of the function `name`.
 
-    `place` is where the call stands in the code, "forward:12:8-30>repeat_kv:3:20-41", with "#2" for only the second time that
-    a run of the module comes there.
+    `place` is where the call stands in the code, "forward:12:8-30>repeat_kv:3:20-41", with "#2" for only the second
+    time that a run of the module comes there.
     `arguments`: ((path, dims...) literals) as ((path into args/kwargs), numerator, denominator): have * num // den.
     `copies`: argument paths whose gradient is summed. `reduce`: "sum" | "mean" | "norm" on the output.
     `cuts`: output dims cut to this rank's share, as (output index, dim, layout).

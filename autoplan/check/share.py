@@ -28,7 +28,7 @@ _LATENT = " latent: "  # as the roles of latent attention end, in the reasons of
 
 @dataclass(frozen=True)
 class Share:
-    """`split` of `counted` parameters (elements of weights) are cut; `whole` and `unused` are patterns of the others."""
+    """`split` of `counted` elements of weights are cut; `whole` and `unused` are patterns of the others."""
 
     split: int
     counted: int
