@@ -38,7 +38,8 @@ def branch_weights(axes: Axes, read: Iterable[int]) -> set[int]:
     found = set()
     for first, (inner, middle) in ends.items():
         for second in into[middle] if middle else ():
-            if second != first and middle != inner and (inner, ends[second][1]) in across:
+            whole = (inner, ends[second][1])
+            if middle not in whole and whole in across:
                 found |= {first, second}
     return found
 
