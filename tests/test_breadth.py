@@ -30,15 +30,15 @@ CROSS_SECTION = [
     ("longcat_flash", "LongcatFlashForCausalLM", 0.9),  # a loop over the experts that were hit
     ("deepseek_v3", "DeepseekV3ForCausalLM", 0.9),  # latent attention, shared experts
     ("mamba2", "Mamba2ForCausalLM", 1.0),  # state space, one projection of five parts
-    ("rwkv", "RwkvForCausalLM", 1.0),  # linear recurrence
+    ("rwkv", "RwkvForCausalLM", 0.9),  # linear recurrence
     ("recurrent_gemma", "RecurrentGemmaForCausalLM", 1.0),  # gates with a block each
-    ("zamba2", "Zamba2ForCausalLM", 1.0),  # shared blocks, adapters
+    ("zamba2", "Zamba2ForCausalLM", 0.98),  # shared blocks, adapters
     ("t5", "T5ForConditionalGeneration", 1.0),  # relative positions, encoder and decoder
     ("bart", "BartForConditionalGeneration", 1.0),  # cross-attention
-    ("bert", "BertForMaskedLM", 1.0),  # a head that is not a plain linear
+    ("bert", "BertForMaskedLM", 0.9),  # a head that is not a plain linear
     ("whisper", "WhisperForConditionalGeneration", 1.0),  # sound
-    ("llava", "LlavaForConditionalGeneration", 0.95),  # a vision tower and a projector
-    ("vit", "ViTModel", 0.9),  # vision alone; the patches stay whole
+    ("llava", "LlavaForConditionalGeneration", 0.85),  # a vision tower and a projector
+    ("vit", "ViTModel", 0.7),  # vision alone; the patches stay whole
 ]  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -158,7 +159,7 @@ def _waiting_in(thread: threading.Thread) -> object:
     """The collective in which this thread waits for others; None when it is doing something else."""
     frame = sys._current_frames().get(thread.ident or -1)
     inner = frame
-    while frame is not None:
+    while isinstance(frame, FrameType):  # a running thread's frames may go while they are walked
         if frame.f_code is Collective.join.__code__ and inner is not None and inner.f_code.co_name == "wait":
             return id(frame.f_locals["self"]), frame.f_lineno
         frame = frame.f_back
