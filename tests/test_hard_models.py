@@ -123,6 +123,7 @@ def test_planned_and_exact(kind: type[nn.Module]) -> None:
     inputs = {"x": torch.randn(2, 8, 32)}
     made = autoplan.plan(model, tp_size=2, inputs=inputs)
     cut = {rule.pattern for rule in made.runtime.parameters if rule.dim is not None and rule.pattern.endswith("weight")}
-    assert len(cut) >= 2 and not any(hook.action == "gather" for hook in made.runtime.hooks), made
+    gathered = {hook.pattern for hook in made.runtime.hooks if hook.action == "gather"}
+    assert len(cut) >= 2 and gathered <= {"memory"}, made  # the memory is read whole by everyone
     report = autoplan.verify(model, made, tp_size=2, inputs=inputs, checks=["parameters", "forward", "state_dict"])
     assert report.ok and max(report.gradients.values()) < 1e-10, report.findings
