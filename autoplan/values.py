@@ -24,6 +24,7 @@ __all__ = [
     "HookSite",
     "Means",
     "ModuleVisit",
+    "Obstacle",
     "Op",
     "ParameterFact",
     "ParameterRule",
@@ -196,6 +197,7 @@ class ParameterFact:
     gradient: Literal["local", "sum", "shared"] = "local"
     divide: bool = False
     axis: int | None = None  # ClassFact.id of the largest class that cuts it
+    axes: tuple[int, ...] = ()  # of all of them
     reason: str = ""
 
 
@@ -341,7 +343,8 @@ class Proof:
 class Entry:
     """One planned module pattern. `segments` says, per parameter, "dim:layout"; `reduces` what it costs.
 
-    `bytes` is the size of the parameters of all modules that it stands for, unsplit.
+    `bytes` is the size of the parameters of all modules that it stands for, unsplit. `axes` are numbers of the axes
+    that cut it: entries that share one are cut together, or not at all.
     """
 
     pattern: str
@@ -356,6 +359,21 @@ class Entry:
     reduces: tuple[str, ...] = ()
     proof: str = "unproven"
     bytes: int = 0
+    axes: tuple[int, ...] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why a library that wraps the call of a module cannot cut these ones, though `execute` can.
+
+    `kind`: "edited" (who gets the output changes it in place, and a wrapped output is a view), "read" (other modules'
+    code reads its weight), "shape" (it is no linear layer or table: its weight has other than two dims, or its code
+    does not say how wide it is).
+    """
+
+    pattern: str
+    kind: Literal["edited", "read", "shape"]
+    why: str
 
 
 @dataclass(frozen=True)
@@ -510,6 +528,7 @@ class Plan:
     findings: tuple[Finding, ...] = ()
     proof: Proof = Proof("none", 1, False)
     runtime: Runtime = Runtime()
+    obstacles: tuple[Obstacle, ...] = ()
 
     def __str__(self) -> str:
         """A table for a terminal."""

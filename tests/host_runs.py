@@ -7,9 +7,11 @@ many jobs, since importing the libraries takes most of the time.
 
 from __future__ import annotations
 
+import copy
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autoplan
+from autoplan.check.lifted import Lifted
 
 __all__ = ["Job", "Outcome", "run_jobs"]
 
@@ -43,10 +46,11 @@ class Outcome:
     error: float
     split: int
     problem: str = ""
+    tolerance: float = 1e-5  # in double precision
 
     @property
     def exact(self) -> bool:
-        return not self.problem and self.error < 1e-5
+        return not self.problem and self.error < self.tolerance
 
 
 def run_jobs(jobs: list[Job], timeout: float = 300) -> list[Outcome]:
@@ -95,24 +99,50 @@ def _worker(rank: int, jobs: list[Job], store: str, queue: Any) -> None:
 
 
 def _run(job: Job, mesh: DeviceMesh) -> Outcome:
-    from autoplan.capture.inputs import make_inputs
     from autoplan.capture.source import resolve
+    from autoplan.check.verify import clone_of
 
     source = resolve(job.model)
-    plain, sharded = (source.tiny(dtype=torch.float64, experts="batched_mm") for _ in range(2))
-    made = make_inputs(plain, config=plain.config, model_type=source.model_type, inputs=None)
+    made = clone_of(source)
+    plain, sharded = made.model, clone_of(source).model
     inputs = {"use_cache": False} | next(iter(made.entries.values()))
+    mode = _mode_that_runs(plain, inputs)
     sharded = _HOSTS[job.host](sharded, mesh, job.exported)
     split = sum(isinstance(p, DTensor) and not p.placements[0].is_replicate() for p in sharded.parameters())
-    return Outcome(job.model, max(_difference(_observe(plain, inputs), _observe(sharded, inputs))), split)
+    single = next(plain.parameters()).dtype == torch.float32
+    errors = _difference(_observe(plain, inputs, mode), _observe(sharded, inputs, mode))
+    return Outcome(job.model, max(errors), split, tolerance=1e-3 if single else 1e-5)
 
 
-def _observe(model: nn.Module, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+@dataclass(frozen=True)
+class _Mode:
+    """How a model is run: in double precision inside too, and backward too, where that works."""
+
+    lifted: bool = True
+    backward: bool = True
+
+
+def _mode_that_runs(plain: nn.Module, inputs: dict[str, Any]) -> _Mode:
+    """The first way in which the unsharded model runs."""
+    problem = ""
+    for mode in (_Mode(), _Mode(lifted=False), _Mode(backward=False), _Mode(lifted=False, backward=False)):
+        try:
+            _observe(copy.deepcopy(plain), inputs, mode)
+            return mode
+        except (RuntimeError, AssertionError, TypeError, ValueError) as error:
+            problem = problem or f"{type(error).__name__}: {error}"
+    raise RuntimeError(f"the unsharded model does not run: {problem}")
+
+
+def _observe(model: nn.Module, inputs: dict[str, Any], mode: _Mode) -> dict[str, torch.Tensor]:
     """The first output and every gradient, whole."""
-    result = model(**inputs)
-    first = _whole(result[0] if isinstance(result, tuple) else next(iter(result.values())))
-    weights = torch.linspace(-1, 1, first.numel(), dtype=first.dtype).reshape(first.shape)
-    (first * weights).sum().backward()
+    torch.manual_seed(0)
+    with Lifted() if mode.lifted and next(model.parameters()).dtype == torch.float64 else nullcontext():
+        result = model(**inputs)
+        first = _whole(result[0] if isinstance(result, tuple) else next(iter(result.values())))
+        if mode.backward:
+            weights = torch.linspace(-1, 1, first.numel(), dtype=first.dtype).reshape(first.shape)
+            (first * weights).sum().backward()
     found = {"output": first.detach()}
     if autoplan.applied(model) is not None:  # packed parameters lie in rank order: bring them back by the plan
         return found | {k: g.detach() for k, g in autoplan.full_tensors(model, grads=True).items() if g is not None}
@@ -129,7 +159,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 def _difference(plain: dict[str, torch.Tensor], sharded: dict[str, torch.Tensor]) -> list[float]:
     missing = plain.keys() - sharded.keys()
     assert not missing, f"no gradient for {sorted(missing)[:3]}"
-    largest = max(tensor.abs().max().item() for name, tensor in plain.items() if name != "output")
+    largest = max((tensor.abs().max().item() for name, tensor in plain.items() if name != "output"), default=0.0)
     return [
         ((sharded[name] - tensor).abs().max() / (tensor.abs().max() + _FLOOR * largest)).item()
         for name, tensor in plain.items()

@@ -261,6 +261,7 @@ def _parameter_facts(
             gradient=gradient,  # type: ignore[arg-type]
             divide=tensor in placement.divided_biases,
             axis=ids.get(split[0]) if split else None,
+            axes=tuple(sorted(ids[leaf] for leaf in split if leaf in ids)),
             reason="" if dim is not None else _why_whole(tensor, done),
         )
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 from autoplan.analyse.dataflow import dataflow
 from autoplan.analyse.flow import Flow
+from autoplan.analyse.obstacles import obstacles
 from autoplan.analyse.solve import Solution
 from autoplan.decide.costs import Costs
 from autoplan.decide.facts import gathered_modules, with_facts
@@ -21,7 +22,7 @@ from autoplan.decide.reasons import reason_text, units_text
 from autoplan.decide.rulebook import GENERIC, Rule, load_rules
 from autoplan.decide.styles import style_of
 from autoplan.patterns import matches
-from autoplan.values import Entry, Finding, ParameterFact, Plan, Replicated, Stack
+from autoplan.values import Entry, Finding, Obstacle, ParameterFact, Plan, Replicated, Stack
 
 __all__ = ["make_plan"]
 
@@ -58,6 +59,7 @@ def make_plan(
         legal_tp=solution.legal_tp,
         findings=tuple(_findings(solution, desk, drafts, names)),
         runtime=fold_runtime(solution.runtime, names),
+        obstacles=_obstacles(solution, drafts, names),
     )
 
 
@@ -149,6 +151,7 @@ class _Desk:
             segments=tuple(_segment(fact) for _, fact in facts),
             reduces=self.costs.of(module, facts, own, ends_here=pattern == module or not style.endswith("colwise")),
             bytes=sum(fact.bytes for _, fact in facts),
+            axes=tuple(sorted({axis for _, fact in facts for axis in fact.axes})),
         )
         return _Draft(entry, naming.styles if naming else (), naming.rule if naming else None)
 
@@ -174,15 +177,31 @@ def _fold_entries(drafts: list[_Draft], names: Names) -> Iterator[Entry]:
     """
     groups: dict[Entry, list[str]] = {}
     costs: dict[Entry, dict[str, None]] = {}
+    axes: dict[Entry, set[int]] = {}
     for draft in drafts:
         same = replace(draft.entry, pattern="", reduces=())
         groups.setdefault(same, []).append(draft.entry.pattern)
         costs.setdefault(same, {}).update(dict.fromkeys(draft.entry.reduces))
+        axes.setdefault(same, set()).update(draft.entry.axes)
     for same, patterns in groups.items():
-        entry = replace(same, reduces=tuple(costs[same]))
+        entry = replace(same, reduces=tuple(costs[same]), axes=tuple(sorted(axes[same])))
         owned = any(pattern in names.parameters for pattern in patterns)
         for pattern, count in names.fold_counted(patterns, parameters=owned):
             yield replace(entry, pattern=pattern, bytes=entry.bytes * count)
+
+
+def _obstacles(solution: Solution, drafts: list[_Draft], names: Names) -> tuple[Obstacle, ...]:
+    """What hinders others at the modules that are split, and at their like in other blocks: one line for each kind."""
+    split = {starred(draft.entry.pattern) for draft in drafts}
+    modules = [module for module in solution.trace.module_classes if starred(module) in split]
+    groups: dict[tuple[str, str, str], list[Obstacle]] = {}
+    for found in obstacles(solution.trace, modules):
+        groups.setdefault((starred(found.pattern), found.kind, starred(found.why)), []).append(found)
+    return tuple(
+        replace(same[0], pattern=pattern, why=why)
+        for (_, _, why), same in groups.items()
+        for pattern in names.fold([found.pattern for found in same])
+    )
 
 
 def _replicated(solution: Solution, named: dict[str, Naming], names: Names) -> Iterator[Replicated]:

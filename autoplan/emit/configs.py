@@ -25,7 +25,7 @@ def to_deepspeed(plan: Plan, *, drop: bool = False) -> dict[str, Any]:
     """The `tensor_parallel` section of a DeepSpeed config."""
     specs: list[dict[str, Any]] = []
     refused: list[Refused] = []
-    for part in parts_of(plan):
+    for part in parts_of(plan, obstacles=("read", "shape")):  # it replaces modules, and sums into plain tensors
         why = _not_for_deepspeed(part)
         if why:
             refused += part.refused(why)

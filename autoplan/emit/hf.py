@@ -8,9 +8,11 @@ Keys mean every layer: transformers replaces numbers in names by `*` before it l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
+from autoplan.decide.folding import starred
 from autoplan.emit.sayable import Part, Refused, check_nothing_lost, layout_of, parts_of
+from autoplan.patterns import matches
 from autoplan.values import Entry, Plan
 
 __all__ = ["OLD_NAMES", "hf_entries", "to_hf"]
@@ -50,12 +52,13 @@ def hf_entries(plan: Plan) -> tuple[dict[str, str], list[Refused]]:
     """What transformers can say of a plan, and what it cannot."""
     found: dict[str, str] = {}
     refused: list[Refused] = []
-    for part in _merged(parts_of(plan)):
+    for part in _merged(parts_of(plan), _kept_whole(plan)):
         lines = dict(_lines(part, plan))
         if lines:
             found |= lines
+            hindered = dict(part.hindered)
             refused += [
-                Refused(e.pattern, e.bytes, "no style of transformers cuts it in this place")
+                Refused(e.pattern, e.bytes, hindered.get(e.pattern, "no style of transformers cuts it in this place"))
                 for e in part.entries
                 if lines.get(starred(e.pattern), "mla_kv_a_proj") == "mla_kv_a_proj"
                 and e.style != "replicated_with_grad_allreduce"
@@ -66,12 +69,14 @@ def hf_entries(plan: Plan) -> tuple[dict[str, str], list[Refused]]:
     return found, refused
 
 
-def starred(name: str) -> str:
-    """Every number of a path as `*`, as transformers looks names up."""
-    return ".".join("*" if piece.isdigit() else piece for piece in name.split("."))
+def _kept_whole(plan: Plan) -> set[str]:
+    """Modules that the plan leaves alone, as keys: such a key may stand for others that are split."""
+    modules = {whole.fqn.rpartition(".")[0] for whole in plan.replicated}
+    split = [entry.pattern for entry in plan.entries]
+    return {starred(module) for module in modules if not any(matches(pattern, module) for pattern in split)}
 
 
-def _merged(parts: Iterable[Part]) -> Iterator[Part]:
+def _merged(parts: Iterable[Part], kept_whole: Container[str]) -> Iterator[Part]:
     """Parts that transformers cannot tell apart, since it knows no layer numbers, are one."""
     groups: dict[str, list[Part]] = {}
     for part in parts:
@@ -80,6 +85,7 @@ def _merged(parts: Iterable[Part]) -> Iterator[Part]:
         entries = tuple(entry for part in several for entry in part.entries)
         kinds = {part.kind for part in several}
         needs = tuple(dict.fromkeys(need for part in several for need in part.needs))
+        hindered = tuple(dict.fromkeys(found for part in several for found in part.hindered))
         styles: dict[str, set[str]] = {}
         for entry in entries:
             styles.setdefault(starred(entry.pattern), set()).add(entry.style)
@@ -88,19 +94,22 @@ def _merged(parts: Iterable[Part]) -> Iterator[Part]:
             kind, needs = "mixed", ("layers are planned differently, and a key means every layer",)
         elif any(entry.pattern.rpartition(".")[2] in ("*", *_DIGITS) for entry in entries):
             kind, needs = "mixed", ("modules that have only numbers for names cannot be told apart by a key",)
-        yield Part(container, entries, kind, needs)
+        elif any(starred(entry.pattern) in kept_whole for entry in entries):
+            needs = (*needs, "a key means every layer, and in some of them the plan keeps the weight whole")
+        yield Part(container, entries, kind, needs, hindered)
 
 
 def _lines(part: Part, plan: Plan) -> Iterator[tuple[str, str]]:
     """The keys of a part, or nothing."""
     if part.kind == "end":
-        if _has_tied_bias(plan):
+        if part.needs or _has_tied_bias(plan):
             return
         for entry in part.entries:
             head = entry.rule != "token-embedding"
             if not head and not entry.style.startswith("embedding_rowwise"):
                 return
             yield starred(entry.pattern), "colwise_gather_output" if head else "embedding_rowwise"
+            yield from ((module, "embedding_rowwise") for module in _unused_holders(plan, entry))
     elif part.is_plain:
         yield from _as_they_are(part.entries)
     elif part.kind == "mla" and not part.needs:
@@ -116,7 +125,7 @@ def _lines(part: Part, plan: Plan) -> Iterator[tuple[str, str]]:
         yield from _as_they_are(part.entries)
     elif part.can_gather and part.kind != "mixed":
         for entry in part.gathered:
-            column = entry.style in ("colwise", "packed_colwise")
+            column = entry.style in ("colwise", "packed_colwise", "colwise_gather_output")
             yield starred(entry.pattern), "colwise_gather_output" if column else "rowwise_split_input"
 
 
@@ -128,6 +137,15 @@ def _has_tied_bias(plan: Plan) -> bool:
     others = {name for name in split if name.endswith(".bias") and name.rpartition(".")[0] not in modules}
     above = {entry.pattern.rpartition(".")[0] for entry in heads}
     return any(name.rpartition(".")[0] in above for name in others)
+
+
+def _unused_holders(plan: Plan, entry: Entry) -> Iterator[str]:
+    """Modules that no run calls and that hold the entry's table too: transformers may tie from any of them."""
+    called = {starred(known.pattern) for known in plan.entries}
+    for rule in plan.runtime.parameters:
+        module, _, own = starred(rule.pattern).rpartition(".")
+        if own == "weight" and f"{rule.dim}:{rule.layout}" == entry.segments[0] and module not in called:
+            yield module
 
 
 def _as_they_are(entries: Iterable[Entry]) -> Iterator[tuple[str, str]]:

@@ -52,7 +52,7 @@ _KEYS = (
     "layers",
     "proof",
 )  # the contract's, in order
-_MORE_KEYS = ("source", "legal_tp", "findings", "runtime")
+_MORE_KEYS = ("source", "legal_tp", "findings", "runtime", "obstacles")
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:

@@ -14,9 +14,10 @@ A part is written whole or not at all, so half a column/row pair never leaves th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from autoplan.decide.folding import starred
 from autoplan.errors import AutoplanError
 from autoplan.layout import Layout
 from autoplan.patterns import is_under, matches
@@ -27,6 +28,7 @@ __all__ = ["ExportError", "Part", "Refused", "check_nothing_lost", "layout_of", 
 _PLAIN_RULES = frozenset(("attention", "multi-query-attention", "fused-qkv-interleaved", "gated-mlp", "plain-mlp"))
 _PLAIN_RULES |= {"shared-expert", "head-norm"}
 _ENDS = frozenset(("token-embedding", "lm-head", "tied-head"))
+_OBSTACLES = ("edited", "read", "shape")
 _COLUMN, _ROW = ("colwise", "packed_colwise"), ("rowwise", "rowwise_scatter", "packed_rowwise")
 
 
@@ -51,6 +53,7 @@ class Part:
     entries: tuple[Entry, ...]
     kind: str  # "end" | "plain" | "experts" | "mla" | "packed" | "other"
     needs: tuple[str, ...] = field(default=())  # what other systems cannot do and a plain cut would need
+    hindered: tuple[tuple[str, str], ...] = field(default=())  # modules whose call cannot be wrapped, and why
 
     @property
     def is_plain(self) -> bool:
@@ -62,9 +65,13 @@ class Part:
         return bool(self.gathered)
 
     @property
+    def axes(self) -> frozenset[int]:
+        return frozenset(axis for entry in self.entries for axis in entry.axes)
+
+    @property
     def gathered(self) -> tuple[Entry, ...]:
         """The linear layers of the part; what else it holds stays whole when products are gathered."""
-        return tuple(entry for entry in self.entries if _is_linear(entry))
+        return tuple(e for e in self.entries if _is_linear(e) and e.pattern not in dict(self.hindered))
 
     def refused(self, why: str) -> Iterator[Refused]:
         for entry in self.entries:
@@ -72,33 +79,39 @@ class Part:
                 yield Refused(entry.pattern, entry.bytes, why)
 
 
-def parts_of(plan: Plan) -> tuple[Part, ...]:
-    """The planned modules by the container they stand in. Blocks that are planned alike are one part."""
+def parts_of(plan: Plan, obstacles: Container[str] = _OBSTACLES) -> tuple[Part, ...]:
+    """The planned modules by the container they stand in. Blocks that are planned alike are one part.
+
+    `obstacles` are the kinds that hinder the other system.
+    """
     parents = {entry.pattern.rpartition(".")[0] for entry in plan.entries}
     groups: dict[str, list[Entry]] = {}
     for entry in plan.entries:
         own = entry.rule in _ENDS or entry.pattern in parents  # a container's own parameters belong to it
         groups.setdefault(entry.pattern if own else entry.pattern.rpartition(".")[0], []).append(entry)
-    parts = [_part(plan, container, tuple(entries), groups) for container, entries in groups.items()]
-    return tuple(_with_neighbours(part, parts) for part in parts)
+    hindered = {starred(found.pattern): found.why for found in plan.obstacles if found.kind in obstacles}
+    parts = [_part(plan, container, tuple(entries), groups, hindered) for container, entries in groups.items()]
+    while (linked := [_with_neighbours(part, parts) for part in parts]) != parts:
+        parts = linked
+    return tuple(parts)
 
 
 def _with_neighbours(part: Part, parts: list[Part]) -> Part:
-    """A part may share its axis with a stranger part outside its block: it is then no plain pair. (Sizes must do.)"""
+    """Parts along one axis are cut together: what one of them needs, each of them needs."""
+    if part.needs:
+        return part
     for other in parts:
-        outside = other.container == "" or part.container.startswith(f"{other.container}.")
-        if part.kind == "plain" and other.kind == "other" and outside and _dealt(part) & _dealt(other):
-            return replace(part, needs=(*part.needs, f"it may share its axis with {other.entries[0].pattern}"))
+        if other is not part and part.axes & other.axes and (other.kind == "end") == (part.kind == "end"):
+            if other.needs:
+                return replace(part, needs=(f"it goes with {other.container or 'the model'}: {other.needs[0]}",))
+            if part.kind != "other" and other.kind == "other" or part.kind == "plain" != other.kind:
+                return replace(part, needs=(f"it shares its axis with {other.entries[0].pattern}",))
     return part
 
 
-def _dealt(part: Part) -> set[int]:
-    """The sizes of what a part deals out."""
-    layouts = [layout for entry in part.entries if (layout := layout_of(entry)) is not None]
-    return {factor.size for layout in layouts for factor in (layout, *layout.parts) if factor.split is not None}
-
-
-def _part(plan: Plan, container: str, entries: tuple[Entry, ...], containers: Iterable[str]) -> Part:
+def _part(
+    plan: Plan, container: str, entries: tuple[Entry, ...], containers: Iterable[str], hindered: Mapping[str, str]
+) -> Part:
     rules = {entry.rule for entry in entries}
     if rules <= _ENDS:
         kind = "end"
@@ -112,7 +125,10 @@ def _part(plan: Plan, container: str, entries: tuple[Entry, ...], containers: It
         kind = "packed"
     else:
         kind = "other"
-    return Part(container, entries, kind, tuple(dict.fromkeys(_needs(plan, container, entries, kind, containers))))
+    stopped = tuple((e.pattern, hindered[starred(e.pattern)]) for e in entries if starred(e.pattern) in hindered)
+    needs = [f"{pattern}: {why}" for pattern, why in stopped]
+    needs += _needs(plan, container, entries, kind, containers)
+    return Part(container, entries, kind, tuple(dict.fromkeys(needs)), stopped)
 
 
 def _needs(
@@ -155,7 +171,7 @@ def _is_linear(entry: Entry) -> bool:
     if not entry.parameters or entry.parameters[0] != "weight" or set(entry.parameters) - {"weight", "bias"}:
         return False
     dim = entry.segments[0].partition(":")[0]
-    return (entry.style in _COLUMN and dim == "0") or (entry.style in _ROW and dim == "1")
+    return (entry.style in (*_COLUMN, "colwise_gather_output") and dim == "0") or (entry.style in _ROW and dim == "1")
 
 
 def check_nothing_lost(refused: list[Refused], dialect: str, drop: bool) -> None:

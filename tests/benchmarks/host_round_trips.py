@@ -57,11 +57,12 @@ def main(host: str, model_types: list[str]) -> None:
             job, notes[model_type] = job_of(host, model_type)
             jobs += [job] if job is not None else []
         found = {outcome.model: outcome for outcome in run_jobs(jobs)}
+        for job in jobs:  # a host that raised may have upset those after it in the same process
+            if job.model not in found or found[job.model].problem:
+                found |= {outcome.model: outcome for outcome in run_jobs([job])}
         for model_type, note in notes.items():
             outcome = found.get(model_type)
-            kind = (
-                "no plan" if outcome is None else "raised" if outcome.problem else "exact" if outcome.exact else "wrong"
-            )
+            kind = _kind(outcome)
             counts[kind] += 1
             more = "" if outcome is None else outcome.problem or f"{outcome.error:.1e}, {outcome.split} split"
             print(f"{model_type:32} {kind:8} {more}  {note}", flush=True)
