@@ -20,6 +20,7 @@ from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_any, capture_fake
 from autoplan.capture.inputs import make_inputs
 from autoplan.capture.source import Source, resolve
+from autoplan.check.audit.gate import refuse_wrong
 from autoplan.check.prove import prove_graph, prove_ranks, sequence_findings, settle_means
 from autoplan.decide.choices import Choices
 from autoplan.decide.chosen import plan_chosen, solve_chosen
@@ -182,8 +183,9 @@ def solve_source(
 def parallelize(
     model: nn.Module,
     mesh: DeviceMesh,
-    plan: Plan | None = None,
+    plan: PlanSource | None = None,
     *,
+    check: bool = True,
     gather_logits: bool = False,
     sequence_padding: str = "error",
     reproducible_forward: bool = False,
@@ -201,10 +203,13 @@ def parallelize(
 
     Tensor parallelism over "tp", then activation checkpointing, then FSDP2 over "dp_shard" (also called dp, fsdp or
     dp_shard_cp; "dp_replicate" before it makes HSDP). `mesh_dims={"tp": name}` names mesh dims differently; cp and pp
-    are left alone. Without a `plan` one is made for the mesh. Logits leave split over the vocabulary unless
-    `gather_logits`; every other output is whole. A loss that the model computes from labels gathers none either (under
-    torch.compile, logits beside a loss carry no gradient). `reproducible_forward` makes the same bits at every tp size,
-    slowly. `autoplan.applied(model)` says what was done, and what was not.
+    are left alone. Without a `plan` one is made for the mesh. It may be anything that `autoplan.plan` takes as a
+    source: what comes in a foreign dialect is audited first, and refused if it is wrong, unless `check=False`.
+
+    Logits leave split over the vocabulary unless `gather_logits`; every other output is whole. A loss that the model
+    computes from labels gathers none either (under torch.compile, logits beside a loss carry no gradient).
+    `reproducible_forward` makes the same bits at every tp size, slowly. `autoplan.applied(model)` says what was done,
+    and what was not.
 
     `activation_checkpointing`: True (whole blocks), "submodule", "selective" (every other matmul, attention and sums
     are kept), or a function (name, block) -> any of these or False; `checkpoint_scope`: "all", "text", "vision",
@@ -213,7 +218,7 @@ def parallelize(
     backward). `frozen`: stacks without trainable parameters are "units", in the "root" unit, or "ignore".
     """
     dims = read_mesh(mesh, mesh_dims)
-    plan = plan or _plan_for_mesh(model, dims.tp_size)
+    plan = plan if isinstance(plan, Plan) else _plan_for_mesh(model, dims.tp_size, plan, check)
     tp_mesh = tp_mesh_of(mesh, plan, dims.names)
     data = DataParallel(mp_policy, offload_policy, cpu_offload, reshard_after_forward, prefetch, frozen)
     data.check(has_mesh=dims.data is not None)
@@ -239,10 +244,16 @@ def parallelize(
     return model
 
 
-def _plan_for_mesh(model: nn.Module, tp_size: int) -> Plan:
+def _plan_for_mesh(model: nn.Module, tp_size: int, given: PlanSource | None, check: bool) -> Plan:
     """Without tensor parallelism only the layers matter, and they need no run of the model."""
     source = resolve(model)
-    return plan_source(source, tp_size) if tp_size > 1 else Plan(source.name, 1, layers=layers(model))
+    if tp_size == 1:
+        return Plan(source.name, 1, layers=layers(model))
+    if given is None:
+        return plan_source(source, tp_size)
+    found = refuse_wrong(source, given, tp_size) if check else ()
+    made = plan(model, tp_size, source=given)
+    return replace(made, findings=made.findings + found)
 
 
 def _check_options(tp_size: int, prove: str) -> None:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["AutoplanError", "CaptureError", "IndivisibleError", "PlanFileError", "PlanMismatchError", "SourceError"]
+__all__ = [
+    "AutoplanError",
+    "CaptureError",
+    "IndivisibleError",
+    "PlanFileError",
+    "PlanMismatchError",
+    "PlanRefusedError",
+    "SourceError",
+]
 
 
 class AutoplanError(ValueError):
@@ -31,3 +39,7 @@ class PlanFileError(AutoplanError):
 
 class PlanMismatchError(AutoplanError):
     """A plan was made for another model, mesh or size."""
+
+
+class PlanRefusedError(AutoplanError):
+    """A plan that somebody wrote was audited before it was applied, and is wrong."""

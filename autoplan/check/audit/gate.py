@@ -1,0 +1,44 @@
+"""No plan that somebody wrote is applied before it was audited.
+
+A dict of styles says little of what its author meant. So what their own library would make of it is tried on simulated
+ranks first (`auditor.py`), and a plan that is wrong there, or cannot run, is refused with the proof, before anything of
+the model is touched. Plans of ours are not foreign: they were proven when they were made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoplan.check.audit.auditor import audit_source
+from autoplan.check.audit.lines import read_foreign
+from autoplan.errors import PlanRefusedError
+from autoplan.values import Finding
+
+__all__ = ["refuse_wrong"]
+
+_SHOWN = 5
+
+
+def refuse_wrong(source: Any, plan: Any, tp_size: int) -> tuple[Finding, ...]:
+    """Audit a plan in a foreign dialect; raise on errors, return what else was found. Plans of ours pass unseen."""
+    foreign = read_foreign(plan, source.module(), source.name)
+    if isinstance(foreign, str) or foreign.plan is not None:
+        return ()
+    report = audit_source(source, plan, tp_size)
+    errors = [finding for finding in report.findings if finding.level == "error"]
+    if not errors:
+        return tuple(finding for finding in report.findings if finding.level == "warn")
+    lines = [f"\n    {_line(finding)}" for finding in errors[:_SHOWN]]
+    more = f"\n    and {len(errors) - _SHOWN} more" if len(errors) > _SHOWN else ""
+    raise PlanRefusedError(
+        f"{foreign.name} is wrong for {source.name} at tp={tp_size} ({report.details['ran']}); nothing was applied:"
+        f"{''.join(lines)}{more}",
+        hint="mend it (autoplan.audit(model, plan, tp_size) says all), or give check=False: then only its choice of "
+        "what is cut is taken, and sums, integers and segments come from analysis",
+    )
+
+
+def _line(finding: Finding) -> str:
+    where = f"{finding.where}: " if finding.where else ""
+    proof = f" [{finding.proof.splitlines()[0][:160]}]" if finding.proof else ""
+    return f"{finding.check}: {where}{finding.message}{proof}"
