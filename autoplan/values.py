@@ -368,12 +368,13 @@ class Obstacle:
 
     `kind`: "edited" (who gets the output changes it in place, and a wrapped output is a view), "read" (other modules'
     code reads its weight), "shape" (it is no linear layer or table: its weight has other than two dims, or its code
-    does not say how wide it is).
+    does not say how wide it is), "count" (a module above split ones reads the integer `attribute`, which must stay).
     """
 
     pattern: str
-    kind: Literal["edited", "read", "shape"]
+    kind: Literal["edited", "read", "shape", "count"]
     why: str
+    attribute: str = ""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from corpus.case import Case
-from corpus.toys import ATTENTION, GOOD, MLP, TABLES, Attention, FusedAttention, decoder, torch_styles
+from corpus.toys import ATTENTION, GOOD, MLP, TABLES, Attention, FusedAttention, Mlp, decoder, torch_styles
 
 import autoplan
 from autoplan.capture.source import resolve
@@ -54,7 +54,7 @@ def test_every_check_has_something_to_find() -> None:
     """Each check is named by a row of the corpus, or has a test here."""
     from test_corpus import CASES
 
-    here = {"overlaps", "dialects", "embeddings", "layouts", "runtime"}
+    here = {"overlaps", "dialects", "edges", "embeddings", "frozen", "layouts", "runtime"}
     assert {case.check for case in CASES} | here == {check.name for check in CHECKS}
     assert all(isinstance(case, Case) for case in CASES)
 
@@ -80,6 +80,51 @@ def test_unknown_and_old_words() -> None:
 def test_a_string_among_style_objects() -> None:
     report = audited({**torch_styles(ATTENTION)(None), "layers.*.mlp.w2": "rowwise"})
     assert levels(report, "dialects") == {"error"}
+
+
+def test_edges_say_what_lies_where() -> None:
+    """A forgotten row layer takes shares for whole; a reduce-scattered sequence is read as a full one."""
+    report = audited({**ATTENTION, "layers.*.mlp.w1": "colwise", "layers.*.mlp.w3": "colwise"})
+    found = [finding for finding in report.findings if finding.check == "edges"]
+    assert {finding.where for finding in found} == {"layers.*.mlp.w1", "layers.*.mlp.w3"}
+    assert all(finding.level == "error" and finding.proof for finding in found)
+    assert all("hands on a share, and layers.0.mlp.w2 takes it for whole" in finding.message for finding in found)
+
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import RowwiseParallel
+
+    report = audited(
+        {**torch_styles({**ATTENTION, **MLP})(None), "layers.*.mlp.w2": RowwiseParallel(output_layouts=Shard(1))}
+    )
+    said = [finding.message for finding in report.findings if finding.check == "edges"]
+    assert said and all("hands on a part of the sequence" in message for message in said)
+    for good in (GOOD, torch_styles(GOOD)(None), "inferred"):
+        assert not levels(audited(good), "edges")
+    gathered = {**GOOD, "layers.*.attn.o_proj": "rowwise_split_input"}
+    gathered |= {f"layers.*.attn.{name}_proj": "colwise_gather_output" for name in "qkv"}
+    assert not levels(audit_source(resolve(decoder()), gathered, 2, run=False), "edges"), "layouts agree without a run"
+
+
+def test_frozen_parameters_stay_frozen() -> None:
+    """A style of one's own makes new parameters and forgets what was frozen; torch's own remembers."""
+    from torch import nn
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    class Forgetful(ColwiseParallel):
+        def _apply(self, module, device_mesh):
+            module = super()._apply(module, device_mesh)
+            module.weight = nn.Parameter(module.weight.detach())
+            return module
+
+    model = decoder()
+    for layer in model.layers:
+        layer.attn.q_proj.requires_grad_(False)
+    good = torch_styles(GOOD)(None)
+    report = audited({**good, "layers.*.attn.q_proj": Forgetful()}, model)
+    (found,) = [finding for finding in report.findings if finding.check == "frozen"]
+    assert found.level == "error" and found.where == "layers.*.attn.q_proj" and "True after" in found.proof
+    assert report.details["verdicts"]["layers.*.attn.q_proj"] == "wrong"
+    assert audited(good, model).ok and not model.layers[0].attn.q_proj.weight.requires_grad
 
 
 def test_a_table_left_whole_costs_bytes() -> None:
@@ -240,14 +285,60 @@ def test_a_plan_in_a_file(tmp_path: Path) -> None:
     assert set(audited(str(ours)).details["verdicts"].values()) == {"same"}
 
 
-def test_deepspeed_is_read_and_not_run() -> None:
-    specs = [
-        {"patterns": [r"attn\.[qkv]_proj\.weight$"], "partition_type": "column"},
-        {"patterns": [r"mlp\.w2\.weight$"], "partition_type": "row"},
+def deepspeed(**specs: str) -> dict:
+    """A partition config of expressions by kind; "packed" is a column of three segments."""
+    layers = [
+        {"patterns": [expression], "partition_type": "column" if kind == "packed" else kind}
+        | ({"shape": [3, -1]} if kind == "packed" else {})
+        for kind, expression in specs.items()
     ]
-    report = audited({"tensor_parallel": {"partition_config": {"layer_specs": specs}}})
-    assert report.ok and report.details["ran"].startswith("not run")
-    assert levels(report, "pairing") == {"warn"}
+    return {"tensor_parallel": {"partition_config": {"layer_specs": layers}}}
+
+
+COLUMNS = r".*(attn\.[qkv]_proj|mlp\.w[13])\.weight$"
+ROWS = r".*(attn\.o_proj|mlp\.w2)\.weight$"
+
+
+def test_deepspeed_is_carried_out_by_an_imitation_that_says_so() -> None:
+    report = audited(deepspeed(column=COLUMNS, row=ROWS))
+    assert report.ok and report.details["ran"] == (
+        "exact on 2 simulated ranks, carried out by an imitation of DeepSpeed's layers"
+    )
+    half = audited(deepspeed(column=COLUMNS, row=r".*attn\.o_proj\.weight$"))
+    assert levels(half, "pairing") == {"error"} and levels(half, "numbers") == {"error"}
+    unsummed = audited(deepspeed(column=COLUMNS, row=ROWS), decoder(partial(Attention, norm="head")))
+    (found, *_) = [finding for finding in unsummed.findings if finding.check == "gradients"]
+    assert unsummed.forward < 1e-9 and "off by" in found.proof, "forward is exact: only gradients show it"
+
+
+def test_deepspeed_packs_and_halves_counts() -> None:
+    """A packed weight in one piece is wrong, in three it is right: the number of heads is dealt out by its name."""
+    rows = {"row": r".*(o_proj|w2)\.weight$"}
+    assert audited(deepspeed(packed=r".*qkv_proj\.weight$", column=r".*mlp\.w[13]\.weight$", **rows), fused()).ok
+    wrong = audited(deepspeed(column=r".*(qkv_proj|w[13])\.weight$", **rows), fused())
+    assert levels(wrong, "packed") == {"error"}
+
+
+def test_deepspeed_sums_gradients_where_it_is_told() -> None:
+    config = deepspeed(column=COLUMNS, row=ROWS)
+    specs = config["tensor_parallel"]["partition_config"]["layer_specs"]
+    specs.append({"patterns": [r".*[qk]_norm\.weight$"], "partition_type": "skip", "grad_allreduce": True})
+    assert audited(config, decoder(partial(Attention, norm="head"))).ok
+
+
+def test_what_is_not_imitated_is_not_run() -> None:
+    for config, model, said in (
+        (deepspeed(column=r".*embed\.weight$"), None, "embed is of class Embedding"),
+        (deepspeed(column=r".*head\.weight$"), decoder(tied=True), "tied"),
+        (deepspeed(column=r".*w1\.weight$"), decoder(mlp=partial(Mlp, hidden=45)), "do not divide by 2"),
+    ):
+        report = audited(config, model)
+        assert report.details["ran"].startswith("not run: ") and said in report.details["ran"]
+
+
+def test_deepspeed_matches_from_the_start() -> None:
+    with pytest.raises(AutoplanError, match=r"(?s)match no parameter.*begin with '\.\*'"):
+        audited(deepspeed(column=r"attn\.[qkv]_proj\.weight$"))
 
 
 def test_rules_that_transformers_would_keep() -> None:

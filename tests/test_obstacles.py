@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoplan
+from autoplan.emit.configs import to_deepspeed
 from autoplan.emit.hf import to_hf
 from autoplan.emit.sayable import ExportError, parts_of
 from autoplan.emit.torch_code import needs_autoplan
@@ -52,6 +53,27 @@ class Pair(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(F.relu(self.up(x))) + x
+
+
+class Counting(nn.Module):
+    """Blocks inside, and a number of heads above them that has nothing to do with their split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.body = Blocks("none", "none")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x.view(2, 6, self.num_heads, 2).flatten(2))
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Counting()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
 
 
 def planned(model: nn.Module) -> autoplan.Plan:
@@ -123,3 +145,12 @@ def test_what_one_container_needs_its_partner_needs() -> None:
     assert [edit.attribute for edit in plan.runtime.edits] == ["width"]
     assert all(part.needs for part in parts_of(plan))
     assert to_hf(plan) == {"inner.up": "colwise_gather_output", "output.dense": "rowwise_split_input"}
+
+
+def test_a_count_that_must_keep_its_value() -> None:
+    plan = planned(Holder())
+    assert [(o.pattern, o.attribute) for o in plan.obstacles] == [("model", "num_heads")]
+    assert to_hf(plan), "transformers divides no count"
+    with pytest.raises(ExportError, match="AutoTP would divide num_heads of model"):
+        to_deepspeed(plan)
+    assert len(to_deepspeed(planned(Blocks("none", "edits")), drop=True)) == 1, "its sums are no views"

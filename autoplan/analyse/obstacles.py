@@ -6,16 +6,19 @@ view of one. That breaks where the code around the module does more than call it
     edited    the output is changed in place (`x += …`), which autograd forbids for such a view
     read      another module's code reads the weight by itself (`F.linear(x, self.proj.weight)`), and finds a DTensor
     shape     the weight is no [out, in] matrix of a module that says how wide it is (a convolution, a class of its own)
+    count     a module above reads an integer of its own that must keep its value: some libraries divide whatever is
+              called `num_heads` above a layer that they cut
 
-All three are read off the trace. They hinder exports only; nothing here decides what is split.
+All are read off the trace. They hinder exports only; nothing here decides what is split.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from autoplan.analyse.canvas import refs
-from autoplan.values import Obstacle, Ref, Trace
+from autoplan.values import Obstacle, Ref, Symbolic, Trace
 
 __all__ = ["obstacles"]
 
@@ -30,7 +33,7 @@ _WIDTHS = ({"in_features", "out_features"}, {"num_embeddings", "embedding_dim"})
 def obstacles(trace: Trace, modules: Iterable[str]) -> tuple[Obstacle, ...]:
     """Those of these modules, each kind of obstacle once for each."""
     asked = dict.fromkeys(modules)
-    found = [*_edited(trace, asked), *_read_elsewhere(trace, asked), *_odd_shapes(trace, asked)]
+    found = [*_edited(trace, asked), *_read_elsewhere(trace, asked), *_odd_shapes(trace, asked), *_counts(trace, asked)]
     return tuple(dict.fromkeys(found))
 
 
@@ -75,6 +78,30 @@ def _odd_shapes(trace: Trace, modules: dict[str, None]) -> Iterator[Obstacle]:
                 yield Obstacle(module, "shape", f"its weight has {len(tensor.shape)} dims: it is no linear layer")
             elif not any(widths <= trace.attributes.get(module, {}).keys() for widths in _WIDTHS):
                 yield Obstacle(module, "shape", "its module does not say how wide it is: it is no linear layer")
+
+
+def _counts(trace: Trace, modules: dict[str, None]) -> Iterator[Obstacle]:
+    """Integers that modules above these read of themselves. (Whether a plan divides them is not asked here.)"""
+    above = {module[:place] for module in modules for place, letter in enumerate(module) if letter == "."}
+    read: list[Any] = [(call.args, call.kwargs) for call in trace.calls]
+    read += [origin for origin, _ in trace.escapes] + [(left, right) for _, left, right, _ in trace.comparisons]
+    for module, attribute in dict.fromkeys(found for value in read for found in _attributes_in(value)):
+        if module in above and not attribute.startswith("config."):
+            yield Obstacle(module, "count", f"its code reads {attribute}", attribute)
+
+
+def _attributes_in(value: Any) -> Iterator[tuple[str, str]]:
+    """(module, attribute) of the integers mentioned in recorded arguments."""
+    if isinstance(value, Symbolic):
+        value = value.origin
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        if len(value) == 4 and value[0] == "attr":
+            yield value[1], value[2]
+        else:
+            for item in value:
+                yield from _attributes_in(item)
 
 
 def _is_in(module: str, outer: str) -> bool:

@@ -194,9 +194,11 @@ def _obstacles(solution: Solution, drafts: list[_Draft], names: Names) -> tuple[
     """What hinders others at the modules that are split, and at their like in other blocks: one line for each kind."""
     split = {starred(draft.entry.pattern) for draft in drafts}
     modules = [module for module in solution.trace.module_classes if starred(module) in split]
+    edited = {(edit.pattern, edit.attribute) for edit in solution.runtime.edits}
     groups: dict[tuple[str, str, str], list[Obstacle]] = {}
     for found in obstacles(solution.trace, modules):
-        groups.setdefault((starred(found.pattern), found.kind, starred(found.why)), []).append(found)
+        if (found.pattern, found.attribute) not in edited:
+            groups.setdefault((starred(found.pattern), found.kind, starred(found.why)), []).append(found)
     return tuple(
         replace(same[0], pattern=pattern, why=why)
         for (_, _, why), same in groups.items()

@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from autoplan.decide.folding import starred
+from autoplan.dialects.deepspeed import COUNTS
 from autoplan.emit.hf import OLD_NAMES, hf_entries
 from autoplan.emit.sayable import ExportError, Part, Refused, check_nothing_lost, layout_of, parts_of
 from autoplan.values import Entry, Plan
@@ -26,7 +28,7 @@ def to_deepspeed(plan: Plan, *, drop: bool = False) -> dict[str, Any]:
     specs: list[dict[str, Any]] = []
     refused: list[Refused] = []
     for part in parts_of(plan, obstacles=("read", "shape")):  # it replaces modules, and sums into plain tensors
-        why = _not_for_deepspeed(part)
+        why = _not_for_deepspeed(part) or _divides_too_much(plan, part)
         if why:
             refused += part.refused(why)
             continue
@@ -55,6 +57,15 @@ def _not_for_deepspeed(part: Part) -> str:
         return "AutoTP knows column and row layers only"
     if any(e.style == "packed_colwise" and _shape(e) is None for e in part.entries):
         return "AutoTP packs whole segments only"
+    return ""
+
+
+def _divides_too_much(plan: Plan, part: Part) -> str:
+    """AutoTP divides whatever has such a name above a layer that it cuts, also where the plan must keep it."""
+    for obstacle in plan.obstacles:
+        above = f"{starred(obstacle.pattern)}."
+        if obstacle.attribute in COUNTS and any(starred(e.pattern).startswith(above) for e in part.entries):
+            return f"AutoTP would divide {obstacle.attribute} of {obstacle.pattern}, which must keep its value"
     return ""
 
 

@@ -90,7 +90,8 @@ def _ran(subject: Subject) -> str:
     if subject.numbers is None:
         return f"not run: {subject.unproven}"
     verdict = "exact" if subject.numbers.ok else "wrong"
-    return f"{verdict} on {subject.numbers.tp_size} simulated ranks, carried out by {subject.plan.dialect}"
+    by = "an imitation of DeepSpeed's layers" if subject.plan.dialect == "deepspeed" else subject.plan.dialect
+    return f"{verdict} on {subject.numbers.tp_size} simulated ranks, carried out by {by}"
 
 
 def _findings(subject: Subject) -> Iterable[Finding]:
@@ -129,7 +130,7 @@ def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAUL
         unproven=trial.reason or "the unsharded model's numbers are NaN",
         right=right,
         ran_at_full_size=trial.full_size,
-        extra={"clone": trial.tiny},
+        extra={"clone": trial.tiny, "thawed": trial.thawed},
     )
 
 

@@ -1,4 +1,4 @@
-"""The plan, carried out by its own library on simulated ranks, against the unsharded model.
+"""The plan, carried out by its own library (DeepSpeed's is imitated) on simulated ranks, against the unsharded model.
 
 A tiny clone in double precision runs forward and backward under the plan; outputs and every gradient are compared
 (`check/sharded.py`). This is what decides between a suspicion and an error.
@@ -9,14 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autoplan.check.audit.autotp import autotp_sharding, not_imitated
 from autoplan.check.audit.executors import torch_sharding, transformers_sharding
 from autoplan.check.audit.lines import ForeignPlan
 from autoplan.check.sharded import Sharding
+from autoplan.decide.folding import starred
 from autoplan.errors import AutoplanError
 from autoplan.values import Plan, Report
 
 __all__ = ["Trial", "sharding_for", "try_on_ranks"]
 
+_LIBRARIES = {"torch": torch_sharding, "transformers": transformers_sharding, "deepspeed": autotp_sharding}
 _TINY_TP = 2
 _LARGEST_TP = 8
 _CHECKS = ("forward",)
@@ -27,12 +30,14 @@ class Trial:
     """What the ranks showed; without a report, why there is none.
 
     `tiny` is the model that ran; `full_size`: it has the sizes of the model itself, so that units are the same too.
+    `thawed`: parameters that were frozen, and ask for gradients after sharding.
     """
 
     report: Report | None = None
     reason: str = ""
     tiny: Any = None
     full_size: bool = False
+    thawed: tuple[str, ...] = ()
 
 
 def try_on_ranks(source: Any, plan: ForeignPlan, tp_size: int, right: Plan | None = None) -> Trial:
@@ -42,8 +47,6 @@ def try_on_ranks(source: Any, plan: ForeignPlan, tp_size: int, right: Plan | Non
 
     if not plan.lines or tp_size == 1:
         return Trial(reason="there is nothing to run")
-    if plan.dialect == "deepspeed":
-        return Trial(reason="DeepSpeed's own executor is not at hand")
     try:
         clone = clone_of(source)
     except (AutoplanError, ImportError) as error:
@@ -52,8 +55,13 @@ def try_on_ranks(source: Any, plan: ForeignPlan, tp_size: int, right: Plan | Non
     if plan.plan is not None:
         return _try_ours(clone, source, plan, same, right)
     size = tp_size if same and tp_size <= _LARGEST_TP else _TINY_TP
-    report = check_sharding(clone.model, clone.entries, sharding_for(plan), size, checks=_CHECKS)
-    return Trial(_comparable(report), tiny=clone, full_size=same and size == tp_size)
+    if plan.dialect == "deepspeed" and (why := not_imitated(clone.model, plan.raw, size)):
+        return Trial(reason=why, tiny=clone)
+    thawed: dict[str, None] = {}
+    _freeze_alike(clone.model, source.module())
+    sharding = _noticing(sharding_for(plan), thawed)
+    report = check_sharding(clone.model, clone.entries, sharding, size, checks=_CHECKS)
+    return Trial(_comparable(report), tiny=clone, full_size=same and size == tp_size, thawed=tuple(thawed))
 
 
 def sharding_for(plan: ForeignPlan) -> Sharding:
@@ -62,7 +70,29 @@ def sharding_for(plan: ForeignPlan) -> Sharding:
         from autoplan.check.verify import sharding_of
 
         return sharding_of(plan.plan)
-    return (torch_sharding if plan.dialect == "torch" else transformers_sharding)(plan.raw)
+    return _LIBRARIES[plan.dialect](plan.raw)
+
+
+def _freeze_alike(clone: Any, model: Any) -> None:
+    """A clone is built anew: what is frozen in every block of the model is frozen in it too."""
+    trained = {starred(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    known = {starred(name) for name, _ in model.named_parameters()}
+    for name, parameter in clone.named_parameters():
+        if starred(name) in known - trained:
+            parameter.requires_grad_(False)
+
+
+def _noticing(sharding: Sharding, thawed: dict[str, None]) -> Sharding:
+    """The same, and what thaws while it is done is written down."""
+
+    def shard(model: Any, mesh: Any) -> Any:
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        model = sharding.shard(model, mesh)
+        after = dict(model.named_parameters())
+        thawed.update((name, None) for name in frozen if name in after and after[name].requires_grad)
+        return model
+
+    return replace(sharding, shard=shard)
 
 
 def _try_ours(clone: Any, source: Any, foreign: ForeignPlan, same: bool, right: Plan | None) -> Trial:

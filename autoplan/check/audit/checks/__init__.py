@@ -15,8 +15,10 @@ from autoplan.check.audit.checks import (
     coverage,
     dead_keys,
     dialects,
+    edges,
     embeddings,
     experts,
+    frozen,
     gradient_norm,
     gradients,
     head_counts,
@@ -60,8 +62,9 @@ CHECKS = tuple(
     Check.of(module)
     for module in (
         dead_keys, prefixes, overlaps, dialects, coverage,  # does the plan reach the model?
-        pairing, layouts, packed, units, head_counts, norms, gradients, tied, experts, sequence,  # is it right?
-        embeddings, heads_gather, adapters, quantised, layers, mixed_parameters, gradient_norm,  # and what is around it
+        pairing, edges, layouts, packed, units, head_counts, norms, gradients, tied, experts, sequence,  # is it right?
+        embeddings, heads_gather, adapters, frozen, quantised,  # and what is around it?
+        layers, mixed_parameters, gradient_norm,
         runtime, numbers, rounding,  # what carrying it out shows
     )
 )  # fmt: skip
