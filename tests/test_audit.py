@@ -54,7 +54,7 @@ def test_every_check_has_something_to_find() -> None:
     """Each check is named by a row of the corpus, or has a test here."""
     from test_corpus import CASES
 
-    here = {"overlaps", "dialects", "edges", "embeddings", "frozen", "layouts", "runtime"}
+    here = {"overlaps", "dialects", "edges", "embeddings", "frozen", "layouts", "runtime", "wrapping"}
     assert {case.check for case in CASES} | here == {check.name for check in CHECKS}
     assert all(isinstance(case, Case) for case in CASES)
 
@@ -125,6 +125,17 @@ def test_frozen_parameters_stay_frozen() -> None:
     assert found.level == "error" and found.where == "layers.*.attn.q_proj" and "True after" in found.proof
     assert report.details["verdicts"]["layers.*.attn.q_proj"] == "wrong"
     assert audited(good, model).ok and not model.layers[0].attn.q_proj.weight.requires_grad
+
+
+@pytest.mark.parametrize(("habit", "module"), [("edits", "down"), ("reads", "up"), ("none", "")])
+def test_layers_that_cannot_be_wrapped(habit: str, module: str) -> None:
+    from test_obstacles import Blocks
+
+    source = resolve(Blocks(habit, habit), inputs={"x": torch.randn(2, 6, 8)})
+    report = audit_source(source, {"layers.*.up": "colwise", "layers.*.down": "rowwise"}, 2)
+    found = [finding for finding in report.findings if finding.check == "wrapping"]
+    assert [finding.where for finding in found] == ([f"layers.*.{module}"] if module else [])
+    assert report.ok == (not module) and all(finding.level == "error" and finding.proof for finding in found)
 
 
 def test_a_table_left_whole_costs_bytes() -> None:

@@ -38,6 +38,7 @@ from autoplan.check.audit.checks import (
     sequence,
     tied,
     units,
+    wrapping,
 )
 from autoplan.check.audit.subject import Subject
 from autoplan.values import Finding
@@ -62,7 +63,8 @@ CHECKS = tuple(
     Check.of(module)
     for module in (
         dead_keys, prefixes, overlaps, dialects, coverage,  # does the plan reach the model?
-        pairing, edges, layouts, packed, units, head_counts, norms, gradients, tied, experts, sequence,  # is it right?
+        pairing, edges, layouts, packed, units, head_counts, norms, gradients, tied, experts, sequence,
+        wrapping,  # is it right?
         embeddings, heads_gather, adapters, frozen, quantised,  # and what is around it?
         layers, mixed_parameters, gradient_norm,
         runtime, numbers, rounding,  # what carrying it out shows

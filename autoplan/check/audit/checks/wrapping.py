@@ -1,0 +1,41 @@
+"""wrapping: the code around a layer forbids to wrap it.
+
+torch's and transformers' styles wrap the call of a layer: its weight becomes a DTensor, and what it returns is a view
+of one. Code that changes the output in place, or reads the weight by itself (`F.linear(x, self.proj.weight)`), then
+raises in training, and a convolution has no `in_features` to cut by. Nothing in the plan shows it; the finding names
+the line, and the module whose code is to blame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoplan.analyse.obstacles import obstacles
+from autoplan.check.audit.subject import Subject
+from autoplan.decide.choices import CUTS
+from autoplan.decide.folding import starred
+from autoplan.values import Finding
+
+NAME = "wrapping"
+_WRAPPING = ("edited", "read", "shape")
+
+
+def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
+    if subject.plan.dialect not in ("torch", "transformers") or subject.level == "note":
+        return
+    lines = {
+        weight.module: weight.said.line
+        for weight in subject.weights
+        if weight.said.line is not None and weight.said.dim is not None and weight.name.endswith(".weight")
+    }
+    lines = {
+        name: line for name, line in lines.items() if CUTS.get(line.style) not in (None, "any", "nothing", "whole")
+    }
+    groups: dict[tuple[str, str], list[str]] = {}
+    for obstacle in obstacles(subject.solution.trace, lines):
+        if obstacle.kind in _WRAPPING:
+            groups.setdefault((lines[obstacle.pattern].pattern, starred(obstacle.why)), []).append(obstacle.pattern)
+    for (pattern, why), modules in groups.items():
+        hint = f"leave {subject.folded(modules)} whole, or let autoplan.parallelize carry the plan out: its hooks can"
+        names = [f"{module}.weight" for module in modules]
+        yield subject.suspect(NAME, pattern, f"{modules[0]} cannot be wrapped: {why}", hint, names=names)
