@@ -193,6 +193,10 @@ def scoreboard(
     ),
     jobs: Annotated[int, typer.Option(min=1, help="Architectures at a time.")] = 1,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For each architecture.")] = 180.0,
+    sequence_parallel: Cut = False,
+    seq: Annotated[
+        list[int] | None, typer.Option(metavar="N", help="Run sequences of this length; repeatable (default 10).")
+    ] = None,
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
@@ -209,6 +213,8 @@ def scoreboard(
             checks=checks.value,
             jobs=jobs,
             timeout=timeout,
+            sequence_parallel=sequence_parallel,
+            lengths=seq or (),
             progress=progress,
         )
     emit(scoreboard_view(board), board.to_dict(), as_json, output)

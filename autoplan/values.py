@@ -251,7 +251,7 @@ class HookSite:
     """Something done to one tensor at a module's entry or exit, on every call.
 
     `action`: "copy" (identity forward, sum of gradients backward), "reduce" (sum forward, identity backward),
-    "scale" (identity forward, gradient times 1/tp on the segments of `layout` that every rank holds),
+    "scale" (identity forward, gradient times 1/tp on the segments of `layout` that every rank holds, or on all of it),
     "gather" (concatenate over ranks forward, slice backward), "mean" (sum forward, divided by tp). Under sequence
     parallelism, along `dim` and for the sequence that `layout` names: "scatter", "gather_whole", "gather_sum",
     "reduce_scatter" (execute/sequence.py).
@@ -448,6 +448,8 @@ class Score:
     refused (nothing can be split); not comparable (the unsharded model's numbers are NaN); cannot run (nor can the
     unsharded model). `split` of `counted` parameters with two dims or more are cut; tables and latents that stay whole
     are not counted, `unused` ones are. `forward`, `backward`: all-reduces in a block of the main stack, on average.
+    Where sequence parallelism was asked for, `regions` is how often a block of the main stack gathers the sequence, on
+    average, and `uncut` why the stream is not cut (then the verdict is that of the plan without it).
     """
 
     model_type: str
@@ -465,6 +467,8 @@ class Score:
     error: float | None = None  # the largest error of outputs and gradients
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
+    regions: float | None = None
+    uncut: str = ""
 
     @property
     def share(self) -> float | None:
@@ -482,6 +486,8 @@ class Scoreboard:
     scores: tuple[Score, ...]
     versions: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+    sequence_parallel: bool = False
+    lengths: tuple[int, ...] = ()
 
     @property
     def ok(self) -> bool:

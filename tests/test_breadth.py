@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from autoplan.check.score import score
+from autoplan.check.score import How, score
 from autoplan.check.scoreboard import scoreboard
 
 # type, class, the share of weights that is split at least, and what it stands for
@@ -44,7 +44,7 @@ CROSS_SECTION = [
 
 @pytest.mark.parametrize(("model_type", "class_name", "share"), CROSS_SECTION, ids=lambda value: str(value))
 def test_cross_section(model_type: str, class_name: str, share: float) -> None:
-    found = score(model_type, class_name, 2)
+    found = score(model_type, class_name, How(2))
     assert found.verdict == "exact", found.reason
     assert found.share is not None and found.share >= share, (found.whole, found.unused)
 

@@ -19,7 +19,7 @@ from torch import nn
 import autoplan
 from autoplan.capture.shrink import tiny_config
 from autoplan.capture.source import resolve
-from autoplan.check.score import score, score_clone
+from autoplan.check.score import How, score, score_clone
 from autoplan.check.verify import clone_of
 from autoplan.values import Score
 
@@ -49,7 +49,7 @@ RUN_ELSEWHERE = (
 
 
 def scored(model: nn.Module, tp_size: int) -> Score:
-    return score_clone(clone_of(resolve(model)), Score("", "", "cannot run"), tp_size)
+    return score_clone(clone_of(resolve(model)), Score("", "", "cannot run"), How(tp_size))
 
 
 def renamed(model_type: str) -> nn.Module:
@@ -66,7 +66,7 @@ def renamed(model_type: str) -> nn.Module:
 
 @pytest.mark.parametrize("model_type", RENAMED)
 def test_a_renamed_copy_is_split_like_the_original(model_type: str) -> None:
-    original = score(model_type, RENAMED[model_type], 2)
+    original = score(model_type, RENAMED[model_type], How(2))
     copy = scored(renamed(model_type), 2)
     assert (original.verdict, copy.verdict) == ("exact", "exact"), copy.reason
     assert (copy.split, copy.counted) == (original.split, original.counted)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autoplan.check import scoreboard as boards
-from autoplan.check.score import score, verdict_of
+from autoplan.check.score import How, score, verdict_of
 from autoplan.check.sharded import CHECK_NAMES
 from autoplan.check.share import main_stack, reductions_per_block
 from autoplan.cli import main
@@ -34,7 +34,7 @@ ERROR = Finding("gradients", "error", "w", "gradient is off by 0.5 on rank 1")
 
 
 def test_a_llama_has_megatrons_count() -> None:
-    done = score("llama", "LlamaForCausalLM", 2)
+    done = score("llama", "LlamaForCausalLM", How(2))
     assert (done.verdict, done.reason, done.share, done.unused) == ("exact", "", 1.0, ())
     assert (done.forward, done.backward) == (2, 2)
     # What was planned is what ran: two blocks, the embedding's sum forward, the head's backward.
@@ -42,9 +42,17 @@ def test_a_llama_has_megatrons_count() -> None:
     assert done.collectives["backward"]["all_reduce"] == 2 * 2 + 1
 
 
+def test_a_cut_stream_is_scored_at_the_lengths_asked_for() -> None:
+    done = score("llama", "LlamaForCausalLM", How(2, sequence_parallel=True, lengths=(8, 12)))
+    assert (done.verdict, done.regions, done.uncut) == ("exact", 2, "")
+    assert (done.forward, done.backward) == (0, 2), "the norms' gradients are summed, once a step"
+    plain = score("cpmant", "CpmAntForCausalLM", How(2, sequence_parallel=True, lengths=(8,)))
+    assert (plain.verdict, plain.regions) == ("exact", None) and "no repeated blocks" in plain.uncut
+
+
 def test_position_tables_do_not_count_and_unused_parameters_do() -> None:
-    assert score("gpt2", "GPT2LMHeadModel", 2).share == 1.0  # the position table stays whole
-    done = score("bert", "BertModel", 2)
+    assert score("gpt2", "GPT2LMHeadModel", How(2)).share == 1.0  # the position table stays whole
+    done = score("bert", "BertModel", How(2))
     assert done.share == 1.0 and done.unused == ()
 
 
@@ -93,7 +101,7 @@ def test_reductions_are_those_of_a_block() -> None:
 # ------------------------------------------------------------------------------------------------ many of them
 
 
-def answer(model_type: str, class_name: str, tp_size: int, **how: Any) -> Score:
+def answer(model_type: str, class_name: str, how: Any) -> Score:
     """Stands in for `score` in the worker processes."""
     if model_type == "bart":
         os._exit(7)
@@ -102,8 +110,8 @@ def answer(model_type: str, class_name: str, tp_size: int, **how: Any) -> Score:
     return Score(model_type, class_name, "exact", split=9, counted=10, seconds=0.1)
 
 
-def worker(pipe: Any, pair: tuple[str, str], how: tuple[Any, ...]) -> None:
-    pipe.send(answer(*pair, how[0]))
+def worker(pipe: Any, pair: tuple[str, str], how: Any) -> None:
+    pipe.send(answer(*pair, how))
 
 
 def test_a_crash_and_a_hang_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +143,7 @@ def test_a_crash_and_a_hang_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"only": ["lama"]}, "no model type 'lama'.*types like it: .*llama"),
         ({"checks": "some"}, "choose one of fast, all"),
         ({"tp_size": 1}, "at least 2 ranks"),
+        ({"lengths": [8, 1]}, "at least 2 positions"),
     ],
 )
 def test_what_cannot_be_scored(arguments: dict[str, Any], words: str) -> None:
@@ -164,6 +173,9 @@ def test_the_table_has_verdicts_reasons_and_totals() -> None:
     assert "1 of 2 split at least 99% of their weights" in text
 
 
+CUT = ["--sequence-parallel", "--seq", "8", "--seq", "12"]
+
+
 @pytest.mark.parametrize(("scores", "code"), [(BOARD.scores, 1), (BOARD.scores[::2], 0)])
 def test_the_command(
     scores: tuple[Score, ...], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -177,10 +189,11 @@ def test_the_command(
 
     monkeypatch.setattr(boards, "scoreboard", run)
     with pytest.raises(SystemExit) as caught:
-        main(["scoreboard", "base", "--only", "a", "--only", "b", "--tp", "4", "--jobs", "2", "--json"])
+        main(["scoreboard", "base", "--only", "a", "--only", "b", "--tp", "4", "--jobs", "2", "--json", *CUT])
     out, err = capsys.readouterr()
     assert caught.value.code == code
     how = {"only": ["a", "b"], "engine": "threads", "checks": "fast", "jobs": 2, "timeout": 180.0}
+    how |= {"sequence_parallel": True, "lengths": [8, 12]}
     assert asked == [("base", 4, how)]
     assert json.loads(out)["ok"] is (code == 0) and json.loads(out)["scores"][0]["share"] == 1.0
     assert err == "1/1 a exact share 1.00 0.5 s\n"

@@ -1,8 +1,11 @@
-"""Questions about one axis of positions: where it is in a tensor, and which calls couple its positions."""
+"""Questions about the positions of a stream: where they are in a tensor, and which calls couple them.
+
+Each run of a model has a sequence axis of its own; a stack of blocks that several runs go through has several.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from autoplan.analyse.shards import Shards
@@ -16,10 +19,10 @@ _LOCAL = frozenset({"free_a", "batch_a", "batch_w", "conv_group", "created", "co
 
 
 class Positions:
-    """The sequence axis of one stack of blocks."""
+    """The sequence axes of one stack of blocks."""
 
-    def __init__(self, shards: Shards, axis: Term) -> None:
-        self.trace, self.axes, self.axis = shards.trace, shards.axes, find(axis)
+    def __init__(self, shards: Shards, sequences: Iterable[Term]) -> None:
+        self.trace, self.axes, self.sequences = shards.trace, shards.axes, {find(axis) for axis in sequences}
         self._crossing = self._crossing_ops()
 
     @staticmethod
@@ -35,7 +38,7 @@ class Positions:
         return [d for d, term in enumerate(self.axes.of(tensor)) if self.has(term)]
 
     def has(self, term: Term) -> bool:
-        return any(find(leaf) is self.axis for leaf in leaves(term))
+        return any(find(leaf) in self.sequences for leaf in leaves(term))
 
     def plain_dim(self, tensor: int) -> int | None:
         """The dim that is the sequence, or batch times sequence, counted from the end."""
@@ -44,7 +47,7 @@ class Positions:
         if len(dims) != 1:
             return None
         parts = factors(terms[dims[0]])
-        alone = bool(parts) and find(parts[-1]) is self.axis and not any(map(self.has, parts[:-1]))
+        alone = bool(parts) and find(parts[-1]) in self.sequences and not any(map(self.has, parts[:-1]))
         return dims[0] - len(terms) if alone else None
 
     def flattened(self, tensor: int) -> bool:
@@ -53,14 +56,14 @@ class Positions:
 
     def crossed_by(self, op: int) -> bool:
         """Did this op leave an event that couples positions?"""
-        return id(self.axis) in self._crossing.get(op, ())
+        return not self._crossing.get(op, set()).isdisjoint(self.sequences)
 
-    def _crossing_ops(self) -> dict[int, set[int]]:
-        """For every op the ids of axes on which it left an event that couples positions."""
-        found: dict[int, set[int]] = {}
+    def _crossing_ops(self) -> dict[int, set[Term]]:
+        """For every op the axes on which it left an event that couples positions."""
+        found: dict[int, set[Term]] = {}
         for op, event, term in self.axes.marked_by:
             if event not in _LOCAL:
-                found.setdefault(op, set()).update(id(find(leaf)) for leaf in leaves(term))
+                found.setdefault(op, set()).update(find(leaf) for leaf in leaves(term))
         return found
 
     def picks(self, index: int, cut: list[int]) -> bool:

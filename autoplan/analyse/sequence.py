@@ -15,6 +15,7 @@ the borders cannot be found the plan stays without sequence parallelism and says
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
 
 from autoplan.analyse.callflow import Border, CallFlow
 from autoplan.analyse.shards import Shards
@@ -28,19 +29,23 @@ __all__ = ["SequencePlacement", "place_sequence", "sequence_hooks"]
 def place_sequence(
     shards: Shards, flow: CallFlow, placement: Placement, stacks: Iterable[tuple[str, ...]]
 ) -> SequencePlacement:
-    """Cut the residual stream of every stack of blocks along its sequence."""
-    blocks = [names for names in stacks if names]
-    first = True
-    result = SequencePlacement(reason="the model has no repeated blocks whose stream could be cut")
-    for number, names in enumerate(blocks):
-        found = Stream(shards, flow, placement, names).run()
-        if found is None:
+    """Cut the residual stream of every stack of blocks along its sequence; one that cannot be stays whole."""
+    found: list[SequencePlacement] = []
+    refused: list[tuple[str, str]] = []
+    for number, names in enumerate(blocks for blocks in stacks if blocks):
+        stream = Stream(shards, flow, placement, names).run()
+        if stream is None:
             continue
-        found.name_borders(f"s{number}")
-        if found.reason:
-            return found
-        result = found if first else _merged(result, found)
-        first = False
+        if stream.reason:
+            refused.append((names[0].rpartition(".")[0], stream.reason))
+            continue
+        stream.name_borders(f"s{number}")
+        found.append(stream)
+    if not found:
+        reasons = [why for _, why in refused] or ["the model has no repeated blocks whose stream could be cut"]
+        return SequencePlacement(reason="; ".join(dict.fromkeys(reasons)))
+    result = reduce(_merged, found)
+    result.whole += [f"all of {stack or 'the stack'}: {why}" for stack, why in refused]
     return result
 
 

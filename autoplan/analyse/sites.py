@@ -18,12 +18,15 @@ What cannot be placed by hooks is handed to the scoped function mode; what that 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from autoplan.analyse.callflow import Border, CallFlow
+from autoplan.analyse.debts import Debts
+from autoplan.analyse.doors import Door, Doors
 from autoplan.analyse.downstream import Way, follow_down
-from autoplan.analyse.low_rank import shared_sums, thin_matrix
+from autoplan.analyse.entries import merge_entries
+from autoplan.analyse.meetings import shared_sums
 from autoplan.analyse.reductions import reduction_of, row_bias_of
 from autoplan.analyse.shards import Shards
 from autoplan.values import Ref
@@ -31,7 +34,6 @@ from autoplan.values import Ref
 __all__ = ["Placement", "Refusal", "place"]
 
 _BACKWARD = ("copy", "scale")  # what a hook does to gradients only
-_MATRIX = 2  # dims of a parameter whose gradient is too large to sum instead of an activation's
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Placement:
     """All sites by where they sit. Borders belong to module outputs and inputs; calls to the function mode."""
 
     outputs: dict[tuple[Border, str], tuple[int | None, str | None]] = field(default_factory=dict)
-    inputs: dict[tuple[Border, str], None] = field(default_factory=dict)  # "copy" or "reduce"
+    inputs: dict[tuple[Border, str], None] = field(default_factory=dict)  # "copy", "reduce" or "scale"
     summed_parameters: set[int] = field(default_factory=set)
     shared_parameters: set[int] = field(default_factory=set)
     divided_biases: set[int] = field(default_factory=set)
@@ -58,9 +60,6 @@ class Placement:
     inside_scales: dict[int, int] = field(default_factory=dict)
     reductions: dict[int, str] = field(default_factory=dict)
     refusals: list[Refusal] = field(default_factory=list)
-
-
-Door = tuple[str, str, tuple[object, ...]]  # module, "input" or "output", path
 
 
 def place(shards: Shards, flow: CallFlow, gathered: frozenset[int]) -> Placement:
@@ -98,15 +97,14 @@ def _uneven_doors(result: Placement, flow: CallFlow) -> set[Door]:
 
 class _Placer:
     def __init__(self, shards: Shards, flow: CallFlow, gathered: frozenset[int], closed: set[Door]) -> None:
-        self.shards, self.flow, self.closed, self.result = shards, flow, closed, Placement()
+        self.shards, self.flow, self.result = shards, flow, Placement()
         self.trace = shards.trace
         self.reductions: dict[int, str] = {}
-        self.partial: dict[int, set[int]] = defaultdict(set)  # value -> calls whose gradient for it is partial
-        self.pushed: set[int] = set()
+        self.doors = Doors(flow, closed)
+        self.debts = Debts(shards, flow, self.doors, self.reductions)
         self._shared: dict[int, Way] = {}
         for index in range(len(self.trace.calls)):
             self._read_call(index, gathered)
-        self._uses = {v: flow.gradient_uses(v) for v in flow.uses}
         self.result.reductions = self.reductions
 
     # ------------------------------------------------------------------ what each call owes
@@ -128,7 +126,7 @@ class _Placer:
                 continue
             if shards.is_split(tensor) or tensor == bias or tensor not in self.flow.carries:
                 continue
-            self.partial[tensor].add(index)
+            self.debts.partial[tensor].add(index)
 
     def _refuse(self, index: int, why: str) -> None:
         tensors = tuple(t for t in (*self.flow.inputs[index], *self.flow.outputs[index]) if self.shards.is_split(t))
@@ -140,15 +138,16 @@ class _Placer:
     def solve(self) -> Placement:
         self._place_forward_sums()
         self._push_out_of_mixed()
-        self._push_inside()
-        self._merge_entries()
+        self.debts.push_inside()
+        for border in merge_entries(self.debts):
+            self.result.inputs[(border, "scale")] = None
         self._place_gradient_sums()
         return self.result
 
     # ------------------------------------------------------------------ forward sums
 
     def _place_forward_sums(self) -> None:
-        self._shared = shared_sums(self.flow, self.shards, self.reductions, self._border_out)
+        self._shared = shared_sums(self.flow, self.shards, self.reductions, self.doors.leaving)
         for index, kind in self.reductions.items():
             if kind == "norm":
                 self.result.inside_reductions[index] = kind
@@ -170,7 +169,7 @@ class _Placer:
     def _norm_statistics(self, index: int) -> None:
         """A distributed norm sums its statistics forward and backward itself; its whole inputs owe nothing new."""
         for tensor in self.flow.inputs[index]:
-            if not self.shards.is_split(tensor) and index in self.partial.get(tensor, ()):
+            if not self.shards.is_split(tensor) and index in self.debts.partial.get(tensor, ()):
                 self._refuse(index, "a norm over a split axis with a weight that is whole")
 
     def _place_embedding(self, index: int, output: int) -> None:
@@ -180,7 +179,7 @@ class _Placer:
             (b for b in self.flow.entering.get(ids if ids is not None else -1, []) if b.module == call.module
              and b.first <= index < b.last and self.trace.visits[b.visit].visit == call.visit), None
         )  # fmt: skip
-        leaving = self._border_out(output, index)
+        leaving = self.doors.leaving(output, index)
         way = self._follow_down(output, index) if leaving is None else None
         if way is not None and way.side == "output" and not way.biases:
             leaving = way.border
@@ -192,7 +191,7 @@ class _Placer:
 
     def _place_gather(self, index: int, output: int) -> None:
         call = self.trace.calls[index]
-        border = self._border_out(output, index)
+        border = self.doors.leaving(output, index)
         weight = next((t for t in self.flow.inputs[index] if self.shards.is_split(t)), None)
         if border is None or border.module != call.module or weight is None or call.name != "linear":
             self._refuse(index, "a product to gather that is not a module's output")
@@ -202,7 +201,7 @@ class _Placer:
 
     def _place_sum(self, index: int, output: int, kind: str) -> None:
         way = self._shared.get(index)
-        border = None if way is not None else self._border_out(output, index)
+        border = None if way is not None else self.doors.leaving(output, index)
         if way is None and border is None and kind == "sum":
             way = self._follow_down(output, index)
         if border is not None:
@@ -216,7 +215,7 @@ class _Placer:
         self._multiplied(way)
 
     def _follow_down(self, tensor: int, made: int) -> Way | None:
-        return follow_down(tensor, made, self.flow, self.shards, self.reductions, self._border_out, self._border_in)
+        return follow_down(tensor, made, self.flow, self.shards, self.reductions, self.doors.leaving, self.doors.taking)
 
     def _multiplied(self, way: Way | None) -> None:
         """What multiplies a partial value gets a partial gradient; what is added to it is added in shares."""
@@ -226,7 +225,7 @@ class _Placer:
         for step in way.path:
             for tensor in self.flow.inputs[step]:
                 if tensor in self.flow.carries and tensor not in way.values and tensor not in way.added:
-                    self.partial[tensor].add(step)
+                    self.debts.partial[tensor].add(step)
 
     def _place_bias(self, index: int) -> None:
         """A bias beside a partial sum is divided, if all who read it are such sums (one module, run several times)."""
@@ -246,84 +245,6 @@ class _Placer:
             return None
         return row_bias_of(self.trace.calls[index], self.reductions.get(index))
 
-    def _border_out(self, tensor: int, made: int) -> Border | None:
-        """The innermost module that returns the value, once, before anything else reads it."""
-        first_use = min((u for u in self.flow.uses[tensor] if u > made), default=None)
-        times = Counter(b.visit for b in self.flow.leaving.get(tensor, []))
-        inside = [
-            b for b in self.flow.leaving.get(tensor, [])
-            if b.first <= made < b.last and (b.module, "output", b.path) not in self.closed and times[b.visit] == 1
-        ]  # fmt: skip
-        for border in sorted(inside, key=lambda b: b.last - b.first):
-            if first_use is None or border.last <= first_use:
-                return border
-        return None
-
-    def _border_in(self, tensor: int, made: int) -> Border | None:
-        """The outermost module that takes the value and is alone in reading it."""
-        uses = [u for u in self.flow.uses[tensor] if u > made]
-        if not uses or tensor in self.flow.final or tensor in self.flow.rewritten:
-            return None
-        taking = [
-            b for b in self.flow.entering.get(tensor, [])
-            if all(b.first <= u < b.last for u in uses) and (b.module, "input", b.path) not in self.closed
-        ]  # fmt: skip
-        return min(taking, key=lambda b: b.first - b.last, default=None)
-
-    # ------------------------------------------------------------------ gradient debts
-
-    def _call_passes(self, index: int) -> bool:
-        """May a debt be pushed from a call's outputs to its inputs?"""
-        call = self.trace.calls[index]
-        outputs = self.flow.outputs[index]
-        mixed = any(self.shards.is_mixed(t) for t in outputs)
-        if call.module in self.flow.branching:
-            return False
-        if index in self.reductions or call.name == "__setitem__" or any(t in self.flow.rewritten for t in outputs):
-            return False
-        if not mixed and any(self.shards.is_split(t) and not self.shards.is_mixed(t) for t in self.flow.inputs[index]):
-            return False
-        large = any(self._is_matrix(t) and not self.shards.is_split(t) for t in self.flow.inputs[index])
-        return mixed or not large
-
-    def _is_matrix(self, tensor: int) -> bool:
-        info = self.trace.tensors[tensor]
-        source = self.shards.axes.sources.get(tensor)
-        weight = info.kind == "parameter" or (source is not None and self.trace.tensors[source].quantised)
-        return weight and len(info.shape) >= _MATRIX
-
-    def _settled(self, tensor: int) -> bool:
-        """Nothing flows back to the value that this placement would have to sum."""
-        return tensor not in self.flow.carries or not self.shards.has_whole_part(tensor)
-
-    def _can_owe(self, tensor: int, after: int) -> bool:
-        """Is every gradient that reaches the (whole part of the) value partial, or can it be made so?"""
-        uses = self._uses.get(tensor, set())
-        if tensor in self.flow.final or not uses or any(u <= after for u in uses):
-            return False
-        return all(u in self.partial.get(tensor, ()) or self._can_pass(u) for u in uses)
-
-    def _can_pass(self, index: int) -> bool:
-        if not self._call_passes(index):
-            return False
-        outputs = [t for t in self.flow.outputs[index] if not self._settled(t)]
-        whole = [t for t in self.flow.outputs[index] if t in self.flow.carries]
-        return bool(whole) and all(self._can_owe(t, index) for t in outputs)
-
-    def _push(self, index: int) -> None:
-        """Move the debts of a call's outputs to its inputs."""
-        for tensor in self.flow.outputs[index]:
-            if self._settled(tensor):
-                continue
-            for use in self._uses.get(tensor, set()):
-                if use not in self.partial.get(tensor, set()):
-                    self._push(use)
-            self.partial.pop(tensor, None)
-            self.pushed.add(tensor)
-        for tensor in self.flow.inputs[index]:
-            if tensor in self.flow.carries and self.shards.has_whole_part(tensor):
-                self.partial[tensor].add(index)
-
     def _push_out_of_mixed(self) -> None:
         """Settle the whole rows of partly split values, latest first."""
         made = sorted(
@@ -331,27 +252,27 @@ class _Placer:
             reverse=True,
         )
         for producer, tensor in made:
-            if tensor in self.pushed:
+            if tensor in self.debts.pushed:
                 continue
-            outputs = [t for t in self.flow.outputs[producer] if not self._settled(t)]
-            if not self._uses.get(tensor) or not any(t in self.flow.carries for t in self.flow.inputs[producer]):
+            outputs = [t for t in self.flow.outputs[producer] if not self.debts.settled(t)]
+            if not self.debts.uses.get(tensor) or not any(t in self.flow.carries for t in self.flow.inputs[producer]):
                 continue
-            if self._call_passes(producer) and all(self._can_owe(t, producer) for t in outputs):
-                self._push(producer)
+            if self.debts.call_passes(producer) and all(self.debts.can_owe(t, producer) for t in outputs):
+                self.debts.push(producer)
             else:
                 self._scale_mixed(producer, tensor)
 
     def _scale_mixed(self, producer: int, tensor: int) -> None:
         """Every rank has the full gradient of the whole rows: 1/tp of it is a part, and parts can be summed."""
-        uses = self._uses[tensor]
-        if any(u in self.partial.get(tensor, ()) for u in uses):
+        uses = self.debts.uses[tensor]
+        if any(u in self.debts.partial.get(tensor, ()) for u in uses):
             self._refuse(producer, "whole rows of a partly split value with partial and full gradients")
             return
         for use in uses:  # what left the mixed value downstream must not owe anything unpaid upstream
-            if any(t in self.pushed for t in self.flow.outputs[use]):
+            if any(t in self.debts.pushed for t in self.flow.outputs[use]):
                 self._refuse(producer, "a debt that cannot pass a partly split value")
                 return
-        border = self._border_out(tensor, producer)
+        border = self.doors.leaving(tensor, producer)
         dim = next(d for d, found in enumerate(self.shards.layouts(tensor)) if found is not None)
         layout = str(self.shards.layouts(tensor)[dim])
         if border is None:
@@ -360,93 +281,22 @@ class _Placer:
             self.result.outputs[(border, "scale")] = (dim - len(self.trace.tensors[tensor].shape), layout)
         for other in self.flow.inputs[producer]:
             if other in self.flow.carries and self.shards.has_whole_part(other):
-                self.partial[other].add(producer)
-
-    def _push_inside(self) -> None:
-        """Push debts that no module border can pay, the latest first."""
-        stuck: set[int] = set()
-        while True:
-            candidates = [
-                (self.flow.producer[t], t)
-                for t, calls in self.partial.items()
-                if calls and t not in stuck and t in self.flow.producer and self._where(t) == "inside"
-            ]
-            if not candidates:
-                return
-            producer, tensor = max(candidates)
-            outputs = [t for t in self.flow.outputs[producer] if not self._settled(t)]
-            if self._call_passes(producer) and all(self._can_owe(t, producer) for t in outputs):
-                self._push(producer)
-            else:
-                stuck.add(tensor)
-
-    def _merge_entries(self) -> None:
-        """Where a value owes sums at several entries and else feeds thin matrices only, pay once before all of them."""
-        for tensor in [t for t, calls in self.partial.items() if calls]:
-            if self.trace.tensors[tensor].kind == "parameter" or self._where(tensor) != "input":
-                continue
-            rest = self._uses.get(tensor, set()) - self.partial[tensor]
-            if rest and len(self._cover(tensor)) > 1 and all(map(self._ends_in_debt, rest)):
-                for use in sorted(rest):
-                    self._push(use)
-
-    def _ends_in_debt(self, index: int) -> bool:
-        """Does the call pass a value through a thin matrix to readers that are linear and all partial?"""
-        if thin_matrix(index, self.flow, self.shards) is None:
-            return False
-        (output,) = self.flow.outputs[index]
-        uses = self._uses.get(output, set())
-        linear = all(self.trace.calls[use].name == "linear" for use in uses)
-        return bool(uses) and linear and uses <= self.partial.get(output, set()) and output not in self.flow.final
-
-    def _where(self, tensor: int) -> str:
-        """Where the sum of a value's partial gradients can sit: "parameter", "output", "input" or "inside"."""
-        calls, uses = self.partial[tensor], self._uses.get(tensor, set())
-        if any(self.trace.calls[use].module in self.flow.branching for use in uses):
-            return "inside"
-        complete = uses <= calls
-        if self.trace.tensors[tensor].kind == "parameter":
-            return "parameter" if complete else ("input" if self._cover(tensor) else "inside")
-        if complete and tensor not in self.flow.final and self._made_at_border(tensor):
-            return "output"
-        return "input" if self._cover(tensor) else "inside"
-
-    def _made_at_border(self, tensor: int) -> Border | None:
-        producer = self.flow.producer.get(tensor)
-        return None if producer is None else self._border_out(tensor, producer)
-
-    def _cover(self, tensor: int) -> list[Border]:
-        """Module inputs behind which all readers of the value, together, are exactly the partial ones.
-
-        A value that enters under several names (as key and as value) is taken at each of them.
-        """
-        calls, uses = self.partial[tensor], self._uses.get(tensor, set())
-        left, chosen = set(calls), []
-        entering = self.flow.entering.get(tensor, [])
-        for border in sorted(entering, key=lambda b: b.first - b.last):
-            doors = [b for b in entering if b.visit == border.visit]
-            if any((b.module, "input", b.path) in self.closed or self.flow.passes_through(tensor, b) for b in doors):
-                continue
-            inside = {u for u in uses if border.first <= u < border.last}
-            if inside and inside <= calls and inside & left and not inside - left:
-                left -= inside
-                chosen += doors
-        return [] if left else chosen
+                self.debts.partial[other].add(producer)
 
     def _place_gradient_sums(self) -> None:
-        for tensor, calls in self.partial.items():
+        for tensor, calls in self.debts.partial.items():
             if not calls:
                 continue
             if self.trace.tensors[tensor].kind == "parameter":
                 self._place_on_parameter(tensor, calls)
                 continue
-            where = self._where(tensor)
+            where = self.debts.where(tensor)
             if where == "output":
-                border = self._made_at_border(tensor)
+                border = self.doors.made_at(tensor)
                 assert border is not None
                 self.result.outputs[(border, "copy")] = (None, None)
             elif where == "input":
-                for border in self._cover(tensor):
+                for border in self.debts.cover(tensor):
                     self.result.inputs[(border, "copy")] = None
             elif self.shards.is_mixed(tensor):
                 self._refuse(min(calls), "a partial gradient of whole rows with nowhere to go")
@@ -455,7 +305,7 @@ class _Placer:
                     self.result.inside_copies[call].add(tensor)
 
     def _place_on_parameter(self, tensor: int, calls: set[int]) -> None:
-        uses = self._uses.get(tensor, set())
+        uses = self.debts.uses.get(tensor, set())
         if self.shards.is_mixed(tensor):
             if uses <= calls:
                 self.result.shared_parameters.add(tensor)

@@ -8,51 +8,65 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autoplan.check.ranks import Engine
 from autoplan.check.sharded import CHECK_NAMES
-from autoplan.check.share import reductions_per_block, share_of
+from autoplan.check.share import reductions_per_block, regions_per_block, share_of
 from autoplan.errors import AutoplanError, IndivisibleError, SourceError
 from autoplan.values import Finding, Report, Score, Verdict
 
 if TYPE_CHECKING:
     from autoplan.check.verify import Clone
 
-__all__ = ["CHECK_SETS", "score", "score_clone", "verdict_of"]
+__all__ = ["CHECK_SETS", "How", "score", "score_clone", "verdict_of"]
 
 CHECK_SETS = {"fast": ("parameters", "forward"), "all": CHECK_NAMES}
 
 
-def score(
-    model_type: str, class_name: str, tp_size: int, *, engine: Engine = "threads", checks: tuple[str, ...] = ()
-) -> Score:
+@dataclass(frozen=True)
+class How:
+    """How architectures are scored: ranks, engine, checks; sequence parallelism, and the lengths to run."""
+
+    tp_size: int
+    engine: Engine = "threads"
+    checks: tuple[str, ...] = CHECK_SETS["fast"]
+    sequence_parallel: bool = False
+    lengths: tuple[int, ...] = ()
+
+
+def score(model_type: str, class_name: str, how: How) -> Score:
     """Build, plan, verify one architecture. Raises nothing that an architecture can cause."""
     start = time.perf_counter()
     blank = Score(model_type, class_name, "cannot run")
     try:
-        done = _scored(blank, tp_size, engine, checks or CHECK_SETS["fast"])
+        done = _scored(blank, how)
     except Exception as error:  # one architecture must not stop the others, and its line says what happened
         done = replace(blank, verdict="failed", reason=_said(error))
     return replace(done, seconds=round(time.perf_counter() - start, 2))
 
 
-def _scored(blank: Score, tp_size: int, engine: Engine, checks: tuple[str, ...]) -> Score:
+def _scored(blank: Score, how: How) -> Score:
     from autoplan.capture.source import resolve
-    from autoplan.check.verify import clone_of
+    from autoplan.check.verify import clone_of, entries_at
 
     try:
-        clone = clone_of(resolve(f"{blank.model_type}:{blank.class_name}"))
+        source = resolve(f"{blank.model_type}:{blank.class_name}")
+        clone = clone_of(source)
+        runs = {
+            f"{entry}, length {length}": inputs
+            for length in how.lengths
+            for entry, inputs in entries_at(source, clone.model, batch=2, length=length).items()
+        }
     except (AutoplanError, ImportError) as error:
         return replace(blank, reason=_said(error))
-    return score_clone(clone, blank, tp_size, engine, checks)
+    return score_clone(clone, blank, how, runs)
 
 
-def score_clone(
-    clone: Clone, blank: Score, tp_size: int, engine: Engine = "threads", checks: tuple[str, ...] = CHECK_SETS["fast"]
-) -> Score:
-    """Fill in the blank: plan and verify a tiny model that runs."""
+def score_clone(clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | None = None) -> Score:
+    """Fill in the blank: plan and verify a tiny model that runs. `runs` are verified instead of the clone's entries."""
     from autoplan.api import capture_source, solve_source
     from autoplan.capture.source import resolve
     from autoplan.check.verify import verify_clone
@@ -61,11 +75,14 @@ def score_clone(
 
     source = resolve(clone.model, inputs=clone.entries)
     captured = capture_source(source, clone.model)
+    stacks = layers(clone.model)
+    blocks = tuple(stack.fqns for stack in stacks) if how.sequence_parallel else None
     try:
-        solution = solve_source(source, captured, tp_size)
+        solution = solve_source(source, captured, how.tp_size, sequence_stacks=blocks)
     except IndivisibleError as error:
         return replace(blank, verdict="refused", reason=_said(error))
-    plan = make_plan(solution, model=source.name, layers=layers(clone.model))
+    cut = solution.sequence_parallel
+    plan = make_plan(solution, model=source.name, layers=stacks, sequence_parallel=cut)
     share = share_of(solution, plan)
     forward, backward = reductions_per_block(plan)
     found = replace(
@@ -78,12 +95,18 @@ def score_clone(
         backward=backward,
         scoped=len(solution.runtime.scoped),
         notes=(*captured.trace.notes, *solution.refusals, clone.note),
+        regions=regions_per_block(plan) if cut else None,
+        uncut="; ".join(solution.sequence_notes) if how.sequence_parallel and not cut else "",
     )
     try:
-        report = verify_clone(clone, plan, engine=engine, checks=checks)
+        tested = replace(clone, entries=runs) if runs else clone
+        report = verify_clone(tested, plan, engine=how.engine, checks=how.checks)
     except AutoplanError as error:  # not even the unsharded model goes through the checks
         return replace(found, reason=_said(error))
     verdict, reason = verdict_of(report)
+    if cut and verdict in ("wrong", "failed"):  # then `autoplan plan` does without, too
+        uncut = f"with it the tiny clone did not give the same on simulated ranks: {reason}"
+        return replace(score_clone(clone, blank, replace(how, sequence_parallel=False), runs), uncut=uncut)
     collectives, largest = report.details["collectives"], _largest_error(report)
     return replace(found, verdict=verdict, reason=reason, collectives=collectives, error=largest)
 

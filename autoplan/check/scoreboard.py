@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from autoplan.check.ranks import Engine
-from autoplan.check.score import CHECK_SETS, score
+from autoplan.check.score import CHECK_SETS, How, score
 from autoplan.errors import AutoplanError
 from autoplan.patterns import nearest
 from autoplan.values import Score, Scoreboard
@@ -39,20 +39,26 @@ def scoreboard(
     checks: str = "fast",
     jobs: int = 1,
     timeout: float = 180.0,
+    sequence_parallel: bool = False,
+    lengths: Sequence[int] = (),
     progress: Progress | None = None,
 ) -> Scoreboard:
     """Score every architecture of `mapping` (or `only` these model types), `jobs` at a time.
 
-    `checks` is "fast" (parameters, outputs and every gradient in eval mode) or "all".
+    `checks` is "fast" (parameters, outputs and every gradient in eval mode) or "all". With `sequence_parallel` plans
+    are made so wherever it applies. `lengths` are the sequence lengths to run, where a model's inputs leave a choice.
     """
     start = time.perf_counter()
     if checks not in CHECK_SETS:
         raise AutoplanError(f"checks={checks!r}", hint=f"choose one of {', '.join(CHECK_SETS)}")
     if tp_size < 2 or jobs < 1:
         raise AutoplanError(f"tp_size={tp_size}, jobs={jobs}", hint="at least 2 ranks and 1 job")
+    if any(length < 2 for length in lengths):
+        raise AutoplanError(f"lengths={tuple(lengths)}", hint="sequences of at least 2 positions")
     wanted = _chosen(mapping, only)
+    how = How(tp_size, engine, CHECK_SETS[checks], sequence_parallel, tuple(lengths))
     found: dict[int, Score] = {}
-    for number, done in _scores(wanted, (tp_size, engine, CHECK_SETS[checks]), jobs, timeout, progress):
+    for number, done in _scores(wanted, how, jobs, timeout, progress):
         found[number] = done
     return Scoreboard(
         mapping=mapping,
@@ -62,6 +68,8 @@ def scoreboard(
         scores=tuple(found[number] for number in sorted(found)),
         versions=_versions(),
         seconds=round(time.perf_counter() - start, 1),
+        sequence_parallel=sequence_parallel,
+        lengths=tuple(lengths),
     )
 
 
@@ -102,7 +110,7 @@ class _Running:
 
 
 def _scores(
-    wanted: list[tuple[str, str]], how: tuple[Any, ...], jobs: int, timeout: float, progress: Progress | None
+    wanted: list[tuple[str, str]], how: How, jobs: int, timeout: float, progress: Progress | None
 ) -> Iterator[tuple[int, Score]]:
     """Each architecture's number and score, as they end."""
     context = _context()
@@ -136,7 +144,7 @@ def _context() -> Any:
     return context
 
 
-def _started(context: Any, number: int, pair: tuple[str, str], how: tuple[Any, ...]) -> _Running:
+def _started(context: Any, number: int, pair: tuple[str, str], how: How) -> _Running:
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=_worker_main, args=(sending, pair, how))  # no daemon: gloo starts children
     process.start()
@@ -144,7 +152,7 @@ def _started(context: Any, number: int, pair: tuple[str, str], how: tuple[Any, .
     return _Running(number, process, receiving, time.monotonic())
 
 
-def _worker_main(pipe: Connection, pair: tuple[str, str], how: tuple[Any, ...]) -> None:
+def _worker_main(pipe: Connection, pair: tuple[str, str], how: How) -> None:
     """The whole life of one architecture's process."""
     import logging
     import warnings
@@ -158,8 +166,7 @@ def _worker_main(pipe: Connection, pair: tuple[str, str], how: tuple[Any, ...]) 
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")  # what libraries say about hundreds of models is not about ours
     sys.stdout = sys.stderr  # data of ours goes to stdout, and models print
-    tp_size, engine, checks = how
-    pipe.send(score(*pair, tp_size, engine=engine, checks=checks))
+    pipe.send(score(*pair, how))
     pipe.close()
 
 

@@ -20,7 +20,7 @@ from autoplan.decide.naming import Reading, readings
 from autoplan.patterns import matches
 from autoplan.values import Plan, ScopedCall, Stack
 
-__all__ = ["Share", "main_stack", "reductions_per_block", "share_of"]
+__all__ = ["Share", "main_stack", "reductions_per_block", "regions_per_block", "share_of"]
 
 _TABLE = {"embedding", "shift", "parameter"}  # what may be done to a table: looked up, added
 _LATENT = " latent: "  # as the roles of latent attention end, in the reasons of what stays whole
@@ -92,6 +92,15 @@ def reductions_per_block(plan: Plan) -> tuple[float | None, float | None]:
     inside = [(f, b) for fqn in stack.fqns for pattern, f, b in sites if _is_inside(pattern, fqn)]
     blocks = len(stack.fqns)
     return sum(f for f, _ in inside) / blocks, sum(b for _, b in inside) / blocks
+
+
+def regions_per_block(plan: Plan) -> float | None:
+    """How often a block of the main stack gathers the whole sequence where it enters a region, on average."""
+    stack = main_stack(plan.layers)
+    if stack is None:
+        return None
+    gathers = [hook.pattern for hook in plan.runtime.hooks if hook.action in ("gather_sum", "gather_whole")]
+    return sum(_is_inside(pattern, fqn) for fqn in stack.fqns for pattern in gathers) / len(stack.fqns)
 
 
 def _sites(plan: Plan) -> list[tuple[str, int, int]]:

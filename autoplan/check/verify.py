@@ -24,7 +24,7 @@ from autoplan.errors import AutoplanError
 from autoplan.patterns import best_match, matches
 from autoplan.values import Finding, Means, Plan, Report
 
-__all__ = ["CHECK_NAMES", "Clone", "clone_of", "sharding_of", "verify", "verify_clone", "verify_source"]
+__all__ = ["CHECK_NAMES", "Clone", "clone_of", "entries_at", "sharding_of", "verify", "verify_clone", "verify_source"]
 
 # dropout draws apart on data-parallel ranks; optimizers are stepped by the training checks
 _NOT_ON_MESHES = ("dropout", "optimizer")
@@ -176,7 +176,7 @@ def clone_of(source: Any) -> Clone:
     refusal = ""
     for dtype in (torch.float64, torch.float32):
         model, note = _built(source, dtype)
-        entries = _entries(source, model, batch=2, length=10)
+        entries = entries_at(source, model, batch=2, length=10)
         try:
             with torch.no_grad():
                 for entry in entries.values():
@@ -184,7 +184,7 @@ def clone_of(source: Any) -> Clone:
         except CANNOT_RUN as error:
             refusal = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
             continue
-        others = {} if source.inputs is not None else _entries(source, model, batch=3, length=12)
+        others = {} if source.inputs is not None else entries_at(source, model, batch=3, length=12)
         if dtype == torch.float32:
             note += f"; in float32, because in float64 it does not run ({refusal})"
         return Clone(model, entries, others, note)
@@ -212,7 +212,8 @@ def _is_small_and_real(model: Any) -> bool:
     return sum(p.numel() for p in parameters) <= _OWN_CLONE and not any(p.is_meta for p in parameters)
 
 
-def _entries(source: Any, model: Any, *, batch: int, length: int) -> dict[str, Any]:
+def entries_at(source: Any, model: Any, *, batch: int, length: int) -> dict[str, Any]:
+    """The calls that exercise a clone of a source, in the clone's own dtype."""
     from autoplan.capture.dtypes import working_dtype
     from autoplan.capture.inputs import make_inputs
 

@@ -12,9 +12,18 @@ from autoplan.analyse.flow import Flow, Node, node_of
 from autoplan.analyse.solve import Solution
 from autoplan.decide.match import TRANSPARENT
 from autoplan.decide.naming import Reading
+from autoplan.patterns import is_under
 from autoplan.values import ParameterFact
 
 __all__ = ["Costs"]
+
+_ENTRIES = ("copy", "gather_sum")  # what sums the gradient of a value that enters split regions
+_SUMS = ("reduce", "mean", "reduce_scatter")
+_EXITS = {
+    "reduce": "sum of the output (forward)",
+    "reduce_scatter": "sum of the output, dealt out along the sequence (forward)",
+    "gather": "gather of the output (forward)",
+}
 
 
 class Costs:
@@ -25,11 +34,14 @@ class Costs:
         self.runtime = solution.runtime
         self.trace = solution.trace
         self.copied = self._copied_boxes()
+        self.summing = dict.fromkeys(
+            self.trace.calls[call].module for call, kind in solution.reductions.items() if kind == "sum"
+        )
         self.scoped = {call.pattern: call for call in self.runtime.scoped if call.reduce}
 
     def _copied_boxes(self) -> set[int]:
         """Boxes whose value has its gradient summed, wherever that is attached."""
-        sites = {(hook.pattern, hook.side, hook.path) for hook in self.runtime.hooks if hook.action == "copy"}
+        sites = {(hook.pattern, hook.side, hook.path) for hook in self.runtime.hooks if hook.action in _ENTRIES}
         tensors: set[int] = set()
         for visit in self.trace.visits:
             for side, borders in (("input", visit.inputs), ("output", visit.outputs)):
@@ -52,20 +64,32 @@ class Costs:
         found: list[str] = []
         for hook in self.runtime.hooks:
             if ends_here and hook.pattern == module and hook.side == "output":
-                found += {"reduce": ["sum of the output (forward)"], "gather": ["gather of the output (forward)"]}.get(
-                    hook.action, []
-                )
+                found += [_EXITS[hook.action]] if hook.action in _EXITS else []
         for head in self.runtime.heads:
             if head.pattern == module and head.kind == "embedding":
                 found.append("sum of the output (forward)")
         if module in self.scoped:
             found.append(f"{self.scoped[module].reduce} inside the module (forward)")
+        found += self._sum_further_out(module) if ends_here else []
         found += self._input_gradient(module, readings)
         for name, fact in facts:
             if fact.gradient != "local":
                 rows = " on shared rows" if fact.gradient == "shared" else ""
                 found.append(f"sum of the gradient of {name.rpartition('.')[2]}{rows} (backward)")
         return tuple(dict.fromkeys(found))
+
+    def _sum_further_out(self, module: str) -> list[str]:
+        """A partial sum that travels to a module around this one, where others join it."""
+        if module not in self.summing or module in self.scoped:
+            return []
+        sites = {h.pattern for h in self.runtime.hooks if h.side == "output" and h.action in _SUMS}
+        around = [name for name in sites if module == name or is_under(name, module)]
+        place = max(around, key=len, default=module)
+        if place == module:
+            return []
+        others = [name for name in self.summing if name != module and is_under(place, name) and name not in sites]
+        shared = f", shared with {', '.join(_seen_from(module, other) for other in others)}" if others else ""
+        return [f"sum of the output (forward), where {place.rpartition('.')[2]} returns it{shared}"]
 
     def _input_gradient(self, module: str, readings: list[Reading]) -> list[str]:
         sources = {source for reading in readings for source in self.flow.predecessors(reading.box)} & self.copied

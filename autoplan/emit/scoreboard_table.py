@@ -17,11 +17,17 @@ _GOOD_SHARE = 0.99
 
 def scoreboard_view(board: Scoreboard) -> RenderableType:
     """The whole board."""
-    title = f" · tp {board.tp_size} · {board.engine} · {', '.join(board.checks)}"
+    facts = [f"tp {board.tp_size}", board.engine, ", ".join(board.checks)]
+    facts += ["sequence parallel"] * board.sequence_parallel
+    facts += [f"length {', '.join(map(str, board.lengths))}"] * bool(board.lengths)
+    title = "".join(f" · {fact}" for fact in facts)
     sections: list[RenderableType] = [Text.assemble((board.mapping, "bold"), title), _scores(board)]
-    spoken = [score for score in board.scores if score.reason]
+    spoken = [(score, score.reason) for score in board.scores if score.reason]
     if spoken:
         sections += [_heading("Why not"), _reasons(spoken)]
+    uncut = [(score, score.uncut) for score in board.scores if score.uncut]
+    if uncut:
+        sections += [_heading("Not cut along the sequence"), _reasons(uncut)]
     return Group(*sections, _heading("Totals"), *_totals(board))
 
 
@@ -29,11 +35,14 @@ def score_line(score: Score) -> str:
     """One architecture in one line, for logs."""
     share = "" if score.share is None else f" share {score.share:.2f}"
     reason = f" · {score.reason}" if score.reason else ""
+    reason += f" · sequence not cut: {score.uncut}" if score.uncut else ""
     return f"{score.model_type} {score.verdict}{share} {score.seconds:.1f} s{reason}"
 
 
 def _scores(board: Scoreboard) -> RenderableType:
-    table = _table("type", "class", "verdict", "share", "split", "unused", "forward", "backward", "error", "seconds")
+    cut = ("regions",) if board.sequence_parallel else ()
+    columns = ("type", "class", "verdict", "share", "split", "unused", "forward", "backward")
+    table = _table(*columns, *cut, "error", "seconds")
     for score in board.scores:
         share = score.share
         table.add_row(
@@ -45,17 +54,18 @@ def _scores(board: Scoreboard) -> RenderableType:
             str(len(score.unused) or ""),
             _number(score.forward),
             _number(score.backward),
+            *([_number(score.regions)] if board.sequence_parallel else []),
             "" if score.error is None else f"{score.error:.0e}",
             f"{score.seconds:.1f}",
         )
     return table
 
 
-def _reasons(scores: list[Score]) -> RenderableType:
+def _reasons(said: list[tuple[Score, str]]) -> RenderableType:
     table = _table("type", "verdict", "reason", header=False)
-    for score in scores:
+    for score, reason in said:
         verdict = Text(score.verdict, _COLOURS.get(score.verdict, ""))
-        table.add_row(Text(score.model_type, "cyan"), verdict, Text(score.reason))
+        table.add_row(Text(score.model_type, "cyan"), verdict, Text(reason))
     return table
 
 
@@ -68,6 +78,10 @@ def _totals(board: Scoreboard) -> list[RenderableType]:
     lines: list[RenderableType] = [table]
     if shares:
         lines.append(Text(f"{full} of {len(shares)} split at least {_GOOD_SHARE:.0%} of their weights"))
+    if board.sequence_parallel:
+        cut = [score for score in board.scores if score.regions is not None]
+        exact = sum(score.verdict == "exact" for score in cut)
+        lines.append(Text(f"{len(cut)} cut along the sequence, {exact} of them exact"))
     versions = ", ".join(f"{name} {version}" for name, version in board.versions.items())
     lines.append(Text(f"{len(board.scores)} architectures in {board.seconds:.0f} s ({versions})"))
     return lines
@@ -81,7 +95,7 @@ def _heading(text: str) -> RenderableType:
     return Padding(Text(text, "bold"), (1, 0, 0, 0))
 
 
-_RIGHT = {"share", "split", "unused", "forward", "backward", "error", "seconds", "number"}
+_RIGHT = {"share", "split", "unused", "forward", "backward", "regions", "error", "seconds", "number"}
 
 
 def _table(*columns: str, header: bool = True) -> Table:

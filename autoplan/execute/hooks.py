@@ -163,6 +163,8 @@ class _Worker:
             return lambda x: sum_over_ranks(x, group)
         if site.action == "mean":
             return lambda x: sum_over_ranks(x, group) / group.size
+        if site.action == "scale" and site.layout is None:
+            return lambda x: scale_gradient(x, 1.0 / group.size)
         assert site.layout is not None and site.dim is not None
         if site.action in SEQUENCE_ACTIONS:
             return sequence_action(site, self.running)
