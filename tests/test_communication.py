@@ -33,7 +33,7 @@ def test_routed_and_shared_experts_pay_together(model_type, block, norm, router)
 
 
 def test_what_is_not_added_is_not_waited_for():
-    """Parallel attention and MLP meet the whole stream first, or in the middle of the block: two sums, no scoped call."""
+    """Parallel attention and MLP meet the whole stream first, or amid the block: two sums, no scoped call."""
     for model_type in ("cohere", "gptj"):
         plan, hooks = _hooks(model_type)
         assert sum(action == "reduce" for _, _, action in hooks) == 2 and not plan.runtime.scoped
