@@ -77,12 +77,12 @@ def products_to_gather(
     """
     total = sum(prod(t.shape) for t in trace.tensors if t.kind == "parameter" and len(t.shape) >= 2)
     wanted = set()
-    later_bias = _with_a_later_bias(trace)
+    gatherable = _last_in_linear_calls(trace)
     read = {weight for op in trace.ops if (weight := _linear_weight(op, axes)) is not None}
     branches = branch_weights(axes, read)
     for index, op in enumerate(trace.ops):
         weight = _linear_weight(op, axes)
-        if weight is None or weight in branches or index in later_bias or _root_is_split(weight, axes, shards):
+        if weight is None or weight in branches or index not in gatherable or _root_is_split(weight, axes, shards):
             continue
         if not demands.may_gather(trace.tensors[axes.sources[weight]].names):
             continue
@@ -93,12 +93,13 @@ def products_to_gather(
     return wanted
 
 
-def _with_a_later_bias(trace: Trace) -> set[int]:
-    """Products to which the same call adds its bias afterwards: gathered at the call's end they would lack theirs."""
+def _last_in_linear_calls(trace: Trace) -> set[int]:
+    """Ops whose result is what a linear call returns. To others the call still adds a bias, which would not fit."""
     found: set[int] = set()
     for call in trace.calls:
-        added = [index for index in range(*call.ops) if trace.ops[index].name in ("add", "add_")]
-        found.update(range(call.ops[0], max(added, default=call.ops[0])))
+        if call.name == "linear":
+            added = [index for index in range(*call.ops) if trace.ops[index].name in ("add", "add_")]
+            found.update(range(max(added, default=call.ops[0]), call.ops[1]))
     return found
 
 

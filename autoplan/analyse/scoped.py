@@ -157,7 +157,7 @@ def _wanted(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits, 
     for index in sorted(indices):
         call = shards.trace.calls[index]
         copies = tuple(path for t in sorted(placement.inside_copies.get(index, ())) for path in flow.path_of(index, t))
-        details = _norm_details(call, shards) if placement.inside_reductions.get(index) == "norm" else ()
+        details = _details(call, placement.inside_reductions.get(index), shards)
         details += (("random", "split"),) if index in draws else ()
         found[index] = ScopedCall(
             call.module, call.place, call.name, tuple(arguments.get(index, ())), copies,
@@ -196,6 +196,17 @@ def _cuts(shards: Shards, flow: CallFlow, result: Scope) -> dict[int, tuple[tupl
         ):
             cuts[index] = tuple(found)
     return cuts
+
+
+def _details(call: Call, reduction: str | None, shards: Shards) -> tuple[tuple[str, Any], ...]:
+    """What the function mode must know to carry out a reduction."""
+    if reduction == "norm":
+        return _norm_details(call, shards)
+    if reduction == "embedding":
+        return (("rows", shards.trace.tensors[call.args[1].id].shape[0]),)
+    if reduction == "gather":
+        return (("layout", str(shards.layouts(call.args[1].id)[0])),)
+    return ()
 
 
 def _norm_details(call: Call, shards: Shards) -> tuple[tuple[str, Any], ...]:

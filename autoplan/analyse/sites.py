@@ -184,7 +184,10 @@ class _Placer:
         if way is not None and way.side == "output" and not way.biases:
             leaving = way.border
         if border is None or leaving is None or leaving.module != call.module or leaving.path != ():
-            self._refuse(index, "a table looked up by rows outside a module of its own")
+            if call.name == "embedding":
+                self.result.inside_reductions[index] = "embedding"
+            else:
+                self._refuse(index, "a table looked up by rows outside a module of its own")
             return
         self._multiplied(way)
         self.result.embeddings[index] = border
@@ -193,8 +196,11 @@ class _Placer:
         call = self.trace.calls[index]
         border = self.doors.leaving(output, index)
         weight = next((t for t in self.flow.inputs[index] if self.shards.is_split(t)), None)
-        if border is None or border.module != call.module or weight is None or call.name != "linear":
-            self._refuse(index, "a product to gather that is not a module's output")
+        if weight is None or call.name != "linear":
+            self._refuse(index, "a product to gather that is not a linear call")
+            return
+        if border is None or border.module != call.module:
+            self.result.inside_reductions[index] = "gather"
             return
         layout = self.shards.layouts(weight)[0]
         self.result.outputs[(border, "gather")] = (-1, str(layout))

@@ -19,7 +19,7 @@ from autoplan.analyse.axes import Axes
 from autoplan.analyse.events import FORBIDDING
 from autoplan.analyse.shards import refs
 from autoplan.analyse.terms import Term, factors, find, leaves
-from autoplan.values import Trace
+from autoplan.values import Op, Trace
 
 __all__ = ["Choice", "Occurrences", "choose", "occurrences", "residual_leaves"]
 
@@ -71,7 +71,7 @@ def residual_leaves(trace: Trace, axes: Axes) -> set[Term]:
             if through[right] >> left & 1 or through[left] >> right & 1:
                 shared = {find(x) for t in axes.of(left) for x in leaves(t)}
                 found |= shared & {find(x) for t in axes.of(right) for x in leaves(t)}
-        weighted = _contracts_weight(op.name, mentioned, axes)
+        weighted = _contracts_weight(op, mentioned, trace, axes)
         above = through_above = 0
         for tensor in inputs:
             above |= reached[tensor] | 1 << tensor
@@ -118,8 +118,11 @@ class _Sameness:
         return self._root.get(tensor, tensor)
 
 
-def _contracts_weight(name: str, tensors: tuple[int, ...], axes: Axes) -> bool:
-    return name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "mv") and any(
+def _contracts_weight(op: Op, tensors: tuple[int, ...], trace: Trace, axes: Axes) -> bool:
+    """Does the op mix the features of a value? A convolution of each channel by itself does not."""
+    if op.name == "convolution" and trace.tensors[op.args[1].id].shape[1] == 1 and op.args[8] > 1:
+        return False
+    return op.name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "mv") and any(
         tensor in axes.weights for tensor in tensors
     )
 

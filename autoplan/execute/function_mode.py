@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from autoplan.capture.code_place import code_place
 from autoplan.errors import PlanMismatchError
-from autoplan.execute.collectives import RankGroup, copy_to_ranks, sum_over_ranks, take_rows
+from autoplan.execute.collectives import RankGroup, copy_to_ranks, gather_over_ranks, sum_over_ranks, take_rows
 from autoplan.execute.randomness import SharedRandomness
-from autoplan.layout import Layout
+from autoplan.layout import Layout, chunk
 from autoplan.values import ScopedCall
 
 __all__ = ["ModuleMode", "call_name"]
@@ -93,6 +93,12 @@ class ModuleMode(TorchFunctionMode):
             result = self._norm(planned, args, kwargs)
         elif planned.reduce in ("sum", "mean"):
             result = self._reduced(planned, func, args, kwargs)
+        elif planned.reduce == "embedding":
+            result = self._looked_up(planned, func, args, kwargs)
+        elif planned.reduce == "gather":
+            pieces = Layout.parse(dict(planned.details)["layout"])
+            rows = tuple(pieces.rows(rank, self.group.size) for rank in range(self.group.size))
+            result = gather_over_ranks(func(*args, **kwargs), self.group, -1, rows)
         elif self.randomness.active and ("random", "split") in planned.details:
             self.randomness.enter_split()
             try:
@@ -130,6 +136,16 @@ class ModuleMode(TorchFunctionMode):
         if planned.reduce == "mean":
             result = result / self.group.size
         return result if bias is None else result + bias
+
+    def _looked_up(self, planned: ScopedCall, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        """Rows of a table of which this rank holds a piece: foreign ids give zeros, and the sum is the row."""
+        own = chunk(dict(planned.details)["rows"], self.group.size, self.group.rank)
+        ids, padding = args[0], args[2] if len(args) > 2 else kwargs.get("padding_idx")
+        foreign = (ids < own.start) | (ids >= own.stop)
+        local = padding - own.start if padding is not None and padding in own else None
+        args = ((ids - own.start).masked_fill(foreign, 0), args[1], local, *args[3:])
+        found = func(*args, **{name: value for name, value in kwargs.items() if name != "padding_idx"})
+        return sum_over_ranks(found.masked_fill(foreign.unsqueeze(-1), 0), self.group)
 
     def _norm(self, planned: ScopedCall, args: Any, kwargs: Any) -> torch.Tensor:
         """layer_norm or rms_norm whose statistic spans all ranks: sums are reduced forward and backward."""
