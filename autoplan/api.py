@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.export import ExportedProgram
 from transformers import PretrainedConfig
 
 from autoplan.analyse.solve import Solution
@@ -39,7 +40,7 @@ from autoplan.values import Finding, Means, Plan
 
 __all__ = ["capture_source", "parallelize", "plan", "plan_source", "solve_source"]
 
-Model: TypeAlias = nn.Module | PretrainedConfig | str
+Model: TypeAlias = nn.Module | PretrainedConfig | ExportedProgram | str
 PROOFS = ("graph", "ranks", "none")
 
 
@@ -58,8 +59,9 @@ def plan(
 ) -> Plan:
     """Read a model and write its plan at `tp_size`. Nothing of the model is touched, and no weights are needed.
 
-    `model` is a module on any device, a transformers config, or a string: a folder with a config.json,
-    "package.module:builder", a model type ("llama"), or a hub id.
+    `model` is a module on any device (torch.fx's graph modules too), a transformers config, a program of torch.export
+    (its plan is for `program.module()`), or a string: a folder with a config.json, "package.module:builder", a model
+    type ("llama"), or a hub id.
 
     `source` is where the choice of what is cut comes from: "auto" (a hand-written plan for the class, else analysis),
     "inferred" (analysis), "handwritten", "hf" (transformers' own plan), the path of a plan file, the id of a plan in

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoplan.analyse.algebra import Conflict
 from autoplan.analyse.events import Event
@@ -45,6 +45,7 @@ class Axes:
     static: set[int] = field(default_factory=set)
     companions: dict[int, set[int]] = field(default_factory=dict)
     marked_by: list[tuple[int, str, Term]] = field(default_factory=list)  # (op index, event, term), as it happened
+    gathered: frozenset[int] = frozenset()  # ops after which an all-gather was decided
 
     def of(self, tensor: int) -> tuple[Term, ...]:
         """The terms of a tensor, one per dim."""
@@ -60,7 +61,7 @@ def infer_axes(trace: Trace, gathered: frozenset[int] = frozenset()) -> Axes:
     reader = _Reader(trace)
     for index, op in enumerate(trace.ops):
         reader.read(index, op, index in gathered)
-    return reader.finish()
+    return replace(reader.finish(), gathered=gathered)
 
 
 class _Reader:

@@ -19,13 +19,14 @@ __all__ = ["NO_DEMANDS", "Demands", "stay_whole"]
 
 @dataclass(frozen=True)
 class Demands:
-    """`whole`: why no axis in a (parameter, dim) may be split. `gathered`: weights whose product may be gathered.
+    """`whole`: why no axis in a (parameter, dim) may be split. `gathered`: weights whose product is to be gathered.
 
-    `gathered` None leaves that to the analysis, for every weight that may be cut.
+    Of the other products analysis gathers what it likes, unless `only_those`.
     """
 
     whole: Mapping[tuple[str, int], str] = field(default_factory=dict)
-    gathered: frozenset[str] | None = None
+    gathered: frozenset[str] = frozenset()
+    only_those: bool = False
 
     def refused(self, trace: Trace, axes: Axes) -> dict[Term, str]:
         """The axes that may not be split, as the solver wants them."""
@@ -38,9 +39,9 @@ class Demands:
 
     def may_gather(self, names: tuple[str, ...]) -> bool:
         """May the product with the weight of these names be computed in parts and gathered?"""
-        if self.gathered is not None:
-            return not self.gathered.isdisjoint(names)
-        return not any(name in names for name, _ in self.whole)
+        if not self.gathered.isdisjoint(names):
+            return True
+        return not self.only_those and not any(name in names for name, _ in self.whole)
 
 
 def stay_whole(trace: Trace, patterns: tuple[str, ...], why: str) -> Demands:

@@ -22,7 +22,14 @@ from autoplan.analyse.terms import Term, find, leaves
 from autoplan.layout import Layout
 from autoplan.values import HeadSite, HookSite, Op, Ref, Trace
 
-__all__ = ["gathered_leaves", "head_sites", "products_to_gather", "refuse_homeless_logits", "vocabularies"]
+__all__ = [
+    "gathered_leaves",
+    "head_sites",
+    "product_weight",
+    "products_to_gather",
+    "refuse_homeless_logits",
+    "vocabularies",
+]
 
 _WORTH_GATHERING = 0.004  # share of all matrix elements below which a whole weight is not worth an all-gather
 _LARGE_TABLE = 0.5  # of the largest table: smaller ones (positions, types) stay whole
@@ -78,10 +85,10 @@ def products_to_gather(
     total = sum(prod(t.shape) for t in trace.tensors if t.kind == "parameter" and len(t.shape) >= 2)
     wanted = set()
     gatherable = _last_in_linear_calls(trace)
-    read = {weight for op in trace.ops if (weight := _linear_weight(op, axes)) is not None}
+    read = {weight for op in trace.ops if (weight := product_weight(op, axes)) is not None}
     branches = branch_weights(axes, read)
     for index, op in enumerate(trace.ops):
-        weight = _linear_weight(op, axes)
+        weight = product_weight(op, axes)
         if weight is None or weight in branches or index not in gatherable or _root_is_split(weight, axes, shards):
             continue
         if not demands.may_gather(trace.tensors[axes.sources[weight]].names):
@@ -103,7 +110,7 @@ def _last_in_linear_calls(trace: Trace) -> set[int]:
     return found
 
 
-def _linear_weight(op: Op, axes: Axes) -> int | None:
+def product_weight(op: Op, axes: Axes) -> int | None:
     """The (transposed) weight of a matrix product of an activation with a weight."""
     if op.name == "mm" and isinstance(op.args[1], Ref):
         weight, other = op.args[1].id, op.args[0]
@@ -118,11 +125,11 @@ def _root_is_split(weight: int, axes: Axes, shards: Shards) -> bool:
     return any(shards.layout_of(term) is not None for term in axes.of(weight))
 
 
-def gathered_leaves(trace: Trace, axes: Axes, gathered: frozenset[int], tp: int) -> set[Term]:
+def gathered_leaves(trace: Trace, axes: Axes) -> set[Term]:
     """The output axes of products to gather, when they are an axis of their own."""
     found = set()
-    for index in gathered:
-        weight = _linear_weight(trace.ops[index], axes)
+    for index in axes.gathered:
+        weight = product_weight(trace.ops[index], axes)
         if weight is None:
             continue
         out = leaves(axes.of(weight)[1])

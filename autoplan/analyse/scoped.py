@@ -203,7 +203,7 @@ def _details(call: Call, reduction: str | None, shards: Shards) -> tuple[tuple[s
     if reduction == "norm":
         return _norm_details(call, shards)
     if reduction == "embedding":
-        return (("rows", shards.trace.tensors[call.args[1].id].shape[0]),)
+        return (("rows", next(shards.trace.tensors[a.id].shape[0] for a in call.args if shards.is_split(a.id))),)
     if reduction == "gather":
         return (("layout", str(shards.layouts(call.args[1].id)[0])),)
     return ()

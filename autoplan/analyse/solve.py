@@ -74,17 +74,15 @@ def solve(
     `demands` are what a plan that somebody wrote leaves to decide.
     """
     flow = CallFlow(trace)
-    gathered: frozenset[int] = frozenset()
     axes = infer_axes(trace)
     refusals: list[str] = []
-    done = _settle(trace, flow, axes, tp, gathered, refusals, scoped, demands)
+    done = _settle(trace, flow, axes, tp, refusals, scoped, demands)
     legal = _legal_sizes(done.choice)
     wanted = products_to_gather(trace, axes, done.shards, tp, done.choice.indivisible, demands)
     if wanted:
-        gathered = frozenset(wanted)
-        axes = infer_axes(trace, gathered)
+        axes = infer_axes(trace, frozenset(wanted))
         refusals.clear()
-        done = _settle(trace, flow, axes, tp, gathered, refusals, scoped, demands)
+        done = _settle(trace, flow, axes, tp, refusals, scoped, demands)
     sequence = (
         place_sequence(done.shards, flow, done.placement, sequence_stacks) if sequence_stacks is not None else None
     )
@@ -96,7 +94,6 @@ def _settle(
     flow: CallFlow,
     axes: Axes,
     tp: int,
-    gathered: frozenset[int],
     refusals: list[str],
     scoped: bool,
     demands: Demands,
@@ -104,10 +101,10 @@ def _settle(
     """Choose, place, solve; refuse and choose again, until nothing is refused."""
     refused = demands.refused(trace, axes)
     for _ in range(_ROUNDS):
-        special = vocabularies(trace, axes) | gathered_leaves(trace, axes, gathered, tp)
+        special = vocabularies(trace, axes) | gathered_leaves(trace, axes)
         choice = choose(trace, axes, tp, refused=refused, vocabularies=special)
         shards = Shards(trace, axes, choice.marks, tp)
-        placement = place(shards, flow, gathered)
+        placement = place(shards, flow, axes.gathered)
         refuse_homeless_logits(trace, flow, shards, placement, choice.vocabularies)
         edits = solve_edits(shards)
         found = scope(shards, flow, placement, edits)

@@ -1,4 +1,4 @@
-"""Where in a module's own Python a torch call stands, in words that hold on every run.
+"""What a torch call is called, and where in a module's own Python it stands, in words that hold on every run.
 
 The few calls that must run differently on a rank have to be found again when the sharded model runs: with a cache, with
 another mask, with more rounds of a loop than when it was planned. Counting calls is not enough, for such runs have more
@@ -14,15 +14,28 @@ import sys
 from functools import lru_cache
 from itertools import islice
 from types import CodeType
+from typing import Any
 
+import torch
 import torch.nn.modules.module as module_calls
 
 import autoplan
 
-__all__ = ["code_place"]
+__all__ = ["call_name", "code_place"]
 
 _OURS = os.path.dirname(autoplan.__file__) + os.sep
 _TORCH = os.path.dirname(os.path.dirname(os.path.dirname(module_calls.__file__))) + os.sep  # module.py is in nn/modules
+
+
+def call_name(function: Any) -> str:
+    """The name of a torch function: property getters are "attr:shape", aten's own "linear.default" is "linear"."""
+    if isinstance(function, torch._ops.OpOverload):
+        return function._schema.name.rpartition("::")[2]
+    name: str = getattr(function, "__name__", str(function))
+    owner = getattr(function, "__self__", None)
+    if name in ("__get__", "__set__") and owner is not None:
+        return f"attr:{getattr(owner, '__name__', '?')}"
+    return name
 
 
 def code_place() -> str:

@@ -21,23 +21,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoplan.capture.code_place import code_place
+from autoplan.capture.code_place import call_name, code_place
 from autoplan.capture.traced_ints import Escapes, TracedInt, integer_attributes, trace_attributes
 from autoplan.errors import CaptureError
 from autoplan.values import Call, Fold, ModuleVisit, Op, Ref, Symbolic, TensorInfo, Trace
 
-__all__ = ["Recording", "flatten_tensors", "function_name", "record", "signature_names"]
+__all__ = ["Recording", "flatten_tensors", "record", "signature_names"]
 
 _KEEP_VALUES_BELOW = 4097  # elements of integer constants worth keeping: index tables, not token ids
-
-
-def function_name(function: Any) -> str:
-    """A stable name for what a TorchFunctionMode is handed; property getters are "attr:shape"."""
-    name: str = getattr(function, "__name__", str(function))
-    owner = getattr(function, "__self__", None)
-    if name in ("__get__", "__set__") and owner is not None:
-        return f"attr:{getattr(owner, '__name__', '?')}"
-    return name
 
 
 def flatten_tensors(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
@@ -196,7 +187,7 @@ class _CallRecorder(TorchFunctionMode):
         self.recording = recording
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        r, kwargs, name = self.recording, kwargs or {}, function_name(func)
+        r, kwargs, name = self.recording, kwargs or {}, call_name(func)
         if name in ("attr:shape", "size", "numel"):
             return self._traced_size(name, func, args, kwargs)
         if name == "_set_grad_enabled":

@@ -8,6 +8,7 @@ leaves what it was given untouched: the module, its config, and every random num
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 from transformers import PretrainedConfig, PreTrainedModel
 
 from autoplan.capture.adapters import settings_of, wrap
@@ -149,7 +151,7 @@ class Source:
 
 
 def resolve(
-    model: nn.Module | PretrainedConfig | str,
+    model: nn.Module | PretrainedConfig | ExportedProgram | str,
     *,
     trust_remote_code: bool = False,
     inputs: Mapping[str, Any] | None = None,
@@ -163,12 +165,23 @@ def resolve(
         return _from_config(found.config, inputs, trust_remote_code, found.class_name, found.where)
     if isinstance(model, PretrainedConfig):
         return _from_config(model, inputs, trust_remote_code, None, "")
+    if isinstance(model, ExportedProgram):
+        module = model.module()
+        return _from_module(module, _inputs_of(model, module) if inputs is None else inputs, trust_remote_code)
     if isinstance(model, nn.Module):
         return _from_module(model, inputs, trust_remote_code)
     raise SourceError(
-        f"a model is an nn.Module, a transformers config or a string, not {type(model).__name__}",
+        f"a model is an nn.Module, a transformers config, an exported program or a string, not {type(model).__name__}",
         hint="pass the model itself, its config, a folder, 'package.module:builder', a model type, or a hub id",
     )
+
+
+def _inputs_of(program: ExportedProgram, module: nn.Module) -> Mapping[str, Any] | None:
+    """What the program was exported with, by the names that its module takes."""
+    if program.example_inputs is None:
+        return None
+    args, kwargs = program.example_inputs
+    return inspect.signature(module.forward).bind(*args, **kwargs).arguments
 
 
 def _from_module(module: nn.Module, inputs: Mapping[str, Any] | None, trust_remote_code: bool) -> Source:

@@ -136,7 +136,7 @@ def _masks(kind: type[nn.Module]) -> Iterator[Mask]:
     own = itertools.takewhile(lambda base: base is not nn.Module, kind.__mro__)
     for function in (value for base in own for value in vars(base).values()):
         function = inspect.unwrap(function) if callable(function) else function
-        if not isinstance(function, FunctionType) or function.__module__.startswith("torch."):
+        if not isinstance(function, FunctionType) or (function.__module__ or "torch.").startswith("torch."):
             continue
         names = set(_names(function.__code__))
         for name in names:

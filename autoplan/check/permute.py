@@ -21,6 +21,7 @@ from torch import nn
 
 from autoplan.analyse.axes import Axes
 from autoplan.analyse.events import Event
+from autoplan.analyse.heads import gathered_leaves
 from autoplan.analyse.terms import Term, factors, find, leaves, segments
 from autoplan.capture.dtypes import working_dtype
 from autoplan.check.compare import error_of, tolerance_for
@@ -55,8 +56,10 @@ def check_permutations(
     """Try every split axis on `model`, whose trace this is. Its parameters are put back."""
     outcome = Permuted()
     tried: list[Term] = []
+    gathered = gathered_leaves(trace, axes)
     for axis in dict.fromkeys(find(term) for term in split):
         reason = next((text for event, text in _POSITIONS_MATTER.items() if event in axis.events), "")
+        reason = reason or ("its values are gathered in the weight's own order" if axis in gathered else "")
         if reason or axis.size < 2:
             outcome.left_out[axis] = reason or "it has one unit"
         else:

@@ -48,8 +48,8 @@ def replay(trace: Trace, recording: Recording, shards: Shards) -> Replayed:
     assert recording.op_values is not None, "record with keep_values=True"
     player = _Player(trace, recording, shards)
     with torch.no_grad(), one_compute_thread():
-        for op, (function, value) in zip(trace.ops, recording.op_values, strict=True):
-            player.play(op, function, value)
+        for index, (op, (function, value)) in enumerate(zip(trace.ops, recording.op_values, strict=True)):
+            player.play(op, function, value, gathered=index in shards.axes.gathered)
     return player.outcome
 
 
@@ -63,12 +63,12 @@ class _Player:
         self.local: list[dict[int, torch.Tensor]] = [{} for _ in range(shards.tp)]
         self.outcome = Replayed()
 
-    def play(self, op: Op, function: Any, value: Any) -> None:
+    def play(self, op: Op, function: Any, value: Any, *, gathered: bool = False) -> None:
         inputs, outputs = list(refs((op.args, op.kwargs))), list(refs(op.outputs))
         recorded = [tensor for _, tensor in flatten_tensors(value)]
         if any(self.shards.is_split(tensor) for tensor in inputs):
             self.outcome.split_ops += 1
-            self._play_split(op, function, outputs, recorded)
+            self._play_split(op, function, outputs, recorded, gathered)
         elif any(self.shards.is_split(tensor) for tensor in outputs):
             self._take(outputs, recorded)  # made whole, used in parts: every rank cuts its own
         else:
@@ -86,13 +86,17 @@ class _Player:
             for tensor, drawn in zip(found, recorded, strict=True):
                 tensor.copy_(drawn)
 
-    def _play_split(self, op: Op, function: Any, outputs: list[int], recorded: Sequence[torch.Tensor]) -> None:
+    def _play_split(
+        self, op: Op, function: Any, outputs: list[int], recorded: Sequence[torch.Tensor], gathered: bool
+    ) -> None:
         rule = RULES.get(op.name, Rule())
         if rule.recorded:  # contents undefined, random, or whole by decision
             self._take(outputs, recorded)
             return
         try:
             results = self._compute(op, function, rule, outputs, recorded)
+            if gathered:
+                results = self._gather(op, results, recorded)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             text = (str(error) or repr(error)).splitlines()[0]
             self._report(op, f"{op.name} cannot run on a rank's share: {text}")
@@ -125,6 +129,16 @@ class _Player:
         total = sum(result[0].double() * call.weight for result, call in zip(results, calls, strict=True))
         assert isinstance(total, torch.Tensor)
         return [[total.to(result[0].dtype).clone(), *result[1:]] for result in results]
+
+    def _gather(self, op: Op, results: list[list[torch.Tensor]], recorded: Sequence[torch.Tensor]) -> Any:
+        """A matrix product of which every rank has some columns, put together as the weight's columns are dealt out."""
+        layout = self.shards.layouts(op.args[1 if op.name == "mm" else 2].id)[1]
+        whole = torch.full_like(recorded[0], float("nan"))
+        for rank, (part, *_) in enumerate(results):
+            columns = range(whole.shape[-1]) if layout is None else layout.rows(rank, self.tp)
+            whole[..., list(columns)] = part
+        self.outcome.reductions[op.module] += 1
+        return [[whole.clone()] for _ in results]
 
     # -------------------------------------------------------------------------------------------- what ranks hold
 

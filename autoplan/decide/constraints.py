@@ -43,7 +43,7 @@ def demands_of(choices: Choices, trace: Trace) -> Demands:
             whole.update({(name, dim): why for dim, why in kept.items()})
         if choice is not None and choice.gathers:
             gathered.update(info.names)
-    return Demands(whole, frozenset(gathered) if choices.decides_all else None)
+    return Demands(whole, frozenset(gathered), choices.decides_all)
 
 
 def _choice(choices: Choices, info: TensorInfo | ParameterFact) -> Choice | None:

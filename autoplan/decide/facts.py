@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from autoplan.analyse.flow import Dim, Flow, Node, node_of
+from autoplan.analyse.heads import product_weight
 from autoplan.analyse.solve import Solution
 
-__all__ = ["gathered_modules", "with_facts"]
+__all__ = ["gathered_parameters", "with_facts"]
 
 
 def with_facts(flow: Flow, solution: Solution) -> Flow:
@@ -20,7 +20,7 @@ def with_facts(flow: Flow, solution: Solution) -> Flow:
     for fact in solution.classes:
         for name, dim in fact.parameters:
             classes.setdefault((name, dim), set()).add(str(fact.id))
-    gathered = gathered_modules(solution)
+    gathered = gathered_parameters(solution)
 
     def know(dim: Dim) -> Dim:
         place = (dim.parameter, dim.dim if dim.dim is not None else -1)
@@ -28,7 +28,7 @@ def with_facts(flow: Flow, solution: Solution) -> Flow:
 
     def informed(node: Node) -> Node:
         dims = tuple((field, know(dim)) for field, dim in node.dims)
-        return replace(node, dims=dims, gathered=node.module in gathered)
+        return replace(node, dims=dims, gathered=not gathered.isdisjoint(node.parameters))
 
     known = flow.copy()
     for box in known:
@@ -36,9 +36,8 @@ def with_facts(flow: Flow, solution: Solution) -> Flow:
     return known
 
 
-def gathered_modules(solution: Solution) -> frozenset[str]:
-    """Modules whose output is gathered from all ranks."""
-    hooks: Iterable[str] = (
-        hook.pattern for hook in solution.runtime.hooks if hook.action == "gather" and hook.side == "output"
-    )
-    return frozenset(hooks)
+def gathered_parameters(solution: Solution) -> frozenset[str]:
+    """Weights whose product is gathered from all ranks."""
+    axes, tensors = solution.axes, solution.trace.tensors
+    weights = (product_weight(solution.trace.ops[index], axes) for index in axes.gathered)
+    return frozenset(name for w in weights if w is not None for name in tensors[axes.sources[w]].names)

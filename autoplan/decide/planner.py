@@ -14,7 +14,7 @@ from autoplan.analyse.flow import Flow
 from autoplan.analyse.obstacles import obstacles
 from autoplan.analyse.solve import Solution
 from autoplan.decide.costs import Costs
-from autoplan.decide.facts import gathered_modules, with_facts
+from autoplan.decide.facts import gathered_parameters, with_facts
 from autoplan.decide.folding import Names, fold_runtime, starred
 from autoplan.decide.match import Matching, match_rules
 from autoplan.decide.naming import Naming, name_parameters, readings
@@ -90,7 +90,7 @@ class _Desk:
         self.read = readings(picture, solution.parameters)
         self.named = name_parameters(matching, self.read, picture)
         self.costs = Costs(solution, picture)
-        self.gathered = gathered_modules(solution)
+        self.gathered = gathered_parameters(solution)
         self.reducing = {solution.trace.calls[call].module for call in solution.reductions}
 
     def drafts(self, source: Source) -> Iterator[_Draft]:
@@ -126,7 +126,9 @@ class _Desk:
 
     def _style(self, module: str, fact: ParameterFact) -> str:
         nodes = [reading.node for reading in self.read.get(fact.names[0], ()) if _owner(reading.name) == module]
-        return style_of(fact, nodes, self.tp, gathered=module in self.gathered, reduced=module in self.reducing)
+        return style_of(
+            fact, nodes, self.tp, gathered=not self.gathered.isdisjoint(fact.names), reduced=module in self.reducing
+        )
 
     def _draft(
         self,

@@ -13,25 +13,16 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autoplan.capture.code_place import code_place
+from autoplan.capture.code_place import call_name, code_place
 from autoplan.errors import PlanMismatchError
 from autoplan.execute.collectives import RankGroup, copy_to_ranks, gather_over_ranks, sum_over_ranks, take_rows
 from autoplan.execute.randomness import SharedRandomness
 from autoplan.layout import Layout, chunk
 from autoplan.values import ScopedCall
 
-__all__ = ["ModuleMode", "call_name"]
+__all__ = ["ModuleMode"]
 
 _WITH_BIAS = ("linear", "conv1d", "conv2d", "conv3d")
-
-
-def call_name(function: Any) -> str:
-    """The name the recorder gives a torch function."""
-    name: str = getattr(function, "__name__", str(function))
-    owner = getattr(function, "__self__", None)
-    if name in ("__get__", "__set__") and owner is not None:
-        return f"attr:{getattr(owner, '__name__', '?')}"
-    return name
 
 
 class ModuleMode(TorchFunctionMode):
@@ -140,10 +131,13 @@ class ModuleMode(TorchFunctionMode):
     def _looked_up(self, planned: ScopedCall, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         """Rows of a table of which this rank holds a piece: foreign ids give zeros, and the sum is the row."""
         own = chunk(dict(planned.details)["rows"], self.group.size, self.group.rank)
-        ids, padding = args[0], args[2] if len(args) > 2 else kwargs.get("padding_idx")
+        table = 0 if args[0].is_floating_point() else 1  # aten's own embedding takes the table first
+        ids, padding = args[1 - table], args[2] if len(args) > 2 else kwargs.get("padding_idx")
         foreign = (ids < own.start) | (ids >= own.stop)
         local = padding - own.start if padding is not None and padding in own else None
-        args = ((ids - own.start).masked_fill(foreign, 0), args[1], local, *args[3:])
+        own_ids = (ids - own.start).masked_fill(foreign, 0)
+        local = -1 if local is None and table == 0 else local
+        args = (*((args[0], own_ids) if table == 0 else (own_ids, args[1])), local, *args[3:])
         found = func(*args, **{name: value for name, value in kwargs.items() if name != "padding_idx"})
         return sum_over_ranks(found.masked_fill(foreign.unsqueeze(-1), 0), self.group)
 
