@@ -173,6 +173,16 @@ def test_counters_and_rates_do_not_make_kinds_but_sizes_do():
     assert kept(fold(Model([0, 0, 7, 0, 7, 7])).module, "blocks") == ["0", "1", "2", "4", "5"]
 
 
+def test_kept_blocks_are_indexed_by_place():
+    blocks = nn.ModuleList(Block(8) for _ in range(6))
+    copied = fold(nn.Sequential(blocks)).module[0]
+    assert list(copied._modules) == ["0", "1", "5"]
+    assert [copied[place] for place in (0, 1, 2, -1)] == [*copied, copied._modules["5"]]
+    with pytest.raises(IndexError):
+        copied[3]
+    assert blocks[5] is blocks._modules["5"]  # the original counts as before
+
+
 def test_experts_are_never_folded():
     module = fold(Model([0] * 6)).module
     assert kept(module, "blocks.1.mixture.experts") == ["0", "1", "2", "3"]

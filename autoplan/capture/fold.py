@@ -77,6 +77,9 @@ def fold(model: nn.Module, replace: Replace | None = None, *, fold: bool = True)
             memo[id(blocks[key])] = copies[representative]
     module = _deepcopy(model, memo, "")
     _shorten(choices, memo)
+    for choice in choices:
+        if isinstance(choice.container, nn.ModuleList):
+            _count_places(memo[id(choice.container)])
     for part in module.modules():
         for flag in HOOK_FLAGS:
             part.__dict__.pop(flag, None)
@@ -323,6 +326,12 @@ def _shorten(choices: list[_Choice], memo: dict[int, Any]) -> None:
     for (_, name), (thing, edited) in edits.items():
         if id(thing) in memo:
             vars(memo[id(thing)])[name] = type(vars(thing)[name])(edited)
+
+
+def _count_places(blocks: nn.ModuleList) -> None:
+    """Let numbers index the kept blocks by place: `blocks[2]` is the third of 0, 1 and 31, `blocks[-1]` is 31."""
+    keys = tuple(blocks._modules)
+    vars(blocks)["_get_abs_string_index"] = lambda index: keys[index]
 
 
 def _deepcopy(module: nn.Module, memo: dict[int, Any], name: str) -> nn.Module:
