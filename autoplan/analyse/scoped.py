@@ -17,7 +17,7 @@ from autoplan.analyse.edits import Edits
 from autoplan.analyse.literals import FILLS, MAKERS
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.sites import Placement
-from autoplan.values import Call, ScopedCall, Trace
+from autoplan.values import Call, Ref, ScopedCall, Trace
 
 __all__ = ["Scope", "scope"]
 
@@ -78,22 +78,39 @@ def scope(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits) ->
 def _by_place(flow: CallFlow, wanted: dict[int, ScopedCall]) -> Iterator[tuple[list[int], ScopedCall | None]]:
     """Calls at one place, with the work that all of them need; None where they need different work.
 
-    If not every round of a loop needs the same, the first rounds are told from the second.
+    If not all need the same, they are told apart by the round of a loop, or by how many dims their value has: one
+    dropout may serve attention weights and the stream.
     """
     trace = flow.trace
     runs = Counter(visit.module for visit in trace.visits)
     for rounds in _rounds(trace, {_place_of(trace.calls[index]) for index in wanted}):
-        together = [index for indices in rounds for index in indices]
-        one_for_all = _agree(together, wanted, flow)
-        for number, indices in enumerate([together] if one_for_all else rounds):
+        for mark, indices in _told_apart(rounds, wanted, flow):
             built = _most(indices, wanted)
             if not _agree(indices, wanted, flow):
                 yield indices, None
             elif built is not None:
-                place = built.place if one_for_all else f"{built.place}#{number + 1}"
                 skipped = len({trace.calls[index].visit for index in indices}) < runs[built.pattern]
+                skipped = skipped or mark.startswith("@")
                 sometimes = (SOMETIMES,) if skipped or built.pattern in flow.branching else ()
-                yield indices, replace(built, place=place, details=(*built.details, *sometimes))
+                yield indices, replace(built, place=built.place + mark, details=(*built.details, *sometimes))
+
+
+def _told_apart(
+    rounds: list[list[int]], wanted: dict[int, ScopedCall], flow: CallFlow
+) -> Iterable[tuple[str, list[int]]]:
+    """The calls of one place in groups that agree, if there is a way, each with the mark that its place bears."""
+    together = [index for indices in rounds for index in indices]
+    by_dims: dict[str, list[int]] = defaultdict(list)
+    for index in together:
+        by_dims[_dims_mark(flow.trace, index)].append(index)
+    by_round = [(f"#{number + 1}", indices) for number, indices in enumerate(rounds)]
+    ways = ([("", together)], by_round, list(by_dims.items()))
+    return next((way for way in ways if all(_agree(indices, wanted, flow) for _, indices in way)), by_round)
+
+
+def _dims_mark(trace: Trace, index: int) -> str:
+    first = next(iter(trace.calls[index].args), None)
+    return f"@{len(trace.tensors[first.id].shape)}" if isinstance(first, Ref) else "@"
 
 
 def _agree(indices: list[int], wanted: dict[int, ScopedCall], flow: CallFlow) -> bool:

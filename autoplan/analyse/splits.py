@@ -245,8 +245,14 @@ def _why_not(
         return "no weight contracts it, so cutting it saves nothing"
     if len([t for t in places if len(trace.tensors[t].shape) >= 2]) < 2:
         return "it sits in one weight only, so nothing downstream shares the cut"
-    if max(trace.tensors[t].shape[d] for t, dims in places.items() for d in dims) < _WORTHWHILE:
+    if max(_width(trace.tensors[t].shape, d) for t, dims in places.items() for d in dims) < _WORTHWHILE:
         return f"all its dims are narrower than {_WORTHWHILE}: it would save less than it costs"
     if any(len(dims) > 1 for dims in places.values()):
         return "one weight has it on both dims"
     return refused.get(leaf, "")
+
+
+def _width(shape: tuple[int, ...], dim: int) -> int:
+    """How wide the side of a weight is that a dim belongs to: heads and their width may have a dim each."""
+    others = sorted(size for d, size in enumerate(shape) if d != dim)
+    return shape[dim] * prod(others[:-1])

@@ -48,14 +48,16 @@ class ModuleMode(TorchFunctionMode):
         if not self.frames or self.frames[-1] != self.name:
             return func(*args, **kwargs)
         name = call_name(func)
-        planned = self._planned(name) if name in self.names else None
+        planned = self._planned(name, args) if name in self.names else None
         return func(*args, **kwargs) if planned is None else self._run(planned, func, args, kwargs)
 
-    def _planned(self, name: str) -> ScopedCall | None:
+    def _planned(self, name: str, args: Any) -> ScopedCall | None:
         """What the plan says of the call that is being made."""
         place = code_place()
         self.rounds[name, place] += 1
-        for key in ((name, place), (name, f"{place}#{self.rounds[name, place]}")):
+        dims = args[0].dim() if args and isinstance(args[0], torch.Tensor) else ""
+        for mark in ("", f"#{self.rounds[name, place]}", f"@{dims}"):
+            key = (name, place + mark)
             if key in self.calls:
                 self.reached.add(key)
                 return self.calls[key]
