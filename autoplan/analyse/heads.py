@@ -35,6 +35,7 @@ _WORTH_GATHERING = 0.004  # share of all matrix elements below which a whole wei
 _LARGE_TABLE = 0.5  # of the largest table: smaller ones (positions, types) stay whole
 _VOCABULARY = 8192  # columns from which an uneven cut does not matter
 _LOOKED_UP = "embed_index"
+_PARTS = frozenset(("select", "slice", "split", "split_with_sizes", "unbind", "view", "_unsafe_view", "reshape"))
 
 
 def vocabularies(trace: Trace, axes: Axes) -> set[Term]:
@@ -44,8 +45,9 @@ def vocabularies(trace: Trace, axes: Axes) -> set[Term]:
 
 
 def _table_rows(trace: Trace, axes: Axes) -> set[Term]:
+    given = _given_ids(trace)
     tables = [op.args[0].id for op in trace.ops if op.name == "embedding" and op.args[0].id in axes.weights
-              and trace.tensors[op.args[1].id].kind == "input"]  # fmt: skip
+              and op.args[1].id in given]  # fmt: skip
     largest = max((prod(trace.tensors[t].shape) for t in tables), default=0)
     found = set()
     for table in tables:
@@ -53,6 +55,15 @@ def _table_rows(trace: Trace, axes: Axes) -> set[Term]:
         large = prod(trace.tensors[table].shape) >= _LARGE_TABLE * largest
         if large and len(rows) == 1 and rows[0].size == trace.tensors[table].shape[0]:
             found.add(find(rows[0]))
+    return found
+
+
+def _given_ids(trace: Trace) -> set[int]:
+    """The model's inputs, and parts of them (ids of several codebooks come in one tensor)."""
+    found = {tensor for tensor, info in enumerate(trace.tensors) if info.kind == "input"}
+    for op in trace.ops:
+        if op.name in _PARTS and isinstance(op.args[0], Ref) and op.args[0].id in found:
+            found |= {output.id for output in op.outputs}
     return found
 
 
