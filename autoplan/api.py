@@ -26,6 +26,7 @@ from autoplan.check.prove import prove_graph, prove_ranks, sequence_findings, se
 from autoplan.decide.choices import Choices
 from autoplan.decide.chosen import plan_chosen, solve_chosen
 from autoplan.decide.constraints import same_in_folded_blocks
+from autoplan.decide.experts import check_expert_size, expert_findings, experts_of
 from autoplan.dialects.read import PlanSource, read_source
 from autoplan.errors import AutoplanError, IndivisibleError
 from autoplan.execute.checkpoint_choice import Request, checkpoint_blocks
@@ -48,6 +49,7 @@ def plan(
     model: Model,
     tp_size: int = 1,
     *,
+    ep_size: int = 1,
     sequence_parallel: bool = False,
     source: PlanSource = "auto",
     inputs: Mapping[str, Any] | None = None,
@@ -68,13 +70,16 @@ def plan(
     rules/plans, a dotted path to a plan or to a function that returns one, or a dict {pattern: style}. `overrides`
     are laid over it. `unmatched` "list" notes keys and styles that mean nothing, where "error" raises.
 
+    `ep_size` deals whole experts out over ranks rather than cut each inside: over those of tp (`ep_size=tp_size`), or
+    with `tp_size=1` over a mesh dim "ep". Experts that are modules of their own stay as they are; a finding says so.
+
     `inputs` are example arguments of the forward, where autoplan cannot make them itself. `sequence_parallel` cuts the
     stream between split regions along the sequence too; where a model does not allow it, a finding says why and the
     plan is without. `strict` raises where an axis does not divide by `tp_size`. `prove` is "graph" (default), "ranks"
     (run on simulated ranks too) or "none".
     """
     check_versions()
-    _check_options(tp_size, prove)
+    _check_options(tp_size, ep_size, prove)
     found = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
     module = found.module()
     written = read_source(
@@ -83,20 +88,21 @@ def plan(
         module,
         name=found.name,
         tp_size=tp_size,
+        ep_size=ep_size,
         sequence_parallel=sequence_parallel,
         unmatched=unmatched,
     )
     if isinstance(written, Plan):
         check_matches(module, written)
         return written
-    return plan_source(
-        found, tp_size, choices=written, sequence_parallel=sequence_parallel, strict=strict, prove=prove, module=module
-    )
+    how: Any = {"sequence_parallel": sequence_parallel, "strict": strict, "prove": prove, "module": module}
+    return plan_source(found, tp_size, ep_size, choices=written, **how)
 
 
 def plan_source(
     source: Source,
     tp_size: int,
+    ep_size: int = 1,
     *,
     choices: Choices | None = None,
     means: Means | None = None,
@@ -113,12 +119,13 @@ def plan_source(
     captured = capture_source(source, module, choices)
     stacks = layers(module)
     tried: tuple[Finding, ...] = ()
+    ranks = max(tp_size, ep_size)
     if means is None:
         wanted = Means(True, sequence_parallel and tp_size > 1)
-        means, tried = (wanted, ()) if prove == "none" or tp_size == 1 else settle_means(source, wanted)
+        means, tried = (wanted, ()) if prove == "none" or ranks == 1 else settle_means(source, wanted, tp_size, ep_size)
     blocks = tuple(stack.fqns for stack in stacks) if means.sequence else None
     solution = solve_source(
-        source, captured, tp_size, choices=choices, means=means, strict=strict, sequence_stacks=blocks
+        source, captured, tp_size, ep_size, choices=choices, means=means, strict=strict, sequence_stacks=blocks
     )
     made = plan_chosen(
         solution,
@@ -127,8 +134,11 @@ def plan_source(
         layers=stacks,
         sequence_parallel=solution.sequence_parallel,
     )
-    made = replace(made, findings=made.findings + tried + (sequence_findings(solution) if means.sequence else ()))
-    if prove == "none" or tp_size == 1:
+    made = replace(made, tp_size=tp_size, ep_size=ep_size, findings=made.findings + tried)
+    made = replace(made, findings=made.findings + (sequence_findings(solution) if means.sequence else ()))
+    if ep_size > 1 and means.experts:
+        made = replace(made, findings=made.findings + expert_findings(made, solution))
+    if prove == "none" or ranks == 1:
         return made
     proof = prove_graph(source, made, choices)
     made = replace(made, proof=proof.proof, findings=made.findings + proof.findings, entries=proof.stamp(made.entries))
@@ -151,6 +161,7 @@ def solve_source(
     source: Source,
     captured: Captured,
     tp_size: int,
+    ep_size: int = 1,
     *,
     choices: Choices | None = None,
     means: Means = Means(),  # noqa: B008 - frozen
@@ -158,9 +169,21 @@ def solve_source(
     sequence_stacks: tuple[tuple[str, ...], ...] | None = None,
 ) -> Solution:
     """Decide the splits, under a written plan if there is one; say clearly when the size fits nothing."""
-    solution = solve_chosen(captured.trace, tp_size, choices, sequence_stacks, scoped=means.scoped, whole=means.whole)
-    if tp_size == 1:
+    ranks = max(tp_size, ep_size)
+    solution = solve_chosen(
+        captured.trace,
+        ranks,
+        choices,
+        sequence_stacks,
+        scoped=means.scoped,
+        whole=means.whole,
+        experts=experts_of(tp_size, ep_size, means),
+    )
+    if ranks == 1:
         return solution
+    if strict and solution.experts_inside:
+        inside = ": ".join(solution.experts_inside[0])
+        raise IndivisibleError(f"{source.name}: {inside}", hint="choose an ep_size that divides them, or 1")
     legal = ", ".join(map(str, solution.legal_tp))
     odd = [c for c in solution.classes if not c.split and "does not divide" in c.reason]
     if strict and odd:
@@ -169,6 +192,12 @@ def solve_source(
             f"{source.name}: an axis of {first.size} units in {first.parameters[0][0]} does not divide by tp={tp_size} "
             f"({len(odd)} such axes)",
             hint=f"choose one of the sizes that divide everything: {legal}",
+        )
+    if tp_size == 1 and not solution.runtime.experts:
+        told = "; ".join(f"{where}: {why}" for where, why in solution.experts_inside)
+        raise IndivisibleError(
+            f"{source.name}: no experts can be dealt out over {ep_size} ranks" + (f" ({told})" if told else ""),
+            hint="ep_size needs modules that hold all their experts in one stack of weights; else split with tp_size",
         )
     if not any(fact.dim is not None for fact in solution.parameters):
         why = odd[0] if odd else None
@@ -203,10 +232,11 @@ def parallelize(
 ) -> nn.Module:
     """Shard `model` in place over a named mesh, whole or not at all, and return it.
 
-    Tensor parallelism over "tp", then activation checkpointing, then FSDP2 over "dp_shard" (also called dp, fsdp or
-    dp_shard_cp; "dp_replicate" before it makes HSDP). `mesh_dims={"tp": name}` names mesh dims differently; cp and pp
-    are left alone. Without a `plan` one is made for the mesh. It may be anything that `autoplan.plan` takes as a
-    source: what comes in a foreign dialect is audited first, and refused if it is wrong, unless `check=False`.
+    Tensor parallelism over "tp" (over "ep" with a plan that only deals out experts), then activation checkpointing,
+    then FSDP2 over "dp_shard" (also called dp, fsdp or dp_shard_cp; "dp_replicate" before it makes HSDP).
+    `mesh_dims={"tp": name}` names mesh dims differently; cp and pp are left alone. Without a `plan` one is made for the
+    mesh. It may be anything that `autoplan.plan` takes as a source: what comes in a foreign dialect is audited first,
+    and refused if it is wrong, unless `check=False`.
 
     Logits leave split over the vocabulary unless `gather_logits`; every other output is whole. A loss that the model
     computes from labels gathers none either (under torch.compile, logits beside a loss carry no gradient).
@@ -220,14 +250,15 @@ def parallelize(
     backward). `frozen`: stacks without trainable parameters are "units", in the "root" unit, or "ignore".
     """
     dims = read_mesh(mesh, mesh_dims)
-    plan = plan if isinstance(plan, Plan) else _plan_for_mesh(model, dims.tp_size, plan, check)
+    plan = plan if isinstance(plan, Plan) else _plan_for_mesh(model, dims.tp_size, dims.ep_size, plan, check)
+    dims.check_experts(plan.tp_size, plan.ep_size)
     tp_mesh = tp_mesh_of(mesh, plan, dims.names)
     data = DataParallel(mp_policy, offload_policy, cpu_offload, reshard_after_forward, prefetch, frozen)
     data.check(has_mesh=dims.data is not None)
     stacks = plan.layers or layers(model)
     undo: list[Callable[[], None]] = []
     with undoing(undo):
-        if tp_mesh is not None and plan.tp_size > 1:
+        if tp_mesh is not None and plan.ranks > 1:
             apply_plan(
                 model,
                 tp_mesh,
@@ -246,20 +277,24 @@ def parallelize(
     return model
 
 
-def _plan_for_mesh(model: nn.Module, tp_size: int, given: PlanSource | None, check: bool) -> Plan:
-    """Without tensor parallelism only the layers matter, and they need no run of the model."""
+def _plan_for_mesh(model: nn.Module, tp_size: int, ep_size: int, given: PlanSource | None, check: bool) -> Plan:
+    """Without a split only the layers matter, and they need no run of the model."""
     source = resolve(model)
-    if tp_size == 1:
+    if max(tp_size, ep_size) == 1:
         return Plan(source.name, 1, layers=layers(model))
+    ep_size = 1 if tp_size > 1 else ep_size
     if given is None:
-        return plan_source(source, tp_size)
+        return plan_source(source, tp_size, ep_size)
     found = refuse_wrong(source, given, tp_size) if check else ()
-    made = plan(model, tp_size, source=given)
+    written = read_source(given, None, model, name=source.name, tp_size=tp_size, ep_size=None)
+    made = written if isinstance(written, Plan) else plan_source(source, tp_size, ep_size, choices=written)
+    check_matches(model, made)
     return replace(made, findings=made.findings + found)
 
 
-def _check_options(tp_size: int, prove: str) -> None:
+def _check_options(tp_size: int, ep_size: int, prove: str) -> None:
     if not isinstance(tp_size, int) or tp_size < 1:
         raise AutoplanError(f"tp_size is {tp_size!r}", hint="give a whole number from 1 on")
+    check_expert_size(tp_size, ep_size)
     if prove not in PROOFS:
         raise AutoplanError(f"prove={prove!r}", hint=f"choose one of {', '.join(PROOFS)}")

@@ -18,7 +18,21 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from autoplan.cli_audit import audit, compare
-from autoplan.cli_shared import FAILED, FINDINGS, OK, AsJson, Cut, Model, Output, TpSize, Trust, emit, note, progress
+from autoplan.cli_shared import (
+    FAILED,
+    FINDINGS,
+    OK,
+    AsJson,
+    Cut,
+    EpSize,
+    Model,
+    Output,
+    TpSize,
+    Trust,
+    emit,
+    note,
+    progress,
+)
 from autoplan.errors import AutoplanError
 
 if TYPE_CHECKING:
@@ -84,6 +98,7 @@ def plan(
     tp: TpSize,
     source: Source = "auto",
     prove: Annotated[Prove, typer.Option(help="What must hold before the plan is shown.")] = Prove.graph,
+    ep: EpSize = 1,
     sequence_parallel: Cut = False,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
@@ -95,7 +110,7 @@ def plan(
 
     if output is not None:
         check_suffix(output)
-    made = _make_plan(model, tp, source, prove.value, trust_remote_code, sequence_parallel)
+    made = _make_plan(model, tp, source, prove.value, trust_remote_code, ep=ep, sequence_parallel=sequence_parallel)
     if output is None:
         emit(plan_view(made), made.to_dict(), as_json, None)
     else:
@@ -111,6 +126,7 @@ def explain(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A module, a parameter, or a pattern of either.")],
     tp: Annotated[int | None, typer.Option("--tp", min=1, help="Ranks to split over; a plan file has its own.")] = None,
     source: Source = "auto",
+    ep: EpSize = 1,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
     output: Output = None,
@@ -121,7 +137,7 @@ def explain(
     if names_plan_file(model):
         made = load_plan(model)
     elif tp is not None:
-        made = _make_plan(model, tp, source, "none", trust_remote_code)
+        made = _make_plan(model, tp, source, "none", trust_remote_code, ep=ep)
     else:
         raise typer.BadParameter("needed unless MODEL is a plan file", param_hint="--tp")
     text = made.explain(path)
@@ -141,6 +157,9 @@ def verify(
     mesh: Annotated[
         str | None, typer.Option(help="Simulate a mesh, such as dp=2,tp=2, and check training on it; replaces --tp.")
     ] = None,
+    ep: Annotated[
+        int | None, typer.Option("--ep", min=1, help="As in `autoplan plan`; a plan file has its own.")
+    ] = None,
     sequence_parallel: Cut = False,
     rounding: Annotated[
         bool, typer.Option("--rounding", help="Run in bfloat16 too: are differences there a bug, or rounding?")
@@ -157,7 +176,7 @@ def verify(
     loaded = None if plan_file is None else load_plan(plan_file)
     options: dict[str, Any] = {"tp_size": tp} if mesh is None else {"mesh": mesh}
     options |= {"engine": engine.value, "trust_remote_code": trust_remote_code, "rounding": rounding}
-    options |= {"sequence_parallel": sequence_parallel}
+    options |= {"sequence_parallel": sequence_parallel} | ({} if ep is None else {"ep_size": ep})
     with progress(f"verifying {model} on {mesh or tp} simulated ranks"):
         report = autoplan.verify(model, loaded, **options)
     emit(report_view(report, model), report.to_dict(), as_json, output)
@@ -185,6 +204,7 @@ def scoreboard(
     ],
     only: Annotated[list[str] | None, typer.Option(metavar="TYPE", help="Only this model type; repeatable.")] = None,
     tp: TpSize = 2,
+    ep: EpSize = 1,
     engine: Annotated[Engine, typer.Option(help="Ranks as threads, or as processes that talk over gloo.")] = (
         Engine.threads
     ),
@@ -216,6 +236,7 @@ def scoreboard(
             sequence_parallel=sequence_parallel,
             lengths=seq or (),
             progress=progress,
+            **({"ep_size": ep} if ep > 1 else {}),
         )
     emit(scoreboard_view(board), board.to_dict(), as_json, output)
     raise typer.Exit(OK if board.ok else FINDINGS)
@@ -240,6 +261,7 @@ def export(
     tp: TpSize,
     to: Annotated[Target, typer.Option(help="The system to write for.")],
     source: Source = "auto",
+    ep: EpSize = 1,
     drop: Annotated[
         bool, typer.Option("--drop", help="Leave whole what that system cannot say, instead of refusing.")
     ] = False,
@@ -249,7 +271,7 @@ def export(
     """Write a plan for another system: a Python module, a dict, a config."""
     from autoplan.capture.source import resolve
 
-    made = _make_plan(model, tp, source, "none", trust_remote_code)
+    made = _make_plan(model, tp, source, "none", trust_remote_code, ep=ep)
     text = made.export(to.value, resolve(model, trust_remote_code=trust_remote_code).module(), drop=drop)
     emit(text.rstrip("\n"), None, False, output)
 
@@ -329,11 +351,19 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _make_plan(
-    model: str, tp: int, source: str, prove: str, trust_remote_code: bool, sequence_parallel: bool = False
+    model: str,
+    tp: int,
+    source: str,
+    prove: str,
+    trust_remote_code: bool,
+    *,
+    ep: int = 1,
+    sequence_parallel: bool = False,
 ) -> Plan:
     import autoplan
 
     how: dict[str, Any] = {"source": source, "prove": prove, "trust_remote_code": trust_remote_code}
+    how |= {"ep_size": ep} if ep > 1 else {}
     with progress(f"planning {model} for tp {tp}"):
         return autoplan.plan(model, tp_size=tp, sequence_parallel=sequence_parallel, **how)
 

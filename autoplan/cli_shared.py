@@ -22,6 +22,7 @@ __all__ = [
     "OK",
     "AsJson",
     "Cut",
+    "EpSize",
     "Model",
     "Output",
     "TpSize",
@@ -35,6 +36,9 @@ OK, FINDINGS, FAILED = 0, 1, 2
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="What to plan; see the end of `autoplan --help`.")]
 TpSize = Annotated[int, typer.Option("--tp", min=1, help="Ranks to split over.")]
+EpSize = Annotated[
+    int, typer.Option("--ep", min=1, help="Deal whole experts out over so many ranks: --tp's, or with --tp 1 any.")
+]
 Cut = Annotated[
     bool, typer.Option("--sequence-parallel", help="Cut the stream between split regions along the sequence too.")
 ]

@@ -18,6 +18,7 @@ __all__ = [
     "ClassFact",
     "Edit",
     "Entry",
+    "ExpertSite",
     "Finding",
     "Fold",
     "HeadSite",
@@ -304,6 +305,24 @@ class ScopedCall:
 
 
 @dataclass(frozen=True)
+class ExpertSite:
+    """A module whose experts live on different ranks: of `experts`, each rank holds an equal run.
+
+    `tokens`, `index` and `weights` are paths of its inputs: what is computed, which experts each token goes to, and
+    with which weights; `output` is that of its result. A rank leaves out what goes to experts that it does not hold,
+    and numbers its own from 0. Without an `index` the tokens lie expert by expert in their first dim, of which a rank
+    takes its part.
+    """
+
+    pattern: str
+    experts: int
+    tokens: tuple[Any, ...]
+    index: tuple[Any, ...] | None = None
+    weights: tuple[Any, ...] | None = None
+    output: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
 class Runtime:
     """Everything `execute` does besides reading parameters, decided at plan time."""
 
@@ -314,18 +333,21 @@ class Runtime:
     scoped: tuple[ScopedCall, ...] = ()
     random: tuple[str, ...] = ()  # module patterns whose random draws act on split values: each rank its own
     random_whole: tuple[str, ...] = ()  # and those that act on whole values: the same on every rank
+    experts: tuple[ExpertSite, ...] = ()
 
 
 @dataclass(frozen=True)
 class Means:
     """Which means a plan may use: the scoped function mode, and cutting the stream along the sequence.
 
-    `whole`: patterns of modules whose parameters stay whole, because cut they did not give the same.
+    `whole`: patterns of modules whose parameters stay whole, because cut they did not give the same. `experts`: experts
+    may live on different ranks, where that is asked for.
     """
 
     scoped: bool = True
     sequence: bool = False
     whole: tuple[str, ...] = ()
+    experts: bool = True
 
 
 @dataclass(frozen=True)
@@ -488,6 +510,7 @@ class Scoreboard:
     seconds: float = 0.0
     sequence_parallel: bool = False
     lengths: tuple[int, ...] = ()
+    ep_size: int = 1
 
     @property
     def ok(self) -> bool:
@@ -522,7 +545,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan: for one model at one tp size. See `str(plan)`, `explain`, `diff`, `save`."""
+    """The plan: for one model at one tp size. See `str(plan)`, `explain`, `diff`, `save`.
+
+    `ep_size`: over how many ranks experts are dealt out whole; 1: they are cut inside. It is the tp size, or with
+    tp_size 1 any other.
+    """
 
     model: str
     tp_size: int
@@ -536,6 +563,12 @@ class Plan:
     proof: Proof = Proof("none", 1, False)
     runtime: Runtime = Runtime()
     obstacles: tuple[Obstacle, ...] = ()
+    ep_size: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Over how many ranks parameters are cut: those of tp, or those of ep where only experts are dealt out."""
+        return max(self.tp_size, self.ep_size)
 
     def __str__(self) -> str:
         """A table for a terminal."""

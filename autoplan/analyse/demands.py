@@ -6,7 +6,7 @@ the solver as this: everything that is not to be cut is refused from the start, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from autoplan.analyse.axes import Axes
@@ -27,6 +27,12 @@ class Demands:
     whole: Mapping[tuple[str, int], str] = field(default_factory=dict)
     gathered: frozenset[str] = frozenset()
     only_those: bool = False
+
+    def with_whole(self, trace: Trace, tensors: Iterable[int], why: str) -> Demands:
+        """These tensors stay whole too."""
+        found = [trace.tensors[number] for number in tensors]
+        more = {(name, dim): why for info in found for name in info.names[:1] for dim in range(len(info.shape))}
+        return Demands({**more, **self.whole}, self.gathered)
 
     def refused(self, trace: Trace, axes: Axes) -> dict[Term, str]:
         """The axes that may not be split, as the solver wants them."""

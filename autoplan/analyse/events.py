@@ -24,6 +24,7 @@ class Event(StrEnum):
     FREE_A = "free_a"  # row or column of a product of two activations (query and key positions)
     CONV_GROUP = "conv_group"  # groups of a convolution, single channels of a depthwise one
     EXPERT_BATCH = "expert_batch"  # picks the weight of a grouped product (experts in _grouped_mm)
+    EXPERTS = "experts"  # every position is an expert that computes for the tokens that chose it, and for no others
     SOLVE = "solve"  # a triangular system is solved along it
     # sums and comparisons along the axis
     REDUCE_LIN = "reduce_lin"  # sum, mean: a partial result per rank can be summed
@@ -71,6 +72,7 @@ FORBIDDING: frozenset[Event] = frozenset(Event) - {
     Event.CONTRACT_A,
     Event.BATCH_W,
     Event.BATCH_A,
+    Event.EXPERTS,
     Event.FREE_A,
     Event.CONV_GROUP,
     Event.REDUCE_LIN,

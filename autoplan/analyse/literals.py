@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoplan.analyse.shards import Shards, refs
-from autoplan.values import Call, Ref, Symbolic
+from autoplan.values import Call, Ref, Symbolic, Trace
 
-__all__ = ["FILLS", "MAKERS", "Requirement", "attributes_of", "evaluate", "requirements"]
+__all__ = ["FILLS", "MAKERS", "Requirement", "attributes_of", "evaluate", "requirements", "sizes_given"]
 
 Path = tuple[Any, ...]
 
@@ -175,9 +175,22 @@ def _local(shards: Shards, tensor: int, dim: int) -> tuple[int, ...]:
     return tuple(shards.local_size(term, rank) for rank in range(shards.tp))
 
 
+def sizes_given(call: Call, trace: Trace) -> list[tuple[int, Any]]:
+    """The sizes that a reshaping call is told, by the dim of its output that they are of."""
+    outputs = list(refs(call.outputs))
+    if call.name not in RESHAPES or not outputs:
+        return []
+    sizes = _sizes(call, 1, "shape", "size")
+    return [(dim, item) for dim, (_, item) in enumerate(sizes)] if _covers(sizes, outputs[0], trace) else []
+
+
+def _covers(sizes: list[tuple[Path, Any]], output: int, trace: Trace) -> bool:
+    return len(sizes) == len(trace.tensors[output].shape)
+
+
 def _reshape(call: Call, output: int, shards: Shards) -> Found:
     sizes = _sizes(call, 1, "shape", "size")
-    if len(sizes) != len(shards.trace.tensors[output].shape):
+    if not _covers(sizes, output, shards.trace):
         return []
     return [
         (path, item, _local(shards, output, dim))

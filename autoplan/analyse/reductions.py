@@ -10,6 +10,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+from autoplan.analyse.op_rules.experts import BOX
 from autoplan.analyse.shards import Shards, refs
 from autoplan.values import Call, Op, Ref
 
@@ -86,6 +87,9 @@ def _op_reduction(op: Op, shards: Shards) -> str | None:
         count = len(op.args[1])
         dims = range(-count, 0)
         return "norm" if any(_split(shards, op.args[0], d) for d in dims) else None
+    if name == BOX:  # routed tokens get the sum over all experts; sorted ones stay apart by expert
+        stack, _, routing, _ = op.args
+        return "sum" if routing and _split(shards, stack[0], 0) else None
     if name == "embedding":
         return "embedding" if _split(shards, op.args[0], 0) else None
     if name in _LINEAR_REDUCTIONS or name in _OTHER_REDUCTIONS:

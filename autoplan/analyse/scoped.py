@@ -19,12 +19,12 @@ from autoplan.analyse.shards import Shards
 from autoplan.analyse.sites import Placement
 from autoplan.values import Call, Ref, ScopedCall, Trace
 
-__all__ = ["Scope", "scope"]
+__all__ = ["RANDOM_CALLS", "Scope", "scope"]
 
 SOMETIMES = ("sometimes", True)  # in a call's details: a run of the module may leave it out
 
 _Place = tuple[str, str, str]  # module, function, place in the code
-_RANDOM = frozenset(
+RANDOM_CALLS = frozenset(
     [
         "dropout",
         "dropout_",
@@ -238,7 +238,7 @@ def _random_calls(shards: Shards, flow: CallFlow) -> dict[str, dict[bool, list[i
     """Random calls by module, apart by whether they act on split values."""
     found: dict[str, dict[bool, list[int]]] = defaultdict(lambda: {True: [], False: []})
     for index, call in enumerate(shards.trace.calls):
-        if call.name in _RANDOM:
+        if call.name in RANDOM_CALLS:
             found[call.module][any(shards.is_split(t) for t in flow.inputs[index])].append(index)
     return found
 

@@ -47,6 +47,7 @@ class Solution:
     sequence_parallel: bool = False
     sequence_notes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # on a written plan, where there is one
+    experts_inside: tuple[tuple[str, str], ...] = ()  # modules whose experts could not be dealt out, and why
     shards: Shards | None = field(default=None, compare=False, repr=False)
 
 

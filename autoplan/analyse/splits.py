@@ -25,7 +25,7 @@ __all__ = ["Choice", "Occurrences", "choose", "occurrences", "residual_leaves"]
 
 # Events that allow a split at a price: classes without them go first.
 PRICE = {"contract_a": 4, "reduce_lin": 2, "norm": 2, "created": 1, "const": 1}
-FREE = frozenset({"contract_w", "batch_w", "batch_a", "free_a", "conv_group", "random"})
+FREE = frozenset({"contract_w", "batch_w", "batch_a", "free_a", "conv_group", "random", "experts"})
 _OTHER_PRICE = 2
 _WORTHWHILE = 16  # rows: a narrower dim saves less than the sum it costs
 _DEAR = 3  # a class this dear goes after all cheaper ones, whatever it holds
@@ -122,7 +122,7 @@ def _contracts_weight(op: Op, tensors: tuple[int, ...], trace: Trace, axes: Axes
     """Does the op mix the features of a value? A convolution of each channel by itself does not."""
     if op.name == "convolution" and trace.tensors[op.args[1].id].shape[1] == 1 and op.args[8] > 1:
         return False
-    return op.name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "mv") and any(
+    return op.name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "mv", "experts") and any(
         tensor in axes.weights for tensor in tensors
     )
 
@@ -245,7 +245,8 @@ def _why_not(
         return "no weight contracts it, so cutting it saves nothing"
     if len([t for t in places if len(trace.tensors[t].shape) >= 2]) < 2:
         return "it sits in one weight only, so nothing downstream shares the cut"
-    if max(_width(trace.tensors[t].shape, d) for t, dims in places.items() for d in dims) < _WORTHWHILE:
+    narrow = max(_width(trace.tensors[t].shape, d) for t, dims in places.items() for d in dims) < _WORTHWHILE
+    if narrow and "experts" not in leaf.events:
         return f"all its dims are narrower than {_WORTHWHILE}: it would save less than it costs"
     if any(len(dims) > 1 for dims in places.values()):
         return "one weight has it on both dims"

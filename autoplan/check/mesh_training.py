@@ -159,7 +159,7 @@ def _on_rank(rank: int, job: _Job) -> Observation:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", job.mesh.sizes, mesh_dim_names=job.mesh.names)
-    batch = job.batches[rank // job.mesh.tp_size]
+    batch = job.batches[rank // job.mesh.split_size]
     subject, optimizer = _sharded(job.model, job, mesh)
     seen: Observation = {"loss": {}, "norm": {}}
     for step in range(STEPS):

@@ -35,6 +35,7 @@ __all__ = ["Permuted", "check_permutations", "permuted_indices"]
 _POSITIONS_MATTER = {
     Event.EMBED_INDEX: "its rows are looked up by number",
     Event.INDEX_W: "its rows are looked up by number",
+    Event.EXPERTS: "tokens choose among its units by number",
     Event.CREATED: "the model makes values that differ along it",
     Event.CONST: "the model has constants that differ along it",
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import capture_real
@@ -16,6 +16,7 @@ from autoplan.capture.inputs import make_inputs
 from autoplan.capture.source import Source
 from autoplan.decide.choices import Choices
 from autoplan.decide.chosen import choices_of_plan, solve_chosen
+from autoplan.decide.experts import experts_of
 from autoplan.errors import AutoplanError
 from autoplan.values import Entry, Finding, Means, Plan, Proof
 
@@ -55,10 +56,15 @@ def prove_graph(source: Source, plan: Plan, choices: Choices | None = None) -> G
     except AutoplanError as error:
         note = Finding("proof", "note", "", f"no tiny clone to prove the plan on: {error.message}")
         return GraphProof(Proof("none", 1, False, (), "unproven"), (note,))
-    solution = solve_chosen(captured.trace, _TINY_TP, choices.for_clone() if choices is not None else None)
+    solution = solve_chosen(
+        captured.trace,
+        _TINY_TP,
+        choices.for_clone() if choices is not None else None,
+        experts=experts_of(plan.tp_size, plan.ep_size if plan.runtime.experts else 1, Means()),
+    )
     assert solution.shards is not None
     law = check_permutations(clone, made.entries, captured.trace, solution.axes, solution.shards.marks)
-    played = replay(captured.trace, captured.recording, solution.shards)
+    played = replay(solution.shards.trace, captured.recording, solution.shards)
     findings = list(played.findings) + [
         Finding(
             "permutation",
@@ -90,7 +96,9 @@ def sequence_findings(solution: Solution) -> tuple[Finding, ...]:
     return tuple(Finding("sequence", "note", "", f"the whole sequence at {note}") for note in solution.sequence_notes)
 
 
-def settle_means(source: Source, wanted: Means) -> tuple[Means, tuple[Finding, ...]]:
+def settle_means(
+    source: Source, wanted: Means, tp_size: int = _TINY_TP, ep_size: int = 1
+) -> tuple[Means, tuple[Finding, ...]]:
     """Shard the tiny clone on simulated ranks and keep the first means that give the same numbers.
 
     Findings say what had to be left out, or that nothing would do. Without a clone what is wanted stays.
@@ -98,7 +106,13 @@ def settle_means(source: Source, wanted: Means) -> tuple[Means, tuple[Finding, .
     from autoplan.check.verify import verify_source
 
     try:
-        report = verify_source(source, tp_size=_TINY_TP, sequence_parallel=wanted.sequence, checks=("forward",))
+        report = verify_source(
+            source,
+            tp_size=min(tp_size, _TINY_TP),
+            ep_size=min(ep_size, _TINY_TP),
+            sequence_parallel=wanted.sequence,
+            checks=("forward",),
+        )
     except AutoplanError as error:
         return wanted, (Finding("proof", "note", "", f"not tried on simulated ranks: {error.message}"),)
     means: Means = report.details["means"]
@@ -112,13 +126,15 @@ def settle_means(source: Source, wanted: Means) -> tuple[Means, tuple[Finding, .
     if means.whole:
         what = f"{', '.join(means.whole)} and what shares its cut stays whole"
         left_out.append(Finding("proof", "warn", means.whole[0], f"{what}: cut, the tiny clone did not give the same"))
+    if ep_size > 1 and not means.experts:
+        left_out.append(_left_out("experts", "expert parallelism was asked for and is not applied"))
     if wanted.scoped and not means.scoped:
         left_out.append(_left_out("scoped", "calls in the middle of a module's Python are not rewritten"))
     return means, tuple(left_out)
 
 
 def _left_out(check: str, what: str) -> Finding:
-    level: Literal["warn", "note"] = "warn" if check == "sequence" else "note"
+    level: Literal["warn", "note"] = "note" if check == "scoped" else "warn"
     return Finding(check, level, "", f"{what}: with it the tiny clone did not give the same on simulated ranks")
 
 
@@ -127,7 +143,9 @@ def prove_ranks(source: Source, plan: Plan) -> Plan:
     from autoplan.check.verify import verify_source
 
     written = plan if choices_of_plan(plan) is not None else None
-    report = verify_source(source, written, tp_size=_TINY_TP, sequence_parallel=plan.sequence_parallel)
+    tp_size, ep_size = (min(size, _TINY_TP) for size in (plan.tp_size, plan.ep_size))
+    how: Any = {"sequence_parallel": plan.sequence_parallel}
+    report = verify_source(source, written, tp_size=tp_size, ep_size=ep_size, **how)
     checked = tuple(report.details.get("checked", ()))
     text = f"largest gradient error {max(report.gradients.values(), default=0.0):.1e}"
     proof = Proof("ranks", _TINY_TP, report.ok, checked, text)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from autoplan.analyse.op_rules.experts import BOX
 from autoplan.analyse.shards import Shards
 from autoplan.layout import Layout
 from autoplan.values import Op, Ref
@@ -207,6 +208,7 @@ def _norm(local: Local) -> Any:
 _NOT_COMPUTED = (
     *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", "empty_like"),
     *("rand_like", "randn_like", "bernoulli", "native_dropout"),
+    BOX,  # each rank's experts see other tokens: that is for ranks to show
 )
 _ACROSS = (
     *("amax", "amin", "max", "min", "argmax", "argmin", "any", "all"),

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 from autoplan.check.ranks import Engine
 from autoplan.check.sharded import CHECK_NAMES
 from autoplan.check.share import reductions_per_block, regions_per_block, share_of
+from autoplan.decide.experts import expert_findings
 from autoplan.errors import AutoplanError, IndivisibleError, SourceError
-from autoplan.values import Finding, Report, Score, Verdict
+from autoplan.values import Finding, Plan, Report, Score, Verdict
 
 if TYPE_CHECKING:
+    from autoplan.analyse.solve import Solution
     from autoplan.check.verify import Clone
 
 __all__ = ["CHECK_SETS", "How", "score", "score_clone", "verdict_of"]
@@ -28,13 +30,14 @@ CHECK_SETS = {"fast": ("parameters", "forward"), "all": CHECK_NAMES}
 
 @dataclass(frozen=True)
 class How:
-    """How architectures are scored: ranks, engine, checks; sequence parallelism, and the lengths to run."""
+    """How architectures are scored: ranks, engine, checks; sequence parallelism, whole experts, and the lengths to run."""
 
     tp_size: int
     engine: Engine = "threads"
     checks: tuple[str, ...] = CHECK_SETS["fast"]
     sequence_parallel: bool = False
     lengths: tuple[int, ...] = ()
+    ep_size: int = 1
 
 
 def score(model_type: str, class_name: str, how: How) -> Score:
@@ -78,11 +81,12 @@ def score_clone(clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | 
     stacks = layers(clone.model)
     blocks = tuple(stack.fqns for stack in stacks) if how.sequence_parallel else None
     try:
-        solution = solve_source(source, captured, how.tp_size, sequence_stacks=blocks)
+        solution = solve_source(source, captured, how.tp_size, how.ep_size, sequence_stacks=blocks)
     except IndivisibleError as error:
         return replace(blank, verdict="refused", reason=_said(error))
     cut = solution.sequence_parallel
-    plan = make_plan(solution, model=source.name, layers=stacks, sequence_parallel=cut)
+    made = make_plan(solution, model=source.name, layers=stacks, sequence_parallel=cut)
+    plan = replace(made, ep_size=how.ep_size)
     share = share_of(solution, plan)
     forward, backward = reductions_per_block(plan)
     found = replace(
@@ -94,7 +98,7 @@ def score_clone(clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | 
         forward=forward,
         backward=backward,
         scoped=len(solution.runtime.scoped),
-        notes=(*captured.trace.notes, *solution.refusals, clone.note),
+        notes=(*captured.trace.notes, *solution.refusals, *_on_experts(plan, solution), clone.note),
         regions=regions_per_block(plan) if cut else None,
         uncut="; ".join(solution.sequence_notes) if how.sequence_parallel and not cut else "",
     )
@@ -109,6 +113,12 @@ def score_clone(clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | 
         return replace(score_clone(clone, blank, replace(how, sequence_parallel=False), runs), uncut=uncut)
     collectives, largest = report.details["collectives"], _largest_error(report)
     return replace(found, verdict=verdict, reason=reason, collectives=collectives, error=largest)
+
+
+def _on_experts(plan: Plan, solution: Solution) -> list[str]:
+    """Where experts are cut inside although they were to be dealt out."""
+    found = expert_findings(plan, solution) if plan.ep_size > 1 else ()
+    return [f"{finding.where}: {finding.message}" if finding.where else finding.message for finding in found]
 
 
 def verdict_of(report: Report) -> tuple[Verdict, str]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from autoplan.check.ranks import Engine
 from autoplan.check.score import CHECK_SETS, How, score
+from autoplan.decide.experts import check_expert_size
 from autoplan.errors import AutoplanError
 from autoplan.patterns import nearest
 from autoplan.values import Score, Scoreboard
@@ -34,6 +35,7 @@ def scoreboard(
     mapping: str,
     tp_size: int = 2,
     *,
+    ep_size: int = 1,
     only: Sequence[str] = (),
     engine: Engine = "threads",
     checks: str = "fast",
@@ -47,6 +49,7 @@ def scoreboard(
 
     `checks` is "fast" (parameters, outputs and every gradient in eval mode) or "all". With `sequence_parallel` plans
     are made so wherever it applies. `lengths` are the sequence lengths to run, where a model's inputs leave a choice.
+    `ep_size=tp_size` deals whole experts out instead of cutting them inside, where a model has such.
     """
     start = time.perf_counter()
     if checks not in CHECK_SETS:
@@ -55,8 +58,9 @@ def scoreboard(
         raise AutoplanError(f"tp_size={tp_size}, jobs={jobs}", hint="at least 2 ranks and 1 job")
     if any(length < 2 for length in lengths):
         raise AutoplanError(f"lengths={tuple(lengths)}", hint="sequences of at least 2 positions")
+    check_expert_size(tp_size, ep_size)
     wanted = _chosen(mapping, only)
-    how = How(tp_size, engine, CHECK_SETS[checks], sequence_parallel, tuple(lengths))
+    how = How(tp_size, engine, CHECK_SETS[checks], sequence_parallel, tuple(lengths), ep_size)
     found: dict[int, Score] = {}
     for number, done in _scores(wanted, how, jobs, timeout, progress):
         found[number] = done
@@ -70,6 +74,7 @@ def scoreboard(
         seconds=round(time.perf_counter() - start, 1),
         sequence_parallel=sequence_parallel,
         lengths=tuple(lengths),
+        ep_size=ep_size,
     )
 
 

@@ -20,11 +20,22 @@ from typing import Any
 from autoplan.check.mesh_sizes import MeshSizes, parse_mesh
 from autoplan.check.ranks import Engine
 from autoplan.check.sharded import CANNOT_RUN, CHECK_NAMES, Sharding, check_sharding
+from autoplan.decide.experts import check_expert_size
 from autoplan.errors import AutoplanError
 from autoplan.patterns import best_match, matches
 from autoplan.values import Finding, Means, Plan, Report
 
-__all__ = ["CHECK_NAMES", "Clone", "clone_of", "entries_at", "sharding_of", "verify", "verify_clone", "verify_source"]
+__all__ = [
+    "CHECK_NAMES",
+    "Clone",
+    "clone_of",
+    "entries_at",
+    "mesh_of",
+    "sharding_of",
+    "verify",
+    "verify_clone",
+    "verify_source",
+]
 
 # dropout draws apart on data-parallel ranks; optimizers are stepped by the training checks
 _NOT_ON_MESHES = ("dropout", "optimizer")
@@ -41,6 +52,7 @@ def verify(
     engine: Engine = "threads",
     inputs: Mapping[str, Any] | None = None,
     *,
+    ep_size: int | None = None,
     sequence_parallel: bool = False,
     checks: Iterable[str] | None = None,
     rounding: bool = False,
@@ -48,17 +60,18 @@ def verify(
 ) -> Report:
     """Shard a tiny clone of `model` on `tp_size` simulated ranks and compare it with itself unsharded.
 
-    `model` and `inputs` are what `autoplan.plan` takes. Without a `plan` one is made. With a `mesh` the ranks are the
-    real ones: every rank of its "tp" dim must call this. `mesh="dp=2,tp=2"` simulates a mesh and checks training on it:
-    another batch on each data-parallel rank, with and without activation checkpointing, norms, clipping, and a resumed
+    `model`, `inputs` and `ep_size` are what `autoplan.plan` takes. Without a `plan` one is made; with one its own
+    `ep_size` holds, at this number of ranks. With a `mesh` the ranks are the real ones: every rank of its "tp" dim must
+    call this. `mesh="dp=2,tp=2"` simulates a mesh and checks training on it: another batch on each data-parallel rank,
+    with and without activation checkpointing, norms, clipping, and a resumed
     checkpoint. `checks` chooses among `CHECK_NAMES`. With `rounding` the clone runs in bfloat16 too, and
     `report.details["rounding"]` says whether a difference there is a bug or rounding, with the spread of each layer.
     """
     from autoplan.capture.source import resolve
 
     source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
-    how = {"mesh": mesh, "engine": engine, "checks": checks, "rounding": rounding}
-    return verify_source(source, plan, tp_size, sequence_parallel=sequence_parallel, **how)
+    how: Any = {"mesh": mesh, "engine": engine, "checks": checks, "rounding": rounding}
+    return verify_source(source, plan, tp_size, ep_size=ep_size, sequence_parallel=sequence_parallel, **how)
 
 
 def verify_source(
@@ -66,6 +79,7 @@ def verify_source(
     plan: Plan | None = None,
     tp_size: int = 2,
     *,
+    ep_size: int | None = None,
     sequence_parallel: bool = False,
     mesh: Any = None,
     engine: Engine = "threads",
@@ -76,11 +90,11 @@ def verify_source(
     if isinstance(mesh, (str, Mapping)):
         if rounding:
             raise AutoplanError("rounding is measured on tensor-parallel ranks", hint=f"leave mesh={mesh!r} out")
-        return _verify_mesh(source, plan, parse_mesh(mesh), engine, checks, sequence_parallel)
-    tp_size = tp_size if mesh is None else mesh["tp"].size()
+        return _verify_mesh(source, plan, parse_mesh(mesh), engine, checks, sequence_parallel, ep_size)
+    sizes = Sizes.of(tp_size if mesh is None else mesh["tp"].size(), ep_size, plan)
     clone = clone_of(source)
-    for means in means_of(plan, sequence_parallel):
-        applied, findings = _plan_for(clone, source, plan, tp_size, means)
+    for means in means_of(plan, sequence_parallel, sizes):
+        applied, findings = _plan_for(clone, source, plan, sizes, means)
         report = verify_clone(clone, applied, mesh=mesh, engine=engine, checks=checks)
         if not _decisively_wrong(report):
             break
@@ -103,21 +117,23 @@ def _verify_mesh(
     engine: Engine,
     checks: Iterable[str] | None,
     sequence_parallel: bool,
+    ep_size: int | None,
 ) -> Report:
     """The usual checks on a mesh of several dims, and training on it, with and without activation checkpointing."""
     from autoplan.check.mesh_training import check_training
     from autoplan.stacks import layers
 
     clone = clone_of(source)
-    left_out = _NOT_ON_MESHES if mesh.tp_size > 1 else (*_NOT_ON_MESHES, "state_dict")
+    sizes = Sizes.of(mesh.tp_size, mesh.ep_size if mesh.ep_size > 1 else ep_size, plan)
+    left_out = _NOT_ON_MESHES if sizes.ranks > 1 else (*_NOT_ON_MESHES, "state_dict")
     wanted = [name for name in (checks or CHECK_NAMES) if name not in left_out]
     dims = dict(zip(mesh.names, mesh.sizes, strict=True))
     how: Any = {"others": clone.others, "engine": engine, "dims": dims}
-    for means in means_of(plan, sequence_parallel):
+    for means in means_of(plan, sequence_parallel, sizes):
         applied, findings = Plan(source.name, 1, layers=layers(clone.model)), list[Finding]()
-        if mesh.tp_size > 1:
-            applied, findings = _plan_for(clone, source, plan, mesh.tp_size, means)
-        report = check_sharding(clone.model, clone.entries, sharding_of(applied), mesh.tp_size, checks=wanted, **how)
+        if sizes.ranks > 1:
+            applied, findings = _plan_for(clone, source, plan, sizes, means)
+        report = check_sharding(clone.model, clone.entries, sharding_of(applied), sizes.ranks, checks=wanted, **how)
         if not any(f.level == "error" and f.check in _DECISIVE for f in report.findings):
             break
     trained, done = check_training(clone.model, clone.entries, clone.others, applied, mesh, engine=engine)
@@ -132,15 +148,20 @@ def verify_clone(
 ) -> Report:
     """Compare a clone sharded by its own plan with itself unsharded."""
     wanted = tuple(checks) if checks is not None else CHECK_NAMES
-    how = {"others": clone.others, "engine": engine, "mesh": mesh}
-    report = check_sharding(clone.model, clone.entries, sharding_of(plan), plan.tp_size, checks=wanted, **how)
+    how: Any = {"others": clone.others, "engine": engine, "mesh": mesh, "dims": mesh_of(plan)}
+    report = check_sharding(clone.model, clone.entries, sharding_of(plan), plan.ranks, checks=wanted, **how)
     findings = list(report.findings)
     if report.ok and "loss" in wanted and any(head.kind == "logits" for head in plan.runtime.heads):
         gathered = sharding_of(plan, gather_logits=True)
-        again = check_sharding(clone.model, clone.entries, gathered, plan.tp_size, checks=["loss"], **how)
+        again = check_sharding(clone.model, clone.entries, gathered, plan.ranks, checks=["loss"], **how)
         findings += [replace(found, message=f"with gathered logits: {found.message}") for found in again.findings]
     ok = not any(finding.level == "error" for finding in findings)
     return replace(report, ok=ok, findings=tuple(findings), details={**report.details, "clone": clone.note})
+
+
+def mesh_of(plan: Plan) -> dict[str, int]:
+    """The mesh to simulate for a plan."""
+    return {"ep" if plan.tp_size < plan.ep_size else "tp": plan.ranks}
 
 
 def sharding_of(plan: Plan, *, gather_logits: bool = False) -> Sharding:
@@ -254,7 +275,7 @@ def _narrowed(
     for entry in applied.entries[:_MOST_TRIALS]:
         narrower = replace(means, whole=(entry.pattern,))
         try:
-            tried, _ = _plan_for(clone, source, None, applied.tp_size, narrower)
+            tried, _ = _plan_for(clone, source, None, Sizes(applied.tp_size, applied.ep_size), narrower)
         except AutoplanError:  # nothing is left to split without it
             continue
         found = verify_clone(clone, tried, mesh=mesh, engine=engine, checks=checks)
@@ -263,17 +284,39 @@ def _narrowed(
     return means, report, applied
 
 
-def means_of(plan: Plan | None, sequence_parallel: bool) -> tuple[Means, ...]:
+@dataclass(frozen=True)
+class Sizes:
+    """How many ranks the clone is dealt out over, and what they are: those of tp, holding whole experts or not."""
+
+    tp: int
+    ep: int = 1
+
+    @staticmethod
+    def of(tp_size: int, ep_size: int | None, plan: Plan | None) -> Sizes:
+        """As given; else as in a plan, at this many ranks."""
+        if plan is not None and plan.ep_size > 1:
+            return Sizes(tp_size, tp_size) if plan.tp_size > 1 else Sizes(1, ep_size or max(tp_size, 2))
+        check_expert_size(tp_size, ep_size or 1)
+        return Sizes(tp_size, ep_size or 1)
+
+    @property
+    def ranks(self) -> int:
+        return max(self.tp, self.ep)
+
+
+def means_of(plan: Plan | None, sequence_parallel: bool, sizes: Sizes) -> tuple[Means, ...]:
     """How to shard, in the order in which it is tried: a plan says how; without one the safest means come last."""
     if plan is not None:
         return (Means(bool(plan.runtime.scoped) or not plan.runtime.hooks, plan.sequence_parallel),)
     cut = (Means(True, True),) if sequence_parallel else ()
-    return (*cut, Means(True, False), Means(False, False))
+    found = (*cut, Means(True, False), Means(False, False))
+    inside = tuple(replace(means, experts=False) for means in found) if sizes.ep > 1 and sizes.tp > 1 else ()
+    return found + inside
 
 
-def _plan_for(clone: Clone, source: Any, plan: Plan | None, tp_size: int, means: Means) -> tuple[Plan, list[Finding]]:
+def _plan_for(clone: Clone, source: Any, plan: Plan | None, sizes: Sizes, means: Means) -> tuple[Plan, list[Finding]]:
     """The plan to apply to the clone, and how it differs from the one to be verified."""
-    if plan is not None and _fits(plan, clone.model, source, tp_size):
+    if plan is not None and _fits(plan, clone.model, source, sizes):
         return plan, []
     from autoplan.api import plan_source
     from autoplan.capture.source import resolve
@@ -285,13 +328,13 @@ def _plan_for(clone: Clone, source: Any, plan: Plan | None, tp_size: int, means:
 
     inputs = source.inputs if source.inputs is not None else dict(clone.entries)
     found = resolve(clone.model, inputs=inputs)
-    derived = plan_source(found, tp_size, choices=choices, means=means, prove="none")
+    derived = plan_source(found, sizes.tp, sizes.ep, choices=choices, means=means, prove="none")
     return derived, [] if plan is None else _correspondence(plan, derived, clone.model)
 
 
-def _fits(plan: Plan, model: Any, source: Any, tp_size: int) -> bool:
+def _fits(plan: Plan, model: Any, source: Any, sizes: Sizes) -> bool:
     """Is the plan for these very sizes? Then it is applied itself."""
-    if plan.tp_size != tp_size:
+    if (plan.tp_size, plan.ep_size) != (sizes.tp, sizes.ep):
         return False
     theirs = {name: tuple(parameter.shape) for name, parameter in source.module().named_parameters()}
     return theirs == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

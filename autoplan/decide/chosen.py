@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from autoplan.analyse.demands import NO_DEMANDS, stay_whole
-from autoplan.analyse.solve import Solution, solve
+from autoplan.analyse.solve import Solution
+from autoplan.analyse.solve_experts import Experts, solve_experts
 from autoplan.decide.choices import CUTS, Choice, Choices
 from autoplan.decide.constraints import check_choices, demands_of
 from autoplan.decide.folding import Names
@@ -26,15 +28,15 @@ def solve_chosen(
     *,
     scoped: bool = True,
     whole: tuple[str, ...] = (),
+    experts: Experts = "inside",
 ) -> Solution:
     """The solution under a written plan, with notes on it. Raises where the plan asks for what cannot be."""
+    how: dict[str, Any] = {"scoped": scoped, "sequence_stacks": sequence_stacks, "experts": experts}
     if choices is None:
-        demands = stay_whole(trace, whole, _UNLIKE) if whole else NO_DEMANDS
-        return solve(trace, tp, scoped=scoped, demands=demands, sequence_stacks=sequence_stacks)
+        return solve_experts(trace, tp, demands=stay_whole(trace, whole, _UNLIKE) if whole else NO_DEMANDS, **how)
     names = Names(trace)
     notes = choices.notes + choices.check_keys(names.modules, names.parameters)
-    demands = demands_of(choices, trace)
-    solution = solve(trace, tp, scoped=scoped, demands=demands, sequence_stacks=sequence_stacks)
+    solution = solve_experts(trace, tp, demands=demands_of(choices, trace), **how)
     return replace(solution, notes=notes + (check_choices(choices, solution) if tp > 1 else ()))
 
 

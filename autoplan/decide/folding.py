@@ -75,6 +75,7 @@ def fold_runtime(runtime: Runtime, names: Names) -> Runtime:
         scoped=_fold_items(runtime.scoped, names),
         random=_fold_plain(runtime.random, names),
         random_whole=_fold_plain(runtime.random_whole, names),
+        experts=_fold_items(runtime.experts, names),
     )
 
 

@@ -91,6 +91,7 @@ class _Desk:
         self.named = name_parameters(matching, self.read, picture)
         self.costs = Costs(solution, picture)
         self.gathered = gathered_parameters(solution)
+        self.experts = {site.pattern for site in solution.runtime.experts}
         self.reducing = {solution.trace.calls[call].module for call in solution.reductions}
 
     def drafts(self, source: Source) -> Iterator[_Draft]:
@@ -125,6 +126,8 @@ class _Desk:
         return modules
 
     def _style(self, module: str, fact: ParameterFact) -> str:
+        if module in self.experts and fact.dim == 0:
+            return "expert_parallel"
         nodes = [reading.node for reading in self.read.get(fact.names[0], ()) if _owner(reading.name) == module]
         return style_of(
             fact, nodes, self.tp, gathered=not self.gathered.isdisjoint(fact.names), reduced=module in self.reducing

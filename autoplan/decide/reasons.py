@@ -45,7 +45,7 @@ def _shares_text(layout: Layout, unit: str, tp: int) -> str:
         pieces = first.split[0] if first.split else 1
         return f"{_count(first.size, unit)} in {pieces} pieces over {tp} ranks; a rank holds {counts[0]}"
     if len(set(counts)) == 1:
-        return f"{_count(first.size, unit)}; tp={tp} gives each rank {counts[0]}"
+        return f"{_count(first.size, unit)}; {'ep' if unit == 'expert' else 'tp'}={tp} gives each rank {counts[0]}"
     return f"{_count(first.size, unit)}; tp={tp} gives the first rank {counts[0]} and the last {counts[-1]}"
 
 

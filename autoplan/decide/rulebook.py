@@ -36,6 +36,7 @@ STYLES = {
     "embedding_colwise": "columns of a table cut; split output",
     "local": "per-channel or per-head parameters, cut with the values that they meet",
     "distributed_norm": "a norm over a split width: weight cut, statistics summed over ranks",
+    "expert_parallel": "whole experts of a stack dealt out; tokens go to those on a rank, the outputs are summed",
     "replicate": "whole on every rank",
     "replicated_with_grad_allreduce": "whole on every rank; each sees a part of the gradient, and the parts are summed",
     "rowwise_scatter": "sequence parallel: as rowwise, with the sum scattered along the sequence",

@@ -44,16 +44,17 @@ def read_source(
     *,
     name: str,
     tp_size: int,
+    ep_size: int | None = 1,
     sequence_parallel: bool = False,
     unmatched: str = "error",
 ) -> Choices | Plan | None:
     """What a source says about a model: choices, a whole plan (from a file), or None, which leaves all to analysis.
 
-    `unmatched` "list": keys and styles that mean nothing are noted, not refused.
+    `ep_size` None is whatever a plan file says. `unmatched` "list": keys and styles that mean nothing are noted, not refused.
     """
     if unmatched not in ("error", "list"):
         raise ChoiceError(f"unmatched={unmatched!r}", hint="choose 'error' or 'list'")
-    reader = _Reader(model, name, tp_size, sequence_parallel, lenient=unmatched == "list")
+    reader = _Reader(model, name, tp_size, ep_size, sequence_parallel, lenient=unmatched == "list")
     found = reader.read(source)
     if overrides is None:
         return found
@@ -70,6 +71,7 @@ class _Reader:
     model: nn.Module
     name: str
     tp_size: int
+    ep_size: int | None
     sequence_parallel: bool
     lenient: bool
 
@@ -141,6 +143,11 @@ class _Reader:
         if plan.tp_size != self.tp_size:
             raise PlanMismatchError(
                 f"{name} is a plan for tp={plan.tp_size}, not {self.tp_size}", hint="plan again at this size"
+            )
+        if self.ep_size not in (None, plan.ep_size):
+            raise PlanMismatchError(
+                f"{name} is a plan for ep={plan.ep_size}, not {self.ep_size}",
+                hint=f"pass ep_size={plan.ep_size}, or plan again",
             )
         return plan
 

@@ -77,7 +77,7 @@ def _about_entry(plan: Plan, entry: Entry, parameter: str) -> Iterable[tuple[str
     yield "style", [entry.style]
     yield "role", [f"{entry.role} (rule {entry.rule}, source {entry.source})"]
     yield "units", [entry.units]
-    yield "cut", [f"{name} {segment_text(segment, plan.tp_size)}" for name, segment in cuts]
+    yield "cut", [f"{name} {segment_text(segment, plan.ranks)}" for name, segment in cuts]
     yield "because", entry.reason.splitlines()
     yield "costs", list(entry.reduces)
     yield "running", _running(plan, entry.pattern)
@@ -97,14 +97,14 @@ def _running(plan: Plan, pattern: str) -> list[str]:
         for edit in runtime.edits
         if near(edit.pattern)
     ]
-    lines += [_hook_text(hook, plan.tp_size) for hook in runtime.hooks if near(hook.pattern)]
+    lines += [_hook_text(hook, plan.ranks) for hook in runtime.hooks if near(hook.pattern)]
     lines += [
         f"{rule.pattern}: its gradient is summed over ranks" + (" on shared rows" if rule.gradient == "shared" else "")
         for rule in runtime.parameters
         if rule.gradient != "local" and near(rule.pattern)
     ]
     lines += [
-        f"{rule.pattern}: each rank adds 1/{plan.tp_size} of it"
+        f"{rule.pattern}: each rank adds 1/{plan.ranks} of it"
         for rule in runtime.parameters
         if rule.divide and near(rule.pattern)
     ]
@@ -113,6 +113,11 @@ def _running(plan: Plan, pattern: str) -> list[str]:
         + ("ids of other ranks are masked, rows summed" if head.kind == "embedding" else "logits stay split")
         for head in runtime.heads
         if near(head.pattern)
+    ]
+    lines += [
+        f"{site.pattern}: a rank computes for {site.experts // plan.ranks} of {site.experts} experts"
+        for site in runtime.experts
+        if near(site.pattern)
     ]
     return lines + [_scoped_text(call) for call in runtime.scoped if near(call.pattern)]
 

@@ -12,6 +12,7 @@ against the types of `values.py` on the way in: a wrong key, a missing key or a 
     sequence_parallel: false
     entries: [...]        # what is split, how and why; then: replicated, layers, proof, source, legal_tp, findings
     runtime: {...}        # what `parallelize` does: parameters, edited integers, sums (defaults are left out)
+    ep_size: 8            # where whole experts are dealt out
 
 `autoplan plan --json` prints the same keys.
 """
@@ -26,6 +27,7 @@ from typing import Any
 
 import yaml
 
+from autoplan.decide.experts import check_expert_size
 from autoplan.emit.decode import decode
 from autoplan.emit.plain import plain
 from autoplan.errors import AutoplanError, PlanFileError
@@ -58,7 +60,8 @@ _MORE_KEYS = ("source", "legal_tp", "findings", "runtime", "obstacles")
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """The plan as plain dicts, lists, text and numbers: what files hold and `--json` prints."""
     values = {name: plain(getattr(plan, name), brief=name == "runtime") for name in _KEYS + _MORE_KEYS}
-    return {"autoplan": FORMAT_VERSION, **values}
+    experts = {"ep_size": plan.ep_size} if plan.ep_size > 1 else {}
+    return {"autoplan": FORMAT_VERSION, **values, **experts}
 
 
 def plan_from_dict(data: Any, where: str = "plan") -> Plan:
@@ -84,6 +87,10 @@ def plan_from_dict(data: Any, where: str = "plan") -> Plan:
     plan: Plan = decode(Plan, {key: value for key, value in data.items() if key != "autoplan"}, where)
     if plan.tp_size < 1:
         raise PlanFileError(f"{where}: tp_size is {plan.tp_size}; it must be 1 or more", hint="make the plan again")
+    try:
+        check_expert_size(plan.tp_size, plan.ep_size)
+    except AutoplanError as error:
+        raise PlanFileError(f"{where}: {error.message}", hint=error.hint) from error
     _check_layouts(plan, where)
     return plan
 

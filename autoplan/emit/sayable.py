@@ -136,6 +136,9 @@ def _needs(
 ) -> Iterator[str]:
     """What a plain cut of the part would need besides column and row layers."""
     containers = list(containers)
+    for site in plan.runtime.experts:
+        if _home(site.pattern, containers) == container:
+            yield f"{site.pattern} deals out whole experts, which tensor-parallel styles do not say"
     for edit in plan.runtime.edits:
         if _home(edit.pattern, containers) == container:
             yield f"{edit.attribute} of {edit.pattern} must be {edit.new} instead of {edit.old} on a rank"

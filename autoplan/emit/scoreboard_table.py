@@ -17,7 +17,8 @@ _GOOD_SHARE = 0.99
 
 def scoreboard_view(board: Scoreboard) -> RenderableType:
     """The whole board."""
-    facts = [f"tp {board.tp_size}", board.engine, ", ".join(board.checks)]
+    experts = f" · ep {board.ep_size}" if board.ep_size > 1 else ""
+    facts = [f"tp {board.tp_size}{experts}", board.engine, ", ".join(board.checks)]
     facts += ["sequence parallel"] * board.sequence_parallel
     facts += [f"length {', '.join(map(str, board.lengths))}"] * bool(board.lengths)
     title = "".join(f" · {fact}" for fact in facts)

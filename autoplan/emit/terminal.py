@@ -92,6 +92,8 @@ def _in_line(value: object) -> str:
 
 def _headline(plan: Plan) -> RenderableType:
     facts = [f"tp {plan.tp_size}", plan.source]
+    if plan.ep_size > 1:
+        facts.insert(1, f"ep {plan.ep_size}")
     if plan.sequence_parallel:
         facts.append("sequence parallel")
     facts.append(f"legal at tp {', '.join(map(str, plan.legal_tp))}")

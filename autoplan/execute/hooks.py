@@ -27,13 +27,14 @@ from autoplan.execute.collectives import (
     scale_gradient,
     sum_over_ranks,
 )
+from autoplan.execute.experts import LocalExperts
 from autoplan.execute.function_mode import ModuleMode
 from autoplan.execute.paths import change_input, change_output
 from autoplan.execute.randomness import SharedRandomness, may_draw
 from autoplan.execute.sequence import gather_sum, gather_whole, reduce_scatter, scatter
 from autoplan.execute.split_logits import SplitLogits, can_stay_split, columns_in, split_class
 from autoplan.layout import Layout, chunk
-from autoplan.values import HeadSite, HookSite, ScopedCall
+from autoplan.values import ExpertSite, HeadSite, HookSite, ScopedCall
 
 __all__ = ["SEQUENCE_ACTIONS", "ModuleWork", "Running", "install", "install_root"]
 
@@ -70,12 +71,13 @@ class ModuleWork:
     embedding: HeadSite | None = None
     logits: HeadSite | None = None
     scoped: list[ScopedCall] = field(default_factory=list)
+    experts: ExpertSite | None = None
     framed: bool = False
     random: str = ""  # "split", "whole" or ""
 
     @property
     def empty(self) -> bool:
-        return not (self.hooks or self.embedding or self.logits or self.scoped or self.framed or self.random)
+        return not any((self.hooks, self.embedding, self.logits, self.scoped, self.experts, self.framed, self.random))
 
 
 def sequence_action(site: HookSite, running: Running) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -140,6 +142,7 @@ class _Worker:
         self.inputs = [(h.path, self._action(h)) for h in inputs]
         outputs = sorted((h for h in work.hooks if h.side == "output"), key=lambda h: _ORDER[h.action])
         self.outputs = [(h.path, self._action(h)) for h in outputs]
+        self.experts = LocalExperts(work.experts, self.names, self.group, work.name) if work.experts else None
         self.masks: list[torch.Tensor] = []
         self.entered: list[ModuleMode] = []
         self.opened: list[bool] = []
@@ -179,13 +182,15 @@ class _Worker:
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         where = self.work.name or "the model"
-        if self.inputs or self.work.embedding is not None:
+        if self.inputs or self.work.embedding is not None or self.experts is not None:
             with torch._C.DisableTorchFunction():
                 for path, action in self.inputs:
                     args, kwargs = change_input(args, kwargs, self.names, path, action, where)
                 if self.work.embedding is not None:
                     path = self.work.embedding.outputs[0]
                     args, kwargs = change_input(args, kwargs, self.names, path, self._mask, where)
+                if self.experts is not None:
+                    args, kwargs = self.experts.enter(args, kwargs)
         if self.needs_cleanup:
             self._open()
         return args, kwargs
@@ -216,6 +221,8 @@ class _Worker:
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         where = self.work.name or "the model"
         with torch._C.DisableTorchFunction():
+            if self.experts is not None:
+                output = self.experts.leave(output)
             if self.work.embedding is not None:
                 mask = self.masks.pop()
                 output = sum_over_ranks(output.masked_fill(mask.unsqueeze(-1), 0), self.group)

@@ -79,7 +79,7 @@ class MegatronCall:
     def run(self) -> Any:
         """Apply the plan and make the call: the model, or model and optimizer."""
         library = self.check()
-        if self.tp_mesh is not None and self.plan.tp_size > 1:
+        if self.tp_mesh is not None and self.plan.ranks > 1:
             apply_plan(self.model, self.tp_mesh, self.plan, gather_logits=self.gather_logits)
         given = (self.model,) if self.optimizer is None else (self.model, self.optimizer)
         return getattr(library, self.function)(*given, **self.arguments)
@@ -121,7 +121,7 @@ def megatron_call(
             f"{', '.join(unknown)}: no option of Megatron-FSDP that autoplan knows",
             hint=f"known are {', '.join(OPTIONS)}; mesh, units and tp follow from the mesh and the plan",
         )
-    if optimizer is not None and plan.tp_size > 1:
+    if optimizer is not None and plan.ranks > 1:
         raise AutoplanError(
             "an optimizer that exists already holds parameters that tensor parallelism replaces",
             hint="leave it out, make it from the returned model, and pass it to megatron_fsdp.fully_shard_optimizer",

@@ -20,22 +20,40 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "dp_shard": ("dp_shard", "dp", "fsdp", "dp_shard_cp"),
     "dp_replicate": ("dp_replicate",),
+    "ep": ("ep",),
 }
 LEFT_ALONE = ("cp", "pp")
 
 
 @dataclass(frozen=True)
 class MeshDims:
-    """`tp`: a 1-D mesh, None when there is nothing to split over. `data`: FSDP2's mesh, 2-D for HSDP, None without."""
+    """`tp`: a 1-D mesh, None when there is nothing to split over. `data`: FSDP2's mesh, 2-D for HSDP, None without.
+
+    `ep`: ranks that hold whole experts each, apart from those of tp.
+    """
 
     tp: DeviceMesh | None
     data: DeviceMesh | None
     names: dict[str, str]
     notes: tuple[str, ...] = ()
+    ep: DeviceMesh | None = None
 
     @property
     def tp_size(self) -> int:
         return 1 if self.tp is None else self.tp.size()
+
+    @property
+    def ep_size(self) -> int:
+        return 1 if self.ep is None else self.ep.size()
+
+    def check_experts(self, tp_size: int, ep_size: int) -> None:
+        """Raise where an "ep" dim would hold copies: the plan deals no experts out over it."""
+        if self.ep_size > 1 and not tp_size == 1 < ep_size:
+            told = f"deals experts out over the {tp_size} ranks of tp" if ep_size > 1 else "deals out no experts"
+            raise PlanMismatchError(
+                f"the mesh has {self.ep_size} ranks in {self.names['ep']!r}, but the plan {told}",
+                hint=f"plan with tp_size=1, ep_size={self.ep_size}, or leave that dim out of the mesh",
+            )
 
 
 def read_mesh(mesh: DeviceMesh, mesh_dims: Mapping[str, str] | None = None) -> MeshDims:
@@ -58,7 +76,8 @@ def read_mesh(mesh: DeviceMesh, mesh_dims: Mapping[str, str] | None = None) -> M
     data = None if shard is None else (mesh[shard] if replicate is None else mesh[(replicate, shard)])
     left = [name for name in dims if name in LEFT_ALONE and name not in names.values()]
     notes = tuple(f"mesh dim {name!r} is left alone: its parallelism is set up elsewhere" for name in left)
-    return MeshDims(mesh[names["tp"]] if "tp" in names else None, data, names, notes)
+    tp, ep = (mesh[names[purpose]] if purpose in names else None for purpose in ("tp", "ep"))
+    return MeshDims(tp, data, names, notes, ep)
 
 
 def _by_purpose(mesh: DeviceMesh, dims: tuple[str, ...], wanted: dict[str, str]) -> dict[str, str]:

@@ -61,22 +61,27 @@ def applied(model: nn.Module) -> Applied | None:
 
 
 def tp_mesh_of(mesh: DeviceMesh, plan: Plan, names: dict[str, str] | None = None) -> DeviceMesh | None:
-    """The 1-D mesh over which the plan splits; None when there is nothing to split over."""
-    wanted = (names or {}).get("tp", "tp")
+    """The 1-D mesh over which the plan splits; None when there is nothing to split over.
+
+    That is "tp", or "ep" where the plan only deals out experts.
+    """
+    purpose = "ep" if plan.tp_size == 1 < plan.ep_size else "tp"
+    wanted = (names or {}).get(purpose, purpose)
     dims = mesh.mesh_dim_names or ()
     if wanted in dims:
         found = mesh[wanted] if mesh.ndim > 1 else mesh
-    elif plan.tp_size == 1:
+    elif plan.ranks == 1:
         return None
     else:
         raise PlanMismatchError(
-            f"the plan is for tp={plan.tp_size}, but the mesh has no dim named {wanted!r} (it has {list(dims)})",
-            hint='name it: init_device_mesh(device, shape, mesh_dim_names=("tp",)), or pass mesh_dims={"tp": name}',
+            f"the plan is for {purpose}={plan.ranks}, but the mesh has no dim named {wanted!r} (it has {list(dims)})",
+            hint=f'name it: init_device_mesh(device, shape, mesh_dim_names=("{purpose}",)), or pass '
+            f'mesh_dims={{"{purpose}": name}}',
         )
-    if found.size() != plan.tp_size:
+    if found.size() != plan.ranks:
         raise PlanMismatchError(
-            f"the plan is for tp={plan.tp_size}, but the mesh's {wanted!r} dim has {found.size()} ranks",
-            hint=f"plan again with tp_size={found.size()}",
+            f"the plan is for {purpose}={plan.ranks}, but the mesh's {wanted!r} dim has {found.size()} ranks",
+            hint=f"plan again with {purpose}_size={found.size()}",
         )
     return found
 
@@ -143,7 +148,7 @@ def check_matches(model: nn.Module, plan: Plan) -> None:
     parameter_rules(model, plan)
     modules = dict(model.named_modules(remove_duplicate=False))
     runtime = plan.runtime
-    items = (runtime.edits, runtime.hooks, runtime.heads, runtime.scoped)
+    items = (runtime.edits, runtime.hooks, runtime.heads, runtime.scoped, runtime.experts)
     patterns = [item.pattern for group in items for item in group]
     for pattern in patterns:
         _module_names(pattern, modules)
@@ -219,6 +224,7 @@ def _works(modules: dict[str, nn.Module], plan: Plan) -> dict[str, ModuleWork]:
     each([h for h in plan.runtime.heads if h.kind == "embedding"], lambda w, h: setattr(w, "embedding", h))
     each([h for h in plan.runtime.heads if h.kind == "logits"], lambda w, h: setattr(w, "logits", h))
     each(plan.runtime.scoped, lambda w, c: w.scoped.append(c))
+    each(plan.runtime.experts, lambda w, e: setattr(w, "experts", e))
     for name in [w.name for w in works.values() if w.scoped]:
         for inner, module in modules.items():
             if inner.startswith(f"{name}." if name else "") and inner != name and module is not modules[name]:

@@ -56,7 +56,7 @@ class PlannedModel(ParallelStyle):
                 hint="pass the whole dictionary of plan.to_torch() to parallelize_module",
             )
         self._taken.clear()
-        mesh = device_mesh if device_mesh.ndim == 1 and device_mesh.size() == self.plan.tp_size else None
+        mesh = device_mesh if device_mesh.ndim == 1 and device_mesh.size() == self.plan.ranks else None
         mesh = mesh or tp_mesh_of(device_mesh, self.plan)
         return module if mesh is None else apply_plan(module, mesh, self.plan, gather_logits=self.gather_logits)
 

@@ -3,6 +3,7 @@
 from autoplan.analyse.op_rules import (
     creation,
     elementwise,
+    experts,
     indexing,
     linalg,
     pieces,
@@ -20,6 +21,7 @@ __all__ = [
     "State",
     "creation",
     "elementwise",
+    "experts",
     "indexing",
     "linalg",
     "pieces",

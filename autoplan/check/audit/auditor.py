@@ -19,8 +19,9 @@ from autoplan.check.audit.lines import ForeignPlan, foreign_of, read_foreign
 from autoplan.check.audit.subject import Settings, Subject
 from autoplan.check.audit.trial import Trial, try_on_ranks
 from autoplan.check.audit.verdicts import held_bytes, unsplit_share, verdicts
+from autoplan.decide.experts import experts_of
 from autoplan.errors import AutoplanError, PlanMismatchError
-from autoplan.values import Finding, Plan, Report
+from autoplan.values import Finding, Means, Plan, Report
 
 __all__ = ["audit", "audit_source", "subject_of"]
 
@@ -104,7 +105,7 @@ def _findings(subject: Subject) -> Iterable[Finding]:
 def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAULT, *, run: bool = True) -> Subject:
     """Read the plan, analyse the model, run the plan."""
     from autoplan.analyse.dataflow import dataflow
-    from autoplan.analyse.solve import solve
+    from autoplan.analyse.solve_experts import solve_experts
     from autoplan.api import capture_source
     from autoplan.stacks import layers
 
@@ -113,7 +114,9 @@ def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAUL
     module = source.module()
     foreign = _read(source, plan, module, tp_size)
     captured = capture_source(source, module)
-    solution = solve(captured.trace, tp_size)
+    ours = foreign.plan or Plan(source.name, tp_size)
+    tp_size = ours.ranks
+    solution = solve_experts(captured.trace, tp_size, experts=experts_of(ours.tp_size, ours.ep_size, Means()))
     right = _right(source, foreign.plan, module) if foreign.plan is not None else None
     trial = try_on_ranks(source, foreign, tp_size, right) if run else Trial(reason="not asked for")
     comparable = trial.report is not None and not trial.report.details.get("not comparable")
@@ -156,8 +159,8 @@ def _right(source: Any, plan: Plan, module: Any) -> Plan | None:
 
     try:
         return plan_source(
-            source, plan.tp_size, choices=choices_of_plan(plan), sequence_parallel=plan.sequence_parallel,
-            prove="none", module=module,
+            source, plan.tp_size, plan.ep_size, choices=choices_of_plan(plan),
+            sequence_parallel=plan.sequence_parallel, prove="none", module=module,
         )  # fmt: skip
     except AutoplanError:
         return None

@@ -96,7 +96,7 @@ def _noticing(sharding: Sharding, thawed: dict[str, None]) -> Sharding:
 
 
 def _try_ours(clone: Any, source: Any, foreign: ForeignPlan, same: bool, right: Plan | None) -> Trial:
-    from autoplan.check.verify import verify_source
+    from autoplan.check.verify import mesh_of, verify_source
 
     plan = foreign.plan
     assert plan is not None
@@ -104,7 +104,8 @@ def _try_ours(clone: Any, source: Any, foreign: ForeignPlan, same: bool, right: 
         from autoplan.check.sharded import check_sharding
 
         checks = ("parameters", *_CHECKS)
-        report = check_sharding(clone.model, clone.entries, sharding_for(foreign), plan.tp_size, checks=checks)
+        how: Any = {"checks": checks, "dims": mesh_of(plan)}
+        report = check_sharding(clone.model, clone.entries, sharding_for(foreign), plan.ranks, **how)
         return Trial(_comparable(report), tiny=clone)
     if right is not None and right.runtime != plan.runtime:
         return Trial(reason="the clone has other sizes than the plan", tiny=clone)

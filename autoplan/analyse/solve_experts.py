@@ -1,0 +1,52 @@
+"""The solution where whole experts are dealt out over ranks, rather than each of them cut inside.
+
+Modules that hold stacks of experts are put in boxes (experts.py) and everything is solved as ever. One whose experts
+cannot be dealt out after all is opened again, so that it is cut inside, and the solution says why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+from autoplan.analyse.axes import infer_axes
+from autoplan.analyse.demands import NO_DEMANDS, Demands
+from autoplan.analyse.experts import ExpertStack, boxed, expert_edits, find_experts, split_stacks
+from autoplan.analyse.solve import Solution, solve
+from autoplan.values import Trace
+
+__all__ = ["Experts", "solve_experts"]
+
+Experts = Literal["inside", "apart", "alone"]
+
+
+def solve_experts(
+    trace: Trace, tp: int, *, experts: Experts = "inside", demands: Demands = NO_DEMANDS, **how: Any
+) -> Solution:
+    """`solve`, with experts cut "inside", dealt out whole ("apart"), or dealt out with nothing else split ("alone")."""
+    if experts == "inside":
+        return solve(trace, tp, demands=demands, **how)
+    axes = infer_axes(trace)
+    stacks = find_experts(trace, axes)
+    if experts == "alone":
+        demands = demands.with_whole(trace, _others(trace, stacks), "only experts are dealt out")
+    inside = {s.module: f"{s.experts} experts do not divide by {tp} ranks" for s in stacks if s.experts % tp}
+    while True:
+        used = tuple(stack for stack in stacks if stack.module not in inside)
+        found = solve(boxed(trace, used), tp, demands=demands, **how)
+        assert found.shards is not None
+        apart = split_stacks(used, found.shards)
+        if len(apart) == len(used):
+            break
+        inside |= {stack.module: "its experts' axis could not be split" for stack in used if stack not in apart}
+    known = {(edit.pattern, edit.attribute, edit.index) for edit in found.runtime.edits}
+    edits = (e for e in expert_edits(trace, axes, used, tp) if (e.pattern, e.attribute, e.index) not in known)
+    sites = tuple(stack.site for stack in used)
+    runtime = replace(found.runtime, edits=(*found.runtime.edits, *edits), experts=sites)
+    return replace(found, trace=trace, runtime=runtime, experts_inside=tuple(inside.items()))
+
+
+def _others(trace: Trace, stacks: tuple[ExpertStack, ...]) -> set[int]:
+    """All parameters but the experts'."""
+    held = {number for stack in stacks for number in stack.stack}
+    return {number for number, info in enumerate(trace.tensors) if info.kind == "parameter"} - held
