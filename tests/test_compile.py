@@ -27,12 +27,13 @@ CASES: tuple[tuple[str, bool, dict[str, Any], dict[str, Any]], ...] = (
     ("llama", True, {}, {}),
     ("qwen3", True, {"gather_logits": True}, {}),
     ("gemma2", True, {}, {"sequence_parallel": True}),
+    ("mixtral", False, {}, {"ep_size": 2}),
 )
 
 
 def built(model_type: str) -> nn.Module:
     torch.manual_seed(0)
-    return resolve(model_type).tiny(dtype=torch.float64)
+    return resolve(model_type).tiny(dtype=torch.float64, experts="batched_mm")
 
 
 def ids() -> torch.Tensor:
@@ -83,7 +84,9 @@ def one(mesh: Any, model_type: str, labels: bool, options: dict[str, Any], plann
 
 def plan_for(model_type: str, **planned: Any) -> autoplan.Plan:
     plan = autoplan.plan(built(model_type), 2, prove="none", **planned)
-    assert plan.sequence_parallel == bool(planned)
+    assert plan.sequence_parallel == ("sequence_parallel" in planned) and bool(plan.runtime.experts) == (
+        plan.ep_size > 1
+    )
     return plan
 
 

@@ -30,7 +30,7 @@ CHECK_SETS = {"fast": ("parameters", "forward"), "all": CHECK_NAMES}
 
 @dataclass(frozen=True)
 class How:
-    """How architectures are scored: ranks, engine, checks; sequence parallelism, whole experts, and the lengths to run."""
+    """How architectures are scored: ranks, engine, checks; sequence parallelism, lengths to run, whole experts."""
 
     tp_size: int
     engine: Engine = "threads"

@@ -50,7 +50,8 @@ def read_source(
 ) -> Choices | Plan | None:
     """What a source says about a model: choices, a whole plan (from a file), or None, which leaves all to analysis.
 
-    `ep_size` None is whatever a plan file says. `unmatched` "list": keys and styles that mean nothing are noted, not refused.
+    `ep_size` None is whatever a plan file says. `unmatched` "list": keys and styles that mean nothing are noted, not
+    refused.
     """
     if unmatched not in ("error", "list"):
         raise ChoiceError(f"unmatched={unmatched!r}", hint="choose 'error' or 'list'")

@@ -50,8 +50,9 @@ class MeshDims:
         """Raise where an "ep" dim would hold copies: the plan deals no experts out over it."""
         if self.ep_size > 1 and not tp_size == 1 < ep_size:
             told = f"deals experts out over the {tp_size} ranks of tp" if ep_size > 1 else "deals out no experts"
+            given = f"mesh has {self.ep_size} ranks in" if self.names["ep"] == "ep" else "mesh_dims names 'ep' as"
             raise PlanMismatchError(
-                f"the mesh has {self.ep_size} ranks in {self.names['ep']!r}, but the plan {told}",
+                f"the {given} {self.names['ep']!r}, but the plan {told}",
                 hint=f"plan with tp_size=1, ep_size={self.ep_size}, or leave that dim out of the mesh",
             )
 
