@@ -16,6 +16,7 @@ from autoplan.analyse.callflow import Border, CallFlow
 from autoplan.analyse.demands import NO_DEMANDS, Demands
 from autoplan.analyse.events import FORBIDDING
 from autoplan.analyse.low_rank import branch_weights
+from autoplan.analyse.reductions import CONVOLUTIONS, PRODUCTS
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.sites import Placement, Refusal
 from autoplan.analyse.terms import Term, find, leaves
@@ -89,47 +90,54 @@ def _head_columns(trace: Trace, axes: Axes) -> set[Term]:
 def products_to_gather(
     trace: Trace, axes: Axes, shards: Shards, tp: int, indivisible: Container[Term], demands: Demands = NO_DEMANDS
 ) -> set[int]:
-    """Linear ops whose weight stayed whole although it is large: split their outputs and gather at once.
+    """Matrix products and convolutions of something whole with a large weight that stayed whole: their outputs may be
+    split and gathered at once.
 
     A weight that stayed whole because its units do not divide stays so: the plan lists it with the sizes that would do.
     """
     total = sum(prod(t.shape) for t in trace.tensors if t.kind == "parameter" and len(t.shape) >= 2)
     wanted = set()
-    gatherable = _last_in_linear_calls(trace)
-    read = {weight for op in trace.ops if (weight := product_weight(op, axes)) is not None}
-    branches = branch_weights(axes, read)
-    for index, op in enumerate(trace.ops):
-        weight = product_weight(op, axes)
-        if weight is None or weight in branches or index not in gatherable or _root_is_split(weight, axes, shards):
+    gatherable = _last_in_their_calls(trace)
+    products = {index: found for index, op in enumerate(trace.ops) if (found := product_weight(op, axes)) is not None}
+    branches = branch_weights(axes, {weight for weight, _ in products.values() if len(axes.of(weight)) == 2})
+    for index, (weight, out) in products.items():
+        inputs = {ref.id for ref in trace.ops[index].args if isinstance(ref, Ref)} - axes.weights
+        if index not in gatherable or weight in branches or any(map(shards.is_split, inputs)):
+            continue
+        if _root_is_split(weight, axes, shards):
             continue
         if not demands.may_gather(trace.tensors[axes.sources[weight]].names):
             continue
         shape = trace.tensors[weight].shape
         odd = any(find(leaf) in indivisible for term in axes.of(weight) for leaf in leaves(term))
-        if prod(shape) >= _WORTH_GATHERING * total and not odd and (shape[-1] % tp == 0 or shape[-1] >= _VOCABULARY):
+        if prod(shape) >= _WORTH_GATHERING * total and not odd and (shape[out] % tp == 0 or shape[out] >= _VOCABULARY):
             wanted.add(index)
     return wanted
 
 
-def _last_in_linear_calls(trace: Trace) -> set[int]:
-    """Ops whose result is what a linear call returns. To others the call still adds a bias, which would not fit."""
+def _last_in_their_calls(trace: Trace) -> set[int]:
+    """Ops whose result is what a product or a convolution returns. To others their call adds a bias, which is whole."""
     found: set[int] = set()
     for call in trace.calls:
-        if call.name == "linear":
+        if call.name in PRODUCTS:
             added = [index for index in range(*call.ops) if trace.ops[index].name in ("add", "add_")]
             found.update(range(max(added, default=call.ops[0]), call.ops[1]))
+        elif call.name in CONVOLUTIONS:
+            found.update(range(*call.ops))
     return found
 
 
-def product_weight(op: Op, axes: Axes) -> int | None:
-    """The (transposed) weight of a matrix product of an activation with a weight."""
-    if op.name == "mm" and isinstance(op.args[1], Ref):
-        weight, other = op.args[1].id, op.args[0]
-    elif op.name == "addmm" and isinstance(op.args[2], Ref):
-        weight, other = op.args[2].id, op.args[1]
+def product_weight(op: Op, axes: Axes) -> tuple[int, int] | None:
+    """The weight in a product with an activation (transposed, in a matrix product), and its dim that the result has."""
+    if op.name in ("mm", "addmm"):
+        (other, weight), out = op.args[-2:], 1
+    elif op.name == "convolution" and not op.args[6] and op.args[8] == 1:  # not transposed, one group
+        (other, weight), out = op.args[:2], 0
     else:
         return None
-    return weight if weight in axes.weights and isinstance(other, Ref) and other.id not in axes.weights else None
+    if not isinstance(weight, Ref) or not isinstance(other, Ref):
+        return None
+    return (weight.id, out) if weight.id in axes.weights and other.id not in axes.weights else None
 
 
 def _root_is_split(weight: int, axes: Axes, shards: Shards) -> bool:
@@ -140,10 +148,11 @@ def gathered_leaves(trace: Trace, axes: Axes) -> set[Term]:
     """The output axes of products to gather, when they are an axis of their own."""
     found = set()
     for index in axes.gathered:
-        weight = product_weight(trace.ops[index], axes)
-        if weight is None:
+        product = product_weight(trace.ops[index], axes)
+        if product is None:
             continue
-        out = leaves(axes.of(weight)[1])
+        weight, dim = product
+        out = leaves(axes.of(weight)[dim])
         if len(out) == 1 and not out[0].events & (FORBIDDING | {"contract_w", "contract_a"}) - {_LOOKED_UP}:
             found.add(find(out[0]))
     return found

@@ -14,8 +14,10 @@ from autoplan.analyse.op_rules.experts import BOX
 from autoplan.analyse.shards import Shards, refs
 from autoplan.values import Call, Op, Ref
 
-__all__ = ["reduction_of", "row_bias_of"]
+__all__ = ["CONVOLUTIONS", "PRODUCTS", "gathered_dim", "reduction_of", "row_bias_of"]
 
+PRODUCTS = ("linear", "matmul", "__matmul__", "mm")
+CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")  # calls whose channels are the dim before the spatial ones
 _COMPOSITE = ("multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 _MATRIX = frozenset({"mm", "bmm", "mv", "dot", "_grouped_mm"})
 _BIASED = frozenset({"addmm", "baddbmm"})
@@ -120,11 +122,22 @@ def _reduced_dims(op: Op, shards: Shards) -> list[int]:
     return [dims] if isinstance(dims, int) else [d for d in dims if isinstance(d, int)] if rank else []
 
 
+def gathered_dim(call: Call, shards: Shards) -> tuple[str, int] | None:
+    """Of a product that may be gathered: the layout of what its weight brings in, and in which dim, from the end, the
+    result has it. None for a call that is no such product."""
+    weight = call.args[1] if len(call.args) > 1 else call.kwargs.get("weight")
+    if call.name not in (*PRODUCTS, *CONVOLUTIONS) or not isinstance(weight, Ref):
+        return None
+    dims = len(shards.trace.tensors[weight.id].shape)
+    own = 0 if call.name == "linear" or call.name in CONVOLUTIONS else dims - 1
+    return str(shards.layouts(weight.id)[own]), 1 - dims if call.name in CONVOLUTIONS else -1
+
+
 def row_bias_of(call: Call, reduction: str | None) -> int | None:
     """The bias a call adds to a partial sum: each rank must add its share only."""
     if reduction != "sum":
         return None
-    if call.name in ("linear", "conv1d", "conv2d", "conv3d"):
+    if call.name in ("linear", *CONVOLUTIONS):
         bias = call.args[2] if len(call.args) > 2 else call.kwargs.get("bias")
         return bias.id if isinstance(bias, Ref) else None
     if call.name in ("addmm", "baddbmm") and isinstance(call.args[0], Ref):

@@ -15,6 +15,7 @@ from typing import Any
 from autoplan.analyse.callflow import CallFlow
 from autoplan.analyse.edits import Edits
 from autoplan.analyse.literals import FILLS, MAKERS
+from autoplan.analyse.reductions import gathered_dim
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.sites import Placement
 from autoplan.values import Call, Ref, ScopedCall, Trace
@@ -221,8 +222,8 @@ def _details(call: Call, reduction: str | None, shards: Shards) -> tuple[tuple[s
         return _norm_details(call, shards)
     if reduction == "embedding":
         return (("rows", next(shards.trace.tensors[a.id].shape[0] for a in call.args if shards.is_split(a.id))),)
-    if reduction == "gather":
-        return (("layout", str(shards.layouts(call.args[1].id)[0])),)
+    if reduction == "gather" and (product := gathered_dim(call, shards)) is not None:
+        return (("layout", product[0]), ("dim", product[1]))
     return ()
 
 

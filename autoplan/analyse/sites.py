@@ -27,7 +27,7 @@ from autoplan.analyse.doors import Door, Doors
 from autoplan.analyse.downstream import Way, follow_down
 from autoplan.analyse.entries import merge_entries
 from autoplan.analyse.meetings import shared_sums
-from autoplan.analyse.reductions import reduction_of, row_bias_of
+from autoplan.analyse.reductions import gathered_dim, reduction_of, row_bias_of
 from autoplan.analyse.shards import Shards
 from autoplan.values import Ref
 
@@ -195,15 +195,15 @@ class _Placer:
     def _place_gather(self, index: int, output: int) -> None:
         call = self.trace.calls[index]
         border = self.doors.leaving(output, index)
-        weight = next((t for t in self.flow.inputs[index] if self.shards.is_split(t)), None)
-        if weight is None or call.name != "linear":
-            self._refuse(index, "a product to gather that is not a linear call")
+        product = gathered_dim(call, self.shards)
+        if product is None:
+            self._refuse(index, "a product to gather that is neither a matrix product nor a convolution")
             return
         if border is None or border.module != call.module:
             self.result.inside_reductions[index] = "gather"
             return
-        layout = self.shards.layouts(weight)[0]
-        self.result.outputs[(border, "gather")] = (-1, str(layout))
+        layout, dim = product
+        self.result.outputs[(border, "gather")] = (dim, layout)
 
     def _place_sum(self, index: int, output: int, kind: str) -> None:
         way = self._shared.get(index)

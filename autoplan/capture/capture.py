@@ -8,6 +8,7 @@ real tiny clone, whose parameters have the same names but other sizes. The trace
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoplan.capture.fold import fold
+from autoplan.capture.known_values import KnownValues
 from autoplan.capture.random_values import untouched_randomness
 from autoplan.capture.recorder import Recording, record
 from autoplan.errors import CaptureError
@@ -105,19 +107,23 @@ def _hollow(tensor: torch.Tensor, name: str) -> torch.Tensor:
 def capture_fake(model: nn.Module, entries: dict[str, dict[str, Any]], *, folded: bool = True) -> Captured:
     """Record a storage-free copy of `model`. Raises CaptureError when its Python needs more than shapes."""
     problem: CaptureError | None = None
-    for folding in _MODEL_COPIES if folded else (False,):
+    unfolded = False
+    for folding, knowing in product(_MODEL_COPIES if folded else (False,), (False, True)):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         copy = fold(model, _faker(mode), fold=folding)
+        if folding and not copy.folds:
+            unfolded = True
+        elif unfolded and not folding:
+            break  # there is nothing to fold: it has been tried
         _settle_experts(copy.module)
         copy.module.eval()
         try:
             with untouched_randomness():
-                trace, recording = record(copy.module, entries, fake_mode=mode, folds=copy.folds)
+                fake = KnownValues(mode) if knowing else mode
+                trace, recording = record(copy.module, entries, fake_mode=fake, folds=copy.folds)
             return Captured(trace, recording)
         except CaptureError as error:
-            problem = error
-            if not copy.folds:
-                break
+            problem = problem or error
     assert problem is not None
     raise problem
 

@@ -32,9 +32,11 @@ class Draw:
         return torch.tensor(allowed)[self.integers(0, len(allowed), shape)]
 
     def described(self, rule: Mapping[str, Any], known: Mapping[str, Any]) -> Any:
-        """One argument as a rule file describes it: kind, shape, and for ids low and high; or a plain `value`."""
+        """One argument as a rule file describes it: kind, shape, for ids low and high; or a plain `value` or `size`."""
         if "value" in rule:
             return rule["value"]
+        if "size" in rule:
+            return evaluate(rule["size"], known)
         shape = [evaluate(size, known) for size in rule["shape"]]
         kind = rule.get("kind", "normal")
         if kind == "ids":
@@ -43,7 +45,8 @@ class Draw:
             dtype = {"int": torch.long, "bool": torch.bool}.get(rule.get("dtype", "float"), self.dtype)
             return torch.full(tuple(shape), float(kind == "ones")).to(dtype)
         if kind == "rows":
-            return torch.tensor(rule["row"]).expand(*shape, len(rule["row"])).clone()
+            row = torch.tensor(rule["row"])
+            return row.expand(*shape, *row.shape).clone()
         if kind not in ("normal", "uniform"):
             raise SourceError(
                 f"rules/inputs: unknown kind {kind!r}", hint="use ids, normal, uniform, zeros, ones or rows"
@@ -56,6 +59,8 @@ def evaluate(size: int | str, known: Mapping[str, Any]) -> int:
 
     >>> evaluate("2*batch+1", {"batch": 3})
     7
+    >>> evaluate("batch*length//2", {"batch": 3, "length": 8})
+    12
     """
     if isinstance(size, int):
         return size
@@ -63,7 +68,10 @@ def evaluate(size: int | str, known: Mapping[str, Any]) -> int:
     for term in size.split("+"):
         product = 1
         for factor in term.split("*"):
-            product *= _look_up(factor.strip(), known)
+            whole, *parts = factor.split("//")
+            product *= _look_up(whole.strip(), known)
+            for part in parts:
+                product //= _look_up(part.strip(), known)
         total += product
     return total
 

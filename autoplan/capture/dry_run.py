@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,31 +17,48 @@ from torch._subclasses.fake_tensor import (
 )
 
 from autoplan.capture.fold import fold
+from autoplan.capture.known_values import KnownValues
 from autoplan.capture.random_values import untouched_randomness
 
-__all__ = ["SMALL", "cheapest_real", "depends_on_data", "failure_of", "own", "quiet", "with_storage", "without_storage"]
+__all__ = ["SMALL", "Twin", "depends_on_data", "failure_of", "own", "quiet", "with_storage", "without_storage"]
 
 
 SMALL = 30_000_000  # parameters up to which a copy may be run for real
 
 
-def without_storage(model: nn.Module) -> tuple[FakeTensorMode, nn.Module]:
+def without_storage(model: nn.Module, *, folded: bool = True) -> tuple[FakeTensorMode, nn.Module]:
     """A mode, and a copy of the model that is to be run in it."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
-        return mode, fold(model, _fake).module
+        return mode, fold(model, _fake, fold=folded).module
 
 
-def with_storage(model: nn.Module) -> nn.Module:
+def with_storage(model: nn.Module, *, folded: bool = True) -> nn.Module:
     """A copy on the CPU; what has no values becomes zeros."""
-    return fold(model, _values).module
+    return fold(model, _values, fold=folded).module
 
 
-def cheapest_real(model: nn.Module) -> tuple[AbstractContextManager[Any], nn.Module]:
-    """A real copy of a small model, which answers everything; a copy without storage of a large one."""
-    if sum(p.numel() for p in model.parameters()) <= SMALL:
-        return nullcontext(), with_storage(model)
-    return without_storage(model)
+class Twin:
+    """A copy on which calls are tried: a real one of a small model, one without storage of a large one.
+
+    `folded`: with few of its equal blocks, which is cheaper, and wrong where the model counts its blocks.
+    """
+
+    def __init__(self, model: nn.Module, *, folded: bool = True) -> None:
+        self.known: KnownValues | None = None
+        if sum(p.numel() for p in model.parameters()) <= SMALL:
+            self.module = with_storage(model, folded=folded)
+        else:
+            mode, self.module = without_storage(model, folded=folded)
+            self.known = KnownValues(mode)
+
+    def run(self, function: Callable[..., Any], keywords: Mapping[str, Any]) -> Any:
+        """Call the module or a method of it, without leaving a trace; what it raises is raised."""
+        with untouched_randomness(0), quiet(), torch.no_grad():
+            if self.known is None:
+                return function(**{name: own(value) for name, value in keywords.items()})
+            with self.known as known:
+                return function(**{name: known.admit(value) for name, value in keywords.items()})
 
 
 def own(value: Any) -> Any:
@@ -56,10 +73,9 @@ def depends_on_data(error: BaseException) -> bool:
 
 def failure_of(model: nn.Module, keywords: dict[str, Any]) -> Exception | None:
     """Why a call of the model would fail; None when it runs, as far as that shows without looking at values."""
-    mode, twin = cheapest_real(model)
+    twin = Twin(model)
     try:
-        with untouched_randomness(0), quiet(), mode, torch.no_grad():
-            twin(**{name: own(value) for name, value in keywords.items()})
+        twin.run(twin.module, keywords)
     except Exception as error:  # someone else's forward may raise anything
         return None if depends_on_data(error) else error
     return None

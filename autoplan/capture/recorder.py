@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.capture.code_place import call_name, code_place
+from autoplan.capture.known_values import KnownValues
 from autoplan.capture.traced_ints import Escapes, TracedInt, integer_attributes, trace_attributes
 from autoplan.errors import CaptureError
 from autoplan.values import Call, Fold, ModuleVisit, Op, Ref, Symbolic, TensorInfo, Trace
@@ -279,15 +280,16 @@ def record(
 ) -> tuple[Trace, Recording]:
     """Run `model(**kwargs)` for each entry and return what happened.
 
-    The model is a throw-away copy: its stored integers are replaced. With `fake_mode`, parameters must be fake
-    already and inputs are converted. The recording keeps the tensors themselves, for replaying.
+    The model is a throw-away copy: its stored integers are replaced. With `fake_mode` (plain, or one of known values),
+    parameters must be fake already and inputs are converted. The recording keeps the tensors themselves, for replaying.
     """
     recording = Recording(model, keep_values=keep_values)
     if trace_integers:
         trace_attributes(recording.modules, recording.escapes)
     for entry, kwargs in entries.items():
         if fake_mode is not None:
-            kwargs = {k: fake_mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+            admit = fake_mode.admit if isinstance(fake_mode, KnownValues) else fake_mode.from_tensor
+            kwargs = {k: admit(v) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
         for path, tensor in flatten_tensors(kwargs):
             recording.input_tensor(".".join([entry, *map(str, path)]), tensor)
         recording.grad_enabled = True

@@ -68,6 +68,7 @@ def tiny_config(config: PretrainedConfig, variant: int = 0) -> PretrainedConfig:
     tiny = _shrunk(copy.deepcopy(config), _Shrinking(VARIANTS[variant]), {})
     for one in all_configs(tiny):
         _fit_rotary_lists(one)
+    _fit_tiles(config, tiny)
     return tiny
 
 
@@ -316,6 +317,16 @@ def _shared_out(total: int, old: list[int]) -> list[int]:
     for i in sorted(range(len(old)), key=lambda i: new[i] - shares[i])[: total - sum(new)]:
         new[i] += 1
     return new
+
+
+def _fit_tiles(config: PretrainedConfig, tiny: PretrainedConfig) -> None:
+    """Resolutions in whole tiles, each as long as the vision tower's image: as many tiny tiles."""
+    old, new = (next((n for c in all_configs(one) if isinstance(n := _read(c, "image_size"), int)), 0)
+                for one in (config, tiny))  # fmt: skip
+    pinpoints = vars(tiny).get("image_grid_pinpoints")
+    if pinpoints and old:
+        given = vars(config)["image_grid_pinpoints"]
+        tiny.image_grid_pinpoints = _map_ints(given, lambda pixels: max(1, pixels // old) * new)
 
 
 @lru_cache(maxsize=1024)

@@ -7,7 +7,7 @@ the forward takes. What neither says is in `rules/inputs/<type>.toml`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,16 +17,16 @@ from transformers import PretrainedConfig
 from autoplan.capture.draw import Draw
 from autoplan.capture.dry_run import failure_of
 from autoplan.capture.dtypes import working_dtype
-from autoplan.capture.pictures import picture_entry
+from autoplan.capture.pictures import pictures
+from autoplan.capture.prompts import MODALITIES, Modality, prompt_entry
 from autoplan.capture.shrink import all_configs
 from autoplan.capture.sizes import is_token_id
+from autoplan.capture.sounds import sounds, spectrum
 from autoplan.capture.type_rules import type_rules
 from autoplan.errors import CaptureError
 
 __all__ = ["make_entries"]
 
-_MEL = ("num_mel_bins", "n_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "num_mel_filters")
-_MEL_LATER = ("d_mel", "feature_size", "input_dim")
 _SAMPLES, _FRAMES = 4000, 128
 _AUDIO = ("input_features", "input_values", "audio_values")
 
@@ -44,11 +44,11 @@ def make_entries(
         )
     name = "text" if "input_ids" in main or "decoder_input_ids" in main else "forward"
     entries, notes = {name: main}, []
-    if name == "text" and maker.takes("pixel_values") and "pixel_values" not in main:
+    for entry, modality in maker.prompts(main) if name == "text" else ():
         try:
-            entries["image"] = maker.picture_entry()
+            entries[entry] = maker.prompt_entry(entry, modality, main)
         except CaptureError as error:
-            notes.append(f"no entry with a picture: {error.message}")
+            notes.append(f"no entry with {modality.argument}: {error.message}; pass one in inputs= to plan more")
     if name == "text" and maker.takes("encoder_hidden_states") and getattr(config, "is_decoder", False):
         crossed = {**main, "encoder_hidden_states": maker.encoded()}
         failure = failure_of(model, crossed)
@@ -56,9 +56,6 @@ def make_entries(
             entries["cross"] = crossed
         else:
             notes.append(f"no entry with an encoder's states: {' '.join(str(failure).split())[:200]}")
-    for other in ("input_features", "pixel_values_videos", "audio_values"):
-        if name == "text" and maker.takes(other) and other not in main:
-            notes.append(f"no entry made with {other}; pass one in inputs= to plan what only it reaches")
     return entries, notes
 
 
@@ -127,18 +124,42 @@ class _Maker:
         """A spectrogram or a waveform."""
         if self.main != "input_features":
             return self.draw.normal((self.batch, _SAMPLES))
-        mel = next((v for names in (_MEL, _MEL_LATER) for c in self.configs for n in names if (v := _int(c, n))), 80)
-        return self.draw.normal((self.batch, _FRAMES, mel))
+        return self.draw.normal((self.batch, _FRAMES, spectrum(self.configs)))
 
     def encoded(self) -> torch.Tensor:
         """What an encoder would have made of a sequence two longer than the text."""
         width = _int(self.config.get_text_config(), "hidden_size") or 16
         return self.draw.normal((self.batch, self.length + 2, width))
 
-    def picture_entry(self) -> dict[str, Any]:
-        vision = next((c for c in self.configs if hasattr(c, "patch_size")), self.config)
-        entry = picture_entry(self.model, self.config, vision, self.takes, self.ids, self.draw, self.batch)
-        return {**entry, **self.without_cache()}
+    def prompts(self, main: Mapping[str, Any]) -> Iterator[tuple[str, Modality]]:
+        """What can be put into a prompt: as the type's rule file says, and whatever else the forward takes."""
+        described = type_rules(self.model_type).prompts
+        known = {modality.name: modality for modality in MODALITIES}
+        for entry in described:
+            kind = entry.split("_")[0]  # "image_wide" is another way to hand over an image
+            yield entry, next((m for m in MODALITIES if m.name == kind), Modality(kind, kind))
+            known.pop(kind, None)
+        for modality in known.values():
+            if self.takes(modality.argument) and modality.argument not in main:
+                yield modality.name, modality
+
+    def prompt_entry(self, entry: str, modality: Modality, main: Mapping[str, Any]) -> dict[str, Any]:
+        """The text pass with a picture, a sound or a film in its prompts."""
+        others = {name: value for name, value in main.items() if name not in ("input_ids", "use_cache")}
+        guesses = ({**others, **given} for given in self._given(entry, modality))
+        made = prompt_entry(modality, self.model, self.config, self.ids(), guesses, self.takes)
+        return {**made, **self.without_cache()}
+
+    def _given(self, entry: str, modality: Modality) -> Iterator[dict[str, Any]]:
+        """What can be handed to the tower: as the type's rule file says, else guesses."""
+        described = type_rules(self.model_type).prompts.get(entry)
+        if described is not None:
+            yield {name: self.draw.described(rule, self.known()) for name, rule in described.items()}
+        elif modality.name == "image":
+            vision = next((c for c in self.configs if hasattr(c, "patch_size")), self.config)
+            yield from pictures(self.config, vision, self.takes, self.draw, self.batch)
+        elif modality.name == "audio":
+            yield from sounds(self.configs, self.takes, self.draw, self.batch)
 
     def without_cache(self) -> dict[str, Any]:
         """A cache would be returned; asking for none beats writing to the config."""

@@ -6,8 +6,12 @@
     [tiny]                         # fields of the tiny clone; "=2*heads" is a product of numbers and sizes,
     [tiny.text_config]             #   "=default" leaves the field to its class; tables reach into sub-configs
     [inputs.pixel_values]          # one argument of the first entry: kind, shape, low, high; or drop = true
-    kind = "normal"                # ids | normal | uniform | zeros | ones
+    kind = "normal"                # ids | normal | uniform | zeros | ones | rows (one `row`, repeated) | or `value`
     shape = ["batch", 3, "config.vision_config.image_size"]
+    [prompts.image.pixel_values]   # one argument of the entry with a picture (audio, video) in its prompts: as above;
+    kind = "normal"                #   placeholder tokens are counted and put into the text by autoplan, unless
+                                   #   [prompts.image.placeholders] says how many: size = "batch*16"
+    shape = ["batch", 3, 28, 28]
 
 A file may name a model type; it never makes a decision.
 """
@@ -25,7 +29,7 @@ from autoplan.rules_folder import rules_folder
 
 __all__ = ["TypeRules", "type_rules"]
 
-_KEYS = {"why", "dtype", "default", "tiny", "inputs"}
+_KEYS = {"why", "dtype", "default", "tiny", "inputs", "prompts"}
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class TypeRules:
     default: dict[str, Any] = field(default_factory=dict)
     tiny: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    prompts: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
 
 
 @lru_cache(maxsize=1024)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from autoplan.analyse.heads import product_weight
 from autoplan.analyse.op_rules.experts import INSIDE
 from autoplan.analyse.shards import Shards, refs
 from autoplan.capture.recorder import Recording, flatten_tensors
@@ -134,12 +135,15 @@ class _Player:
         return [[total.to(result[0].dtype).clone(), *result[1:]] for result in results]
 
     def _gather(self, op: Op, results: list[list[torch.Tensor]], recorded: Sequence[torch.Tensor]) -> Any:
-        """A matrix product of which every rank has some columns, put together as the weight's columns are dealt out."""
-        layout = self.shards.layouts(op.args[1 if op.name == "mm" else 2].id)[1]
+        """A product of which every rank has some columns (channels), put together as the weight's are dealt out."""
+        product = product_weight(op, self.shards.axes)
+        assert product is not None
+        weight, dim = product
+        layout, out = self.shards.layouts(weight)[dim], 1 if op.name == "convolution" else -1
         whole = torch.full_like(recorded[0], float("nan"))
         for rank, (part, *_) in enumerate(results):
-            columns = range(whole.shape[-1]) if layout is None else layout.rows(rank, self.tp)
-            whole[..., list(columns)] = part
+            columns = range(whole.shape[out]) if layout is None else layout.rows(rank, self.tp)
+            whole.index_copy_(out, torch.tensor(list(columns)), part)
         self.outcome.reductions[op.module] += 1
         return [[whole.clone()] for _ in results]
 

@@ -39,5 +39,5 @@ def with_facts(flow: Flow, solution: Solution) -> Flow:
 def gathered_parameters(solution: Solution) -> frozenset[str]:
     """Weights whose product is gathered from all ranks."""
     axes, tensors = solution.axes, solution.trace.tensors
-    weights = (product_weight(solution.trace.ops[index], axes) for index in axes.gathered)
-    return frozenset(name for w in weights if w is not None for name in tensors[axes.sources[w]].names)
+    products = (product_weight(solution.trace.ops[index], axes) for index in axes.gathered)
+    return frozenset(name for found in products if found is not None for name in tensors[axes.sources[found[0]]].names)

@@ -89,9 +89,10 @@ class ModuleMode(TorchFunctionMode):
         elif planned.reduce == "embedding":
             result = self._looked_up(planned, func, args, kwargs)
         elif planned.reduce == "gather":
-            pieces = Layout.parse(dict(planned.details)["layout"])
+            details = dict(planned.details)
+            pieces = Layout.parse(details["layout"])
             rows = tuple(pieces.rows(rank, self.group.size) for rank in range(self.group.size))
-            result = gather_over_ranks(func(*args, **kwargs), self.group, -1, rows)
+            result = gather_over_ranks(func(*args, **kwargs), self.group, details["dim"], rows)
         elif self.randomness.active and ("random", "split") in planned.details:
             self.randomness.enter_split()
             try:
