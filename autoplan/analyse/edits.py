@@ -17,8 +17,8 @@ from math import prod
 from typing import Any
 
 from autoplan.analyse.literals import MAKERS, Requirement, attributes_of, evaluate, requirements
-from autoplan.analyse.shards import Shards
-from autoplan.values import Edit, Symbolic
+from autoplan.analyse.shards import Shards, refs
+from autoplan.values import Call, Edit, Symbolic
 
 __all__ = ["Edits", "solve_edits"]
 
@@ -66,12 +66,23 @@ class _Equations:
         wanted = {(r.call, r.path) for r in self.required}
         yield from self.required
         for index, call in enumerate(self.shards.trace.calls):
-            for path, item in _symbolics(call.args, ("args",)):
-                if (index, path) not in wanted:
+            for path, item in (*_symbolics(call.args, ("args",)), *_symbolics(call.kwargs, ("kwargs",))):
+                if (index, path) in wanted:
+                    continue
+                if any(True for _ in attributes_of(item)):
                     yield Requirement(index, path, item, (item.value,) * self.shards.tp)
-            for path, item in _symbolics(call.kwargs, ("kwargs",)):
-                if (index, path) not in wanted:
-                    yield Requirement(index, path, item, (item.value,) * self.shards.tp)
+                elif call.name not in MAKERS and not self._has_split(call):
+                    yield from self._of_a_share(index, path, item)
+
+    def _of_a_share(self, index: int, path: tuple[Any, ...], item: Symbolic) -> Iterator[Requirement]:
+        """A size that Python read from a value of which ranks have shares, and passes to a call on whole ones."""
+        values = {self.value(item, {}, rank) for rank in range(self.shards.tp)}
+        passed = values.pop() if len(values) == 1 else None
+        if values or passed not in (None, item.value):
+            yield Requirement(index, path, item, (item.value,) * self.shards.tp, passed)
+
+    def _has_split(self, call: Call) -> bool:
+        return any(map(self.shards.is_split, refs((call.args, call.kwargs, call.outputs))))
 
     def value(self, have: Any, edits: dict[Attribute, Values], rank: int) -> int | None:
         if not isinstance(have, Symbolic):
@@ -118,8 +129,7 @@ def _all_requirements(shards: Shards) -> list[Requirement]:
 
 def _symbolics(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Symbolic]]:
     if isinstance(value, Symbolic):
-        if any(True for _ in attributes_of(value)):
-            yield path, value
+        yield path, value
     elif isinstance(value, tuple):
         for index, item in enumerate(value):
             yield from _symbolics(item, (*path, index))

@@ -45,15 +45,21 @@ _GROUPS_AT = {"conv1d": 6, "conv2d": 6, "conv3d": 6, "conv_transpose1d": 6, "con
 
 @dataclass(frozen=True)
 class Requirement:
-    """At `path` in the arguments of call `call`, ranks must pass `want` (one number per rank); now it is `have`."""
+    """At `path` in the arguments of call `call`, ranks must pass `want` (one number per rank); now it is `have`.
+
+    `passed`: what all ranks would pass as it stands, where that is not the recorded number.
+    """
 
     call: int
     path: Path
     have: Any
     want: tuple[int, ...]
+    passed: int | None = None
 
     @property
     def old(self) -> int:
+        if self.passed is not None:
+            return self.passed
         return self.have.value if isinstance(self.have, Symbolic) else int(self.have)
 
     @property
