@@ -5,7 +5,8 @@ holds them, not experts, not norms or heads, whatever containers they lie in. Wh
 
 - A *block* holds at least two matrices. It is *whole* if it holds modules that hold modules (attention and its
   projections); otherwise (*bare*: an MLP, attention alone, convolution and norm) the widths must follow on from one
-  member to the next, and no router beside the list may have one output per member: those are experts.
+  member to the next, or all members must be alike and write what something else reads (mergers side by side); and no
+  router beside the list may have one output per member: those are experts.
 - A *stage* is a member that is little else than a stack itself. Stages are opened, and so are lists in lists and
   dictionaries of lists.
 - The outermost stack wins: whatever repeats inside a block is part of the block.
@@ -160,13 +161,23 @@ class _Search:
         if not outermost and len(classes) > 1 and max(classes.values()) == 1:
             return False  # the different parts of one block, kept in a list
         scope = self.tree.parents.get(stack.holder, (stack.holder,))[0]
-        return stack.whole or (self._follow(stack.blocks) and not (len(classes) < 3 and self._routed(stack, scope)))
+        joined = self._follow(stack.blocks) or self._side_by_side(stack)
+        return stack.whole or (joined and not (len(classes) < 3 and self._routed(stack, scope)))
 
     def _follow(self, blocks: tuple[int, ...]) -> bool:
         """Whether most blocks can read what the one before them writes, as far as widths are known."""
         widths = [self._widths(block) for block in blocks]
         pairs = list(zip(widths, widths[1:], strict=False))
         return 2 * sum(_fits(before, after) for before, after in pairs) >= len(pairs)
+
+    def _side_by_side(self, stack: Blocks) -> bool:
+        """Whether the blocks are alike and write what something else in the model reads: no heads, whose width ends."""
+        widths = {self._widths(block) for block in stack.blocks}
+        if len(widths) != 1 or len({self.tree.nodes[block].class_id for block in stack.blocks}) != 1:
+            return False
+        (_, written), inside = next(iter(widths)), set(self.tree.subtree(stack.holder))
+        outside = (node for number, node in enumerate(self.tree.nodes) if number not in inside)
+        return written is not None and any(node.reads == written for node in outside)
 
     def _widths(self, number: int) -> tuple[int | None, int | None]:
         leaves = [self.tree.nodes[leaf] for leaf, _ in self._matrices(number)]
