@@ -123,6 +123,15 @@ def one(model: nn.Module) -> Stack:
     return found[0]
 
 
+def test_mergers_side_by_side_are_units_if_something_reads_them():
+    """They all read one width and write another, which a stack reads: no heads."""
+    mergers = nn.ModuleList(Mlp(3 * WIDTH, WIDTH) for _ in range(3))
+    model = Holder(mergers=mergers, text=nn.ModuleList(blocks(2)))
+    assert [(stack.name, len(stack.fqns)) for stack in layers(model)] == [("mergers", 3), ("text", 2)]
+    unread = Holder(heads=nn.ModuleList(Mlp(3 * WIDTH, 5) for _ in range(3)), text=nn.ModuleList(blocks(2)))
+    assert [stack.name for stack in layers(unread)] == ["text"]
+
+
 NO_STACK = {
     "experts": lambda: Mixture(),
     "experts and a router of raw weights": lambda: Holder(gate=nn.Linear(WIDTH, 6), experts=Mixture(6)),

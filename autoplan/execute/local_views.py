@@ -19,9 +19,11 @@ read it through the attribute: it is handed out as it is.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -124,6 +126,7 @@ def _view_class(cls: type, names: tuple[str, ...]) -> type:
         "_call_impl": _reading_call(cls),
         "__reduce_ex__": _reduce_to(cls, names),
     }
+    namespace.update(_methods_that_read(cls, names))
     namespace.update((name, _parameter_property(name)) for name in names)
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = _flat_weights_property()
@@ -145,6 +148,30 @@ def _reading_call(cls: type) -> Callable[..., Any]:
             reading.inside = before
 
     return _call_impl
+
+
+def _methods_that_read(cls: type, names: tuple[str, ...]) -> dict[str, Any]:
+    """Public methods besides forward whose code mentions one of the parameters: called from outside
+    (`get_image_features`), they compute with local tensors too."""
+    found: dict[str, Any] = {}
+    for name in dir(cls):
+        method: Any = getattr(cls, name, None)
+        if not isinstance(method, FunctionType) or hasattr(nn.Module, name) or name.startswith("_"):
+            continue
+        if len(inspect.signature(method).parameters) > 1:
+            code = getattr(inspect.unwrap(method), "__code__", None)
+            if code is not None and not set(names).isdisjoint(code.co_names):
+                found[name] = _reading_method(method)
+    return found
+
+
+def _reading_method(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def read(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with reading_locally(self):
+            return method(self, *args, **kwargs)
+
+    return read
 
 
 def _parameter_property(name: str) -> property:

@@ -1,0 +1,159 @@
+"""Models with towers: pictures and sounds reach them, they are cut, and the sharded model is right however called."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from mesh_toys import mesh_of
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional as F
+
+import autoplan
+from autoplan.capture.capture import capture_fake
+from autoplan.capture.inputs import entries_for
+from autoplan.capture.known_values import KnownValues
+from autoplan.capture.source import resolve
+from autoplan.check.ranks import run_ranks
+
+# model, the method that makes features, what of the entry it takes
+FAMILIES = {
+    "one picture": ("llava:LlavaForConditionalGeneration", "image", "get_image_features", ("pixel_values",)),
+    "tiles, a parameter of the method's own": (
+        "llava_next:LlavaNextForConditionalGeneration",
+        "image",
+        "get_image_features",
+        ("pixel_values", "image_sizes"),
+    ),
+    "patches with a grid": (
+        "qwen2_5_vl:Qwen2_5_VLForConditionalGeneration",
+        "image",
+        "get_image_features",
+        ("pixel_values", "image_grid_thw"),
+    ),
+    "sound": (
+        "audioflamingo3:AudioFlamingo3ForConditionalGeneration",
+        "audio",
+        "get_audio_features",
+        ("input_features", "input_features_mask"),
+    ),
+}
+
+
+def features(made: Any) -> torch.Tensor:
+    made = getattr(made, "pooler_output", made)
+    return made if isinstance(made, torch.Tensor) else torch.cat([part.flatten(0, -2) for part in made])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("planned", ["all entries", "text only"])
+def test_a_sharded_model_is_called_in_every_way(family: str, planned: str) -> None:
+    """With text, with a picture, by the method that makes features; planned with a picture or without one."""
+    text, entry, method, taken = FAMILIES[family]
+    model = resolve(text).tiny()
+    entries = entries_for(model)
+    given = {name: entries[entry][name] for name in taken}
+    with torch.no_grad():
+        expected = {name: model(**keywords).logits for name, keywords in entries.items()}
+        expected["features"] = features(getattr(model, method)(**given))
+    inputs = entries if planned == "all entries" else entries["text"]
+    plan = autoplan.plan(model, tp_size=2, inputs=inputs, prove="none")
+    cut = [rule.pattern for rule in plan.runtime.parameters if rule.dim is not None]
+    assert any("tower" in name or "visual" in name for name in cut) == (planned == "all entries")
+
+    def rank_body(rank: int) -> dict[str, torch.Tensor]:
+        sharded = autoplan.parallelize(copy.deepcopy(model), mesh_of(tp=2), plan, gather_logits=True)
+        with torch.no_grad():
+            found = {"features": features(getattr(sharded, method)(**given))}
+            found |= {name: sharded(**keywords).logits for name, keywords in entries.items()}
+        return found
+
+    for found in run_ranks(rank_body, 2):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-8)
+
+
+# ------------------------------------------------------------------------------------------- numbers that are known
+
+
+class CountsInPython(nn.Module):
+    """Counts tokens, sizes a value by them, and uses a weight: fake tensors alone cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(32, 16), nn.Linear(16, 8)
+
+    def forward(self, ids: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        places = (ids == 7).nonzero()
+        rows = [self.table.weight[:n] for n in grid.prod(-1).tolist()]
+        if len(places) != sum(len(part) for part in rows):
+            raise ValueError("as many as the grid says")
+        x = self.table(ids).masked_scatter((ids == 7).unsqueeze(-1), torch.cat(rows))
+        return self.out(x)
+
+
+def test_integers_are_known_on_fake_tensors() -> None:
+    ids = torch.tensor([[1, 7, 7, 2], [7, 7, 3, 4]])
+    captured = capture_fake(CountsInPython(), {"": {"ids": ids, "grid": torch.tensor([[1, 2], [2, 1]])}})
+    assert not captured.trace.real
+    assert any(op.name == "masked_scatter" for op in captured.trace.ops)
+
+
+def test_what_touches_a_weight_stays_fake() -> None:
+    with KnownValues(FakeTensorMode(allow_non_fake_inputs=True)) as known:
+        mask, floats = known.admit(torch.tensor([True, False])), known.admit(torch.randn(2))
+        assert not isinstance(mask, FakeTensor) and isinstance(floats, FakeTensor)
+        assert int(mask.sum()) == 1 and isinstance(torch.where(mask, floats, 0.0), FakeTensor)
+        assert isinstance(torch.zeros(2), FakeTensor) and torch.arange(3).tolist() == [0, 1, 2]
+        with pytest.raises(RuntimeError, match="overwritten with what is not known"):
+            mask.logical_and_(floats > 0)
+
+
+# ------------------------------------------------------------------------------------------------- stems are gathered
+
+
+class Stem(nn.Module):
+    """A picture's patches become the stream: everyone reads them whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 32, 4, 4)
+        self.up, self.down, self.out = nn.Linear(32, 64), nn.Linear(64, 32), nn.Parameter(torch.randn(32, 48))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        x = x + self.down(F.gelu(self.up(x)))
+        return F.layer_norm(x.contiguous() @ self.out, (48,))
+
+
+class WholeSizeOfAShare(nn.Module):
+    """The width of a value of which ranks have shares is the size of one that they have whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide, self.last = nn.Linear(32, 64), nn.Linear(64, 128), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.narrow(x)
+        batch, length, width = y.shape
+        return self.last(F.layer_norm(self.wide(y.tanh()).reshape(batch, length * 2, width), (64,)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "cut"),
+    [
+        (Stem, (2, 3, 16, 16), {"patch.weight", "up.weight", "down.weight", "out"}),
+        (WholeSizeOfAShare, (2, 8, 32), {"narrow.weight", "wide.weight"}),
+    ],
+)
+def test_stems_and_bare_products_are_gathered(kind: type[nn.Module], shape: tuple[int, ...], cut: set[str]) -> None:
+    torch.manual_seed(0)
+    model, inputs = kind().double(), {"x": torch.randn(shape, dtype=torch.float64)}
+    plan = autoplan.plan(model, tp_size=2, inputs=inputs)
+    assert cut <= {rule.pattern for rule in plan.runtime.parameters if rule.dim is not None}, plan
+    assert plan.proof.ok, plan.findings
+    report = autoplan.verify(model, plan, tp_size=2, inputs=inputs, checks=["parameters", "forward", "state_dict"])
+    assert report.ok and max(report.gradients.values()) < 1e-10, report.findings
