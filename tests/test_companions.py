@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from quantised_toys import BlockLinear, GroupLinear, Quantised, RepeatedBlockLinear
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
 
 import autoplan
+from autoplan.check.ranks import run_ranks
 from autoplan.errors import IndivisibleError
 from autoplan.layout import Layout
 
@@ -54,6 +59,38 @@ def test_scales_are_cut_with_their_weight(linear: type, tp: int) -> None:
         for rank in range(tp):
             numbers, scales = (Layout.parse(rule.layout).rows(rank, tp) for rule in (weight, scale))
             assert sorted({number * sizes[1] // sizes[0] for number in numbers}) == sorted(scales)
+
+
+@pytest.mark.parametrize("linear", LINEARS)
+def test_weights_are_read_with_their_scales(linear: type, tmp_path: Path) -> None:
+    """A planned meta model reads each rank's numbers and scales, keeps dtypes, computes what the whole does."""
+    whole = model(linear)
+    plan = autoplan.plan(whole, tp_size=2, prove="none")
+    state = {name: tensor.contiguous() for name, tensor in whole.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    ids = torch.arange(12).view(2, 6)
+    expected = whole(ids).detach()
+
+    def rank_body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        found = autoplan.parallelize(model(linear).to("meta"), mesh, plan, gather_logits=True)
+        result = autoplan.load_weights(found, tmp_path)
+        assert not result.missing_keys and not result.unexpected_keys
+        torch.testing.assert_close(found(ids).detach(), expected, rtol=1e-4, atol=1e-4)
+        for name, tensor in autoplan.full_tensors(found).items():
+            assert tensor.dtype == state[name].dtype and torch.equal(tensor.float(), state[name].float()), name
+        held = found.state_dict()
+        assert {name: held[name].dtype for name in state} == {name: tensor.dtype for name, tensor in state.items()}
+
+    run_ranks(rank_body, 2)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("linear", LINEARS)
+def test_exact_on_ranks_that_are_processes(linear: type) -> None:
+    report = autoplan.verify(model(linear), tp_size=2, engine="gloo", checks=("parameters", "forward", "state_dict"))
+    assert report.ok and "state_dict" in report.details["checked"], report.findings
 
 
 def test_blocks_are_never_cut() -> None:

@@ -7,6 +7,7 @@ copied, never moved into shared memory, and the caller's model is not touched. T
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import pickle
@@ -31,7 +32,7 @@ _PRELOADED = ["torch", "torch.distributed.tensor", "transformers.modeling_utils"
 def start_and_collect(target: Callable[..., Any], args: tuple[Any, ...], world_size: int, timeout: float) -> list[Any]:
     """`run_processes`: start the ranks, wait for all or for the first failure, return their results."""
     try:
-        job = pickle.dumps((target, args))
+        job = _packed((target, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise AutoplanError(
             f"{getattr(target, '__qualname__', target)!r} cannot be sent to other processes: {error}",
@@ -81,7 +82,7 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
         for pipe in ready:
             rank = pipes.index(pipe)  # type: ignore[arg-type]
             try:
-                ok, when, payload = pickle.loads(pipes[rank].recv_bytes())
+                ok, when, payload = _unpacked(pipes[rank].recv_bytes())
             except EOFError:
                 ok, when, payload = False, time.monotonic(), "nothing: its process ended without a word (killed?)"
             if isinstance(payload, bytes):
@@ -106,15 +107,30 @@ def _rank_main(rank: int, world_size: int, folder: str, timeout: float, job: byt
 
     try:
         result = _run(rank, world_size, folder, timeout, job)
-        message = pickle.dumps((True, time.monotonic(), result))
+        message = _packed((True, time.monotonic(), result))
     except BaseException as error:  # the caller raises it
-        message = pickle.dumps((False, time.monotonic(), _sendable(error)))
+        message = _packed((False, time.monotonic(), _sendable(error)))
     pipe.send_bytes(message)
     pipe.close()
     sys.stdout.flush()
     sys.stderr.flush()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _packed(value: Any) -> bytes:
+    """Pickled by torch: plain pickle writes tensors in an old format that knows no 8-bit floats."""
+    import torch
+
+    target = io.BytesIO()
+    torch.save(value, target)
+    return target.getvalue()
+
+
+def _unpacked(sent: bytes) -> Any:
+    import torch
+
+    return torch.load(io.BytesIO(sent), weights_only=False)
 
 
 def _sendable(error: BaseException) -> bytes | str:
@@ -138,7 +154,7 @@ def _run(rank: int, world_size: int, folder: str, timeout: float, job: bytes) ->
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
     dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=timeout))
-    target, args = pickle.loads(job)
+    target, args = _unpacked(job)
     result = target(rank, *args)
     dist.barrier()  # nobody leaves while another still needs it
     return result

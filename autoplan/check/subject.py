@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autoplan.check.lifted import Lifted
 from autoplan.execute import random_streams
+from autoplan.execute.state_dict import gathered
 
 __all__ = ["Inputs", "Observation", "Subject", "give_random_values", "plain", "tensors_in"]
 
@@ -94,7 +96,7 @@ class Subject:
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor: a DTensor is gathered (its gradient flows back), any other is returned."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return gathered(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def tensors_in(value: Any, path: str = "") -> dict[str, torch.Tensor]:

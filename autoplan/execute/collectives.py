@@ -84,6 +84,8 @@ def all_gather_rows(x: torch.Tensor, group: RankGroup, dim: int, sizes: Sequence
     if x.is_complex():
         real = all_gather_rows(torch.view_as_real(x), group, dim % x.dim(), sizes)
         return torch.view_as_complex(real.contiguous())
+    if x.is_floating_point() and x.dtype.itemsize == 1:  # 8-bit floats: not every backend sends them, but bytes
+        return all_gather_rows(x.view(torch.uint8), group, dim, sizes).contiguous().view(x.dtype)
     rows, longest = x.movedim(dim, 0), max(sizes)
     if rows.size(0) < longest:  # collectives want equal pieces
         rows = torch.cat([rows, rows.new_zeros(longest - rows.size(0), *rows.shape[1:])])

@@ -23,7 +23,15 @@ from autoplan.execute.collectives import all_gather_rows
 from autoplan.execute.held import Held, record_of
 from autoplan.layout import chunk
 
-__all__ = ["as_held", "in_checkpoint_order", "local_piece", "register_hooks", "whole_buffer", "whole_tensor"]
+__all__ = [
+    "gathered",
+    "as_held",
+    "in_checkpoint_order",
+    "local_piece",
+    "register_hooks",
+    "whole_buffer",
+    "whole_tensor",
+]
 
 
 def register_hooks(module: nn.Module) -> list[RemovableHandle]:
@@ -64,10 +72,19 @@ def whole_tensor(tensor: torch.Tensor, held: Held | None) -> torch.Tensor:
         return tensor.clone()
     if tensor.is_meta:
         return torch.empty(held.shape if held is not None else tensor.shape, dtype=tensor.dtype, device="meta")
-    whole = tensor.full_tensor()
+    whole = gathered(tensor)
     if held is not None and held.in_rank_order:
         return held.to_checkpoint_order(whole)
     return whole.clone() if whole.data_ptr() == tensor.to_local().data_ptr() else whole
+
+
+def gathered(tensor: DTensor) -> torch.Tensor:
+    """`full_tensor()`, for 8-bit floats too: not every backend sends those, but each sends bytes."""
+    if tensor.dtype.itemsize > 1 or not tensor.is_floating_point():
+        return tensor.full_tensor()
+    bits = tensor.to_local().view(torch.uint8)
+    how: Any = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
+    return DTensor.from_local(bits, tensor.device_mesh, tensor.placements, **how).full_tensor().view(tensor.dtype)
 
 
 def whole_buffer(local: torch.Tensor, held: Held) -> torch.Tensor:
@@ -149,4 +166,4 @@ def local_piece(whole: torch.Tensor, held: Held, mesh: DeviceMesh, placements: S
 
 
 def _plain(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return gathered(value) if isinstance(value, DTensor) else value
