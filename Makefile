@@ -17,7 +17,10 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help demo test test-all lint format types bench wheel clean
+# Libraries that take our plans. Automodel comes without what it needs itself: only its way of reading plans is run.
+HOSTS  ?= nemo-automodel
+
+.PHONY: help demo test test-all test-hosts lint format types bench wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+: .*## ' Makefile | sed 's/:.*## /\t/' | expand -t 14
@@ -34,6 +37,12 @@ $(VENV)/dev: $(VENV)/base
 	@$(PIP) --editable '.[dev]'
 	@touch $@
 
+$(VENV)/hosts: $(VENV)/dev
+	@echo "installing peft and $(HOSTS)"
+	@$(PIP) --editable '.[peft]' || echo "NOT TRIED: peft could not be installed, its tests are skipped"
+	@$(PIP) --no-deps $(HOSTS) || echo "NOT TRIED: $(HOSTS) could not be installed, its tests are skipped"
+	@touch $@
+
 demo: $(VENV)/base  ## plan Llama-3.1-8B's shape at tp 8, then prove it on 2 simulated ranks
 	$(BIN)/autoplan plan $(DEMO) --tp 8
 	$(BIN)/autoplan verify $(DEMO) --tp 2
@@ -43,6 +52,9 @@ test: $(VENV)/dev  ## run the tests, but for the slow ones
 
 test-all: $(VENV)/dev  ## run every test
 	$(BIN)/python -m pytest
+
+test-hosts: $(VENV)/hosts  ## run what needs other libraries: models under PEFT, plans in Automodel's hands
+	$(BIN)/python -m pytest -m hosts
 
 lint: $(VENV)/dev  ## ruff, without changing anything
 	$(BIN)/ruff check .

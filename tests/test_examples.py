@@ -29,10 +29,12 @@ def test_each_example_is_run() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PROMISES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.hosts if "automodel" in n else ()) for n in PROMISES]
+)
 def test_example(name: str, tmp_path: Path) -> None:
     if "automodel" in name and importlib.util.find_spec("nemo_automodel") is None:
-        pytest.skip("NOT TRIED: nemo-automodel is absent; pip install --no-deps nemo-automodel runs this example")
+        pytest.skip("NOT TRIED: nemo-automodel is absent; `make test-hosts` installs it and runs this example")
     path = os.pathsep.join(filter(None, (str(EXAMPLES.parent), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, *(TORCHRUN if "torchrun" in name else []), str(EXAMPLES / name)]

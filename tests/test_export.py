@@ -85,9 +85,10 @@ def test_torch_runs_the_generated_modules_exactly() -> None:
 
 @pytest.mark.slow
 @pytest.mark.gloo
+@pytest.mark.hosts
 @pytest.mark.skipif(
     importlib.util.find_spec("nemo_automodel") is None,
-    reason="NOT TRIED: nemo-automodel is absent; pip install --no-deps nemo-automodel runs our plans through it",
+    reason="NOT TRIED: nemo-automodel is absent; `make test-hosts` installs it and runs our plans through it",
 )
 def test_automodel_runs_the_generated_modules_exactly() -> None:
     found = outcomes("automodel", "automodel", AUTOMODEL)

@@ -167,8 +167,9 @@ def test_compiled_and_checkpointed_models_are_looked_through() -> None:
         assert [e.source for e in heads] == ["handwritten"], [e.pattern for e in plan.entries]
 
 
+@pytest.mark.hosts
 def test_adapters_are_looked_through() -> None:
-    peft = pytest.importorskip("peft", reason="PEFT is not installed: its wrapper is not tried")
+    peft = pytest.importorskip("peft", reason="NOT TRIED: peft is absent; `make test-hosts` installs it")
     cls, config = tiny_llama()
     adapted = peft.get_peft_model(cls(config), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
     plan = autoplan.plan(adapted, 2, inputs={"input_ids": torch.randint(0, 128, (2, 10))}, prove="none")
