@@ -33,7 +33,7 @@ class Doors:
             b for b in self.flow.leaving.get(tensor, [])
             if b.first <= made < b.last and self.is_open(b, "output") and times[b.visit] == 1
         ]  # fmt: skip
-        for border in sorted(inside, key=lambda b: b.last - b.first):
+        for border in sorted(inside, key=lambda b: (b.last - b.first, -b.visit)):
             if first_use is None or border.last <= first_use:
                 return border
         return None

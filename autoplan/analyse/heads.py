@@ -37,6 +37,7 @@ _LARGE_TABLE = 0.5  # of the largest table: smaller ones (positions, types) stay
 _VOCABULARY = 8192  # columns from which an uneven cut does not matter
 _LOOKED_UP = "embed_index"
 _PARTS = frozenset(("select", "slice", "split", "split_with_sizes", "unbind", "view", "_unsafe_view", "reshape"))
+_PRODUCT = "free_a"  # a free dim of a product: of a head whose weight is worked on first
 
 
 def vocabularies(trace: Trace, axes: Axes) -> set[Term]:
@@ -82,7 +83,7 @@ def _head_columns(trace: Trace, axes: Axes) -> set[Term]:
             for _, tensor in visit.outputs:
                 terms = axes.of(tensor)
                 last = leaves(terms[-1]) if len(terms) >= 2 else []
-                if len(last) == 1 and find(last[0]) in in_weights and not last[0].events - {_LOOKED_UP}:
+                if len(last) == 1 and find(last[0]) in in_weights and not last[0].events - {_LOOKED_UP, _PRODUCT}:
                     found.add(find(last[0]))
     return found
 
@@ -208,10 +209,9 @@ def _head_border(tensor: int, flow: CallFlow, shards: Shards) -> Border | None:
     while tensor in flow.producer and tensor not in seen:
         seen.add(tensor)
         call = flow.producer[tensor]
-        activations = [t for t in flow.inputs[call] if shards.is_split(t) and t in flow.producer]
-        made_of_weight = any(
-            shards.is_split(t) and flow.trace.tensors[t].kind == "parameter" for t in flow.inputs[call]
-        )
+        split = [t for t in flow.inputs[call] if shards.is_split(t)]
+        activations = [t for t in split if not _is_of_weights(t, flow)]
+        made_of_weight = len(activations) < len(split)
         if made_of_weight and not activations:
             module = flow.trace.calls[call].module
             leaving = [b for b in flow.leaving.get(tensor, []) if b.module == module and b.path == ()]
@@ -220,3 +220,11 @@ def _head_border(tensor: int, flow: CallFlow, shards: Shards) -> Border | None:
             return None
         tensor = activations[0]
     return None
+
+
+def _is_of_weights(tensor: int, flow: CallFlow) -> bool:
+    """A parameter, or made of parameters alone: a head may norm its rows before it multiplies with them."""
+    if tensor not in flow.producer:
+        return flow.trace.tensors[tensor].kind == "parameter"
+    made_of = [t for t in flow.inputs[flow.producer[tensor]] if t != tensor]
+    return bool(made_of) and all(_is_of_weights(t, flow) for t in made_of)
