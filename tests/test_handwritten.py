@@ -72,27 +72,33 @@ def test_audit_against_inference(name: str) -> None:
 def test_exact_on_ranks(name: str) -> None:
     """Each plan runs on two simulated ranks and equals the unsharded model, forward and every gradient."""
     model = model_of(PLANS[name])
-    plan = autoplan.plan(model, 2, prove="none")
+    check_on_ranks(model, autoplan.plan(model, 2, prove="none"))
+
+
+def check_on_ranks(model: Any, plan: autoplan.Plan) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         report = autoplan.verify(model, plan, tp_size=2, checks=["parameters", "forward", "second_shape"])
     assert report.ok, [f"{f.where}: {f.message}" for f in report.findings]
+    assert report.details["means"].sequence == plan.sequence_parallel, "what was promised was left out"
     assert max(report.gradients.values()) < 1e-5
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_sequence_parallel_variant(name: str) -> None:
-    """A variant is what analysis places under sequence parallelism, or the file says why there is none."""
+    """A variant is what analysis places under sequence parallelism and runs, or the file says why there is none."""
     variant = PLANS[name].sequence_parallel
     if isinstance(variant, str):
         assert len(variant) > 40
         return
-    made = autoplan.plan(model_of(PLANS[name]), 2, sequence_parallel=True, prove="none")
+    model = model_of(PLANS[name])
+    made = autoplan.plan(model, 2, sequence_parallel=True, prove="none")
     assert made.sequence_parallel and made.source == "handwritten"
     for pattern, style in variant:
         styles = {e.style for e in made.entries if matches(pattern, e.pattern) or e.pattern == pattern}
         expected = "replicated_with_grad_allreduce" if style == "sequence_parallel" else style
         assert styles <= {expected}, (pattern, styles)
+    check_on_ranks(model, made)
 
 
 # ------------------------------------------------------------------------------------------------ found by name
