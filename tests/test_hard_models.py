@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -158,7 +160,55 @@ class ProductThatIsNoLinear(nn.Module):
         return x + self.attention(x, x, x) + wide
 
 
+@functools.lru_cache(maxsize=64)
+def shape_of_heads(shape: torch.Size, heads: int) -> tuple[int, ...]:
+    return (*shape[:2], heads, shape[2] // heads)
+
+
+class SizesFromACache(nn.Module):
+    """As einops does: sizes of heads come from a cache, filled by whichever module, or model, came first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.attention = Attention(), Attention()
+        self.heads = 4
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in (self.one, self.attention):
+            values = [p(x) for p in (part.q, part.k, part.v)]
+            q, k, v = (t.reshape(shape_of_heads(t.shape, self.heads)).transpose(1, 2) for t in values)
+            x = x + part.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x
+
+
+class ToHeads(nn.Module):
+    """Keeps its number of heads where no attribute of its own is: only a rewritten call can change it."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.settings = {"heads": heads}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.settings["heads"]
+        return x.reshape(*x.shape[:2], heads, x.shape[2] // heads).transpose(1, 2)
+
+
+class HeadsInADictionary(nn.Module):
+    """The width of a head follows from the share of features and the heads that the dictionary still says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.split = Attention(), ToHeads(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        part = self.attention
+        q, k, v = (self.split(p(x)) for p in (part.q, part.k, part.v))
+        return x + part.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
 MODELS = [
+    SizesFromACache,
+    HeadsInADictionary,
     TableInsideAModule,
     ShortConvolutionOfHeads,
     ProductThatIsNoLinear,
@@ -187,3 +237,12 @@ def test_planned_and_exact(kind: type[nn.Module]) -> None:
     assert gathered <= {"memory"}, made  # the memory is read whole by everyone
     report = autoplan.verify(model, made, tp_size=2, inputs=inputs, checks=["parameters", "forward", "state_dict"])
     assert report.ok and max(report.gradients.values()) < 1e-10, report.findings
+
+
+def test_caches_see_no_traced_sizes() -> None:
+    """A size that is traced in one model would be found by the next one, in which it means nothing."""
+    shape_of_heads.cache_clear()
+    autoplan.plan(SizesFromACache(), 2, inputs={"x": torch.randn(2, 8, 32)}, prove="none")
+    assert shape_of_heads.cache_info().currsize == 0
+    shape_of_heads(torch.Size((2, 8, 32)), 4)
+    assert shape_of_heads.cache_info().currsize == 1, "the cache is back"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 from math import prod
 from typing import Any
@@ -77,9 +77,8 @@ class _Equations:
     def _of_a_share(self, index: int, path: tuple[Any, ...], item: Symbolic) -> Iterator[Requirement]:
         """A size that Python read from a value of which ranks have shares, and passes to a call on whole ones."""
         values = {self.value(item, {}, rank) for rank in range(self.shards.tp)}
-        passed = values.pop() if len(values) == 1 else None
-        if values or passed not in (None, item.value):
-            yield Requirement(index, path, item, (item.value,) * self.shards.tp, passed)
+        if values - {None, item.value}:
+            yield Requirement(index, path, item, (item.value,) * self.shards.tp)
 
     def _has_split(self, call: Call) -> bool:
         return any(map(self.shards.is_split, refs((call.args, call.kwargs, call.outputs))))
@@ -92,6 +91,10 @@ class _Equations:
             return edits[origin][rank] if origin in edits else self.original(origin)
 
         return evaluate(have.origin, lambda tensor, dim: self._size(tensor, dim, rank), attribute)
+
+    def seen(self, requirement: Requirement, edits: dict[Attribute, Values]) -> tuple[int, ...]:
+        found = (self.value(requirement.have, edits, rank) for rank in range(self.shards.tp))
+        return tuple(requirement.old if value is None else value for value in found)
 
     def original(self, attribute: Attribute) -> int | None:
         if attribute not in self.old:
@@ -152,6 +155,7 @@ def solve_edits(shards: Shards) -> Edits:
             comparisons[module].append(comparison)
     for module in sorted(set(equations.of_module) | set(comparisons)):
         _solve_module(equations, equations.of_module.get(module, []), comparisons.get(module, []), solution)
+    solution.left = [replace(left, seen=equations.seen(left, solution.values)) for left in solution.left]
     return solution
 
 

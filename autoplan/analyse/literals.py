@@ -47,19 +47,17 @@ _GROUPS_AT = {"conv1d": 6, "conv2d": 6, "conv3d": 6, "conv_transpose1d": 6, "con
 class Requirement:
     """At `path` in the arguments of call `call`, ranks must pass `want` (one number per rank); now it is `have`.
 
-    `passed`: what all ranks would pass as it stands, where that is not the recorded number.
+    `seen` is what the Python of a sharded model passes there, with its shares' sizes and the integers that were edited.
     """
 
     call: int
     path: Path
     have: Any
     want: tuple[int, ...]
-    passed: int | None = None
+    seen: tuple[int, ...] = ()
 
     @property
     def old(self) -> int:
-        if self.passed is not None:
-            return self.passed
         return self.have.value if isinstance(self.have, Symbolic) else int(self.have)
 
     @property

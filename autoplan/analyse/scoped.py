@@ -165,7 +165,7 @@ def _blame_of(index: int, flow: CallFlow, shards: Shards) -> tuple[int, ...]:
 def _wanted(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits, result: Scope) -> dict[int, ScopedCall]:
     arguments: dict[int, list[tuple[tuple[Any, ...], Any]]] = defaultdict(list)
     for requirement in edits.left:
-        arguments[requirement.call].append((requirement.path, (requirement.old, *requirement.want)))
+        arguments[requirement.call].append((requirement.path, (requirement.seen, requirement.want)))
     cuts = _cuts(shards, flow, result)
     draws = _mixed_draws(shards, flow)
     indices = set(arguments) | set(placement.inside_reductions) | set(placement.inside_copies) | set(cuts) | draws

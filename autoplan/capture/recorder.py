@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoplan.capture.code_place import call_name, code_place
 from autoplan.capture.known_values import KnownValues
 from autoplan.capture.traced_ints import Escapes, TracedInt, integer_attributes, trace_attributes
+from autoplan.capture.uncached import uncached_functions
 from autoplan.errors import CaptureError
 from autoplan.values import Call, Fold, ModuleVisit, Op, Ref, Symbolic, TensorInfo, Trace
 
@@ -295,6 +296,7 @@ def record(
         recording.grad_enabled = True
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(uncached_functions())
             if fake_mode is not None:
                 stack.enter_context(fake_mode)
             stack.enter_context(_VisitRecorder(recording))

@@ -11,6 +11,7 @@ which the model makes different constants (the slopes of ALiBi). Those are left 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -107,7 +108,7 @@ class _Law:
         found: dict[str, torch.Tensor] = {}
         with torch.no_grad(), one_compute_thread(), random_streams.fork(0):
             for entry, inputs in self.entries.items():
-                outputs = tensors_in(self.model(**inputs))
+                outputs = tensors_in(copy.deepcopy(self.model)(**inputs))  # a run may keep tables for the next
                 found.update({f"{entry} {name}": tensor for name, tensor in outputs.items()})
         return found
 

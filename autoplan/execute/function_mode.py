@@ -105,9 +105,9 @@ class ModuleMode(TorchFunctionMode):
             result = self._cut(result, output, dim, Layout.parse(layout))
         return result
 
-    def _literal(self, planned: ScopedCall, have: int, numbers: tuple[int, ...]) -> int:
+    def _literal(self, planned: ScopedCall, have: int, numbers: tuple[tuple[int, ...], tuple[int, ...]]) -> int:
         """The number this rank must pass: as planned, or in proportion when a size of the batch is in it."""
-        old, want = numbers[0], numbers[1 + self.group.rank]
+        old, want = (of_ranks[self.group.rank] for of_ranks in numbers)
         if have == old:
             return want
         if have in (want, -1):  # -1 follows by itself

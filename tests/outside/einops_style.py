@@ -1,12 +1,10 @@
 """One projection for queries, keys and values, in each of the three orders that people give to `rearrange`.
 
 With einops the line reads `rearrange(self.to_qkv(x), "b n (three h d) -> three b h n d", three=3, h=self.heads)`, and
-so on; here it is the reshape and permute that einops makes of it. With `einops` installed, its own calls are used.
+so on; here it is either that, or the reshape and permute that einops makes of it.
 """
 
 from __future__ import annotations
-
-import importlib.util
 
 import torch
 from torch import nn
@@ -72,6 +70,5 @@ class Transformer(nn.Module):
         return self.to_logits(x)
 
 
-def build(order: str) -> nn.Module:
-    einops = importlib.util.find_spec("einops") is not None
+def build(order: str, einops: bool = False) -> nn.Module:
     return Transformer(order, einops, vocab=160, dim=96, depth=2, heads=8, dim_head=16)
