@@ -42,13 +42,12 @@ class GraphProof:
 
 def prove_graph(source: Source, plan: Plan, choices: Choices | None = None) -> GraphProof:
     """Permutation law and replay on a tiny clone, at a size of its own, under the same choices."""
-    import torch
 
     from autoplan.check.permute import check_permutations
     from autoplan.check.replay import replay
 
     try:
-        clone = source.tiny(dtype=torch.float64, experts="batched_mm")
+        clone = source.tiny(dtype=source.exact_dtype, experts="batched_mm")
         made = make_inputs(
             clone, config=getattr(clone, "config", None), model_type=source.model_type, inputs=source.inputs
         )
