@@ -80,6 +80,10 @@ def no_plan() -> int:
     return 3
 
 
+def raises() -> dict[str, str]:
+    raise KeyError("no such cluster")
+
+
 def wants_more(a: int, b: int, c: int) -> None: ...
 
 
@@ -225,6 +229,7 @@ def without(name: str) -> dict[str, str]:
         (f"{HERE}.NUMBER", "is a int, which is no plan"),
         (f"{HERE}.no_plan", r"\(\) returned a int, which is no plan"),
         (f"{HERE}.wants_more", r"wants \(a, b, c\)"),
+        (f"{HERE}.raises", "raises when it is called: KeyError: 'no such cluster'"),
         ("plans/that/are/not.yaml", "no existing plan file"),
         ("nonsense", "Plan ids: .*llama"),
         ({"layer_specs": [{"patterns": ["upproj"], "partition_type": "column"}]}, "match no parameter"),
@@ -288,3 +293,10 @@ def test_style_objects_are_for_one_model() -> None:
     with pytest.raises(autoplan.AutoplanError, match="already applied to a model.*\n.*once per model"):
         last._apply(models[1], None)
     assert planned("inferred").to_torch()[""] is not last
+
+
+def test_a_path_that_raises_on_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "breaks_on_import.py").write_text("raise RuntimeError('no such cluster')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(autoplan.AutoplanError, match=r"raises on import: RuntimeError: no such cluster"):
+        planned("breaks_on_import.PLAN")

@@ -1,7 +1,8 @@
 """Dotted paths: `pkg.module.NAME`, `pkg.module.Class.attribute`, `pkg.module:function`.
 
 The value is a plan, or a function that returns one and takes nothing, the model, or the model and whether sequence
-parallelism is wanted. An import that fails says which part failed; a value that is no plan says what it is.
+parallelism is wanted. An import that fails says which part failed; a value that is no plan says what it is. Importing
+and calling run a stranger's code, which may raise anything: what it raises is the message.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ def plan_at(path: str, model: Any, sequence_parallel: bool = False) -> Mapping[s
     value = _value_at(path)
     called = ""
     if callable(value) and not isinstance(value, Mapping):
-        value, called = _called(value, path, model, sequence_parallel), "() returned"
+        try:
+            value, called = _called(value, path, model, sequence_parallel), "() returned"
+        except ChoiceError:
+            raise
+        except Exception as error:
+            raise ChoiceError(f"{path} raises when it is called: {_said(error)}", hint="mend it first") from error
     if isinstance(value, (Mapping, Plan)):
         return value
     raise ChoiceError(
@@ -48,6 +54,8 @@ def _value_at(path: str) -> Any:
             value = import_module(name)
         except ImportError as error:
             raise ChoiceError(f"{path}: importing {name} failed: {error}", hint="install what it needs") from error
+        except Exception as error:
+            raise ChoiceError(f"{path} raises on import: {_said(error)}", hint=f"mend {name} first") from error
         return _attribute(value, name, parts[length:], path)
     raise ChoiceError(
         f"{path}: there is no module {parts[0]!r}",
@@ -88,6 +96,10 @@ def _called(function: Callable[..., Any], path: str, model: Any, sequence_parall
         names = ", ".join(p.name for p in required)
         raise ChoiceError(f"{path} wants ({names})", hint="it may take (), (model) or (model, sequence_parallel)")
     return function(*list(offered.values())[: len(required)])
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _described(value: Any) -> str:

@@ -23,7 +23,6 @@ from autoplan.dialects.dotted import looks_dotted, plan_at
 from autoplan.dialects.torch_styles import read_styles
 from autoplan.dialects.transformers_plans import read_strings
 from autoplan.emit.plan_file import load_plan
-from autoplan.errors import AutoplanError
 from autoplan.patterns import matches
 from autoplan.values import Plan
 
@@ -107,18 +106,8 @@ def read_foreign(source: Any, model: Any, name: str) -> ForeignPlan | str:
             f"plan {text!r} is no existing file, no plan id and no dotted path",
             hint="give 'hf', 'inferred', a plan file, package.module:attribute, or a dict",
         )
-    value = _at(text, model)
+    value = plan_at(text, model)
     return foreign_of(value, text) if isinstance(value, Plan) else _of_mapping(value, text, model)
-
-
-def _at(text: str, model: Any) -> Any:
-    """The value of a dotted path; importing runs a stranger's code, which may raise anything."""
-    try:
-        return plan_at(text, model)
-    except AutoplanError:
-        raise
-    except Exception as error:
-        raise ChoiceError(f"{text} raises on import: {type(error).__name__}: {error}", hint="mend it first") from error
 
 
 def foreign_of(plan: Plan, name: str = "") -> ForeignPlan:
