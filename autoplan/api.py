@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 
 from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_any, capture_fake
+from autoplan.capture.expert_counts import without_namesakes
 from autoplan.capture.inputs import make_inputs
 from autoplan.capture.source import Source, resolve
 from autoplan.check.audit.gate import refuse_wrong
@@ -127,6 +128,8 @@ def plan_source(
     solution = solve_source(
         source, captured, tp_size, ep_size, choices=choices, means=means, strict=strict, sequence_stacks=blocks
     )
+    runtime = without_namesakes(source, solution.runtime, captured.trace.module_classes)
+    solution = replace(solution, runtime=runtime)
     made = plan_chosen(
         solution,
         choices,

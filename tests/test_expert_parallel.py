@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -130,6 +131,15 @@ def test_a_number_that_also_sizes_something_else_stays() -> None:
     assert autoplan.verify(model, plan, tp_size=2, inputs=inputs, checks=CHECKS).ok
 
 
+def test_namesakes_are_told_apart_on_the_clone() -> None:
+    """As many experts as features in each: only one of the two attributes counts experts in a model of other sizes."""
+    plan = autoplan.plan("qwen3_next", tp_size=8, ep_size=8, prove="none")
+    edits = {(edit.attribute, edit.old, edit.new) for edit in plan.runtime.edits if edit.pattern.endswith(".experts")}
+    assert edits == {("num_experts", 512, 64)}
+    (site,) = plan.runtime.experts
+    assert site.experts == 512
+
+
 def test_experts_that_do_not_divide_are_cut_inside() -> None:
     model, inputs = with_stacks(Stacked, experts=6)
     plan = autoplan.plan(model, tp_size=4, ep_size=4, inputs=inputs, prove="none")
@@ -238,6 +248,33 @@ def test_a_plan_file_is_a_source_for_its_own_size(tmp_path: Path) -> None:
     assert autoplan.plan(clone.model, 2, ep_size=2, **how) == plan
     with pytest.raises(PlanMismatchError, match="a plan for ep=2, not 1"):
         autoplan.plan(clone.model, 2, **how)
+
+
+def test_real_ranks_of_ep_verify_themselves() -> None:
+    clone, plan = planned("mixtral", 1, 2)
+
+    def rank_body(rank: int) -> Any:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+        how: Any = {"mesh": mesh, "inputs": clone.entries, "checks": CHECKS[:2]}
+        return autoplan.verify(copy.deepcopy(clone.model), plan, **how)
+
+    assert all(report.ok and report.details["engine"] == "mesh" for report in run_ranks(rank_body, 2))
+
+
+def test_written_plans_that_cut_experts_inside_stay_so() -> None:
+    clone, _ = planned("mixtral")
+    chosen = {"model.layers.*.mlp.experts.gate_up_proj": "packed_colwise"}
+    how: Any = {"inputs": clone.entries, "prove": "none", "overrides": chosen}
+    plan = autoplan.plan(clone.model, 2, ep_size=2, **how)
+    (told,) = [finding for finding in plan.findings if finding.check == "experts" and finding.level == "warn"]
+    assert not plan.runtime.experts and "overrides cuts" in told.message
+
+
+def test_rounding_is_measured_too() -> None:
+    clone, plan = planned("mixtral", 1, 2)
+    how: Any = {"inputs": clone.entries, "checks": CHECKS[:2], "rounding": True}
+    report = autoplan.verify(clone.model, plan, **how)
+    assert report.ok and report.details["rounding"]
 
 
 def test_the_plan_of_a_large_model_is_verified_on_its_clone() -> None:

@@ -38,12 +38,19 @@ def solve_experts(
         apart = split_stacks(used, found.shards)
         if len(apart) == len(used):
             break
-        inside |= {stack.module: "its experts' axis could not be split" for stack in used if stack not in apart}
+        inside |= {stack.module: _why_not(stack, trace, found) for stack in used if stack not in apart}
     known = {(edit.pattern, edit.attribute, edit.index) for edit in found.runtime.edits}
     edits = (e for e in expert_edits(trace, axes, used, tp) if (e.pattern, e.attribute, e.index) not in known)
     sites = tuple(stack.site for stack in used)
     runtime = replace(found.runtime, edits=(*found.runtime.edits, *edits), experts=sites)
     return replace(found, trace=trace, runtime=runtime, experts_inside=tuple(inside.items()))
+
+
+def _why_not(stack: ExpertStack, trace: Trace, found: Solution) -> str:
+    """Why the axis of a module's experts is whole in a solution."""
+    weight = trace.tensors[stack.stack[0]].names[0]
+    reasons = [fact.reason for fact in found.classes if (weight, 0) in fact.parameters and fact.reason]
+    return f"its experts stay on every rank ({reasons[0]})" if reasons else "its experts stay on every rank"
 
 
 def _others(trace: Trace, stacks: tuple[ExpertStack, ...]) -> set[int]:

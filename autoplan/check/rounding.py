@@ -22,7 +22,7 @@ import torch
 
 from autoplan.check.ranks import Engine, one_compute_thread, run_processes, run_ranks
 from autoplan.check.subject import tensors_in
-from autoplan.execute.parallelize import apply_plan
+from autoplan.execute.parallelize import apply_plan, tp_mesh_of
 from autoplan.values import Plan
 
 __all__ = ["measure_rounding"]
@@ -113,24 +113,33 @@ def _on_ranks(job: _Job, engine: Engine, mesh: Any) -> list[Outputs]:
     if mesh is not None:
         import torch.distributed as dist
 
-        everyone: list[Any] = [None] * job.plan.tp_size
-        dist.all_gather_object(everyone, _sharded(job, mesh), group=mesh["tp"].get_group())
+        everyone: list[Any] = [None] * job.plan.ranks
+        dist.all_gather_object(everyone, _sharded(job, mesh), group=_split_over(mesh, job.plan).get_group())
         return everyone
     if engine == "gloo":
-        return run_processes(_on_rank, (job,), job.plan.tp_size)
-    jobs = [_in_dtype(job, torch.bfloat16) for _ in range(job.plan.tp_size)]
-    return run_ranks(lambda rank: _on_rank(rank, jobs[rank]), job.plan.tp_size)
+        return run_processes(_on_rank, (job,), job.plan.ranks)
+    jobs = [_in_dtype(job, torch.bfloat16) for _ in range(job.plan.ranks)]
+    return run_ranks(lambda rank: _on_rank(rank, jobs[rank]), job.plan.ranks)
 
 
 def _on_rank(rank: int, job: _Job) -> Outputs:
     from torch.distributed.device_mesh import init_device_mesh
 
-    return _sharded(job, init_device_mesh("cpu", (job.plan.tp_size,), mesh_dim_names=("tp",)))
+    from autoplan.check.verify import mesh_of
+
+    ((name, size),) = mesh_of(job.plan).items()
+    return _sharded(job, init_device_mesh("cpu", (size,), mesh_dim_names=(name,)))
+
+
+def _split_over(mesh: Any, plan: Plan) -> Any:
+    found = tp_mesh_of(mesh, plan)
+    assert found is not None, "a plan for one rank rounds like the model"
+    return found
 
 
 def _sharded(job: _Job, mesh: Any) -> Outputs:
     model = job.model.to(mesh.device_type)
-    apply_plan(model, mesh["tp"], job.plan, sequence_padding="pad")
+    apply_plan(model, _split_over(mesh, job.plan), job.plan, sequence_padding="pad")
     return _outputs(_Job(model, job.entries, job.plan, job.layers))
 
 

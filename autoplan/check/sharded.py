@@ -268,7 +268,8 @@ def _on_live_mesh(job: _Job, mesh: Any) -> list[Any]:
 
     from autoplan.execute import random_streams
 
-    group = mesh["tp"].get_group()
+    ((name, _),) = job.dims
+    group = mesh[name].get_group()
     subject = _copy(job.subject)
     subject.model.to(mesh.device_type)
     with random_streams.fork():

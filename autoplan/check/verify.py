@@ -91,7 +91,7 @@ def verify_source(
         if rounding:
             raise AutoplanError("rounding is measured on tensor-parallel ranks", hint=f"leave mesh={mesh!r} out")
         return _verify_mesh(source, plan, parse_mesh(mesh), engine, checks, sequence_parallel, ep_size)
-    sizes = Sizes.of(tp_size if mesh is None else mesh["tp"].size(), ep_size, plan)
+    sizes = Sizes.of(tp_size, ep_size, plan) if mesh is None else Sizes.of_mesh(mesh, ep_size, plan)
     clone = clone_of(source)
     for means in means_of(plan, sequence_parallel, sizes):
         applied, findings = _plan_for(clone, source, plan, sizes, means)
@@ -298,6 +298,13 @@ class Sizes:
             return Sizes(tp_size, tp_size) if plan.tp_size > 1 else Sizes(1, ep_size or max(tp_size, 2))
         check_expert_size(tp_size, ep_size or 1)
         return Sizes(tp_size, ep_size or 1)
+
+    @staticmethod
+    def of_mesh(mesh: Any, ep_size: int | None, plan: Plan | None) -> Sizes:
+        """The sizes of real ranks: those of a dim "tp", or of a dim "ep" where only experts are dealt out."""
+        if "tp" in mesh.mesh_dim_names or "ep" not in mesh.mesh_dim_names:
+            return Sizes.of(mesh["tp"].size(), ep_size, plan)
+        return Sizes(1, mesh["ep"].size())
 
     @property
     def ranks(self) -> int:

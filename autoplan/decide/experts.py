@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["check_expert_size", "expert_findings", "experts_of"]
 
 _CHECK = "experts"
+_HINT = "ep_size must divide the number of experts, and no written plan may cut them otherwise"
 _INSIDE = ("packed-experts", "gated-experts", "plain-experts", "listed-experts")  # rules of roles
 
 
@@ -47,10 +48,10 @@ def _findings(plan: Plan, solution: Solution) -> Iterator[Finding]:
     names = Names(solution.trace)
     reasons: dict[str, list[str]] = {}
     for module, why in solution.experts_inside:
-        reasons.setdefault(why, []).append(module)
+        reasons.setdefault(why.replace(f"{module}.", ""), []).append(module)
     for why, modules in reasons.items():
         for pattern in names.fold(modules):
-            yield Finding(_CHECK, "warn", pattern, f"{why}: each is cut inside", "choose another ep_size")
+            yield Finding(_CHECK, "warn", pattern, f"not dealt out: {why}", _HINT)
     told = [module for module, _ in solution.experts_inside]
     for entry in plan.entries:
         owner = entry.pattern if entry.pattern in names.modules else entry.pattern.rpartition(".")[0]
