@@ -9,7 +9,7 @@ from small_models import Decoder, ids, with_experts
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["Sorted", "Stacked", "with_listed", "with_stacks"]
+__all__ = ["Adding", "Sorted", "Stacked", "with_listed", "with_stacks"]
 
 _HIDDEN = 40
 
@@ -31,6 +31,13 @@ class Stacked(nn.Module):
             inside = F.gelu(x[row] @ self.up[number] + self.up_shift[number]).view(-1, self.inner)
             result = result.index_add(0, row, inside @ self.down[number] * share[row, place, None])
         return result
+
+
+class Adding(Stacked):
+    """Experts whose sum has a term that belongs to none of them: from outside it looks like any other pool."""
+
+    def forward(self, which: torch.Tensor, x: torch.Tensor, *, share: torch.Tensor) -> torch.Tensor:
+        return super().forward(which, x, share=share) + torch.tanh(x)
 
 
 class Sorted(nn.Module):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from experts_toys import Sorted, Stacked, with_listed, with_stacks
+from experts_toys import Adding, Sorted, Stacked, with_listed, with_stacks
 from safetensors.torch import save_file
 from test_experts import TYPES, computing_with
 from torch import nn
@@ -121,6 +121,15 @@ def test_a_model_of_nobodys(experts: type[nn.Module]) -> None:
     assert edited == {("how_many", 8, 4)}
     report = autoplan.verify(model, plan, tp_size=2, inputs=inputs)
     assert report.ok, report.findings
+
+
+def test_what_only_looks_like_experts_is_found_out_on_ranks() -> None:
+    model, inputs = with_stacks(Adding)
+    plan = autoplan.plan(model, tp_size=2, ep_size=2, inputs=inputs)
+    assert not plan.runtime.experts
+    told = [finding.message for finding in plan.findings if finding.check == "experts" and finding.level == "warn"]
+    assert told and "did not give the same on simulated ranks" in told[0]
+    assert autoplan.verify(model, plan, tp_size=2, inputs=inputs, checks=CHECKS).ok
 
 
 def test_a_number_that_also_sizes_something_else_stays() -> None:
