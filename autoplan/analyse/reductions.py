@@ -14,10 +14,11 @@ from autoplan.analyse.op_rules.experts import BOX
 from autoplan.analyse.shards import Shards, refs
 from autoplan.values import Call, Op, Ref
 
-__all__ = ["CONVOLUTIONS", "PRODUCTS", "gathered_dim", "reduction_of", "row_bias_of"]
+__all__ = ["CONVOLUTIONS", "PRODUCTS", "TRANSPOSED", "gathered_dim", "reduction_of", "row_bias_of"]
 
 PRODUCTS = ("linear", "matmul", "__matmul__", "mm")
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")  # calls whose channels are the dim before the spatial ones
+TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 _COMPOSITE = ("multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 _MATRIX = frozenset({"mm", "bmm", "mv", "dot", "_grouped_mm"})
 _BIASED = frozenset({"addmm", "baddbmm"})
@@ -137,7 +138,7 @@ def row_bias_of(call: Call, reduction: str | None) -> int | None:
     """The bias a call adds to a partial sum: each rank must add its share only."""
     if reduction != "sum":
         return None
-    if call.name in ("linear", *CONVOLUTIONS):
+    if call.name in ("linear", *CONVOLUTIONS, *TRANSPOSED):
         bias = call.args[2] if len(call.args) > 2 else call.kwargs.get("bias")
         return bias.id if isinstance(bias, Ref) else None
     if call.name in ("addmm", "baddbmm") and isinstance(call.args[0], Ref):

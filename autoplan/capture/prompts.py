@@ -133,5 +133,7 @@ def _with_placeholders(words: torch.Tensor, token: int, count: int) -> torch.Ten
 
 
 def _token_types(places: Any, takes: Callable[[str], bool], modality: Modality) -> dict[str, torch.Tensor]:
-    wanted = takes("mm_token_type_ids") and isinstance(places, torch.Tensor)
-    return {"mm_token_type_ids": places.long() * modality.token_type} if wanted else {}
+    if not isinstance(places, torch.Tensor):
+        return {}
+    wanted = [name for name in ("mm_token_type_ids", "moe_mm_token_type_ids") if takes(name)]
+    return {name: places.long() * modality.token_type for name in wanted}

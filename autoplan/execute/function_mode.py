@@ -22,7 +22,8 @@ from autoplan.values import ScopedCall
 
 __all__ = ["ModuleMode"]
 
-_WITH_BIAS = ("linear", "conv1d", "conv2d", "conv3d")
+_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+_WITH_BIAS = ("linear", *_CONVOLUTIONS)
 
 
 class ModuleMode(TorchFunctionMode):

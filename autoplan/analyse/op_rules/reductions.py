@@ -136,7 +136,7 @@ def group_norm(site: Site) -> Answer:
     if halves is None:
         return None
     for term in (halves[1], *dims[2:]):
-        site.contract(term, Event.NORM)
+        site.contract(term, Event.REDUCE_VAR)  # statistics that ranks do not exchange, unlike a layer norm's
     _scale(site, dims, [site.tensor(1, "weight"), site.tensor(2, "bias")])
     return [[find(term) for term in dims], *([find(dims[0]), find(halves[0])] for _ in site.outputs[1:])]
 
@@ -149,7 +149,7 @@ def batch_norm(site: Site) -> Answer:
     _scale(site, dims, [site.tensor(position) for position in range(1, 5)])
     if site.op.name != "_native_batch_norm_legit_no_training" and site.arg(5, "training") is True:
         for term in (dims[0], *dims[2:]):
-            site.mark(term, Event.NORM)
+            site.contract(term, Event.REDUCE_VAR)
     extras: list[Dims | None] = []
     for output in site.outputs[1:]:
         extras.append([find(dims[1])] if site.shape(output) == (dims[1].size,) else None)
