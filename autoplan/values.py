@@ -290,7 +290,8 @@ class ScopedCall:
     `place` is where the call stands in the code, "forward:12:8-30>repeat_kv:3:20-41", with "#2" for only the second
     time that a run of the module comes there, "@4" for only calls whose first argument has four dims.
     `arguments`: literals as (path into args/kwargs, (what each rank's Python passes there, what each must pass)).
-    `copies`: argument paths whose gradient is summed. `reduce`: "sum" | "mean" | "norm" | "embedding" | "gather".
+    `copies`: argument paths whose gradient is summed.
+    `reduce`: "sum" | "mean" | "norm" | "embedding" | "gather" | "attention".
     `cuts`: output dims cut to this rank's share, as (output index, dim, layout).
     """
 

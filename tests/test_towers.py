@@ -142,14 +142,65 @@ class WholeSizeOfAShare(nn.Module):
         return self.last(F.layer_norm(self.wide(y.tanh()).reshape(batch, length * 2, width), (64,)))
 
 
+class Pooled(nn.Module):
+    """torch's own attention, in one call: a query that pools a picture, then the picture on itself, under masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.randn(1, 1, 32))
+        self.pool = nn.MultiheadAttention(32, 4, batch_first=True)
+        self.itself = nn.MultiheadAttention(32, 4, batch_first=True, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.zeros(x.shape[:2], dtype=torch.bool)
+        hidden[:, -2:] = True
+        future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        y = x + self.itself(x, x, x, attn_mask=future, need_weights=False)[0]
+        pooled, weights = self.pool(self.query.expand(x.shape[0], -1, -1), y, y, key_padding_mask=hidden)
+        return torch.cat([pooled, y * weights.transpose(1, 2)], dim=1)
+
+
+class Upsampled(nn.Module):
+    """A transposed convolution on shares of its channels: its bias is added once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv1d(32, 64, 3, padding=1), nn.ConvTranspose1d(64, 32, 2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.transpose(1, 2)
+        return y.repeat_interleave(2, -1) + self.down(self.up(y).tanh())
+
+
+class Standardised(nn.Module):
+    """Statistics over a weight's inputs: were those cut, no rank could know them. The MLP is cut all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = F.batch_norm(self.second.weight[None], None, None, training=True)[0]
+        x = x + F.linear(self.first(x).tanh(), weight)
+        return x + self.down(self.up(x).tanh())
+
+
 @pytest.mark.parametrize(
     ("kind", "shape", "cut"),
     [
+        (
+            Pooled,
+            (2, 8, 32),
+            {f"{name}.{w}" for name in ("pool", "itself") for w in ("in_proj_weight", "out_proj.weight")},
+        ),
+        (Upsampled, (2, 8, 32), {"up.weight", "down.weight"}),
+        (Standardised, (2, 8, 32), {"up.weight", "down.weight"}),
         (Stem, (2, 3, 16, 16), {"patch.weight", "up.weight", "down.weight", "out"}),
         (WholeSizeOfAShare, (2, 8, 32), {"narrow.weight", "wide.weight"}),
     ],
 )
-def test_stems_and_bare_products_are_gathered(kind: type[nn.Module], shape: tuple[int, ...], cut: set[str]) -> None:
+def test_planned_proven_and_exact(kind: type[nn.Module], shape: tuple[int, ...], cut: set[str]) -> None:
     torch.manual_seed(0)
     model, inputs = kind().double(), {"x": torch.randn(shape, dtype=torch.float64)}
     plan = autoplan.plan(model, tp_size=2, inputs=inputs)

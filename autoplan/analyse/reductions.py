@@ -10,6 +10,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+from autoplan.analyse.fused_attention import FUSED_ATTENTION, argument, obstacle
 from autoplan.analyse.op_rules.experts import BOX
 from autoplan.analyse.shards import Shards, refs
 from autoplan.values import Call, Op, Ref
@@ -19,7 +20,7 @@ __all__ = ["CONVOLUTIONS", "PRODUCTS", "TRANSPOSED", "gathered_dim", "reduction_
 PRODUCTS = ("linear", "matmul", "__matmul__", "mm")
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")  # calls whose channels are the dim before the spatial ones
 TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-_COMPOSITE = ("multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd")
+_COMPOSITE = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 _MATRIX = frozenset({"mm", "bmm", "mv", "dot", "_grouped_mm"})
 _BIASED = frozenset({"addmm", "baddbmm"})
 _NORMS = frozenset({"native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm"})
@@ -46,8 +47,11 @@ _OTHER_REDUCTIONS = frozenset(
 
 
 def reduction_of(call: Call, shards: Shards, gathered: frozenset[int]) -> str | None:
-    """None, "sum", "mean", "norm", "embedding", "gather", or "refused: why"."""
+    """None, "sum", "mean", "norm", "embedding", "gather", "attention", or "refused: why"."""
     found: str | None = None
+    if call.name == FUSED_ATTENTION:
+        why = obstacle(call, shards)
+        return f"refused: {why}" if why else "attention"
     if call.name in _COMPOSITE:
         return f"refused: {call.name} is told its number of heads and cuts its packed weight by itself"
     for index in range(*call.ops):
@@ -136,6 +140,9 @@ def gathered_dim(call: Call, shards: Shards) -> tuple[str, int] | None:
 
 def row_bias_of(call: Call, reduction: str | None) -> int | None:
     """The bias a call adds to a partial sum: each rank must add its share only."""
+    if reduction == "attention":
+        bias = argument(call, "out_proj_bias")
+        return bias.id if isinstance(bias, Ref) else None
     if reduction != "sum":
         return None
     if call.name in ("linear", *CONVOLUTIONS, *TRANSPOSED):

@@ -157,7 +157,9 @@ class _Placer:
             if output is None:
                 self._refuse(index, "a sum over a split axis written in place")
                 continue
-            if kind == "embedding":
+            if kind == "attention":
+                self.result.inside_reductions[index] = kind
+            elif kind == "embedding":
                 self._place_embedding(index, output)
             elif kind == "gather":
                 self._place_gather(index, output)

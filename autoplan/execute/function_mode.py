@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from autoplan.capture.code_place import call_name, code_place
 from autoplan.errors import PlanMismatchError
 from autoplan.execute.collectives import RankGroup, copy_to_ranks, gather_over_ranks, sum_over_ranks, take_rows
+from autoplan.execute.fused_attention import attention_of_a_rank
 from autoplan.execute.randomness import SharedRandomness
 from autoplan.layout import Layout, chunk
 from autoplan.values import ScopedCall
@@ -85,6 +86,8 @@ class ModuleMode(TorchFunctionMode):
         args, kwargs = everything["args"], everything["kwargs"]
         if planned.reduce == "norm":
             result = self._norm(planned, args, kwargs)
+        elif planned.reduce == "attention":
+            result = attention_of_a_rank(self.group, args, kwargs)
         elif planned.reduce in ("sum", "mean"):
             result = self._reduced(planned, func, args, kwargs)
         elif planned.reduce == "embedding":
