@@ -7,6 +7,7 @@ real tiny clone, whose parameters have the same names but other sizes. The trace
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -45,6 +46,10 @@ def capture_any(model: nn.Module, entries: dict[str, dict[str, Any]], notes: tup
     try:
         captured = capture_hollow(model, entries)
     except CaptureError as error:
+        with suppress(CaptureError):
+            supposed = capture_fake(model, entries, supposing=True)
+            note = f"traced on supposed choices, since its Python asks for them: {fake_error.message}"
+            return _with_notes(supposed, (*notes, note))
         if len(entries) < 2:
             raise error from fake_error
         kept, more = _runnable(model, entries)
@@ -104,11 +109,16 @@ def _hollow(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return nn.Parameter(real, requires_grad=False) if isinstance(tensor, nn.Parameter) else real
 
 
-def capture_fake(model: nn.Module, entries: dict[str, dict[str, Any]], *, folded: bool = True) -> Captured:
-    """Record a storage-free copy of `model`. Raises CaptureError when its Python needs more than shapes."""
+def capture_fake(
+    model: nn.Module, entries: dict[str, dict[str, Any]], *, folded: bool = True, supposing: bool = False
+) -> Captured:
+    """Record a storage-free copy of `model`. Raises CaptureError when its Python needs more than shapes.
+
+    `supposing` makes up the choices that it asks for.
+    """
     problem: CaptureError | None = None
     unfolded = False
-    for folding, knowing in product(_MODEL_COPIES if folded else (False,), (False, True)):
+    for folding, knowing in product(_MODEL_COPIES if folded else (False,), (True,) if supposing else (False, True)):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         copy = fold(model, _faker(mode), fold=folding)
         if folding and not copy.folds:
@@ -119,7 +129,7 @@ def capture_fake(model: nn.Module, entries: dict[str, dict[str, Any]], *, folded
         copy.module.eval()
         try:
             with untouched_randomness():
-                fake = KnownValues(mode) if knowing else mode
+                fake = KnownValues(mode, supposing=supposing) if knowing else mode
                 trace, recording = record(copy.module, entries, fake_mode=fake, folds=copy.folds)
             return Captured(trace, recording)
         except CaptureError as error:
