@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoplan
-from autoplan.emit.configs import to_deepspeed
+from autoplan.emit.configs import to_deepspeed, to_vllm
 from autoplan.emit.hf import to_hf
 from autoplan.emit.sayable import ExportError, parts_of
 from autoplan.emit.torch_code import needs_autoplan
@@ -153,4 +153,13 @@ def test_a_count_that_must_keep_its_value() -> None:
     assert to_hf(plan), "transformers divides no count"
     with pytest.raises(ExportError, match="AutoTP would divide num_heads of model"):
         to_deepspeed(plan)
-    assert len(to_deepspeed(planned(Blocks("none", "edits")), drop=True)) == 1, "its sums are no views"
+
+
+def test_who_replaces_modules_hands_out_no_views() -> None:
+    plan = planned(Blocks("edits", "edits"))
+    assert to_vllm(plan) == {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+    specs = to_deepspeed(plan)["tensor_parallel"]["partition_config"]["layer_specs"]
+    assert [spec["partition_type"] for spec in specs] == ["column", "row"]
+    for exporter in (to_vllm, to_deepspeed):
+        with pytest.raises(ExportError, match="is read by"):
+            exporter(planned(Blocks("reads", "reads")))

@@ -19,6 +19,7 @@ from autoplan.values import Entry, Plan
 
 __all__ = ["to_accelerate", "to_deepspeed", "to_megatron_fsdp", "to_vllm"]
 
+_WITHOUT_VIEWS = ("read", "shape")  # DeepSpeed and vLLM replace modules: what leaves may be changed in place
 _GATHERED = {"packed_colwise": "colwise_rep", "colwise": "colwise_rep", "rowwise": "rowwise_rep"}
 _VLLM = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", "replicate")
 
@@ -27,7 +28,7 @@ def to_deepspeed(plan: Plan, *, drop: bool = False) -> dict[str, Any]:
     """The `tensor_parallel` section of a DeepSpeed config."""
     specs: list[dict[str, Any]] = []
     refused: list[Refused] = []
-    for part in parts_of(plan, obstacles=("read", "shape")):  # it replaces modules, and sums into plain tensors
+    for part in parts_of(plan, obstacles=_WITHOUT_VIEWS):
         why = _not_for_deepspeed(part) or _divides_too_much(plan, part)
         if why:
             refused += part.refused(why)
@@ -84,7 +85,7 @@ def _expression(pattern: str) -> str:
 
 def to_vllm(plan: Plan, *, shipped: Iterable[str] = (), drop: bool = False) -> dict[str, str]:
     """The dict of vLLM's transformers backend, in the spelling that it has always taken."""
-    found, refused = hf_entries(plan)
+    found, refused = hf_entries(plan, obstacles=_WITHOUT_VIEWS)
     ends = {e.pattern for e in plan.entries if e.rule in ("token-embedding", "lm-head", "tied-head")}
     # No gradients in vLLM: what is whole is whole. Packed layers are gathered, which is exact too.
     found = {k: s for k, s in found.items() if k not in ends and s != "replicated_with_grad_allreduce"}

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator
 
 from autoplan.decide.folding import starred
-from autoplan.emit.sayable import Part, Refused, check_nothing_lost, layout_of, parts_of
+from autoplan.emit.sayable import OBSTACLES, Part, Refused, check_nothing_lost, layout_of, parts_of
 from autoplan.patterns import matches
 from autoplan.values import Entry, Plan
 
@@ -48,11 +48,11 @@ def to_hf(plan: Plan, *, shipped: Iterable[str] = (), old: bool = False, drop: b
     return found
 
 
-def hf_entries(plan: Plan) -> tuple[dict[str, str], list[Refused]]:
-    """What transformers can say of a plan, and what it cannot."""
+def hf_entries(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[dict[str, str], list[Refused]]:
+    """What transformers can say of a plan, and what it cannot. `obstacles` are the kinds that hinder the reader."""
     found: dict[str, str] = {}
     refused: list[Refused] = []
-    for part in _merged(parts_of(plan), _kept_whole(plan)):
+    for part in _merged(parts_of(plan, obstacles), _kept_whole(plan)):
         lines = dict(_lines(part, plan))
         if lines:
             found |= lines

@@ -23,12 +23,12 @@ from autoplan.layout import Layout
 from autoplan.patterns import is_under, matches
 from autoplan.values import Entry, Plan
 
-__all__ = ["ExportError", "Part", "Refused", "check_nothing_lost", "layout_of", "parts_of", "size_text"]
+__all__ = ["OBSTACLES", "ExportError", "Part", "Refused", "check_nothing_lost", "layout_of", "parts_of", "size_text"]
 
 _PLAIN_RULES = frozenset(("attention", "multi-query-attention", "fused-qkv-interleaved", "gated-mlp", "plain-mlp"))
 _PLAIN_RULES |= {"shared-expert", "head-norm"}
 _ENDS = frozenset(("token-embedding", "lm-head", "tied-head"))
-_OBSTACLES = ("edited", "read", "shape")
+OBSTACLES = ("edited", "read", "shape")
 _COLUMN, _ROW = ("colwise", "packed_colwise"), ("rowwise", "rowwise_scatter", "packed_rowwise")
 
 
@@ -79,7 +79,7 @@ class Part:
                 yield Refused(entry.pattern, entry.bytes, why)
 
 
-def parts_of(plan: Plan, obstacles: Container[str] = _OBSTACLES) -> tuple[Part, ...]:
+def parts_of(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[Part, ...]:
     """The planned modules by the container they stand in. Blocks that are planned alike are one part.
 
     `obstacles` are the kinds that hinder the other system.
