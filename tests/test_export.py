@@ -41,7 +41,7 @@ HF_MODELS = {
     "gemma3n_text": "layers of which some stay whole",
     "prophetnet": "a table with a third name",
 }
-TORCH_MODELS = ("llama", "gemma2", "gpt_neox", "phi3", "qwen3")
+TORCH_MODELS = ("llama", "gemma2", "gpt_neox", "phi3", "qwen3", "mixtral")
 AUTOMODEL = ("llama", "qwen3", "phi3")
 
 
@@ -129,8 +129,9 @@ def test_reading_back_what_was_written() -> None:
     plan = plan_of("llama")
     again = autoplan.plan(clone("llama"), 2, source=plan.to_hf(), prove="none")
     assert again.runtime == plan.runtime
-    stated = autoplan.plan(clone("llama"), 2, source=plan.to_torch(), prove="none")
-    assert stated.runtime == plan.runtime
+    for model in ("llama", "mixtral"):
+        stated = autoplan.plan(clone(model), 2, source=plan_of(model).to_torch(), prove="none")
+        assert stated.runtime == plan_of(model).runtime
     deepspeed = json.loads(exported("llama", "deepspeed"))
     assert {e.pattern for e in autoplan.plan(clone("llama"), 2, source=deepspeed, prove="none").entries} == {
         e.pattern for e in plan.entries if e.rule in ("attention", "gated-mlp")

@@ -20,16 +20,22 @@ _LAYOUT_ONLY = ("PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInput
 def read_styles(plan: Mapping[str, Any], name: str) -> tuple[Choice, ...]:
     """Choices of the style objects in a dict. Strings are another dialect's and are not looked at."""
     return tuple(
-        Choice(pattern, _style_of(style, pattern, name), name, _written(style))
+        Choice(planned, chosen, name, _written(style))
         for pattern, style in plan.items()
         if not isinstance(style, str) and type(style).__name__ != "PlannedModel"
+        for planned, chosen in _choices_of(style, pattern, name)
     )
+
+
+def _choices_of(style: Any, pattern: str, name: str) -> tuple[tuple[str, str], ...]:
+    """What a style object chooses, and for which pattern: ours may speak for several parameters of its module."""
+    if "PlannedModule" in [cls.__name__ for cls in type(style).__mro__]:
+        return tuple(style.choices)
+    return ((pattern, _style_of(style, pattern, name)),)
 
 
 def _style_of(style: Any, pattern: str, name: str) -> str:
     ancestors = [cls.__name__ for cls in type(style).__mro__]
-    if "PlannedModule" in ancestors:
-        return str(style.style)
     if "ColwiseParallel" in ancestors:
         return "colwise_gather_output" if _is_whole(getattr(style, "output_layouts", None)) else "colwise"
     if "RowwiseParallel" in ancestors:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator
 
 from autoplan.emit.sayable import parts_of
+from autoplan.patterns import matches
 from autoplan.values import Entry, Plan
 
 __all__ = ["automodel_module", "needs_autoplan", "torch_module"]
@@ -26,6 +27,8 @@ def needs_autoplan(plan: Plan) -> str:
     """Why stock styles do not suffice, or an empty string."""
     if plan.sequence_parallel:
         return "sequence parallelism is placed on other modules than those that are split"
+    if elsewhere := _held_elsewhere(plan):
+        return f"{elsewhere} is one parameter with a planned one, and stock styles would part them"
     for part in parts_of(plan):
         for entry in part.entries:
             if entry.style not in _STOCK:
@@ -33,6 +36,14 @@ def needs_autoplan(plan: Plan) -> str:
         if not part.is_plain:
             return part.needs[0] if part.needs else f"{part.container} is more than column and row layers"
     return ""
+
+
+def _held_elsewhere(plan: Plan) -> str:
+    """A parameter that is split and that no entry holds: another name of a tied one."""
+    known = {f"{entry.pattern}.{name}" for entry in plan.entries for name in entry.parameters}
+    known |= {entry.pattern for entry in plan.entries}
+    split = [rule.pattern for rule in plan.runtime.parameters if rule.dim is not None]
+    return next((name for name in split if not any(matches(pattern, name) for pattern in known)), "")
 
 
 def torch_module(plan: Plan) -> str:

@@ -14,24 +14,24 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from autoplan.errors import PlanMismatchError
 from autoplan.execute.parallelize import apply_plan, tp_mesh_of
-from autoplan.values import Plan
+from autoplan.values import Entry, Plan
 
 __all__ = ["PlannedModel", "PlannedModule", "to_torch"]
 
 
 class PlannedModule(ParallelStyle):
-    """Says that the module takes part in the plan. `style` is what the plan calls it."""
+    """Says that the module takes part in the plan. `choices` are its entries: pattern and style."""
 
-    def __init__(self, pattern: str, style: str, taken: set[str]) -> None:
+    def __init__(self, choices: tuple[tuple[str, str], ...], taken: set[str]) -> None:
         super().__init__()
-        self.pattern, self.style, self._taken = pattern, style, taken
+        self.choices, self._taken = choices, taken
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self._taken.add(self.pattern)
+        self._taken.update(pattern for pattern, _ in self.choices)
         return module
 
     def __repr__(self) -> str:
-        return f"PlannedModule({self.style})"
+        return f"PlannedModule({', '.join(dict.fromkeys(style for _, style in self.choices))})"
 
 
 class PlannedModel(ParallelStyle):
@@ -49,7 +49,7 @@ class PlannedModel(ParallelStyle):
                 hint="call plan.to_torch() once per model: it gives fresh objects each time",
             )
         self._used = True
-        missing = [e.pattern for e in self.plan.entries if e.pattern and e.pattern not in self._taken]
+        missing = [e.pattern for e in self.plan.entries if _module_of(e) and e.pattern not in self._taken]
         if missing:
             raise PlanMismatchError(
                 f"{len(missing)} of {len(self.plan.entries)} planned modules were not applied, first {missing[0]!r}",
@@ -67,8 +67,19 @@ class PlannedModel(ParallelStyle):
 def to_torch(plan: Plan, *, gather_logits: bool = False) -> dict[str, ParallelStyle]:
     """{pattern: style} for `parallelize_module(model, tp_mesh, …)`, fresh objects each call; the last key is ""."""
     taken: set[str] = set()
+    by_module: dict[str, list[Entry]] = {}
+    for entry in plan.entries:
+        by_module.setdefault(_module_of(entry), []).append(entry)
     styles: dict[str, ParallelStyle] = {
-        e.pattern: PlannedModule(e.pattern, e.style, taken) for e in plan.entries if e.pattern
+        module: PlannedModule(tuple((entry.pattern, entry.style) for entry in entries), taken)
+        for module, entries in by_module.items()
+        if module
     }
     styles[""] = PlannedModel(plan, taken, gather_logits)
     return styles
+
+
+def _module_of(entry: Entry) -> str:
+    """torch finds modules only: an entry for a parameter (a stack of experts) is named by the module that holds it."""
+    owner, _, name = entry.pattern.rpartition(".")
+    return owner if entry.parameters == (name,) else entry.pattern

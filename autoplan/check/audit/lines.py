@@ -156,7 +156,7 @@ def _of_mapping(data: Mapping[str, Any], name: str, model: Any) -> ForeignPlan:
 
 def _line(key: str, style: Any, name: str) -> Line:
     try:
-        (choice,) = read_strings({key: style}, name, by_position=True) + read_styles({key: style}, name)
+        choice, *_ = read_strings({key: style}, name, by_position=True) + read_styles({key: style}, name)
     except ChoiceError as error:
         written = style if isinstance(style, str) else f"{type(style).__module__}.{type(style).__qualname__}"
         return Line(key, "", written, error.message)
