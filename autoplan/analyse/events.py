@@ -61,6 +61,7 @@ class Event(StrEnum):
     CREATED = "created"  # made in forward with values that differ along it (arange, linspace, eye)
     CONST = "const"  # a ready-made constant lies along it (slopes, masks from a literal)
     RANDOM = "random"  # random numbers are drawn along it (dropout, noise)
+    GATHERED = "gathered"  # put together by an all-gather: every rank has all of it
     # what the analysis does not know
     CLASH = "clash"  # two structures met that cannot be one
     BADVIEW = "badview"  # a reshape that mixes it with its neighbours

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from autoplan.capture.derive_inputs import derive
 from autoplan.capture.draw import Draw
 from autoplan.capture.dry_run import failure_of
 from autoplan.capture.dtypes import working_dtype
@@ -28,6 +29,7 @@ from autoplan.errors import CaptureError
 __all__ = ["make_entries"]
 
 _SAMPLES, _FRAMES = 4000, 128
+_PICTURE = ("pixel_values",)
 _AUDIO = ("input_features", "input_values", "audio_values")
 
 
@@ -37,11 +39,15 @@ def make_entries(
     """All entries of a transformers model, and a note for each that is missing."""
     maker = _Maker(model, config, model_type, batch, length, seed)
     main = maker.main_entry()
+    if any(maker.requires(name) and name not in main for name in maker.parameters):
+        made = maker.tower_alone() or derive(model, batch, length, seed)  # its error names what is not known
+        return {"forward": {**made, **maker.without_cache()}}, []
     if not main:
         raise CaptureError(
             f"no inputs known for {type(model).__name__}: its main input is {maker.main!r}",
             hint="pass inputs={argument: tensor} for its forward",
         )
+    main = maker.with_what_text_needs(main)
     name = "text" if "input_ids" in main or "decoder_input_ids" in main else "forward"
     entries, notes = {name: main}, []
     for entry, modality in maker.prompts(main) if name == "text" else ():
@@ -74,7 +80,12 @@ class _Maker:
         return name in self.parameters
 
     def requires(self, name: str) -> bool:
-        return self.takes(name) and self.parameters[name].default is inspect.Parameter.empty
+        if not self.takes(name) or self.parameters[name].kind in (
+            inspect.Parameter.VAR_KEYWORD,
+            inspect.Parameter.VAR_POSITIONAL,
+        ):
+            return False
+        return self.parameters[name].default is inspect.Parameter.empty
 
     def ids(self, batch: int | None = None, length: int | None = None) -> torch.Tensor:
         """Ordinary tokens: below every vocabulary, and no special token."""
@@ -102,6 +113,27 @@ class _Maker:
         dropped = [n for n, rule in type_rules(self.model_type).inputs.items() if rule.get("drop")]
         return {name: value for name, value in made.items() if name not in dropped}
 
+    def tower_alone(self) -> dict[str, Any] | None:
+        """A vision tower on its own: patches, under whatever name comes first, with their grid."""
+        first = next(iter(self.parameters))
+        for given in pictures(self.config, self.config, self.takes, self.draw, self.batch):
+            entry = {first if name == "pixel_values" else name: value for name, value in given.items()}
+            if len(entry) > 1 and failure_of(self.model, entry) is None:
+                return entry
+        return None
+
+    def with_what_text_needs(self, main: dict[str, Any]) -> dict[str, Any]:
+        """Models that compare texts with pictures or sounds take both at once, and say so in no signature."""
+        beside = [name for name in (*_PICTURE, *_AUDIO) if self.takes(name) and name not in main]
+        alone = any(isinstance(getattr(self.config, token, None), int) for m in MODALITIES for token in m.tokens)
+        if "input_ids" not in main or not beside or alone or failure_of(self.model, main) is None:
+            return main
+        for name in beside:
+            given = self.picture() if name in _PICTURE else self.sound(name)
+            if failure_of(self.model, {**main, name: given}) is None:
+                return {**main, name: given}
+        return main
+
     def _passes_on(self, name: str) -> bool:
         """A forward with **kwargs hands them to inner models; those that cache know the word."""
         variable = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
@@ -120,9 +152,9 @@ class _Maker:
     def known(self) -> dict[str, Any]:
         return {"batch": self.batch, "length": self.length, "config": self.config, "model": self.model}
 
-    def sound(self) -> torch.Tensor:
+    def sound(self, name: str = "") -> torch.Tensor:
         """A spectrogram or a waveform."""
-        if self.main != "input_features":
+        if (name or self.main) != "input_features":
             return self.draw.normal((self.batch, _SAMPLES))
         return self.draw.normal((self.batch, _FRAMES, spectrum(self.configs)))
 

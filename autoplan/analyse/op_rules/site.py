@@ -163,7 +163,7 @@ class Site:
 
     def from_weight(self, term: Term) -> Term:
         """An output dim that a weight brings in: what follows an all-gather no longer depends on its axis."""
-        return leaf(term.size) if self.state.gathered else term
+        return self.fresh(term.size, Event.GATHERED) if self.state.gathered else term
 
     def unify_equal_sizes(self, left: Sequence[Term], right: Sequence[Term], skip: int = -1) -> None:
         """Pair dims position by position; those that differ in size are not what they seem and are marked."""
