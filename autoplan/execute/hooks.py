@@ -128,7 +128,8 @@ def install(module: nn.Module, work: ModuleWork, running: Running) -> list[Remov
     """Put the work of one module into its hooks."""
     worker = _Worker(module, work, running)
     handles = [module.register_forward_pre_hook(worker.before, with_kwargs=True)]
-    handles.append(module.register_forward_hook(worker.after, with_kwargs=True))
+    # first of all: what others keep of the output (transformers collects hidden states) must have passed our sums
+    handles.append(module.register_forward_hook(worker.after, prepend=True, with_kwargs=True))
     if worker.needs_cleanup:
         handles.append(module.register_forward_hook(worker.clean_up, with_kwargs=True, always_call=True))
     return handles
