@@ -15,7 +15,7 @@ from typing import Any
 from autoplan.decide.choices import Choice, ChoiceError
 from autoplan.patterns import fold_names
 
-__all__ = ["COUNTS", "is_deepspeed", "kind_of", "read_deepspeed", "spec_for"]
+__all__ = ["COUNTS", "heads_of", "is_deepspeed", "kind_of", "read_deepspeed", "spec_for"]
 
 # Attributes that AutoTP divides, by name, on every module above a layer that it cuts (release 0.19).
 COUNTS = (
@@ -49,6 +49,13 @@ def spec_for(data: Any, parameter: str) -> Mapping[str, Any] | None:
         s for s in _specs(data) or [] if any(_matches(e, parameter, "a pattern") for e in s.get("patterns", ()))
     )
     return next(matching, None)
+
+
+def heads_of(data: Any) -> tuple[str, ...]:
+    """What DeepSpeed takes for a vocabulary head: the last part of a module's name, unless the config says others."""
+    for key in ("tensor_parallel", "partition_config"):
+        data = data[key] if isinstance(data, Mapping) and key in data else data
+    return tuple(data.get("lm_head_patterns", ("lm_head", "embed_out")))
 
 
 def kind_of(spec: Mapping[str, Any]) -> str:

@@ -24,13 +24,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from autoplan.check.sharded import Sharding
-from autoplan.dialects.deepspeed import COUNTS, kind_of, spec_for
+from autoplan.dialects.deepspeed import COUNTS, heads_of, kind_of, spec_for
 from autoplan.execute.collectives import RankGroup, all_reduce, copy_to_ranks, gather_over_ranks, sum_over_ranks
 
 __all__ = ["autotp_sharding", "not_imitated"]
 
 Rows = tuple[tuple[int, ...], ...]
-_HEADS = ("lm_head", "embed_out")
 _HELD = "_dealt_out_by_autotp"
 
 
@@ -49,7 +48,7 @@ def not_imitated(model: nn.Module, config: Mapping[str, Any], tp_size: int) -> s
             return f"{name} is of class {type(module).__name__}, which AutoTP cuts in a way that is not imitated"
         if len(owners[id(module.weight)]) > 1:
             return f"the weight of {name} is tied, which AutoTP handles in a way that is not imitated"
-        if kind_of(spec) == "row" and name.rpartition(".")[2] in _HEADS:
+        if kind_of(spec) == "row" and name.rpartition(".")[2] in heads_of(config):
             return f"{name} is a head cut along its input, which is not imitated"
         sizes = _parts(module.weight.shape[_dim(spec)], spec)
         if sizes is None or any(size % tp_size for size in sizes):
