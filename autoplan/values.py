@@ -41,6 +41,7 @@ __all__ = [
     "Stack",
     "Symbolic",
     "TensorInfo",
+    "Traffic",
     "Trace",
     "Verdict",
     "replace",
@@ -69,6 +70,9 @@ class Symbolic:
     origin: tuple[Any, ...]
 
 
+_ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "bool": 1, "uint8": 1}
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One tensor of a trace. `values` holds the elements of small integer or bool constants, flattened."""
@@ -82,6 +86,11 @@ class TensorInfo:
     @property
     def differentiable(self) -> bool:
         return self.dtype.startswith(("float", "bfloat", "complex")) and not self.dtype.startswith("float8")
+
+    @property
+    def item_size(self) -> int:
+        """Bytes of one element."""
+        return _ITEM_BYTES.get(self.dtype, 1 if self.dtype.startswith("float8") else 4)
 
     @property
     def quantised(self) -> bool:
@@ -423,6 +432,30 @@ class Stack:
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """What one block moves between ranks in a call, beside the least that its split owes.
+
+    `forward` and `backward`: kind of collective -> how many, and bytes for each token (those of the whole value; an
+    all-reduce counts twice). `least_*`: the same for a placement that no other undercuts. `once`: bytes of gradients
+    of whole parameters, summed once a step.
+    """
+
+    block: str
+    forward: dict[str, tuple[int, int]]
+    backward: dict[str, tuple[int, int]]
+    least_forward: tuple[int, int]
+    least_backward: tuple[int, int]
+    once: int = 0
+
+    @property
+    def ratio(self) -> float | None:
+        """Bytes moved for each byte owed."""
+        moved = sum(size for kinds in (self.forward, self.backward) for _, size in kinds.values())
+        least = self.least_forward[1] + self.least_backward[1]
+        return moved / least if least else None
+
+
+@dataclass(frozen=True)
 class Finding:
     """One thing a check has to say."""
 
@@ -492,6 +525,12 @@ class Score:
     notes: tuple[str, ...] = ()
     regions: float | None = None
     uncut: str = ""
+    communication: tuple[Traffic, ...] = ()  # measured, block by block
+
+    @property
+    def ratio(self) -> float | None:
+        """Bytes that blocks moved for each byte that their split owes, the worst of them."""
+        return max((one.ratio for one in self.communication if one.ratio is not None), default=None)
 
     @property
     def share(self) -> float | None:
@@ -530,7 +569,7 @@ class Scoreboard:
 
         board: dict[str, Any] = finite(plain(self)) | {"ok": self.ok, "totals": self.totals()}
         for score, row in zip(self.scores, board["scores"], strict=True):
-            row["share"] = score.share
+            row |= {"share": score.share, "ratio": score.ratio}
         return board
 
 
@@ -563,6 +602,7 @@ class Plan:
     findings: tuple[Finding, ...] = ()
     proof: Proof = Proof("none", 1, False)
     runtime: Runtime = Runtime()
+    communication: tuple[Traffic, ...] = ()
     obstacles: tuple[Obstacle, ...] = ()
     ep_size: int = 1
 

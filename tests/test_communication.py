@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import autoplan
 from autoplan.capture.source import resolve
@@ -45,3 +46,59 @@ def test_one_sum_is_exact(model_type):
     for how in ({"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True}, {"tp_size": 4}):
         report = autoplan.verify(model_type, checks=("forward", "second_shape"), **how)
         assert report.ok, report
+
+
+# ------------------------------------------------------------------------------------------------ the figures
+
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
+
+
+def _scored(model_type, **how):
+    report = autoplan.verify(model_type, checks=("forward",), **how)
+    assert report.ok, report
+    return report.details["communication"]
+
+
+@pytest.mark.parametrize("model_type", LLAMA_LIKE)
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_llama_like_block_moves_what_its_split_owes_and_no_more(model_type, cut):
+    """Two sums each way; along the sequence the same bytes as two gathers and two reduce-scatters."""
+    for one in _scored(model_type, sequence_parallel=cut):
+        assert one.ratio == 1.0 and one.least_forward == one.least_backward, one
+        assert one.least_forward[0] == 2
+        wanted = {"all_gather": 2, "reduce_scatter": 2} if cut else {"all_reduce": 2}
+        for moved in (one.forward, one.backward):
+            assert {kind: number for kind, (number, _) in moved.items()} == wanted
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "gpt_neox", "mamba2", "falcon_h1"])
+def test_what_was_planned_is_what_runs(model_type):
+    plan = autoplan.plan(resolve(model_type).tiny(dtype=torch.float64), 2, prove="none")
+    measured = {one.block: one for one in _scored(model_type)}
+    assert {one.block: one for one in plan.communication} == measured
+    for one in plan.communication:
+        assert one.ratio is not None and one.ratio >= 1.0, "a bound that is undercut is none"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sums"),
+    [
+        ("gpt_neox", "attention.dense, mlp.dense_4h_to_h are summed apart"),
+        ("cohere", "self_attn.o_proj, mlp.down_proj are summed apart"),
+        ("falcon_h1", "mamba.out_proj, self_attn.o_proj are summed apart"),
+    ],
+)
+def test_each_excess_is_explained(model_type, sums):
+    plan = autoplan.plan(resolve(model_type).tiny(), 2, prove="none")
+    (block,) = plan.communication
+    assert block.ratio is not None and block.ratio > 1.0
+    said = [finding for finding in plan.findings if finding.check == "communication"]
+    assert any(sums in finding.message and finding.where == block.block for finding in said), said
+
+
+def test_figures_are_saved_and_printed(tmp_path):
+    plan = autoplan.plan(resolve("llama").tiny(), 2, prove="none")
+    plan.save(tmp_path / "plan.json")
+    assert autoplan.load_plan(tmp_path / "plan.json") == plan
+    assert plan.to_dict()["communication"][0]["forward"] == {"all_reduce": [2, 4096]}
+    assert "2 all_reduce 4096 B" in str(plan)

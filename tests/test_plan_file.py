@@ -44,6 +44,8 @@ def filled(hint: Any) -> Any:
         layout = {"layout": "8!*2"} if "layout" in values else {}
         return hint(**values | layout)
     origin, arguments = get_origin(hint), get_args(hint)
+    if origin is dict:
+        return {"key": filled(arguments[1])}
     if origin is tuple:
         return tuple(filled(argument) for argument in arguments if argument is not Ellipsis)
     if origin is Literal:

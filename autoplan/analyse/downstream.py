@@ -13,8 +13,9 @@ from typing import Literal
 
 from autoplan.analyse.callflow import Border, CallFlow
 from autoplan.analyse.shards import Shards
+from autoplan.values import Call, Ref
 
-__all__ = ["SUMS", "Way", "follow_down", "step_of"]
+__all__ = ["SUMS", "Way", "follow_down", "is_linear", "step_of"]
 
 # Calls through which a partial sum may travel: linear in it, other operands whole.
 _LINEAR = frozenset({
@@ -93,9 +94,12 @@ def step_of(
         found = {t: _bias_behind(t, flow, shards) for t in others}
         biases = {t: bias for t, bias in found.items() if bias is not None}
         return biases if others and len(biases) == len(others) else None
-    if name not in _LINEAR or (name in _QUOTIENTS and flow.inputs[call][0] != tensor):
-        return None
-    return {}
+    return {} if is_linear(flow.trace.calls[call], tensor) else None
+
+
+def is_linear(call: Call, tensor: int) -> bool:
+    """Is the call's one result linear in the value, all else being whole?"""
+    return call.name in _LINEAR and (call.name not in _QUOTIENTS or call.args[0] == Ref(tensor))
 
 
 def _bias_behind(tensor: int, flow: CallFlow, shards: Shards) -> int | None:

@@ -28,7 +28,6 @@ from autoplan.values import ClassFact, Edit, HookSite, ParameterFact, ParameterR
 __all__ = ["Solution", "solve"]
 
 _ROUNDS = 24
-_ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "bool": 1, "uint8": 1}
 
 
 @dataclass(frozen=True)
@@ -252,7 +251,7 @@ def _parameter_facts(
         yield ParameterFact(
             names=info.names,
             shape=info.shape,
-            bytes=prod(info.shape) * _ITEM_BYTES.get(info.dtype, 4),
+            bytes=prod(info.shape) * info.item_size,
             buffer=info.kind == "buffer",
             dim=dim,
             layout=None if dim is None else str(layouts[dim]),

@@ -112,7 +112,8 @@ def score_clone(clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | 
         uncut = f"with it the tiny clone did not give the same on simulated ranks: {reason}"
         return replace(score_clone(clone, blank, replace(how, sequence_parallel=False), runs), uncut=uncut)
     collectives, largest = report.details["collectives"], _largest_error(report)
-    return replace(found, verdict=verdict, reason=reason, collectives=collectives, error=largest)
+    traffic = report.details["communication"]
+    return replace(found, verdict=verdict, reason=reason, collectives=collectives, error=largest, communication=traffic)
 
 
 def _on_experts(plan: Plan, solution: Solution) -> list[str]:

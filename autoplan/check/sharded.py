@@ -43,6 +43,7 @@ class Sharding:
 
     shard: Callable[[Any, Any], Any]  # (model, mesh) -> the model, sharded
     gather: Callable[[Any, bool], Mapping[str, Any]]  # (model, gradients?) -> {name: whole tensor}
+    blocks: tuple[str, ...] = ()  # whose communication is measured, on ranks that are threads
 
 
 class CheckFailed(AutoplanError):
@@ -137,7 +138,8 @@ def _check(
             "engine": "mesh" if mesh is not None else engine,
             "precision": tolerance.precision,
             "tolerance": tolerance.limit,
-            "collectives": ranks[0][1] if ranks else {},
+            "collectives": {k: v for k, v in ranks[0][1].items() if k != "blocks"} if ranks else {},
+            "blocks": ranks[0][1].get("blocks", {}) if ranks else {},
             "seconds": round(time.perf_counter() - start, 3),
         },
     )
@@ -288,7 +290,8 @@ def _observe(rank: int, job: _Job, mesh: Any) -> tuple[dict[str, Any], dict[str,
     except Exception as error:
         raise CheckFailed("sharding", _said(error)) from error
     subject = replace(job.subject, model=model, gather=job.sharding.gather, rank=rank)
-    seen, collectives = {}, {}
+    seen: dict[str, Any] = {}
+    collectives: dict[str, Any] = {}
     for check in CHECKS:
         if check.name in job.checks:
             try:
@@ -296,8 +299,18 @@ def _observe(rank: int, job: _Job, mesh: Any) -> tuple[dict[str, Any], dict[str,
             except Exception as error:
                 raise CheckFailed(check.name, f"the sharded model cannot run: {_said(error)}") from error
             if check.name == "forward":
-                collectives = subject.collectives
+                collectives = {**subject.collectives, "blocks": _measured(job, subject)}
     return seen, collectives
+
+
+def _measured(job: _Job, subject: Any) -> dict[str, Any]:
+    """What each block moves, where that can be seen: on threads with a tp group alone."""
+    from autoplan.check.threads import is_simulated
+    from autoplan.check.traffic import measured_traffic
+
+    if not job.sharding.blocks or not is_simulated() or len(job.dims) > 1:
+        return {}
+    return measured_traffic(subject, job.sharding.blocks)
 
 
 def _said(error: Exception) -> str:

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoplan.check.ranks import RankError, RankTimeout, one_compute_thread
 from autoplan.errors import AutoplanError
 
-__all__ = ["counted", "run_threads"]
+__all__ = ["counted", "is_simulated", "listening", "run_threads"]
 
 Result = TypeVar("Result")
 
@@ -53,6 +53,7 @@ class _ThisRank(threading.local):
 
     generator: torch.Generator | None = None
     counters: list[Counter[str]] = []  # noqa: RUF012  each rank's thread sets its own
+    listeners: list[Callable[[str, int], None]] = []  # noqa: RUF012  likewise
 
 
 _this = _ThisRank()
@@ -111,7 +112,7 @@ class _Body:
 
     def __call__(self) -> None:
         rank = self.ranks[self.number]
-        _this.generator, _this.counters = torch.Generator(), []
+        _this.generator, _this.counters, _this.listeners = torch.Generator(), [], []
         _this.generator.set_state(self.state)
         torch.set_num_threads(1)
         torch.autograd.set_multithreading_enabled(False)  # or backward collectives leave this thread
@@ -296,9 +297,18 @@ def _count(method: str, kind: str) -> None:
     def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
         for counter in _this.counters:
             counter[kind] += 1
+        for listener in _this.listeners:
+            listener(kind, _whole_bytes(kind, args, self.size()))
         return plain(self, *args, **kwargs)
 
     setattr(_CountingGroup, method, counting)
+
+
+def _whole_bytes(kind: str, args: Any, size: int) -> int:
+    """The bytes of the whole value that a collective sums, gathers or deals out."""
+    if kind == "all_gather":
+        return size * sum(tensor.nbytes for tensor in args[1])
+    return sum(tensor.nbytes for tensor in args[0]) * (size if kind == "reduce_scatter" else 1)
 
 
 for _kind, _methods in _KINDS.items():
@@ -347,3 +357,18 @@ def counted() -> Iterator[Counter[str]]:
         yield counts
     finally:
         _this.counters.remove(counts)
+
+
+@contextmanager
+def listening(listener: Callable[[str, int], None]) -> Iterator[None]:
+    """Call the listener with the kind and bytes of each collective that this simulated rank issues inside."""
+    _this.listeners.append(listener)
+    try:
+        yield
+    finally:
+        _this.listeners.remove(listener)
+
+
+def is_simulated() -> bool:
+    """Is the current thread a simulated rank?"""
+    return _this.generator is not None

@@ -138,7 +138,8 @@ def _verify_mesh(
             break
     trained, done = check_training(clone.model, clone.entries, clone.others, applied, mesh, engine=engine)
     findings = [*report.findings, *findings, *trained]
-    details = {**report.details, "mesh": str(mesh), "model": source.name, "plan_tp": (plan or applied).tp_size}
+    details = {k: v for k, v in report.details.items() if k != "blocks"}
+    details |= {"mesh": str(mesh), "model": source.name, "plan_tp": (plan or applied).tp_size}
     details |= {"checked": (*report.details["checked"], *done), "clone": clone.note}
     return replace(report, ok=not any(f.level == "error" for f in findings), findings=tuple(findings), details=details)
 
@@ -147,6 +148,8 @@ def verify_clone(
     clone: Clone, plan: Plan, *, mesh: Any = None, engine: Engine = "threads", checks: Iterable[str] | None = None
 ) -> Report:
     """Compare a clone sharded by its own plan with itself unsharded."""
+    from autoplan.check.traffic import beside_the_least
+
     wanted = tuple(checks) if checks is not None else CHECK_NAMES
     how: Any = {"others": clone.others, "engine": engine, "mesh": mesh, "dims": mesh_of(plan)}
     report = check_sharding(clone.model, clone.entries, sharding_of(plan), plan.ranks, checks=wanted, **how)
@@ -156,7 +159,9 @@ def verify_clone(
         again = check_sharding(clone.model, clone.entries, gathered, plan.ranks, checks=["loss"], **how)
         findings += [replace(found, message=f"with gathered logits: {found.message}") for found in again.findings]
     ok = not any(finding.level == "error" for finding in findings)
-    return replace(report, ok=ok, findings=tuple(findings), details={**report.details, "clone": clone.note})
+    details = {**report.details, "clone": clone.note}
+    details["communication"] = beside_the_least(details.pop("blocks"), plan.communication)
+    return replace(report, ok=ok, findings=tuple(findings), details=details)
 
 
 def mesh_of(plan: Plan) -> dict[str, int]:
@@ -168,7 +173,8 @@ def sharding_of(plan: Plan, *, gather_logits: bool = False) -> Sharding:
     """The way a plan shards, for `check_sharding`."""
     from autoplan.execute.gather import full_tensors
 
-    return Sharding(partial(_apply, plan=plan, gather_logits=gather_logits), full_tensors)
+    shown = {fqn: None for stack in plan.layers for fqn in stack.fqns} if plan.communication else {}
+    return Sharding(partial(_apply, plan=plan, gather_logits=gather_logits), full_tensors, tuple(shown))
 
 
 def _apply(model: Any, mesh: Any, *, plan: Plan, gather_logits: bool) -> Any:

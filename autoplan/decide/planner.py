@@ -13,6 +13,7 @@ from autoplan.analyse.dataflow import dataflow
 from autoplan.analyse.flow import Flow
 from autoplan.analyse.obstacles import obstacles
 from autoplan.analyse.solve import Solution
+from autoplan.decide.communication import communication
 from autoplan.decide.costs import Costs
 from autoplan.decide.facts import gathered_parameters, with_facts
 from autoplan.decide.folding import Names, fold_runtime, starred
@@ -48,6 +49,7 @@ def make_plan(
     desk = _Desk(solution, picture, matching, sequence_parallel)
     names = Names(solution.trace)
     drafts = [_sourced(draft, source_of) for draft in desk.drafts(source)]
+    traffic, excess = communication(solution, layers, names)
     return Plan(
         model=model,
         tp_size=solution.tp_size,
@@ -57,8 +59,9 @@ def make_plan(
         replicated=tuple(_replicated(solution, desk.named, names)),
         layers=tuple(layers),
         legal_tp=solution.legal_tp,
-        findings=tuple(_findings(solution, desk, drafts, names)),
+        findings=(*_findings(solution, desk, drafts, names), *excess),
         runtime=fold_runtime(solution.runtime, names),
+        communication=traffic,
         obstacles=_obstacles(solution, drafts, names),
     )
 

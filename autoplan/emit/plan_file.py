@@ -54,7 +54,7 @@ _KEYS = (
     "layers",
     "proof",
 )  # the contract's, in order
-_MORE_KEYS = ("source", "legal_tp", "findings", "runtime", "obstacles")
+_MORE_KEYS = ("source", "legal_tp", "findings", "communication", "runtime", "obstacles")
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:

@@ -7,12 +7,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from autoplan.emit.traffic_table import TRAFFIC_COLUMNS, traffic_row
 from autoplan.values import Score, Scoreboard
 
 __all__ = ["score_line", "scoreboard_view"]
 
 _COLOURS = {"exact": "green", "wrong": "bold red", "failed": "bold red", "refused": "yellow"}
 _GOOD_SHARE = 0.99
+_NO_MORE = 1.005  # the bound leaves out a few numbers for each token
 
 
 def scoreboard_view(board: Scoreboard) -> RenderableType:
@@ -29,6 +31,8 @@ def scoreboard_view(board: Scoreboard) -> RenderableType:
     uncut = [(score, score.uncut) for score in board.scores if score.uncut]
     if uncut:
         sections += [_heading("Not cut along the sequence"), _reasons(uncut)]
+    if any(score.communication for score in board.scores):
+        sections += [_heading("Communication of a block, in bytes for each token"), _communication(board)]
     return Group(*sections, _heading("Totals"), *_totals(board))
 
 
@@ -43,7 +47,7 @@ def score_line(score: Score) -> str:
 def _scores(board: Scoreboard) -> RenderableType:
     cut = ("regions",) if board.sequence_parallel else ()
     columns = ("type", "class", "verdict", "share", "split", "unused", "forward", "backward")
-    table = _table(*columns, *cut, "error", "seconds")
+    table = _table(*columns, *cut, "moved/least", "error", "seconds")
     for score in board.scores:
         share = score.share
         table.add_row(
@@ -56,9 +60,18 @@ def _scores(board: Scoreboard) -> RenderableType:
             _number(score.forward),
             _number(score.backward),
             *([_number(score.regions)] if board.sequence_parallel else []),
+            "" if score.ratio is None else f"{score.ratio:.2f}",
             "" if score.error is None else f"{score.error:.0e}",
             f"{score.seconds:.1f}",
         )
+    return table
+
+
+def _communication(board: Scoreboard) -> RenderableType:
+    table = _table("type", *TRAFFIC_COLUMNS)
+    for score in board.scores:
+        for one in score.communication:
+            table.add_row(Text(score.model_type, "cyan"), *map(Text, traffic_row(one)))
     return table
 
 
@@ -79,6 +92,10 @@ def _totals(board: Scoreboard) -> list[RenderableType]:
     lines: list[RenderableType] = [table]
     if shares:
         lines.append(Text(f"{full} of {len(shares)} split at least {_GOOD_SHARE:.0%} of their weights"))
+    ratios = [score.ratio for score in board.scores if score.ratio is not None]
+    if ratios:
+        least = sum(ratio < _NO_MORE for ratio in ratios)
+        lines.append(Text(f"{least} of {len(ratios)} move no more between ranks than their split owes"))
     if board.sequence_parallel:
         cut = [score for score in board.scores if score.regions is not None]
         exact = sum(score.verdict == "exact" for score in cut)
@@ -96,7 +113,7 @@ def _heading(text: str) -> RenderableType:
     return Padding(Text(text, "bold"), (1, 0, 0, 0))
 
 
-_RIGHT = {"share", "split", "unused", "forward", "backward", "regions", "error", "seconds", "number"}
+_RIGHT = {"share", "split", "unused", "forward", "backward", "regions", "moved/least", "error", "seconds", "number"}
 
 
 def _table(*columns: str, header: bool = True) -> Table:

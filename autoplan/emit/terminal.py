@@ -17,9 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from autoplan.emit.entry_table import EntryTable
+from autoplan.emit.traffic_table import TRAFFIC_COLUMNS, traffic_lines, traffic_row
 from autoplan.emit.words import bytes_text, count
 from autoplan.patterns import fold_counted, fold_names
-from autoplan.values import Entry, Finding, Plan, Proof, Replicated, Report, Stack
+from autoplan.values import Entry, Finding, Plan, Proof, Replicated, Report, Stack, Traffic
 
 __all__ = ["layers_view", "plain_text", "plan_view", "report_view"]
 
@@ -47,6 +48,8 @@ def plan_view(plan: Plan) -> RenderableType:
         sections += [_heading(f"Whole on every rank: {total}"), *_replicated(plan.replicated)]
     if plan.layers:
         sections += [_heading("Layers"), _layers(plan)]
+    if plan.communication:
+        sections += [_heading("Communication of a block, in bytes for each token"), _communication(plan.communication)]
     if plan.findings:
         sections += [_heading("Findings"), *findings_view(plan.findings)]
     return Group(*sections, Text(), _proof(plan.proof))
@@ -76,6 +79,8 @@ def report_view(report: Report, title: str = "") -> RenderableType:
 
 def _detail(value: object) -> str:
     """A mapping takes a line for each key; what is inside stays on it."""
+    if isinstance(value, tuple) and value and isinstance(value[0], Traffic):
+        return "\n".join(traffic_lines(value))
     if isinstance(value, dict):
         return "\n".join(f"{key}: {_in_line(inner)}" for key, inner in value.items())
     return _in_line(value)
@@ -98,6 +103,13 @@ def _headline(plan: Plan) -> RenderableType:
         facts.append("sequence parallel")
     facts.append(f"legal at tp {', '.join(map(str, plan.legal_tp))}")
     return Text.assemble((plan.model, "bold"), *(f" · {fact}" for fact in facts))
+
+
+def _communication(traffic: tuple[Traffic, ...]) -> RenderableType:
+    table = _table(*TRAFFIC_COLUMNS, right=("moved/least",))
+    for one in traffic:
+        table.add_row(*map(Text, traffic_row(one)))
+    return table
 
 
 def _reasons(entries: tuple[Entry, ...]) -> RenderableType:
