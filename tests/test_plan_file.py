@@ -85,7 +85,7 @@ def test_file_begins_with_its_version_and_the_contract_keys(tmp_path: Path) -> N
     assert lines[0] == "autoplan: 1"
     keys = [line.split(":")[0] for line in lines if line[:1].isalpha()]
     contract = ["autoplan", "model", "tp_size", "sequence_parallel", "entries", "replicated", "layers", "proof"]
-    assert keys == [*contract, "source", "legal_tp", "findings", "runtime", "obstacles"]
+    assert keys == [*contract, "source", "legal_tp", "findings", "communication", "runtime", "obstacles"]
     assert list(llama_plan().to_dict()) == keys
     assert list(json.loads(written(llama_plan(), tmp_path, "json").read_text())) == keys
 

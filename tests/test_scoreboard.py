@@ -28,6 +28,7 @@ from autoplan.values import (
     Score,
     Scoreboard,
     Stack,
+    Traffic,
 )
 
 ERROR = Finding("gradients", "error", "w", "gradient is off by 0.5 on rank 1")
@@ -157,7 +158,18 @@ BOARD = Scoreboard(
     "threads",
     ("parameters", "forward"),
     (
-        Score("a", "AModel", "exact", split=10, counted=10, forward=2.0, backward=2.5, error=1e-15, seconds=0.5),
+        Score(
+            "a",
+            "AModel",
+            "exact",
+            split=10,
+            counted=10,
+            forward=2.0,
+            backward=2.5,
+            error=1e-15,
+            seconds=0.5,
+            communication=(Traffic("b.*", {"all_reduce": (1, 24)}, {}, (1, 16), (0, 0)),),
+        ),
         Score("b", "BModel", "wrong", "gradients: w gradient is off by 0.5", 5, 10, unused=("x", "y"), error=0.5),
         Score("c", "CModel", "cannot run", "no such class"),
     ),
@@ -168,7 +180,9 @@ BOARD = Scoreboard(
 
 def test_the_table_has_verdicts_reasons_and_totals() -> None:
     text = plain_text(scoreboard_view(BOARD), 140)
-    assert "AModel  exact        1.00  10/10                2       2.5  1e-15" in text
+    assert "AModel  exact        1.00  10/10                2       2.5         1.50  1e-15" in text
+    assert "b.*    1 all_reduce 24 B   nothing  16 B in 1      nothing                1.50" in text
+    assert "0 of 1 move no more" in text
     assert "wrong       gradients: w gradient is off by 0.5" in text and "cannot run  no such class" in text
     assert "1 of 2 split at least 99% of their weights" in text
 
