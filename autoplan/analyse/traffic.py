@@ -176,8 +176,12 @@ def _traffic(name: str, moves: list[_Move], owed: list[Payment], tokens: int, on
         return {kind: (len(weights), sum(weights) * size // tokens) for kind, weights in found.items()}
 
     def least(backward: bool) -> tuple[int, int]:
+        """The bound; but what the plan does is possible, so it is never more than that."""
         mine = [p for p in owed if p.backward == backward]
-        return len(mine), sum(p.elements * (1 if p.gathered else 2) for p in mine) * size // tokens
+        bound = len(mine), sum(p.elements * (1 if p.gathered else 2) for p in mine) * size // tokens
+        done = counted(backward).values()
+        planned = sum(number for number, _ in done), sum(weight for _, weight in done)
+        return min(bound, planned, key=lambda one: one[1])
 
     return Traffic(name, counted(False), counted(True), least(False), least(True), once)
 

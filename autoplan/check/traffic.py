@@ -92,7 +92,6 @@ class _Recorder:
         """While the model runs: which block is at work, and which nodes it leaves."""
         handles = []
         for name, module in blocks.items():
-            self.found[name] = {"forward": {}, "backward": {}}
             handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(self._leaving(name)))
         try:
@@ -104,6 +103,7 @@ class _Recorder:
     def _entering(self, name: str) -> Any:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             self.block = name
+            self.found.setdefault(name, {"forward": {}, "backward": {}})
             self.seen.update(self._new_nodes((args, kwargs)))
 
         return enter
@@ -123,7 +123,7 @@ class _Recorder:
         """Count what the node's backward does as the block's."""
         above = {other for other, _ in node.next_functions if other is not None}
         starts = type(node).__name__ == "_ScatterBackward" and not above & nodes  # where the stream is dealt out
-        if starts or _is_parameters(node):
+        if starts or _is_parameters(node, nodes):
             return
         node.register_prehook(lambda gradients: setattr(self, "block", name))
         node.register_hook(lambda *gradients: setattr(self, "block", ""))
@@ -140,8 +140,8 @@ class _Recorder:
         return found
 
 
-def _is_parameters(node: Any) -> bool:
-    """Does the node's gradient go to a parameter and nowhere else?"""
+def _is_parameters(node: Any, nodes: set[Any]) -> bool:
+    """Does the node's gradient go to a parameter and nowhere else, through nodes of the block alone?"""
     for _ in range(_CHAIN):
         above = [other for other, _ in node.next_functions if other is not None]
         if len(above) != 1:
@@ -149,6 +149,8 @@ def _is_parameters(node: Any) -> bool:
         node = above[0]
         if type(node).__name__ == "AccumulateGrad":
             return True
+        if node not in nodes:
+            return False
     return False
 
 
