@@ -344,6 +344,7 @@ class Runtime:
     random: tuple[str, ...] = ()  # module patterns whose random draws act on split values: each rank its own
     random_whole: tuple[str, ...] = ()  # and those that act on whole values: the same on every rank
     experts: tuple[ExpertSite, ...] = ()
+    outputs: tuple[tuple[Any, ...], ...] = ()  # paths of what the model was seen to return
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ the product can still be computed in parts and gathered at once: the weight is s
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -176,7 +177,20 @@ def head_sites(
             heads[HeadSite(border_of_head.module, "logits", layout.size, back, (path,))] = None
         else:
             gathers[HookSite("", "output", path, "gather", back, str(layout))] = None
-    return tuple(heads), tuple(gathers)
+    return tuple(heads), _of_every_block(tuple(gathers), trace)
+
+
+def _of_every_block(gathers: tuple[HookSite, ...], trace: Trace) -> tuple[HookSite, ...]:
+    """Where all items of a sequence are gathered alike, whatever their number: the trace had fewer blocks."""
+    returned = {path for visit in trace.visits if visit.parent is None for path, _ in visit.outputs}
+    found: dict[HookSite, None] = {}
+    for site in gathers:
+        *above, last = site.path or ("",)
+        items = {path for path in returned if len(path) == len(site.path) and list(path[:-1]) == above}
+        alike = {other.path for other in gathers if replace(other, path=site.path) == site}
+        every = above and isinstance(last, int) and len(items) > 1 and items <= alike
+        found[replace(site, path=(*above, "*")) if every else site] = None
+    return tuple(found)
 
 
 def refuse_homeless_logits(

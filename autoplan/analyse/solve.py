@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import gcd, prod
+from typing import Any
 
 from autoplan.analyse.axes import Axes, infer_axes
 from autoplan.analyse.callflow import CallFlow
@@ -118,6 +119,11 @@ def _settle(
     return _Round(axes, Choice(), shards, Placement(), Edits(), Scope())
 
 
+def _outputs(trace: Trace) -> tuple[tuple[Any, ...], ...]:
+    found = (path for visit in trace.visits if visit.parent is None for path, _ in visit.outputs)
+    return tuple(dict.fromkeys(found))
+
+
 def _blame(shards: Shards, flow: CallFlow, placement: Placement, scope: Scope, scoped: bool) -> dict[Term, str]:
     """The classes to give up: for each refusal the split leaf in or near its tensors that holds least parameters."""
     refusals = [(r.why, r.tensors) for r in placement.refusals] + list(scope.refusals)
@@ -172,6 +178,7 @@ def _solution(
         scoped=done.scope.calls,
         random=tuple(sorted({*done.scope.random, *(cut.random if cut else ())})),
         random_whole=done.scope.random_whole,
+        outputs=_outputs(trace),
     )
     return Solution(
         trace=trace,

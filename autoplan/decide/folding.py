@@ -76,6 +76,7 @@ def fold_runtime(runtime: Runtime, names: Names) -> Runtime:
         random=_fold_plain(runtime.random, names),
         random_whole=_fold_plain(runtime.random_whole, names),
         experts=_fold_items(runtime.experts, names),
+        outputs=runtime.outputs,
     )
 
 

@@ -33,6 +33,7 @@ from autoplan.execute.paths import change_input, change_output
 from autoplan.execute.randomness import SharedRandomness, may_draw
 from autoplan.execute.sequence import gather_sum, gather_whole, reduce_scatter, scatter
 from autoplan.execute.split_logits import SplitLogits, can_stay_split, columns_in, split_class
+from autoplan.execute.unseen import UnseenOutputs
 from autoplan.layout import Layout, chunk
 from autoplan.values import ExpertSite, HeadSite, HookSite, ScopedCall
 
@@ -255,10 +256,16 @@ class _Worker:
 
 
 def install_root(
-    model: nn.Module, heads: tuple[HeadSite, ...], outputs: list[HookSite], running: Running, random: bool
+    model: nn.Module,
+    heads: tuple[HeadSite, ...],
+    outputs: list[HookSite],
+    running: Running,
+    random: bool,
+    seen: tuple[tuple[Any, ...], ...],
 ) -> list[RemovableHandle]:
     """The model's own entry and exit: shared randomness, whole or split logits, whole other outputs."""
     root = _Root(model, heads, outputs, running, random)
+    root.unseen = UnseenOutputs(seen, root.names, running.group)
     return [
         model.register_forward_pre_hook(root.before, with_kwargs=True, prepend=True),
         model.register_forward_hook(root.after, with_kwargs=True),
@@ -273,6 +280,7 @@ class _Root:
         self.running, self.heads, self.outputs, self.random = running, heads, outputs, random
         self.names = signature_names(model)
         self.draws = random and may_draw(model)
+        self.unseen = UnseenOutputs((), self.names, running.group)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.running.depth += 1
@@ -297,6 +305,8 @@ class _Root:
                 rows = tuple(layout.rows(rank, group.size) for rank in range(group.size))
                 whole = partial(gather_over_ranks, group=group, dim=dim, rows=rows)
                 output = change_output(output, site.path, whole, "the model")
+            if self.running.depth == 1:
+                self.unseen.check(output)
             if self.running.loss:
                 return columns_in(output, self._beside_a_loss)
             if not self.running.whole_logits:

@@ -11,6 +11,7 @@ from autoplan.errors import PlanMismatchError
 
 __all__ = ["change_at", "change_input", "change_output"]
 
+EACH = "*"  # in a path: every item of a sequence, which has one for each block
 Path = tuple[Any, ...]
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -33,6 +34,8 @@ def change_at(value: Any, path: Path, change: Change, where: str) -> Any:
         value[key] = change_at(value[key], rest, change, where)
         return value
     if isinstance(value, (list, tuple)):
+        if key == EACH:
+            return _like(value, [change_at(item, rest, change, where) for item in value])
         if not isinstance(key, int) or key >= len(value):
             return _missing(where, path)
         items = list(value)

@@ -1,0 +1,77 @@
+"""Outputs that a caller asks for at call time: whole on every rank, or an error that says what to do; never a part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+
+import autoplan
+from autoplan.check.ranks import run_ranks
+
+ASKING = {"output_hidden_states": True, "output_attentions": True}
+
+
+def build() -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=160,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="eager",
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+IDS = torch.arange(16).view(2, 8)
+
+
+def ask(plan: autoplan.Plan, **asked: bool) -> list[Any]:
+    """What two ranks return, or the error that they raise."""
+
+    def rank(number: int) -> Any:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = autoplan.parallelize(build(), mesh, plan, gather_logits=True)
+        try:
+            return [dict(model(IDS, **asked)) for _ in range(2)][1]
+        except autoplan.AutoplanError as error:
+            return str(error)
+
+    return run_ranks(rank, 2)
+
+
+def same(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_hidden_states_are_whole_under_tensor_parallelism() -> None:
+    expected = build()(IDS, output_hidden_states=True)
+    for found in ask(autoplan.plan(build(), 2, prove="none"), output_hidden_states=True):
+        same(found["hidden_states"], expected.hidden_states)
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "asked", "named"),
+    [(False, "output_attentions", "attentions"), (True, "output_hidden_states", "hidden_states")],
+)
+def test_parts_are_refused_by_name(sequence_parallel: bool, asked: str, named: str) -> None:
+    plan = autoplan.plan(build(), 2, prove="none", sequence_parallel=sequence_parallel)
+    assert plan.sequence_parallel == sequence_parallel
+    for found in ask(plan, **{asked: True}):
+        assert f"output '{named}" in found and f"'output_{named}': True" in found
+
+
+def test_what_was_planned_with_is_whole_in_every_block() -> None:
+    """The trace had fewer blocks than the model."""
+    plan = autoplan.plan(build(), 2, inputs={"input_ids": IDS, **ASKING}, prove="none")
+    expected = build()(IDS, **ASKING)
+    for found in ask(plan, **ASKING):
+        assert len(found["attentions"]) == 5
+        same(found["attentions"], expected.attentions)
+        same(found["hidden_states"], expected.hidden_states)
