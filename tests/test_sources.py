@@ -6,6 +6,7 @@ import copy
 import json
 import random
 import sys
+import threading
 from pathlib import Path
 
 import numpy
@@ -351,3 +352,16 @@ def test_config_json_is_only_read(tmp_path: Path) -> None:
     resolve(str(tmp_path)).tiny()
     assert (tmp_path / "config.json").read_text() == before and json.loads(before)["model_type"] == "llama"
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_clones_built_at_once_leave_the_default_dtype() -> None:
+    """Ranks that are threads may all plan: transformers sets the whole process's dtype while it builds."""
+    source, models = resolve("llama"), []
+    threads = [threading.Thread(target=lambda: models.append(source.tiny(dtype=torch.float64))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.get_default_dtype() == torch.float32
+    states = [model.state_dict() for model in models]
+    assert all(torch.equal(state[name], states[0][name]) for state in states for name in states[0])

@@ -8,6 +8,7 @@ ones stays near one.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,7 +16,11 @@ import numpy
 import torch
 from torch import nn
 
-__all__ = ["fill_meta", "randomise", "untouched_randomness"]
+__all__ = ["BUILDING", "fill_meta", "randomise", "untouched_randomness"]
+
+# Held while transformers builds a model. It changes what belongs to the whole process meanwhile (the default dtype, the
+# functions that initialise), and two threads that did so at once could each put back what the other had set.
+BUILDING = threading.RLock()
 
 _VECTOR_STD = 0.3
 _WEIGHT_STD = 0.12

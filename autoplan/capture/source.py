@@ -23,7 +23,7 @@ from autoplan.capture.adapters import settings_of, wrap
 from autoplan.capture.catalogue import class_name_of
 from autoplan.capture.dtypes import cast_numbers
 from autoplan.capture.model_string import from_string, transformers_class
-from autoplan.capture.random_values import fill_meta, randomise, untouched_randomness
+from autoplan.capture.random_values import BUILDING, fill_meta, randomise, untouched_randomness
 from autoplan.capture.shrink import all_configs, tiny_config
 from autoplan.capture.type_rules import type_rules
 from autoplan.errors import SourceError
@@ -224,7 +224,7 @@ def _build(cls: type, config: PretrainedConfig, attention: str | None) -> Any:
     """Build from a config that is ours to change."""
     keywords = {"attn_implementation": attention} if attention else {}
     try:
-        with untouched_randomness(0):
+        with BUILDING, untouched_randomness(0):
             return cls._from_config(config, **keywords)  # type: ignore[attr-defined]
     except (
         ValueError,

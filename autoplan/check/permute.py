@@ -109,7 +109,7 @@ class _Law:
         with torch.no_grad(), one_compute_thread(), random_streams.fork(0):
             for entry, inputs in self.entries.items():
                 outputs = tensors_in(copy.deepcopy(self.model)(**inputs))  # a run may keep tables for the next
-                found.update({f"{entry} {name}": tensor for name, tensor in outputs.items()})
+                found.update({f"{entry} {name}": tensor.detach() for name, tensor in outputs.items()})
         return found
 
     def _output_terms(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[int, Term]]:

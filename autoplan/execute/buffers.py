@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
+from autoplan.capture.random_values import BUILDING
 from autoplan.errors import AutoplanError
 from autoplan.execute.held import plain_name, record_of
 
@@ -77,7 +78,7 @@ def _twin_modules(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
     for empty_is_meta in (True, False):  # a few models fill an empty tensor and make that the buffer
         state = torch.get_rng_state()
         try:
-            with _parameters_on_meta(empty_is_meta), torch.no_grad():
+            with BUILDING, _parameters_on_meta(empty_is_meta), torch.no_grad():
                 twin = cls._from_config(copy.deepcopy(config))
         finally:
             torch.set_rng_state(state)
