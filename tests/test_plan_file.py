@@ -57,7 +57,7 @@ def filled(hint: Any) -> Any:
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_every_field_of_every_type_comes_back(suffix: str, tmp_path: Path) -> None:
-    """Whatever is added to `values.py` is covered here without a word."""
+    """Whatever is added to `autoplan.values` is covered here without a word."""
     plan: Plan = filled(Plan)
     assert plan.runtime.scoped[0].details and plan.runtime.edits[0].per_rank == (7,)
     assert load_plan(written(plan, tmp_path, suffix)) == plan

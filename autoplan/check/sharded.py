@@ -161,7 +161,7 @@ def _prepared(model: Any, entries: Mapping[str, Any], others: Mapping[str, Any])
 
     subject = Subject(copy.deepcopy(model).eval(), entries, others)
     subject = replace(subject, lifted=_can_be_lifted(subject))
-    return replace(subject, labels=labels_for(subject))
+    return replace(subject, labels=labels_for(_copy(subject)))  # a run may leave hooks behind
 
 
 def _can_be_lifted(subject: Any) -> bool:

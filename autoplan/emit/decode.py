@@ -1,7 +1,7 @@
 """Plain data back into frozen values, checked against their type hints.
 
 Files are written by people and programs that get things wrong. Reading them through the dataclasses' own annotations
-keeps one description of the format (`values.py`), and lets every error name the exact place: `entries[3].units`.
+keeps one description of the format (`autoplan.values`), and lets every error name the exact place: `entries[3].units`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _decode_fields(cls: Any, data: Any, where: str) -> Any:
 def _decode_union(choices: tuple[Any, ...], data: Any, where: str) -> Any:
     if data is None and NoneType in choices:
         return None
-    (only,) = [choice for choice in choices if choice is not NoneType]  # values.py has no other unions
+    (only,) = [choice for choice in choices if choice is not NoneType]  # values have no other unions
     return decode(only, data, where)
 
 

@@ -2,9 +2,10 @@
 
 A plan is made once, reviewed, and used for months, by other people and other versions of autoplan. So a file begins
 with the version of its format, holds everything `parallelize` needs, executes nothing when it is read, and is checked
-against the types of `values.py` on the way in: a wrong key, a missing key or a wrong type is an error that says where.
+against the types of `autoplan.values` on the way in: a wrong key, a missing one or a wrong type is an error that says
+where.
 
-`values.py` is the description of the format; a new field there needs a default, or old files stop loading.
+`autoplan.values` is the description of the format; a new field there needs a default, or old files stop loading.
 
     autoplan: 1
     model: LlamaForCausalLM

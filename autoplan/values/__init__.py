@@ -1,0 +1,49 @@
+"""All the values that travel along the path: what a trace is, what analysis found, what a plan says.
+
+Everything here is frozen plain data without torch, so that it can be printed, compared, saved and tested by itself.
+Words: a *trace* is what one run of the model did; an *axis* is a class of tensor dimensions; a *split* cuts an axis
+over ranks; a *site* is a place in the running model where something is done (a sum, a copy, an edited integer).
+"""
+
+from dataclasses import replace
+
+from autoplan.values.done import Edit, ExpertSite, HeadSite, HookSite, Means, ParameterRule, Runtime, ScopedCall
+from autoplan.values.found import ClassFact, ParameterFact
+from autoplan.values.planned import Change, Entry, Obstacle, Plan, Proof, Replicated, Stack
+from autoplan.values.reported import Finding, Report, Score, Scoreboard, Traffic, Verdict
+from autoplan.values.traced import Call, Fold, ModuleVisit, Op, Ref, Symbolic, TensorInfo, Trace
+
+__all__ = [
+    "Call",
+    "Change",
+    "ClassFact",
+    "Edit",
+    "Entry",
+    "ExpertSite",
+    "Finding",
+    "Fold",
+    "HeadSite",
+    "HookSite",
+    "Means",
+    "ModuleVisit",
+    "Obstacle",
+    "Op",
+    "ParameterFact",
+    "ParameterRule",
+    "Plan",
+    "Proof",
+    "Ref",
+    "Replicated",
+    "Report",
+    "Runtime",
+    "ScopedCall",
+    "Score",
+    "Scoreboard",
+    "Stack",
+    "Symbolic",
+    "TensorInfo",
+    "Trace",
+    "Traffic",
+    "Verdict",
+    "replace",
+]
