@@ -7,7 +7,9 @@ real tiny clone, whose parameters have the same names but other sizes. The trace
 
 from __future__ import annotations
 
-from contextlib import suppress
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -39,6 +41,23 @@ class Captured:
 
 def capture_any(model: nn.Module, entries: dict[str, dict[str, Any]], notes: tuple[str, ...] = ()) -> Captured:
     """Fake tensors if they do, else real numbers: entries that cannot run are left out with a note if others can."""
+    with _no_collection():
+        return _capture_any(model, entries, notes)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A trace is many small objects that stay: to look for garbage among them and in all of torch costs more than they."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _capture_any(model: nn.Module, entries: dict[str, dict[str, Any]], notes: tuple[str, ...]) -> Captured:
     try:
         return _with_notes(capture_fake(model, entries), notes)
     except CaptureError as error:
@@ -55,7 +74,7 @@ def capture_any(model: nn.Module, entries: dict[str, dict[str, Any]], notes: tup
         kept, more = _runnable(model, entries)
         if not kept:
             raise error from fake_error
-        return capture_any(model, kept, (*notes, *more))
+        return _capture_any(model, kept, (*notes, *more))
     note = f"traced on real numbers, since its Python needs them: {fake_error.message}"
     return _with_notes(captured, (*notes, note))
 
