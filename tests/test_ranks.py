@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -245,3 +247,20 @@ def test_checkpoint_recompute_draws_again_what_it_drew() -> None:
         return torch.equal(x.grad, 2 * y)
 
     assert run_ranks(body, 2) == [True, True]
+
+
+def normed_convolution(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).detach()
+
+
+def test_parametrized_modules_are_sent() -> None:
+    """torch refuses to pickle them, and their class exists in this process only."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv1d(3, 4, 2)), nn.ReLU())
+    x = torch.randn(2, 3, 5)
+    for found in run_ranks(partial(_on_a_rank, model, x), 2, engine="gloo"):
+        assert torch.equal(found, normed_convolution(model, x))
+
+
+def _on_a_rank(model: nn.Module, x: torch.Tensor, rank: int) -> torch.Tensor:
+    return normed_convolution(model, x)

@@ -47,7 +47,7 @@ def capture_any(model: nn.Module, entries: dict[str, dict[str, Any]], notes: tup
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """A trace is many small objects that stay: to look for garbage among them and in all of torch costs more than they."""
+    """A trace is many small objects that stay: looking for garbage among them costs more than making them."""
     enabled = gc.isenabled()
     gc.disable()
     try:

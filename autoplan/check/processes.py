@@ -16,10 +16,15 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from types import SimpleNamespace
 from typing import Any
+
+from torch import nn
+from torch.nn.utils import parametrize
 
 from autoplan.check.ranks import RankError, RankTimeout
 from autoplan.errors import AutoplanError
@@ -123,8 +128,31 @@ def _packed(value: Any) -> bytes:
     import torch
 
     target = io.BytesIO()
-    torch.save(value, target)
+    torch.save(value, target, pickle_module=SimpleNamespace(__name__="pickle", Pickler=_Pickler))
     return target.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Sends modules with parametrizations too (weight norm): their class is made on the spot, and is made again."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, nn.Module) or not parametrize.is_parametrized(value):
+            return NotImplemented
+        # Without the hooks that read the names of old checkpoints: they are functions that nobody can send.
+        state = {**value.__dict__, "_load_state_dict_pre_hooks": OrderedDict()}
+        return _bare, (type(value).__mro__[1],), state, None, None, _parametrized_again
+
+
+def _bare(kind: Any) -> Any:
+    return kind.__new__(kind)
+
+
+def _parametrized_again(module: nn.Module, state: dict[str, Any]) -> None:
+    module.__dict__.update(state)
+    parametrize._inject_new_class(module)
+    names: Any = module.parametrizations
+    for name in names:
+        parametrize._inject_property(module, name)
 
 
 def _unpacked(sent: bytes) -> Any:
