@@ -55,8 +55,9 @@ def make_entries(
             entries[entry] = maker.prompt_entry(entry, modality, main)
         except CaptureError as error:
             notes.append(f"no entry with {modality.argument}: {error.message}; pass one in inputs= to plan more")
-    if name == "text" and maker.takes("encoder_hidden_states") and getattr(config, "is_decoder", False):
-        crossed = {**main, "encoder_hidden_states": maker.encoded()}
+    argument = maker.states_argument() if name == "text" else None
+    if argument is not None:
+        crossed = {**main, argument: maker.encoded()}
         failure = failure_of(model, crossed)
         if failure is None:
             entries["cross"] = crossed
@@ -157,6 +158,15 @@ class _Maker:
         if (name or self.main) != "input_features":
             return self.draw.normal((self.batch, _SAMPLES))
         return self.draw.normal((self.batch, _FRAMES, spectrum(self.configs)))
+
+    def states_argument(self) -> str | None:
+        """Where a decoder that stands alone takes an encoder's states, if it attends to any."""
+        if self.takes("decoder_input_ids"):
+            return None
+        if self.takes("encoder_outputs"):
+            return "encoder_outputs"
+        decodes = getattr(self.config, "is_decoder", False) and self.takes("encoder_hidden_states")
+        return "encoder_hidden_states" if decodes else None
 
     def encoded(self) -> torch.Tensor:
         """What an encoder would have made of a sequence two longer than the text."""

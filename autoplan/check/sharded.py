@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -261,7 +262,18 @@ def _on_rank(rank: int, job: _Job) -> tuple[dict[str, Any], dict[str, Any]]:
     from torch.distributed.device_mesh import init_device_mesh
 
     names, sizes = zip(*job.dims, strict=True)
+    _note_what_is_collected(job.subject.model)
     return _observe(rank, job, init_device_mesh("cpu", sizes, mesh_dim_names=names))
+
+
+def _note_what_is_collected(model: Any) -> None:
+    """transformers notes, while it builds a model, which inner outputs it may collect. One that was sent to this
+    process was not built here."""
+    library = sys.modules.get("transformers.utils.output_capturing")
+    notes = getattr(library, "_CAN_RECORD_REGISTRY", {})
+    for module in model.modules():
+        if hasattr(module, "_can_record_outputs"):
+            notes[str(type(module)) if type(notes) is dict else module] = module._can_record_outputs
 
 
 def _on_live_mesh(job: _Job, mesh: Any) -> list[Any]:
