@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoplan.capture.draw import Draw
 
-__all__ = ["Want", "Watch"]
+__all__ = ["Want", "Watch", "tensors_within"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = next((self._origin[id(t)] for t in _tensors((args, kwargs)) if id(t) in self._origin), None)
+        name = next((self._origin[id(t)] for t in tensors_within((args, kwargs)) if id(t) in self._origin), None)
         if name is None:
             return func(*args, **kwargs)
         self.last = name
@@ -92,7 +92,7 @@ class Watch(TorchFunctionMode):
         if found is not None and consumer is not None:
             self._looked_up(consumer, found[1])
             return result  # what a consumer makes is the model's own
-        for tensor in _tensors(result):
+        for tensor in tensors_within(result):
             self._follow(tensor, name)
         return result
 
@@ -117,7 +117,7 @@ class Watch(TorchFunctionMode):
 
     def _module(self, module: nn.Module, args: Any) -> None:
         width = module.d_model if isinstance(module, nn.Transformer) else module.input_size
-        for tensor in _tensors(args[:2] if isinstance(module, nn.Transformer) else args[:1]):
+        for tensor in tensors_within(args[:2] if isinstance(module, nn.Transformer) else args[:1]):
             fits = tensor.is_floating_point() and tensor.shape[-1] == width
             if id(tensor) in self._origin and not fits:
                 self._want(self._origin[id(tensor)], _features(int(width)), type(module).__name__)
@@ -126,15 +126,16 @@ class Watch(TorchFunctionMode):
 _CHECKING = (nn.RNNBase, nn.Transformer)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_within(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_within(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_within(item)
 
 
 def _get(args: Any, kwargs: Any, position: int, name: str) -> Any:

@@ -11,12 +11,13 @@ real, choices can be supposed: positions spread over all there are, comparisons 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoplan.capture.consumers import tensors_within
 
 __all__ = ["KnownValues"]
 
@@ -60,7 +61,7 @@ class _Computing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = list(_tensors((args, kwargs)))
+        given = list(tensors_within((args, kwargs)))
         if any(isinstance(tensor, FakeTensor) for tensor in given):
             if func._schema.is_mutable and not isinstance(given[0], FakeTensor):
                 raise RuntimeError(f"{func}: a known tensor is overwritten with what is not known")
@@ -68,7 +69,7 @@ class _Computing(TorchDispatchMode):
             return _supposed(func, given[0], found) if self.supposing and not func._schema.is_mutable else found
         if not given:
             made = func(*args, **kwargs)
-            if not all(_is_known(tensor) and tensor.device.type == "cpu" for tensor in _tensors(made)):
+            if not all(_is_known(tensor) and tensor.device.type == "cpu" for tensor in tensors_within(made)):
                 return made
         with unset_fake_temporarily():
             return func(*args, **kwargs)
@@ -101,14 +102,3 @@ def _spread(shape: torch.Size, among: torch.Size) -> torch.Tensor:
 
 def _is_known(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= _LARGEST
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
