@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 from autoplan.capture.draw import Draw, evaluate
+from autoplan.capture.dry_run import tried
 from autoplan.capture.inputs import entries_for, make_inputs
 from autoplan.capture.source import resolve
 from autoplan.errors import CaptureError, SourceError
@@ -261,6 +262,36 @@ def test_a_decoder_alone_gets_an_encoders_states() -> None:
     assert list(entries) == ["text", "cross"]
     model(**entries["cross"]).logits.square().sum().backward()
     assert model.model.decoder.layers[0].encoder_attn.k_proj.weight.grad is not None
+
+
+class Listener(nn.Module):
+    """Takes an encoder's states, whether or not it says that it is a decoder; `hears` says what it does with them."""
+
+    def __init__(self, hears: bool) -> None:
+        super().__init__()
+        self.config = PretrainedConfig(hidden_size=16, vocab_size=97)
+        self.token, self.ear, self.head = nn.Embedding(97, 16), nn.Linear(16, 16), nn.Linear(16, 97)
+        self.hears = hears
+
+    def forward(self, input_ids: torch.Tensor, encoder_hidden_states: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.token(input_ids)
+        if self.hears and encoder_hidden_states is not None:
+            x = x + self.ear(encoder_hidden_states).mean(1, keepdim=True)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(("hears", "expected"), [(True, ["text", "cross"]), (False, ["text"])])
+def test_states_are_given_to_who_uses_them(hears: bool, expected: list[str]) -> None:
+    model = Listener(hears)
+    assert list(make_inputs(model, config=model.config).entries) == expected
+
+
+def test_what_a_call_reads_is_known() -> None:
+    model = Listener(True)
+    ids, states = torch.ones(2, 3, dtype=torch.long), torch.zeros(2, 4, 16)
+    assert tried(model, {"input_ids": ids}).used == {"token.weight", "head.weight", "head.bias"}
+    assert tried(model, {"input_ids": ids, "encoder_hidden_states": states}).used >= {"ear.weight", "ear.bias"}
+    assert isinstance(tried(model, {"input_ids": torch.zeros(2, 3)}).failure, RuntimeError)
 
 
 def test_what_no_entry_reaches_is_noted() -> None:

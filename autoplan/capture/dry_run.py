@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +16,25 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.overrides import TorchFunctionMode
 
+from autoplan.capture.consumers import tensors_within
 from autoplan.capture.fold import fold
 from autoplan.capture.known_values import KnownValues
 from autoplan.capture.random_values import untouched_randomness
 
-__all__ = ["SMALL", "Twin", "depends_on_data", "failure_of", "own", "quiet", "with_storage", "without_storage"]
+__all__ = [
+    "SMALL",
+    "Tried",
+    "Twin",
+    "depends_on_data",
+    "failure_of",
+    "own",
+    "quiet",
+    "tried",
+    "with_storage",
+    "without_storage",
+]
 
 
 SMALL = 30_000_000  # parameters up to which a copy may be run for real
@@ -71,14 +85,45 @@ def depends_on_data(error: BaseException) -> bool:
     return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
 
 
-def failure_of(model: nn.Module, keywords: dict[str, Any]) -> Exception | None:
-    """Why a call of the model would fail; None when it runs, as far as that shows without looking at values."""
+@dataclass(frozen=True)
+class Tried:
+    """What came of a call: why it failed, if it did, and the parameters that it read (of equal blocks one stands for
+    all), as far as it came."""
+
+    failure: Exception | None
+    used: frozenset[str]
+
+
+def tried(model: nn.Module, keywords: Mapping[str, Any]) -> Tried:
+    """Call a copy of the model. It runs, as far as that shows without looking at values, when there is no failure."""
     twin = Twin(model)
+    reads = _Reads(twin.module)
+    failure: Exception | None = None
     try:
-        twin.run(twin.module, keywords)
+        with reads:
+            twin.run(twin.module, keywords)
     except Exception as error:  # someone else's forward may raise anything
-        return None if depends_on_data(error) else error
-    return None
+        failure = None if depends_on_data(error) else error
+    return Tried(failure, frozenset(reads.found))
+
+
+def failure_of(model: nn.Module, keywords: Mapping[str, Any]) -> Exception | None:
+    """Why a call of the model would fail; None when it runs, as far as that shows without looking at values."""
+    return tried(model, keywords).failure
+
+
+class _Reads(TorchFunctionMode):
+    """Notes which of a module's parameters are handed to any torch function."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self.found: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not str(getattr(func, "__name__", "")).startswith("__get__"):  # asking for a dtype or a device reads nothing
+            self.found.update(self.names[id(t)] for t in tensors_within((args, kwargs or {})) if id(t) in self.names)
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from autoplan.capture.derive_inputs import derive
 from autoplan.capture.draw import Draw
-from autoplan.capture.dry_run import failure_of
+from autoplan.capture.dry_run import failure_of, tried
 from autoplan.capture.dtypes import working_dtype
 from autoplan.capture.pictures import pictures
 from autoplan.capture.prompts import MODALITIES, Modality, prompt_entry
@@ -58,11 +58,11 @@ def make_entries(
     argument = maker.states_argument() if name == "text" else None
     if argument is not None:
         crossed = {**main, argument: maker.encoded()}
-        failure = failure_of(model, crossed)
-        if failure is None:
+        with_states = tried(model, crossed)
+        if with_states.failure is not None and getattr(config, "is_decoder", True):
+            notes.append(f"no entry with an encoder's states: {' '.join(str(with_states.failure).split())[:200]}")
+        elif with_states.failure is None and with_states.used - tried(model, main).used:
             entries["cross"] = crossed
-        else:
-            notes.append(f"no entry with an encoder's states: {' '.join(str(failure).split())[:200]}")
     return entries, notes
 
 
@@ -160,13 +160,10 @@ class _Maker:
         return self.draw.normal((self.batch, _FRAMES, spectrum(self.configs)))
 
     def states_argument(self) -> str | None:
-        """Where a decoder that stands alone takes an encoder's states, if it attends to any."""
+        """Where a decoder that stands alone takes an encoder's states; whether it reads them shows when it is run."""
         if self.takes("decoder_input_ids"):
             return None
-        if self.takes("encoder_outputs"):
-            return "encoder_outputs"
-        decodes = getattr(self.config, "is_decoder", False) and self.takes("encoder_hidden_states")
-        return "encoder_hidden_states" if decodes else None
+        return next((name for name in ("encoder_outputs", "encoder_hidden_states") if self.takes(name)), None)
 
     def encoded(self) -> torch.Tensor:
         """What an encoder would have made of a sequence two longer than the text."""
