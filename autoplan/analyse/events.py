@@ -31,7 +31,8 @@ class Event(StrEnum):
     REDUCE_MAX = "reduce_max"  # max, min, amax, amin, median
     REDUCE_ARG = "reduce_arg"  # argmax, argmin: the answer is a position
     REDUCE_LOGIC = "reduce_logic"  # any, all
-    REDUCE_VAR = "reduce_var"  # var, std, var_mean
+    SPREAD = "spread"  # var, std: each rank tells the mean and spread of its share
+    REDUCE_VAR = "reduce_var"  # var_mean, and the statistics of batch and group norms
     REDUCE_NORM = "reduce_norm"  # vector norms and distances
     REDUCE_LOGSUMEXP = "reduce_logsumexp"
     REDUCE_PROD = "reduce_prod"
@@ -77,6 +78,7 @@ FORBIDDING: frozenset[Event] = frozenset(Event) - {
     Event.FREE_A,
     Event.CONV_GROUP,
     Event.REDUCE_LIN,
+    Event.SPREAD,
     Event.NORM,
     Event.CREATED,
     Event.CONST,

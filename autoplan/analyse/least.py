@@ -21,7 +21,7 @@ from autoplan.analyse.low_rank import thin_matrix
 from autoplan.analyse.reductions import row_bias_of
 from autoplan.analyse.shards import Shards
 
-__all__ = ["Payment", "least_payments"]
+__all__ = ["Payment", "least_payments", "spread_numbers"]
 
 _WHOLE = 0.999
 
@@ -132,6 +132,9 @@ class _Forward(_Walk):
             yield Payment(False, frozenset({index}), self.elements(outputs[0]), gathered=True)
         elif kind == "norm":
             yield Payment(False, frozenset({index}), _statistics(self.trace.calls[index].name, self._rows(index)))
+        elif kind == "spread":
+            elements = self.elements(outputs[0]) * spread_numbers(self.shards.tp)
+            yield Payment(False, frozenset({index}), elements, gathered=True)
         for tensor in outputs if owed else ():
             self.ledger.shares[tensor] = owed
             self.ledger.size(tensor, self.elements(tensor))
@@ -229,3 +232,8 @@ class _Backward(_Walk):
 def _statistics(name: str, rows: int) -> int:
     """A norm over split features sums one number a row, a layer norm two."""
     return rows * (2 if "layer_norm" in name else 1)
+
+
+def spread_numbers(tp: int) -> int:
+    """How many numbers are gathered for each variance: the mean and the spread of every rank's share."""
+    return 2 * tp

@@ -1,13 +1,13 @@
 """Which calls sum over a split axis, and how: at each of them ranks must talk.
 
 A contraction over a split dimension leaves each rank with a part of the sum ("sum"), so does a mean ("mean"), a
-lookup in a table whose rows are split ("embedding"); a norm's statistic needs all of the dimension ("norm"). A call
-whose product is gathered by decision is "gather". Anything else that reads across a split dimension is refused.
+lookup in a table whose rows are split ("embedding"); a norm's statistic needs all of the dimension ("norm"), and so
+does a variance ("spread"). A call whose product is gathered by decision is "gather". Anything else that reads across a
+split dimension is refused.
 """
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 from autoplan.analyse.fused_attention import FUSED_ATTENTION, argument, obstacle
@@ -15,7 +15,7 @@ from autoplan.analyse.op_rules.experts import BOX
 from autoplan.analyse.shards import Shards, refs
 from autoplan.values import Call, Op, Ref
 
-__all__ = ["CONVOLUTIONS", "PRODUCTS", "TRANSPOSED", "gathered_dim", "reduction_of", "row_bias_of"]
+__all__ = ["CONVOLUTIONS", "PRODUCTS", "TRANSPOSED", "gathered_dim", "reduced_dims", "reduction_of", "row_bias_of"]
 
 PRODUCTS = ("linear", "matmul", "__matmul__", "mm")
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")  # calls whose channels are the dim before the spatial ones
@@ -24,16 +24,15 @@ _COMPOSITE = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 _MATRIX = frozenset({"mm", "bmm", "mv", "dot", "_grouped_mm"})
 _BIASED = frozenset({"addmm", "baddbmm"})
 _NORMS = frozenset({"native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm"})
-_LINEAR_REDUCTIONS = {"sum": "sum", "mean": "mean"}
+_SUMMABLE = {"sum": "sum", "mean": "mean", "var": "spread", "std": "spread"}
 _OTHER_REDUCTIONS = frozenset(
     [
         "max",
         "min",
         "amax",
         "amin",
-        "var",
         "var_mean",
-        "std",
+        "std_mean",
         "argmax",
         "argmin",
         "any",
@@ -47,7 +46,7 @@ _OTHER_REDUCTIONS = frozenset(
 
 
 def reduction_of(call: Call, shards: Shards, gathered: frozenset[int]) -> str | None:
-    """None, "sum", "mean", "norm", "embedding", "gather", "attention", or "refused: why"."""
+    """None, "sum", "mean", "norm", "spread", "embedding", "gather", "attention", or "refused: why"."""
     found: str | None = None
     if call.name == FUSED_ATTENTION:
         why = obstacle(call, shards)
@@ -61,7 +60,7 @@ def reduction_of(call: Call, shards: Shards, gathered: frozenset[int]) -> str | 
         here = _op_reduction(op, shards)
         if here:
             found = here
-    if found in ("sum", "mean", "norm") and _counts_twice(call, shards):
+    if found in ("sum", "mean", "norm", "spread") and _counts_twice(call, shards):
         return "refused: a sum over an axis that several ranks hold together"
     return found
 
@@ -99,9 +98,9 @@ def _op_reduction(op: Op, shards: Shards) -> str | None:
         return "sum" if routing and _split(shards, stack[0], 0) else None
     if name == "embedding":
         return "embedding" if _split(shards, op.args[0], 0) else None
-    if name in _LINEAR_REDUCTIONS or name in _OTHER_REDUCTIONS:
-        if any(_split(shards, op.args[0], d) for d in _reduced_dims(op, shards)):
-            return _LINEAR_REDUCTIONS.get(name) or f"refused: {name} over a split dimension"
+    if name in _SUMMABLE or name in _OTHER_REDUCTIONS:
+        if any(_split(shards, op.args[0], d) for d in reduced_dims(op, shards)):
+            return _SUMMABLE.get(name) or f"refused: {name} over a split dimension"
         return None
     if name.startswith("_scaled_dot_product") and _split(shards, op.args[0], 3):
         return "refused: attention over a split head width"
@@ -116,7 +115,8 @@ def _convolution(op: Op, shards: Shards) -> str | None:
     return "sum" if shards.layout_of(weight_inputs) is not None else None
 
 
-def _reduced_dims(op: Op, shards: Shards) -> list[int]:
+def reduced_dims(op: Op, shards: Shards) -> list[int]:
+    """The dims that a sum, mean or variance runs over."""
     if not op.args or not isinstance(op.args[0], Ref):
         return []
     rank = len(shards.axes.of(op.args[0].id))
@@ -151,8 +151,3 @@ def row_bias_of(call: Call, reduction: str | None) -> int | None:
     if call.name in ("addmm", "baddbmm") and isinstance(call.args[0], Ref):
         return call.args[0].id
     return None
-
-
-def reduced_count(op: Op, shards: Shards) -> int:
-    """How many elements a norm averages over."""
-    return prod(op.args[1])

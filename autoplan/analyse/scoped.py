@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 from autoplan.analyse.callflow import CallFlow
 from autoplan.analyse.edits import Edits
 from autoplan.analyse.literals import FILLS, MAKERS
-from autoplan.analyse.reductions import gathered_dim
-from autoplan.analyse.shards import Shards
+from autoplan.analyse.reductions import gathered_dim, reduced_dims
+from autoplan.analyse.shards import Shards, refs
 from autoplan.analyse.sites import Placement
 from autoplan.values import Call, Ref, ScopedCall, Trace
 
@@ -220,6 +221,8 @@ def _details(call: Call, reduction: str | None, shards: Shards) -> tuple[tuple[s
     """What the function mode must know to carry out a reduction."""
     if reduction == "norm":
         return _norm_details(call, shards)
+    if reduction == "spread":
+        return _spread_details(call, shards)
     if reduction == "embedding":
         return (("rows", next(shards.trace.tensors[a.id].shape[0] for a in call.args if shards.is_split(a.id))),)
     if reduction == "gather" and (product := gathered_dim(call, shards)) is not None:
@@ -233,6 +236,22 @@ def _norm_details(call: Call, shards: Shards) -> tuple[tuple[str, Any], ...]:
     for n in op.args[1]:
         count *= int(n)
     return (("count", count), ("dims", len(op.args[1])))
+
+
+def _spread_details(call: Call, shards: Shards) -> tuple[tuple[str, Any], ...]:
+    """Of a variance: its dims from the end, whether they stay as dims of 1, what is taken off the count, and how many
+    positions each rank holds."""
+    op = next(op for op in shards.trace.ops[slice(*call.ops)] if op.name in ("var", "std"))
+    source, correction = op.args[0].id, op.kwargs.get("correction")
+    shape = shards.trace.tensors[source].shape
+    dims = sorted(dim % len(shape) - len(shape) for dim in reduced_dims(op, shards))
+    held = tuple(
+        prod(n for dim, n in enumerate(shards.local_shape(source, rank)) if dim - len(shape) in dims)
+        for rank in range(shards.tp)
+    )
+    kept = len(shards.trace.tensors[next(refs(op.outputs))].shape) == len(shape)
+    return (("dims", tuple(dims)), ("keepdim", kept), ("correction", 1 if correction is None else correction),
+            ("held", held))  # fmt: skip
 
 
 def _random_calls(shards: Shards, flow: CallFlow) -> dict[str, dict[bool, list[int]]]:

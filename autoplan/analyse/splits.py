@@ -24,11 +24,12 @@ from autoplan.values import Op, Trace
 __all__ = ["Choice", "Occurrences", "choose", "occurrences", "residual_leaves"]
 
 # Events that allow a split at a price: classes without them go first.
-PRICE = {"contract_a": 4, "reduce_lin": 2, "norm": 2, "created": 1, "const": 1}
+PRICE = {"contract_a": 4, "reduce_lin": 2, "norm": 2, "spread": 4, "created": 1, "const": 1}
 FREE = frozenset({"contract_w", "batch_w", "batch_a", "free_a", "conv_group", "random", "experts"})
 _OTHER_PRICE = 2
 _WORTHWHILE = 16  # rows: a narrower dim saves less than the sum it costs
 _DEAR = 3  # a class this dear goes after all cheaper ones, whatever it holds
+_TOO_DEAR = frozenset({"spread", "free_a"})  # a norm written out, over the width of values that products mix
 
 Occurrences = dict[Term, dict[int, set[int]]]
 
@@ -241,6 +242,8 @@ def _why_not(
     against = sorted(leaf.events & FORBIDDING)
     if against:
         return f"an op reads across it ({', '.join(against)})"
+    if leaf.events >= _TOO_DEAR:
+        return f"each of its ops would owe a sum ({', '.join(sorted(_TOO_DEAR))})"
     if not leaf.events & {"contract_w", "batch_w"}:
         return "no weight contracts it, so cutting it saves nothing"
     if len([t for t in places if len(trace.tensors[t].shape) >= 2]) < 2:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import prod
 
 from autoplan.analyse.callflow import CallFlow
-from autoplan.analyse.least import Payment, least_payments
+from autoplan.analyse.least import Payment, least_payments, spread_numbers
 from autoplan.analyse.shards import Shards
 from autoplan.values import ModuleVisit, Runtime, ScopedCall, Traffic
 
@@ -148,6 +148,8 @@ def _scoped_moves(scoped: ScopedCall, shards: Shards, flow: CallFlow) -> Iterato
             rows = output // trace.tensors[made].shape[-1] * (2 if "layer" in call.name else 1)
             yield _Move(span, call.module, False, _BOTH_WAYS, rows, made)
             yield _Move(span, call.module, True, _BOTH_WAYS, rows, made)
+        if scoped.reduce == "spread":
+            yield _Move(span, call.module, False, "all_gather", output * spread_numbers(shards.tp), made)
         for path in scoped.copies:
             for tensor in flow.inputs[index]:
                 if path in flow.path_of(index, tensor) and flow.passes_gradients(index):

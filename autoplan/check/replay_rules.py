@@ -205,6 +205,14 @@ def _norm(local: Local) -> Any:
     return [x if bias is None else x + bias, *local.recorded[1:]]
 
 
+def _spread(local: Local) -> Any:
+    """Over a split dimension ranks tell each other the mean and spread of their shares: the outcome is recorded."""
+    if not any(_reduced(local)):
+        return local.call()
+    local.exchanged = True
+    return list(local.recorded)
+
+
 _NOT_COMPUTED = (
     *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", "empty_like"),
     *("rand_like", "randn_like", "bernoulli", "native_dropout"),
@@ -212,7 +220,7 @@ _NOT_COMPUTED = (
 )
 _ACROSS = (
     *("amax", "amin", "max", "min", "argmax", "argmin", "any", "all"),
-    *("var", "var_mean", "std", "prod", "logsumexp", "linalg_vector_norm"),
+    *("var_mean", "std_mean", "prod", "logsumexp", "linalg_vector_norm"),
 )
 _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -234,6 +242,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(_ATTENTION, Rule(_attention)),
     "sum": Rule(_sum),
     "mean": Rule(_mean),
+    **dict.fromkeys(("var", "std"), Rule(_spread)),
     **dict.fromkeys(_ACROSS, Rule(_whole_only)),
     **dict.fromkeys(_NOT_COMPUTED, Rule(recorded=True)),
 }

@@ -79,7 +79,7 @@ class ScopedCall:
     time that a run of the module comes there, "@4" for only calls whose first argument has four dims.
     `arguments`: literals as (path into args/kwargs, (what each rank's Python passes there, what each must pass)).
     `copies`: argument paths whose gradient is summed.
-    `reduce`: "sum" | "mean" | "norm" | "embedding" | "gather" | "attention".
+    `reduce`: "sum" | "mean" | "norm" | "spread" | "embedding" | "gather" | "attention".
     `cuts`: output dims cut to this rank's share, as (output index, dim, layout).
     """
 

@@ -18,7 +18,7 @@ _REDUCTIONS = {
     "argmax": Event.REDUCE_ARG, "argmin": Event.REDUCE_ARG,
     "any": Event.REDUCE_LOGIC, "all": Event.REDUCE_LOGIC, "_is_all_true": Event.REDUCE_LOGIC,
     "_is_any_true": Event.REDUCE_LOGIC, "equal": Event.REDUCE_LOGIC, "count_nonzero": Event.REDUCE_LIN,
-    "var": Event.REDUCE_VAR, "std": Event.REDUCE_VAR, "var_mean": Event.REDUCE_VAR, "std_mean": Event.REDUCE_VAR,
+    "var": Event.SPREAD, "std": Event.SPREAD, "var_mean": Event.REDUCE_VAR, "std_mean": Event.REDUCE_VAR,
     "norm": Event.REDUCE_NORM, "linalg_vector_norm": Event.REDUCE_NORM, "frobenius_norm": Event.REDUCE_NORM,
     "logsumexp": Event.REDUCE_LOGSUMEXP, "prod": Event.REDUCE_PROD,
 }  # fmt: skip
@@ -32,8 +32,8 @@ def reduction(site: Site) -> Answer:
     dims = site.terms(site.inputs[0])
     gone = _reduced(site, name, len(dims))
     for position in gone:
-        if _REDUCTIONS[name] is Event.REDUCE_LIN:
-            site.contract(dims[position], Event.REDUCE_LIN)
+        if _REDUCTIONS[name] in (Event.REDUCE_LIN, Event.SPREAD):
+            site.contract(dims[position], _REDUCTIONS[name])
         else:
             site.mark(dims[position], _REDUCTIONS[name])
     if len(site.out_shape) == len(dims):

@@ -1,0 +1,70 @@
+"""Weights that can be split although something on their way looks as if it needed them whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import autoplan
+
+WIDTH, INNER = 32, 64
+
+
+class OnlyTheLoud(nn.Module):
+    """What lies below mean + std of all hidden features is cut off: statistics of a split value."""
+
+    def __init__(self, keepdim: bool = True, correction: int = 0) -> None:
+        super().__init__()
+        self.near, self.far = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.keepdim, self.correction = keepdim, correction
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.near(torch.tanh(x))
+        spread = torch.std(hidden, dim=-1, keepdim=self.keepdim, correction=self.correction)
+        spread = spread if self.keepdim else spread.unsqueeze(-1)
+        loud = torch.relu(hidden - hidden.mean(-1, keepdim=True) - 0.5 * spread)
+        return x + self.far(loud)
+
+
+class ScaledByVariance(nn.Module):
+    """A norm written out, over all heads at once, with the mean of two dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.far = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.near(torch.tanh(x)).unflatten(-1, (8, 8))
+        heads = heads * torch.rsqrt(heads.var((-2, -1), keepdim=True) + 1e-3)
+        return x + self.far(torch.tanh(heads).flatten(-2))
+
+
+class Case(NamedTuple):
+    build: Callable[[], nn.Module]
+    split: frozenset[str]
+    inputs: dict[str, torch.Tensor]
+
+
+STREAM = {"x": torch.randn(2, 6, WIDTH)}
+BOTH = frozenset({"near.weight", "near.bias", "far.weight"})
+
+CASES = {
+    "std": Case(OnlyTheLoud, BOTH, STREAM),
+    "std, dim dropped": Case(lambda: OnlyTheLoud(keepdim=False, correction=1), BOTH, STREAM),
+    "variance over heads and width": Case(ScaledByVariance, BOTH, STREAM),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_split_and_exact(name: str, size: int = 4) -> None:
+    torch.manual_seed(0)
+    build, split, inputs = CASES[name]
+    model = build()
+    plan = autoplan.plan(model, tp_size=size, inputs=inputs)
+    assert split <= {rule.pattern for rule in plan.runtime.parameters if rule.dim is not None}, plan
+    report = autoplan.verify(model, plan, tp_size=size, inputs=inputs, checks=["parameters", "forward", "state_dict"])
+    assert report.ok and max(report.gradients.values()) < 1e-9, report.findings
