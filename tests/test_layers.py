@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from layer_law import examined
 from renamer import renamed_copy
 from torch import nn
 
 from autoplan.analyse.module_tree import ModuleNode, ModuleTree, ParameterShape
+from autoplan.capture.catalogue import architectures
 from autoplan.stacks import layers, stacks_of
 from autoplan.values import Fold, ModuleVisit, Stack, Trace
 
@@ -332,3 +334,12 @@ def test_analysis_needs_only_plain_data():
         for key in "ab":
             nodes.append(ModuleNode((f"list.{place}.{key}",), 3, "Part", parameters=weight, **leaf))
     assert [stack.fqns for stack in stacks_of(ModuleTree(tuple(nodes)))] == [("list.0", "list.1")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mapping", ["causal_lm", "image_text", "seq2seq", "masked_lm", "speech"])
+def test_the_law_of_discovery_holds_for_every_architecture(mapping):
+    """Coverage, counts as in the config, and the same without names."""
+    rows = [examined(model_type, class_name) for model_type, class_name in architectures(mapping)]
+    assert [row for row in rows if not row.problem and not row.fine] == []
+    assert sum(not row.problem for row in rows) >= 0.95 * len(rows)
