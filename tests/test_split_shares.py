@@ -43,6 +43,28 @@ class ScaledByVariance(nn.Module):
         return x + self.far(torch.tanh(heads).flatten(-2))
 
 
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.far = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.far(torch.tanh(self.near(torch.tanh(x))))
+
+
+class FrozenMatrix(nn.Module):
+    """A bare, frozen parameter leads into the stream. The input lies channels first: matmul makes copies of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.above = Mlp()
+        self.bridge = nn.Parameter(torch.randn(WIDTH, WIDTH) / 6, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        channels_first = x.transpose(1, 2).contiguous()
+        return self.above(torch.matmul(channels_first.transpose(1, 2), self.bridge))
+
+
 class Case(NamedTuple):
     build: Callable[[], nn.Module]
     split: frozenset[str]
@@ -56,6 +78,7 @@ CASES = {
     "std": Case(OnlyTheLoud, BOTH, STREAM),
     "std, dim dropped": Case(lambda: OnlyTheLoud(keepdim=False, correction=1), BOTH, STREAM),
     "variance over heads and width": Case(ScaledByVariance, BOTH, STREAM),
+    "bare matrix": Case(FrozenMatrix, frozenset({"bridge", "above.near.weight", "above.far.weight"}), STREAM),
 }
 
 

@@ -110,9 +110,10 @@ def products_to_gather(
             continue
         if not demands.may_gather(trace.tensors[axes.sources[weight]].names):
             continue
-        shape = trace.tensors[weight].shape
+        shape, stored = trace.tensors[weight].shape, trace.tensors[axes.sources[weight]].shape
         odd = any(find(leaf) in indivisible for term in axes.of(weight) for leaf in leaves(term))
-        if prod(shape) >= _WORTH_GATHERING * total and not odd and (shape[out] % tp == 0 or shape[out] >= _VOCABULARY):
+        size = min(prod(shape), prod(stored))
+        if size >= _WORTH_GATHERING * total and not odd and (shape[out] % tp == 0 or shape[out] >= _VOCABULARY):
             wanted.add(index)
     return wanted
 
@@ -133,6 +134,8 @@ def product_weight(op: Op, axes: Axes) -> tuple[int, int] | None:
     """The weight in a product with an activation (transposed, in a matrix product), and its dim that the result has."""
     if op.name in ("mm", "addmm"):
         (other, weight), out = op.args[-2:], 1
+    elif op.name == "bmm" and _stretched(op.args[1], axes):
+        (other, weight), out = op.args[:2], -1
     elif op.name == "convolution" and not op.args[6] and op.args[8] == 1:  # not transposed, one group
         (other, weight), out = op.args[:2], 0
     else:
@@ -140,6 +143,15 @@ def product_weight(op: Op, axes: Axes) -> tuple[int, int] | None:
     if not isinstance(weight, Ref) or not isinstance(other, Ref):
         return None
     return (weight.id, out) if weight.id in axes.weights and other.id not in axes.weights else None
+
+
+def _stretched(weight: Any, axes: Axes) -> bool:
+    """Is this a matrix that was stretched over a batch? (Some matmuls are carried out so.)"""
+    if not isinstance(weight, Ref) or weight.id not in axes.weights:
+        return False
+    stored = {find(leaf) for term in axes.of(axes.sources[weight.id]) for leaf in leaves(term)}
+    batch = {find(leaf) for leaf in leaves(axes.of(weight.id)[0])}
+    return len(axes.of(axes.sources[weight.id])) == 2 and batch.isdisjoint(stored)
 
 
 def _root_is_split(weight: int, axes: Axes, shards: Shards) -> bool:
