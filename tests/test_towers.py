@@ -11,10 +11,11 @@ from mesh_toys import mesh_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
+from transformers import PretrainedConfig
 
 import autoplan
 from autoplan.capture.capture import capture_fake
-from autoplan.capture.inputs import entries_for
+from autoplan.capture.inputs import entries_for, make_inputs
 from autoplan.capture.known_values import KnownValues
 from autoplan.capture.source import resolve
 from autoplan.check.ranks import run_ranks
@@ -110,6 +111,65 @@ def test_what_touches_a_weight_stays_fake() -> None:
         assert isinstance(torch.zeros(2), FakeTensor) and torch.arange(3).tolist() == [0, 1, 2]
         with pytest.raises(RuntimeError, match="overwritten with what is not known"):
             mask.logical_and_(floats > 0)
+
+
+# ------------------------------------------------------------------------------------------------- several at once
+
+
+class Senses(nn.Module):
+    """Sees and hears, and hears with another layer while it sees. Its placeholders are named by its towers' configs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = PretrainedConfig(vocab_size=97, hidden_size=16, num_mel_bins=6)
+        self.config.eye = PretrainedConfig(image_size=8, patch_size=4, image_token_id=90)
+        self.config.ear = PretrainedConfig(audio_token_id=91)
+        self.token, self.look, self.head = nn.Embedding(97, 16), nn.Conv2d(3, 16, 4, 4), nn.Linear(16, 97)
+        self.hear, self.hear_and_see = nn.Linear(6, 16), nn.Linear(6, 16)
+
+    def get_image_features(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        return self.look(pixel_values).flatten(2).transpose(1, 2)
+
+    def get_audio_features(self, input_features: torch.Tensor, seeing: bool = False) -> torch.Tensor:
+        return (self.hear_and_see if seeing else self.hear)(input_features)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        pixel_values: torch.Tensor | None = None,
+        input_features: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        x, found = self.token(input_ids), {}
+        if pixel_values is not None:
+            found[90] = self.get_image_features(pixel_values)
+        if input_features is not None:
+            found[91] = self.get_audio_features(input_features, pixel_values is not None)
+        for token, features in found.items():
+            if int((input_ids == token).sum()) != features.shape[0] * features.shape[1]:
+                raise ValueError("a placeholder for each feature")
+            x = x.masked_scatter((input_ids == token).unsqueeze(-1), features)
+        return self.head(x)
+
+
+class OneAtATime(Senses):
+    """Hears the same whether it sees or not: together they show nothing new."""
+
+    def get_audio_features(self, input_features: torch.Tensor, seeing: bool = False) -> torch.Tensor:
+        return self.hear(input_features)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(Senses, ["text", "image", "audio", "image_audio"]), (OneAtATime, ["text", "image", "audio"])],
+)
+def test_a_picture_and_a_sound_in_one_prompt_where_that_shows_more(kind: type[Senses], expected: list[str]) -> None:
+    model = kind()
+    entries = make_inputs(model, config=model.config).entries
+    assert list(entries) == expected
+    plan = autoplan.plan(model, tp_size=2, inputs=entries)
+    whole = {item.fqn for item in plan.replicated if item.fqn.endswith("weight")}
+    assert ("hear_and_see.weight" in whole) == (kind is OneAtATime)
+    assert autoplan.verify(model, plan, tp_size=2, inputs=entries).ok
 
 
 # ------------------------------------------------------------------------------------------------- stems are gathered

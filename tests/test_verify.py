@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from toy_sharding import Toy, sharding
 
@@ -173,3 +174,27 @@ def test_a_plan_for_this_very_model_is_applied_as_it_is() -> None:
     assert verify(model, plan, checks=["forward"]).ok
     assert not verify(model, spoiled, checks=["forward"]).ok
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+class OneDropout(nn.Module):
+    """One dropout for an MLP's inner width, which is split, and for the stream, which is not."""
+
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.table, self.norm, self.head = nn.Embedding(61, 16), nn.LayerNorm(16), nn.Linear(16, 61, bias=False)
+        self.up, self.down, self.forget = nn.Linear(16, inner), nn.Linear(inner, 16), nn.Dropout(0.3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        inner = self.forget(nn.functional.gelu(self.up(self.norm(x))))
+        return self.head(x + self.forget(self.down(inner)))
+
+
+@pytest.mark.parametrize(("inner", "apart"), [(48, True), (32, False)])
+def test_a_dropout_shared_by_two_widths_is_told_apart_where_that_is_certain(inner: int, apart: bool) -> None:
+    """Half of 32 is as wide as the stream: then the place does not tell which value comes."""
+    model = OneDropout(inner)
+    plan = autoplan.plan(model, tp_size=2)
+    marks = [call.place.partition("!")[2] for call in plan.runtime.scoped if ("random", "split") in call.details]
+    assert marks == (["16"] if apart else [])
+    assert autoplan.verify(model, plan, tp_size=2).ok

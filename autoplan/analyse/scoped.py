@@ -19,6 +19,7 @@ from autoplan.analyse.literals import FILLS, MAKERS
 from autoplan.analyse.reductions import gathered_dim, reduced_dims
 from autoplan.analyse.shards import Shards, refs
 from autoplan.analyse.sites import Placement
+from autoplan.analyse.terms import Term, find, leaves
 from autoplan.values import Call, Ref, ScopedCall, Trace
 
 __all__ = ["RANDOM_CALLS", "Scope", "scope"]
@@ -62,7 +63,7 @@ def scope(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits) ->
     """Collect what is left for the function mode."""
     result = Scope()
     wanted = _wanted(shards, flow, placement, edits, result)
-    for indices, built in _by_place(flow, wanted):
+    for indices, built in _by_place(flow, wanted, shards):
         blame = tuple(t for index in indices if index in wanted for t in _blame_of(index, flow, shards))
         if built is None:
             call = shards.trace.calls[indices[0]]
@@ -77,28 +78,30 @@ def scope(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits) ->
     return result
 
 
-def _by_place(flow: CallFlow, wanted: dict[int, ScopedCall]) -> Iterator[tuple[list[int], ScopedCall | None]]:
+def _by_place(
+    flow: CallFlow, wanted: dict[int, ScopedCall], shards: Shards
+) -> Iterator[tuple[list[int], ScopedCall | None]]:
     """Calls at one place, with the work that all of them need; None where they need different work.
 
-    If not all need the same, they are told apart by the round of a loop, or by how many dims their value has: one
-    dropout may serve attention weights and the stream.
+    If not all need the same, they are told apart by the round of a loop, by how many dims their value has (one dropout
+    may serve attention weights and the stream), or by how wide it is (an MLP's inner width and the stream).
     """
     trace = flow.trace
     runs = Counter(visit.module for visit in trace.visits)
     for rounds in _rounds(trace, {_place_of(trace.calls[index]) for index in wanted}):
-        for mark, indices in _told_apart(rounds, wanted, flow):
+        for mark, indices in _told_apart(rounds, wanted, flow, shards):
             built = _most(indices, wanted)
             if not _agree(indices, wanted, flow):
                 yield indices, None
             elif built is not None:
                 skipped = len({trace.calls[index].visit for index in indices}) < runs[built.pattern]
-                skipped = skipped or mark.startswith("@")
+                skipped = skipped or mark.startswith(("@", "!"))
                 sometimes = (SOMETIMES,) if skipped or built.pattern in flow.branching else ()
                 yield indices, replace(built, place=built.place + mark, details=(*built.details, *sometimes))
 
 
 def _told_apart(
-    rounds: list[list[int]], wanted: dict[int, ScopedCall], flow: CallFlow
+    rounds: list[list[int]], wanted: dict[int, ScopedCall], flow: CallFlow, shards: Shards
 ) -> Iterable[tuple[str, list[int]]]:
     """The calls of one place in groups that agree, if there is a way, each with the mark that its place bears."""
     together = [index for indices in rounds for index in indices]
@@ -106,13 +109,42 @@ def _told_apart(
     for index in together:
         by_dims[_dims_mark(flow.trace, index)].append(index)
     by_round = [(f"#{number + 1}", indices) for number, indices in enumerate(rounds)]
-    ways = ([("", together)], by_round, list(by_dims.items()))
-    return next((way for way in ways if all(_agree(indices, wanted, flow) for _, indices in way)), by_round)
+    for way in ([("", together)], by_round, list(by_dims.items())):
+        if all(_agree(indices, wanted, flow) for _, indices in way):
+            return way
+    by_width = _by_width(together, wanted, shards)
+    return by_width if all(_agree(indices, wanted, flow) for _, indices in by_width) else by_round
 
 
 def _dims_mark(trace: Trace, index: int) -> str:
     first = next(iter(trace.calls[index].args), None)
     return f"@{len(trace.tensors[first.id].shape)}" if isinstance(first, Ref) else "@"
+
+
+def _by_width(together: list[int], wanted: dict[int, ScopedCall], shards: Shards) -> list[tuple[str, list[int]]]:
+    """Calls with work to do apart from those without, where these have values of one width that the weights fix, and no
+    rank's piece of the others is as wide."""
+    with_work = [index for index in together if index in wanted]
+    without = [index for index in together if index not in wanted]
+    widths = {_width(index, shards, 0) for index in without}
+    pieces = {_width(index, shards, rank) for index in with_work for rank in range(shards.tp)}
+    if len(widths) != 1 or None in widths | pieces or widths & pieces:
+        return [("", together)]
+    return [(f"!{next(iter(widths))}", with_work), ("", without)]
+
+
+def _width(index: int, shards: Shards, rank: int) -> int | None:
+    """How wide a rank's part of a call's first argument is; None where that depends on what the model is given."""
+    first = next(iter(shards.trace.calls[index].args), None)
+    terms = shards.axes.of(first.id) if isinstance(first, Ref) else ()
+    if not terms or not {find(leaf) for leaf in leaves(terms[-1])} <= _axes_of_weights(shards):
+        return None
+    return shards.local_size(terms[-1], rank)
+
+
+def _axes_of_weights(shards: Shards) -> set[Term]:
+    weights = (number for number, info in enumerate(shards.trace.tensors) if info.kind == "parameter")
+    return {find(leaf) for number in weights for term in shards.axes.of(number) for leaf in leaves(term)}
 
 
 def _agree(indices: list[int], wanted: dict[int, ScopedCall], flow: CallFlow) -> bool:

@@ -61,10 +61,13 @@ class Twin:
     def __init__(self, model: nn.Module, *, folded: bool = True) -> None:
         self.known: KnownValues | None = None
         if sum(p.numel() for p in model.parameters()) <= SMALL:
-            self.module = with_storage(model, folded=folded)
+            copy = fold(model, _values, fold=folded)
         else:
-            mode, self.module = without_storage(model, folded=folded)
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            with mode:
+                copy = fold(model, _fake, fold=folded)
             self.known = KnownValues(mode)
+        self.module, self.folds = copy.module, copy.folds
 
     def run(self, function: Callable[..., Any], keywords: Mapping[str, Any]) -> Any:
         """Call the module or a method of it, without leaving a trace; what it raises is raised."""
@@ -94,9 +97,22 @@ class Tried:
     used: frozenset[str]
 
 
-def tried(model: nn.Module, keywords: Mapping[str, Any]) -> Tried:
-    """Call a copy of the model. It runs, as far as that shows without looking at values, when there is no failure."""
-    twin = Twin(model)
+def tried(model: nn.Module, keywords: Mapping[str, Any], *others: Mapping[str, Any]) -> Tried:
+    """Call a copy of the model; what it reads is what none of the other calls reads.
+
+    It runs, as far as that shows without looking at values, when there is no failure.
+    """
+    found = Tried(None, frozenset())
+    for folded in (True, False):
+        twin = Twin(model, folded=folded)
+        found = _call(twin, keywords)
+        if found.failure is None or not twin.folds:
+            break
+    read_anyway = (_call(twin, other).used for other in others)
+    return Tried(found.failure, found.used.difference(*read_anyway))
+
+
+def _call(twin: Twin, keywords: Mapping[str, Any]) -> Tried:
     reads = _Reads(twin.module)
     failure: Exception | None = None
     try:

@@ -17,10 +17,14 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from autoplan.capture.dry_run import Twin, depends_on_data
+from autoplan.capture.dry_run import Twin, depends_on_data, tried
+from autoplan.capture.shrink import all_configs
 from autoplan.errors import CaptureError
 
-__all__ = ["MODALITIES", "Modality", "prompt_entry"]
+__all__ = ["MODALITIES", "Modality", "prompt_entry", "together"]
+
+_TOKEN_TYPES = ("mm_token_type_ids", "moe_mm_token_type_ids")
+_ALONG_TEXT = ("input_ids", *_TOKEN_TYPES)
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ def prompt_entry(
     takes: Callable[[str], bool],
 ) -> dict[str, Any]:
     """Keyword arguments for prompts with one picture (sound, film) each. CaptureError says what stands in the way."""
-    token = next((v for name in modality.tokens if isinstance(v := getattr(config, name, None), int)), None)
+    token = _token(modality, config)
     tried = list(guesses)
     first: Exception | None = None
     for folded in (True, False):
@@ -69,6 +73,23 @@ def prompt_entry(
         raise CaptureError(f"nothing is known about {modality.argument!r}")
     reason = " ".join(str(first).split())[:200]
     raise CaptureError(f"the {modality.name}'s path does not run: {type(first).__name__}: {reason}") from first
+
+
+def together(model: nn.Module, entries: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The entries as one, a prompt with all that theirs have, if that makes the model read what none of them does."""
+    merged: dict[str, Any] = {}
+    for entry in entries.values():
+        for name, value in entry.items():
+            joins = name in merged and name in _ALONG_TEXT
+            merged[name] = torch.cat([merged[name], value], dim=1) if joins else value
+    found = tried(model, merged, *entries.values())
+    return {"_".join(entries): merged} if found.failure is None and found.used else {}
+
+
+def _token(modality: Modality, config: PretrainedConfig) -> int | None:
+    """The placeholder: said by the config, else by the one of a tower."""
+    said = (getattr(one, name, None) for one in all_configs(config) for name in modality.tokens)
+    return next((value for value in said if isinstance(value, int)), None)
 
 
 def _tried(
@@ -135,5 +156,5 @@ def _with_placeholders(words: torch.Tensor, token: int, count: int) -> torch.Ten
 def _token_types(places: Any, takes: Callable[[str], bool], modality: Modality) -> dict[str, torch.Tensor]:
     if not isinstance(places, torch.Tensor):
         return {}
-    wanted = [name for name in ("mm_token_type_ids", "moe_mm_token_type_ids") if takes(name)]
+    wanted = [name for name in _TOKEN_TYPES if takes(name)]
     return {name: places.long() * modality.token_type for name in wanted}

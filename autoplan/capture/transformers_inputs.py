@@ -19,7 +19,7 @@ from autoplan.capture.draw import Draw
 from autoplan.capture.dry_run import failure_of, tried
 from autoplan.capture.dtypes import working_dtype
 from autoplan.capture.pictures import pictures
-from autoplan.capture.prompts import MODALITIES, Modality, prompt_entry
+from autoplan.capture.prompts import MODALITIES, Modality, prompt_entry, together
 from autoplan.capture.shrink import all_configs
 from autoplan.capture.sizes import is_token_id
 from autoplan.capture.sounds import sounds, spectrum
@@ -55,13 +55,15 @@ def make_entries(
             entries[entry] = maker.prompt_entry(entry, modality, main)
         except CaptureError as error:
             notes.append(f"no entry with {modality.argument}: {error.message}; pass one in inputs= to plan more")
+    if {"image", "audio"} <= entries.keys():
+        entries |= together(model, {kind: entries[kind] for kind in ("image", "audio")})
     argument = maker.states_argument() if name == "text" else None
     if argument is not None:
         crossed = {**main, argument: maker.encoded()}
-        with_states = tried(model, crossed)
+        with_states = tried(model, crossed, main)
         if with_states.failure is not None and getattr(config, "is_decoder", True):
             notes.append(f"no entry with an encoder's states: {' '.join(str(with_states.failure).split())[:200]}")
-        elif with_states.failure is None and with_states.used - tried(model, main).used:
+        elif with_states.failure is None and with_states.used:
             entries["cross"] = crossed
     return entries, notes
 

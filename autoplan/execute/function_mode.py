@@ -43,6 +43,7 @@ class ModuleMode(TorchFunctionMode):
         self.name, self.group, self.frames, self.randomness = name, group, frames, randomness
         self.calls = {(call.name, call.place): call for call in calls}
         self.names = {call.name for call in calls}
+        self.widths = {f"!{width}" for _, found, width in (call.place.rpartition("!") for call in calls) if found}
         self.rounds: Counter[tuple[str, str]] = Counter()
         self.reached: set[tuple[str, str]] = set()
 
@@ -58,8 +59,10 @@ class ModuleMode(TorchFunctionMode):
         """What the plan says of the call that is being made."""
         place = code_place()
         self.rounds[name, place] += 1
-        dims = args[0].dim() if args and isinstance(args[0], torch.Tensor) else ""
-        for mark in ("", f"#{self.rounds[name, place]}", f"@{dims}"):
+        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        dims, width = ("", "") if first is None else (first.dim(), first.shape[-1] if first.dim() else "")
+        widths = (mark for mark in self.widths if mark != f"!{width}")
+        for mark in ("", f"#{self.rounds[name, place]}", f"@{dims}", *widths):
             key = (name, place + mark)
             if key in self.calls:
                 self.reached.add(key)

@@ -76,7 +76,8 @@ class ScopedCall:
     """What the scoped function mode does to a call of a module's own Python, of the function `name`.
 
     `place` is where the call stands in the code, "forward:12:8-30>repeat_kv:3:20-41", with "#2" for only the second
-    time that a run of the module comes there, "@4" for only calls whose first argument has four dims.
+    time that a run of the module comes there, "@4" for only calls whose first argument has four dims, "!64" for only
+    those whose first argument is not 64 wide.
     `arguments`: literals as (path into args/kwargs, (what each rank's Python passes there, what each must pass)).
     `copies`: argument paths whose gradient is summed.
     `reduce`: "sum" | "mean" | "norm" | "spread" | "embedding" | "gather" | "attention".
