@@ -65,6 +65,17 @@ class FrozenMatrix(nn.Module):
         return self.above(torch.matmul(channels_first.transpose(1, 2), self.bridge))
 
 
+class LinearOfColumns(nn.Module):
+    """A linear layer whose input lies channels first is a product and a sum. Everyone reads all of its result."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.bridge, self.above = nn.Linear(WIDTH, WIDTH).requires_grad_(not frozen), Mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.above(self.bridge(x.transpose(1, 2).contiguous().transpose(1, 2)))
+
+
 class Case(NamedTuple):
     build: Callable[[], nn.Module]
     split: frozenset[str]
@@ -79,6 +90,8 @@ CASES = {
     "std, dim dropped": Case(lambda: OnlyTheLoud(keepdim=False, correction=1), BOTH, STREAM),
     "variance over heads and width": Case(ScaledByVariance, BOTH, STREAM),
     "bare matrix": Case(FrozenMatrix, frozenset({"bridge", "above.near.weight", "above.far.weight"}), STREAM),
+    "sum after a product": Case(lambda: LinearOfColumns(False), frozenset({"bridge.weight", "bridge.bias"}), STREAM),
+    "frozen": Case(lambda: LinearOfColumns(True), frozenset({"bridge.weight", "bridge.bias"}), STREAM),
 }
 
 

@@ -26,8 +26,8 @@ from autoplan.values import HeadSite, HookSite, Op, Ref, Trace
 
 __all__ = [
     "gathered_leaves",
+    "gathered_product",
     "head_sites",
-    "product_weight",
     "products_to_gather",
     "refuse_homeless_logits",
     "vocabularies",
@@ -99,12 +99,12 @@ def products_to_gather(
     """
     total = sum(prod(t.shape) for t in trace.tensors if t.kind == "parameter" and len(t.shape) >= 2)
     wanted = set()
-    gatherable = _last_in_their_calls(trace)
     products = {index: found for index, op in enumerate(trace.ops) if (found := product_weight(op, axes)) is not None}
     branches = branch_weights(axes, {weight for weight, _ in products.values() if len(axes.of(weight)) == 2})
+    ends = _ends_of_products(trace, axes, products)
     for index, (weight, out) in products.items():
         inputs = {ref.id for ref in trace.ops[index].args if isinstance(ref, Ref)} - axes.weights
-        if index not in gatherable or weight in branches or any(map(shards.is_split, inputs)):
+        if index not in ends or weight in branches or any(map(shards.is_split, inputs)):
             continue
         if _root_is_split(weight, axes, shards):
             continue
@@ -114,20 +114,37 @@ def products_to_gather(
         odd = any(find(leaf) in indivisible for term in axes.of(weight) for leaf in leaves(term))
         size = min(prod(shape), prod(stored))
         if size >= _WORTH_GATHERING * total and not odd and (shape[out] % tp == 0 or shape[out] >= _VOCABULARY):
-            wanted.add(index)
+            wanted.add(ends[index])
     return wanted
 
 
-def _last_in_their_calls(trace: Trace) -> set[int]:
-    """Ops whose result is what a product or a convolution returns. To others their call adds a bias, which is whole."""
-    found: set[int] = set()
+def _ends_of_products(trace: Trace, axes: Axes, products: Container[int]) -> dict[int, int]:
+    """For each product the op whose result is what its call returns: itself, or the one that adds the call's bias.
+
+    What else a call adds is whole on every rank: such a product has no place for a gather.
+    """
+    found: dict[int, int] = {}
     for call in trace.calls:
-        if call.name in PRODUCTS:
+        if call.name in CONVOLUTIONS:
+            found.update((index, index) for index in range(*call.ops))
+        elif call.name in PRODUCTS:
             added = [index for index in range(*call.ops) if trace.ops[index].name in ("add", "add_")]
-            found.update(range(max(added, default=call.ops[0]), call.ops[1]))
-        elif call.name in CONVOLUTIONS:
-            found.update(range(*call.ops))
+            alone = len(added) == 1 and added_bias(trace.ops[added[0]], axes) is not None
+            for index in filter(products.__contains__, range(*call.ops)):
+                if alone and index < added[0]:
+                    found[index] = added[0]
+                elif index >= max(added, default=index):
+                    found[index] = index
     return found
+
+
+def added_bias(op: Op, axes: Axes) -> int | None:
+    """The parameter of one dim that an op adds to what is no parameter."""
+    if op.name != "add" or len(op.args) != 2 or not all(isinstance(arg, Ref) for arg in op.args):
+        return None
+    value, bias = (arg.id for arg in op.args)
+    stored = axes.is_stored_weight(bias) and len(axes.of(bias)) == 1
+    return bias if stored and value not in axes.weights else None
 
 
 def product_weight(op: Op, axes: Axes) -> tuple[int, int] | None:
@@ -143,6 +160,13 @@ def product_weight(op: Op, axes: Axes) -> tuple[int, int] | None:
     if not isinstance(weight, Ref) or not isinstance(other, Ref):
         return None
     return (weight.id, out) if weight.id in axes.weights and other.id not in axes.weights else None
+
+
+def gathered_product(op: Op, axes: Axes) -> tuple[int, int] | None:
+    """Of an op whose result is gathered: the parameter that says how it is dealt out, a weight or a bias, and in which
+    of its dims."""
+    bias = added_bias(op, axes)
+    return product_weight(op, axes) if bias is None else (bias, 0)
 
 
 def _stretched(weight: Any, axes: Axes) -> bool:
@@ -162,7 +186,7 @@ def gathered_leaves(trace: Trace, axes: Axes) -> set[Term]:
     """The output axes of products to gather, when they are an axis of their own."""
     found = set()
     for index in axes.gathered:
-        product = product_weight(trace.ops[index], axes)
+        product = gathered_product(trace.ops[index], axes)
         if product is None:
             continue
         weight, dim = product

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from autoplan.analyse.heads import product_weight
+from autoplan.analyse.heads import gathered_product
 from autoplan.analyse.op_rules.experts import INSIDE
 from autoplan.analyse.shards import Shards, refs
 from autoplan.capture.recorder import Recording, flatten_tensors
@@ -136,7 +136,7 @@ class _Player:
 
     def _gather(self, op: Op, results: list[list[torch.Tensor]], recorded: Sequence[torch.Tensor]) -> Any:
         """A product of which every rank has some columns (channels), put together as the weight's are dealt out."""
-        product = product_weight(op, self.shards.axes)
+        product = gathered_product(op, self.shards.axes)
         assert product is not None
         weight, dim = product
         layout, out = self.shards.layouts(weight)[dim], 1 if op.name == "convolution" else -1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoplan.analyse.flow import Dim, Flow, Node, node_of
-from autoplan.analyse.heads import product_weight
+from autoplan.analyse.shards import refs
 from autoplan.analyse.solve import Solution
 
 __all__ = ["gathered_parameters", "with_facts"]
@@ -39,5 +39,6 @@ def with_facts(flow: Flow, solution: Solution) -> Flow:
 def gathered_parameters(solution: Solution) -> frozenset[str]:
     """Weights whose product is gathered from all ranks."""
     axes, tensors = solution.axes, solution.trace.tensors
-    products = (product_weight(solution.trace.ops[index], axes) for index in axes.gathered)
-    return frozenset(name for found in products if found is not None for name in tensors[axes.sources[found[0]]].names)
+    calls = [call for call in solution.trace.calls if not axes.gathered.isdisjoint(range(*call.ops))]
+    read = {axes.sources[t] for call in calls for t in refs((call.args, call.kwargs)) if t in axes.sources}
+    return frozenset(name for weight in read if len(axes.of(weight)) > 1 for name in tensors[weight].names)

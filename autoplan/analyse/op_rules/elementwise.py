@@ -33,6 +33,8 @@ def elementwise(site: Site) -> Answer:
     if not site.inputs or not site.broadcasts([site.shape(ref) for ref in site.inputs], site.out_shape):
         return None
     dims = site.broadcast([site.terms(ref) for ref in site.inputs], site.out_shape)
+    if dims and site.op.name == "add":  # a linear layer may be carried out as a product and a sum
+        dims[-1] = site.from_weight(dims[-1])
     return [list(dims) for _ in site.outputs]
 
 
