@@ -76,6 +76,19 @@ class LinearOfColumns(nn.Module):
         return self.above(self.bridge(x.transpose(1, 2).contiguous().transpose(1, 2)))
 
 
+class RowByNumber(nn.Module):
+    """Where the input is padded, a row of the table is taken by its number: a third time that the table is read."""
+
+    def __init__(self, row: int, whole: bool) -> None:
+        super().__init__()
+        self.table, self.above, self.row, self.whole = nn.Embedding(512, WIDTH), Mlp(), row, whole
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        padding = self.table.weight[self.row] if self.whole else self.table.weight[self.row, : WIDTH // 2].repeat(2)
+        padded = torch.where((ids % 3 == 0)[..., None], padding, self.table(ids))
+        return self.above(padded) @ self.table.weight.T
+
+
 class Case(NamedTuple):
     build: Callable[[], nn.Module]
     split: frozenset[str]
@@ -83,6 +96,7 @@ class Case(NamedTuple):
 
 
 STREAM = {"x": torch.randn(2, 6, WIDTH)}
+IDS = {"ids": torch.randint(512, (2, 6))}
 BOTH = frozenset({"near.weight", "near.bias", "far.weight"})
 
 CASES = {
@@ -91,6 +105,8 @@ CASES = {
     "variance over heads and width": Case(ScaledByVariance, BOTH, STREAM),
     "bare matrix": Case(FrozenMatrix, frozenset({"bridge", "above.near.weight", "above.far.weight"}), STREAM),
     "sum after a product": Case(lambda: LinearOfColumns(False), frozenset({"bridge.weight", "bridge.bias"}), STREAM),
+    "row of a table": Case(lambda: RowByNumber(300, True), frozenset({"table.weight"}), IDS),
+    "part of a row": Case(lambda: RowByNumber(-1, False), frozenset({"table.weight"}), IDS),
     "frozen": Case(lambda: LinearOfColumns(True), frozenset({"bridge.weight", "bridge.bias"}), STREAM),
 }
 

@@ -42,7 +42,7 @@ class Event(StrEnum):
     SORT = "sort"  # sort, unique, histogram
     CUMSUM = "cumsum"  # each position depends on those before it (cumsum, cumprod, cummax, linear recurrences)
     # positions along the axis are looked up or rearranged
-    EMBED_INDEX = "embed_index"  # rows of a table looked up by integers (embedding)
+    EMBED_INDEX = "embed_index"  # rows of a table looked up by integers (embedding, table[number])
     INDEX_W = "index_w"  # positions of a weight looked up by a tensor of integers
     INDEX = "index"  # positions of an activation looked up by integers or a mask, or turned into integers
     GATHER = "gather"

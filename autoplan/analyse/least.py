@@ -126,7 +126,7 @@ class _Forward(_Walk):
             for tensor in owing:
                 yield from self.ledger.pay(tensor, self.elements(tensor), backward=False)
             owed = {}
-        if kind in ("sum", "mean", "embedding"):
+        if kind in ("sum", "mean", "embedding", "row"):
             owed = self.ledger.new(index)
         elif kind == "gather":
             yield Payment(False, frozenset({index}), self.elements(outputs[0]), gathered=True)

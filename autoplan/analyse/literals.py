@@ -269,12 +269,17 @@ def _getitem(call: Call, shards: Shards) -> Found:
                 bound = getattr(item, key)
                 if _is_int(bound) and abs(_number(bound)) < 2**31:
                     found.append(((*here, key), bound, _index(shards, tensor, dim, _number(bound), size)))
-        elif _is_int(item):
+        elif _is_int(item) and not _is_row(tensor, dim, shards):
             found.append((here, item, _index(shards, tensor, dim, _number(item), size)))
         elif isinstance(item, tuple) and all(_is_int(i) for i in item):
             for i, inner in enumerate(item):
                 found.append(((*here, i), inner, _index(shards, tensor, dim, _number(inner), size)))
     return found
+
+
+def _is_row(tensor: int, dim: int, shards: Shards) -> bool:
+    """A row of a table that is dealt out: its number stays, the rank that has the row answers."""
+    return dim == 0 and shards.axes.is_stored_weight(tensor)
 
 
 def _index(shards: Shards, tensor: int, dim: int, bound: int, size: int) -> tuple[int, ...]:

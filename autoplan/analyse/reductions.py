@@ -1,9 +1,9 @@
 """Which calls sum over a split axis, and how: at each of them ranks must talk.
 
 A contraction over a split dimension leaves each rank with a part of the sum ("sum"), so does a mean ("mean"), a
-lookup in a table whose rows are split ("embedding"); a norm's statistic needs all of the dimension ("norm"), and so
-does a variance ("spread"). A call whose product is gathered by decision is "gather". Anything else that reads across a
-split dimension is refused.
+lookup in a table whose rows are split ("embedding"; "row" when it is table[number]); a norm's statistic needs all of
+the dimension ("norm"), and so does a variance ("spread"). A call whose product is gathered by decision is "gather".
+Anything else that reads across a split dimension is refused.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _OTHER_REDUCTIONS = frozenset(
 
 
 def reduction_of(call: Call, shards: Shards, gathered: frozenset[int]) -> str | None:
-    """None, "sum", "mean", "norm", "spread", "embedding", "gather", "attention", or "refused: why"."""
+    """None, "sum", "mean", "norm", "spread", "embedding", "row", "gather", "attention", or "refused: why"."""
     found: str | None = None
     if call.name == FUSED_ATTENTION:
         why = obstacle(call, shards)
@@ -60,6 +60,8 @@ def reduction_of(call: Call, shards: Shards, gathered: frozenset[int]) -> str | 
         here = _op_reduction(op, shards)
         if here:
             found = here
+    if found == "row" and call.name != "__getitem__":
+        return "refused: a row of a split table that is taken otherwise than by table[number]"
     if found in ("sum", "mean", "norm", "spread") and _counts_twice(call, shards):
         return "refused: a sum over an axis that several ranks hold together"
     return found
@@ -98,6 +100,8 @@ def _op_reduction(op: Op, shards: Shards) -> str | None:
         return "sum" if routing and _split(shards, stack[0], 0) else None
     if name == "embedding":
         return "embedding" if _split(shards, op.args[0], 0) else None
+    if name == "select":
+        return "row" if _split(shards, op.args[0], op.args[1]) else None
     if name in _SUMMABLE or name in _OTHER_REDUCTIONS:
         if any(_split(shards, op.args[0], d) for d in reduced_dims(op, shards)):
             return _SUMMABLE.get(name) or f"refused: {name} over a split dimension"

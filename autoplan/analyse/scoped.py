@@ -255,7 +255,7 @@ def _details(call: Call, reduction: str | None, shards: Shards) -> tuple[tuple[s
         return _norm_details(call, shards)
     if reduction == "spread":
         return _spread_details(call, shards)
-    if reduction == "embedding":
+    if reduction in ("embedding", "row"):
         return (("rows", next(shards.trace.tensors[a.id].shape[0] for a in call.args if shards.is_split(a.id))),)
     if reduction == "gather" and (product := gathered_dim(call, shards)) is not None:
         return (("layout", product[0]), ("dim", product[1]))

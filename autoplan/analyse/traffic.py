@@ -142,7 +142,7 @@ def _scoped_moves(scoped: ScopedCall, shards: Shards, flow: CallFlow) -> Iterato
             continue
         made = flow.outputs[index][0]
         span, output = (index, index + 1), prod(trace.tensors[made].shape)
-        if scoped.reduce in ("sum", "mean"):
+        if scoped.reduce in ("sum", "mean", "row"):
             yield _Move(span, call.module, False, _BOTH_WAYS, output, made)
         if scoped.reduce == "norm":
             rows = output // trace.tensors[made].shape[-1] * (2 if "layer" in call.name else 1)

@@ -149,6 +149,18 @@ def _lookup(local: Local) -> Any:
     return table[here.clamp(min=0)] * (here >= 0).unsqueeze(-1).to(table.dtype)
 
 
+def _row(local: Local) -> Any:
+    """One row of a table whose rows are split: from the rank that has it."""
+    layout = local.layout(0, local.args[1])
+    if layout is None:
+        return local.call()
+    local.reducing = True
+    row = local.args[2] % local.size(0, local.args[1])
+    held = layout.rows(local.rank, local.shards.tp)
+    local.args[2] = held.index(row) if row in held else 0
+    return local.call() * float(row in held)
+
+
 def _reduced(local: Local, position: int = 1) -> list[Layout | None]:
     dims = local.argument(position, "dim", None)
     given = local.op.args[0]
@@ -238,6 +250,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("addmm", "baddbmm"), Rule(_product_and_sum)),
     "convolution": Rule(_convolution),
     "embedding": Rule(_lookup),
+    "select": Rule(_row),
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), Rule(_norm)),
     **dict.fromkeys(_ATTENTION, Rule(_attention)),
     "sum": Rule(_sum),

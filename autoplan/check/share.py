@@ -116,7 +116,7 @@ def _sites(plan: Plan) -> list[tuple[str, int, int]]:
 def _scoped(call: ScopedCall) -> tuple[int, int]:
     """A norm sums one statistic (a layer norm two), forward and backward."""
     statistics = {"norm": 2 if call.name == "layer_norm" else 1}.get(call.reduce or "", 0)
-    forward = statistics + (call.reduce in ("sum", "mean", "spread", "embedding", "attention"))
+    forward = statistics + (call.reduce in ("sum", "mean", "spread", "embedding", "row", "attention"))
     return forward, statistics + len(call.copies)
 
 

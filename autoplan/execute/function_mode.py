@@ -98,6 +98,8 @@ class ModuleMode(TorchFunctionMode):
             result = self._reduced(planned, func, args, kwargs)
         elif planned.reduce == "embedding":
             result = self._looked_up(planned, func, args, kwargs)
+        elif planned.reduce == "row":
+            result = self._row(planned, func, *args)
         elif planned.reduce == "gather":
             details = dict(planned.details)
             pieces = Layout.parse(details["layout"])
@@ -153,6 +155,14 @@ class ModuleMode(TorchFunctionMode):
         args = (*((args[0], own_ids) if table == 0 else (own_ids, args[1])), local, *args[3:])
         found = func(*args, **{name: value for name, value in kwargs.items() if name != "padding_idx"})
         return sum_over_ranks(found.masked_fill(foreign.unsqueeze(-1), 0), self.group)
+
+    def _row(self, planned: ScopedCall, func: Any, table: torch.Tensor, index: Any) -> torch.Tensor:
+        """table[number] or table[number, …]: the rank that has the row gives it, the others zeros."""
+        rows, several = dict(planned.details)["rows"], isinstance(index, tuple)
+        own, number = chunk(rows, self.group.size, self.group.rank), (index[0] if several else index) % rows
+        table = table if number in own else table.new_zeros(1, *table.shape[1:])
+        local = number - own.start if number in own else 0
+        return sum_over_ranks(func(table, (local, *index[1:]) if several else local), self.group)
 
     def _norm(self, planned: ScopedCall, args: Any, kwargs: Any) -> torch.Tensor:
         """layer_norm or rms_norm whose statistic spans all ranks: sums are reduced forward and backward."""

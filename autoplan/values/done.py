@@ -80,7 +80,7 @@ class ScopedCall:
     those whose first argument is not 64 wide.
     `arguments`: literals as (path into args/kwargs, (what each rank's Python passes there, what each must pass)).
     `copies`: argument paths whose gradient is summed.
-    `reduce`: "sum" | "mean" | "norm" | "spread" | "embedding" | "gather" | "attention".
+    `reduce`: "sum" | "mean" | "norm" | "spread" | "embedding" | "row" | "gather" | "attention".
     `cuts`: output dims cut to this rank's share, as (output index, dim, layout).
     """
 

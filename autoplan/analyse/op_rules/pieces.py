@@ -53,8 +53,10 @@ def slice_scatter(site: Site) -> Answer:
 
 @rule("select", "select_copy", view=True)
 def select(site: Site) -> Answer:
-    dims = site.terms(site.inputs[0])
-    site.mark(dims.pop(site.arg(1, "dim", 0)), Event.SELECT)
+    """One position; a row of a table may also be looked up so."""
+    dims, dim = site.terms(site.inputs[0]), site.arg(1, "dim", 0)
+    row = dim == 0 and len(dims) == 2 and site.is_parameter(site.inputs[0])
+    site.mark(dims.pop(dim), Event.EMBED_INDEX if row else Event.SELECT)
     return [dims]
 
 

@@ -128,6 +128,10 @@ class Site:
         """Is this a parameter, or a view of one?"""
         return ref is not None and ref.id in self.state.sources
 
+    def is_parameter(self, ref: Ref) -> bool:
+        """Is this a whole parameter, not a part of one?"""
+        return self.state.sources.get(ref.id) == ref.id
+
     def constant_values(self, ref: Ref) -> tuple[int, ...] | None:
         """The elements of a small integer tensor that is the same in every run."""
         fixed = ref.id in self.state.static or self.info(ref).kind in ("buffer", "constant")
