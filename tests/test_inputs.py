@@ -264,6 +264,22 @@ def test_a_decoder_alone_gets_an_encoders_states() -> None:
     assert model.model.decoder.layers[0].encoder_attn.k_proj.weight.grad is not None
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("chameleon:ChameleonForConditionalGeneration", {"text", "image"}),
+        ("dots3_note:Dots3NoteForConditionalGeneration", {"text", "image", "audio"}),
+        ("inkling_mm_model:InklingForConditionalGeneration", {"text", "image", "audio"}),
+        ("luke:LukeForMaskedLM", {"text", "entities"}),
+        ("neomme:NeoMMEForMaskedLM", {"text", "image"}),
+        ("phi4_multimodal:Phi4MultimodalForCausalLM", {"text", "image", "audio", "image_audio"}),
+        ("vibevoice_asr:VibeVoiceAsrForConditionalGeneration", {"text", "audio"}),
+    ],
+)
+def test_what_a_type_reads_beside_text(text: str, expected: set[str]) -> None:
+    assert set(entries_for(resolve(text).tiny())) == expected
+
+
 class Listener(nn.Module):
     """Takes an encoder's states, whether or not it says that it is a decoder; `hears` says what it does with them."""
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoplan
@@ -75,3 +76,25 @@ def test_what_was_planned_with_is_whole_in_every_block() -> None:
         assert len(found["attentions"]) == 5
         same(found["attentions"], expected.attentions)
         same(found["hidden_states"], expected.hidden_states)
+
+
+class SaysMore(nn.Module):
+    """Returns a second result only when it is given something to say it about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head, self.more = nn.Embedding(64, 16), nn.Linear(16, 64), nn.Linear(16, 48)
+
+    def forward(self, ids: torch.Tensor, besides: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        said = {"logits": self.head(self.table(ids))}
+        return said if besides is None else {**said, "more": self.more(self.table(besides))}
+
+
+def test_a_result_that_a_call_does_not_return_is_not_missed() -> None:
+    """The plan gathers it where it is returned, and the call without it runs."""
+    ids = torch.arange(12).view(2, 6)
+    calls = {"short": {"ids": ids}, "long": {"ids": ids, "besides": ids.flip(0)}}
+    plan = autoplan.plan(SaysMore(), 2, inputs=calls)
+    assert "more.weight" not in {item.fqn for item in plan.replicated}
+    report = autoplan.verify(SaysMore(), plan, tp_size=2, inputs=calls)
+    assert report.ok, report.findings

@@ -29,7 +29,7 @@ from autoplan.execute.collectives import (
 )
 from autoplan.execute.experts import LocalExperts
 from autoplan.execute.function_mode import ModuleMode
-from autoplan.execute.paths import change_input, change_output
+from autoplan.execute.paths import change_if_returned, change_input, change_output
 from autoplan.execute.randomness import SharedRandomness, may_draw
 from autoplan.execute.sequence import gather_sum, gather_whole, reduce_scatter, scatter
 from autoplan.execute.split_logits import SplitLogits, can_stay_split, columns_in, split_class
@@ -299,12 +299,12 @@ class _Root:
             for site in self.outputs:
                 assert site.layout is not None and site.dim is not None
                 if site.action in SEQUENCE_ACTIONS:
-                    output = change_output(output, site.path, sequence_action(site, self.running), "the model")
+                    output = change_if_returned(output, site.path, sequence_action(site, self.running), "the model")
                     continue
                 layout, dim = Layout.parse(site.layout), site.dim
                 rows = tuple(layout.rows(rank, group.size) for rank in range(group.size))
                 whole = partial(gather_over_ranks, group=group, dim=dim, rows=rows)
-                output = change_output(output, site.path, whole, "the model")
+                output = change_if_returned(output, site.path, whole, "the model")
             if self.running.depth == 1:
                 self.unseen.check(output)
             if self.running.loss:
@@ -312,7 +312,7 @@ class _Root:
             if not self.running.whole_logits:
                 for head in self.heads:
                     for path in head.outputs:
-                        output = change_output(output, self._shifted(path, output), self._wrap(head), "the model")
+                        output = change_if_returned(output, self._shifted(path, output), self._wrap(head), "the model")
         return output
 
     def _shifted(self, path: tuple[Any, ...], output: Any) -> tuple[Any, ...]:

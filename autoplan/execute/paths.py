@@ -9,7 +9,7 @@ import torch
 
 from autoplan.errors import PlanMismatchError
 
-__all__ = ["change_at", "change_input", "change_output"]
+__all__ = ["change_at", "change_if_returned", "change_input", "change_output"]
 
 EACH = "*"  # in a path: every item of a sequence, which has one for each block
 Path = tuple[Any, ...]
@@ -80,3 +80,9 @@ def change_input(
 def change_output(output: Any, path: Path, change: Change, where: str) -> Any:
     """A result with one tensor changed."""
     return change_at(output, path, change, where)
+
+
+def change_if_returned(output: Any, path: Path, change: Change, where: str) -> Any:
+    """The model's own result with one tensor changed, or left as it is if the call did not ask for that one."""
+    left_out = path and isinstance(output, dict) and path[0] not in output
+    return output if left_out else change_at(output, path, change, where)
