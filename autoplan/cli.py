@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -18,12 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from autoplan.cli_audit import audit, compare
+from autoplan.cli_scoreboard import scoreboard
 from autoplan.cli_shared import (
     FAILED,
     FINDINGS,
     OK,
     AsJson,
     Cut,
+    Engine,
     EpSize,
     Model,
     Output,
@@ -36,7 +37,7 @@ from autoplan.cli_shared import (
 from autoplan.errors import AutoplanError
 
 if TYPE_CHECKING:
-    from autoplan.values import Finding, Plan, Score
+    from autoplan.values import Finding, Plan
 
 __all__ = ["app", "main"]
 
@@ -56,20 +57,6 @@ class Prove(StrEnum):
     graph = "graph"
     ranks = "ranks"
     none = "none"
-
-
-class Checks(StrEnum):
-    """How much of verify a scoreboard runs."""
-
-    fast = "fast"
-    all = "all"
-
-
-class Engine(StrEnum):
-    """How ranks are simulated."""
-
-    threads = "threads"
-    gloo = "gloo"
 
 
 Source = Annotated[str, typer.Option(help="Where decisions come from: auto or inferred (analysis), or a plan file.")]
@@ -197,51 +184,6 @@ def layers(model: Model, trust_remote_code: Trust = False, as_json: AsJson = Fal
     raise typer.Exit(OK if found else FINDINGS)
 
 
-@app.command()
-def scoreboard(
-    mapping: Annotated[
-        str, typer.Argument(metavar="MAPPING", help="causal_lm, image_text, seq2seq, masked_lm, speech or base.")
-    ],
-    only: Annotated[list[str] | None, typer.Option(metavar="TYPE", help="Only this model type; repeatable.")] = None,
-    tp: TpSize = 2,
-    ep: EpSize = 1,
-    engine: Annotated[Engine, typer.Option(help="Ranks as threads, or as processes that talk over gloo.")] = (
-        Engine.threads
-    ),
-    checks: Annotated[Checks, typer.Option(help="fast: outputs and every gradient; all: all that verify does.")] = (
-        Checks.fast
-    ),
-    jobs: Annotated[int, typer.Option(min=1, help="Architectures at a time.")] = 1,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For each architecture.")] = 180.0,
-    sequence_parallel: Cut = False,
-    seq: Annotated[
-        list[int] | None, typer.Option(metavar="N", help="Run sequences of this length; repeatable (default 10).")
-    ] = None,
-    as_json: AsJson = False,
-    output: Output = None,
-) -> None:
-    """Plan and verify tiny clones of all architectures that transformers lists in a mapping."""
-    from autoplan.check.scoreboard import scoreboard as run
-    from autoplan.emit.scoreboard_table import scoreboard_view
-
-    with _bar() as progress:
-        board = run(
-            mapping,
-            tp,
-            only=only or (),
-            engine=engine.value,
-            checks=checks.value,
-            jobs=jobs,
-            timeout=timeout,
-            sequence_parallel=sequence_parallel,
-            lengths=seq or (),
-            progress=progress,
-            **({"ep_size": ep} if ep > 1 else {}),
-        )
-    emit(scoreboard_view(board), board.to_dict(), as_json, output)
-    raise typer.Exit(OK if board.ok else FINDINGS)
-
-
 class Target(StrEnum):
     """Systems that a plan can be written for."""
 
@@ -328,6 +270,7 @@ def rules_test(
 
 app.command()(audit)
 app.command()(compare)
+app.command()(scoreboard)
 
 
 # ------------------------------------------------------------------------------------------------ what commands share
@@ -371,28 +314,3 @@ def _make_plan(
 def _exit_code(findings: tuple[Finding, ...]) -> int:
     """Notes inform; warnings and errors are findings."""
     return FINDINGS if any(finding.level != "note" for finding in findings) else OK
-
-
-@contextmanager
-def _bar() -> Iterator[Any]:
-    """Where a long list stands, on stderr: a bar on a terminal, elsewhere (a log) a line for each that is done."""
-    from autoplan.emit.scoreboard_table import score_line
-
-    if not sys.stderr.isatty():
-
-        def line(done: int, total: int, name: str, score: Score | None) -> None:
-            if score is not None:
-                note(f"{done}/{total} {score_line(score)}")
-
-        yield line
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-
-        def show(done: int, total: int, name: str, score: Score | None) -> None:
-            bar.update(task, completed=done, total=total, description=name)
-
-        yield show

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,7 @@ __all__ = [
     "OK",
     "AsJson",
     "Cut",
+    "Engine",
     "EpSize",
     "Model",
     "Output",
@@ -33,6 +35,14 @@ __all__ = [
 ]
 
 OK, FINDINGS, FAILED = 0, 1, 2
+
+
+class Engine(StrEnum):
+    """How ranks are simulated."""
+
+    threads = "threads"
+    gloo = "gloo"
+
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="What to plan; see the end of `autoplan --help`.")]
 TpSize = Annotated[int, typer.Option("--tp", min=1, help="Ranks to split over.")]

@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from mesh_toys import Block, Deep, clone, deep, ids, layers_only, mesh_of, model_of, plan_of
+from mesh_toys import Block, clone, deep, ids, layers_only, mesh_of, model_of, plan_of
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import autoplan
 from autoplan.check.ranks import count_collectives, run_ranks
 from autoplan.check.subject import Subject
 from autoplan.errors import AutoplanError
 from autoplan.execute.checkpoint_choice import checkpoint_blocks, saved_bytes_per_token
-from autoplan.execute.checkpointing import is_checkpointed
+from autoplan.execute.checkpointing import is_checkpointed, runs_of
 from autoplan.execute.parallelize import record, undo_all
 from autoplan.values import Plan, Stack
 
@@ -145,21 +146,101 @@ def test_evaluation_with_a_cache_is_not_run_twice() -> None:
     assert len(model.cache.seen) == 3 and all(torch.equal(found[n], expected[n]) for n in expected)
 
 
-def test_a_cache_given_while_training_is_said() -> None:
-    class Given(Deep):
-        def forward(self, ids: torch.Tensor, cache: Any = None) -> torch.Tensor:  # type: ignore[override]
-            x = self.table(ids)
-            for block in self.blocks:
-                x = block(x, cache)
-            return self.head(x)
+class Shelf:
+    """Keys of all blocks so far: of each block its own entry, and one that blocks after it read too."""
 
-    from mesh_toys import Cache
+    def __init__(self) -> None:
+        self.entries: list[torch.Tensor] = []
+        self.sums = {"all": torch.zeros(1, dtype=torch.float64)}
 
-    model = checkpointed(Given())
-    cache = Cache()
-    with pytest.warns(UserWarning, match="not checkpointed"):
-        model(ids(), cache).sum().backward()
-    assert len(cache.seen) == 3
+    def update_keys(self, keys: torch.Tensor) -> torch.Tensor:
+        self.entries.append(keys)
+        self.sums["all"].add_(1.0)  # in place, without gradient
+        return sum(self.entries) * float(self.sums["all"])
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+        self.keys = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, shelf: Any = None) -> torch.Tensor:
+        return self.inner(x) + shelf.update_keys(self.keys(x)).tanh()
+
+
+class Shelved(nn.Module):
+    """Makes its cache whatever it is told, and shares keys between blocks through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Reader() for _ in range(3))
+        self.spoil = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.shelf = Shelf()
+        for block in self.blocks:
+            x = block(x, self.shelf) if block is self.blocks[0] else block(x, shelf=self.shelf)
+        if self.spoil:
+            with torch.no_grad():
+                self.shelf.entries[0].mul_(2.0)
+        return x
+
+
+def shelved() -> Shelved:
+    torch.manual_seed(0)
+    return Shelved().double()
+
+
+def test_a_block_that_is_given_a_cache_fills_a_copy_in_its_second_run() -> None:
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    expected = gradients(shelved(), x)
+    model = checkpointed(shelved())
+    found = gradients(model, x)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert len(model.shelf.entries) == 3 and model.shelf.sums["all"] == 3
+    assert [(run.kept, run.again) for run in runs_of(model).values()] == [(1, 1)] * 3
+    result = model(x).square().sum()
+    result.backward(retain_graph=True)
+    result.backward()
+    assert [(run.kept, run.again) for run in runs_of(model).values()] == [(2, 3)] * 3
+
+
+def test_a_cache_that_was_changed_in_place_is_an_error() -> None:
+    model = checkpointed(shelved())
+    model.spoil = True
+    with pytest.raises(AutoplanError, match="(?s)changed in place.*use_cache=False"):
+        model(torch.randn(2, 3, 8, dtype=torch.float64)).sum().backward()
+
+
+class Elsewhere(TorchFunctionMode):
+    """Every `ones_like` is doubled while it is on."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.ones_like else result
+
+
+def test_function_modes_of_the_forward_are_on_in_the_second_run() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Block()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x * torch.ones_like(x)) ** 2
+
+    def found(wrap: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.ModuleList([Scaled(), Scaled()]))
+        model.forward = lambda x: model[1][1](model[1][0](model[0](x)))  # type: ignore[method-assign]
+        wrap(model)
+        with Elsewhere():
+            result = model(torch.ones(2, 8)).sum()
+        result.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    assert all(map(torch.equal, found(checkpointed), found(lambda model: model)))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mamba2", "t5"])

@@ -8,8 +8,10 @@ import time
 from typing import Any
 
 import pytest
+from torch import nn
 
 from autoplan.check import scoreboard as boards
+from autoplan.check.recomputed import recomputed
 from autoplan.check.score import How, score, verdict_of
 from autoplan.check.sharded import CHECK_NAMES
 from autoplan.check.share import main_stack, reductions_per_block
@@ -49,6 +51,28 @@ def test_a_cut_stream_is_scored_at_the_lengths_asked_for() -> None:
     assert (done.forward, done.backward) == (0, 2), "the norms' gradients are summed, once a step"
     plain = score("cpmant", "CpmAntForCausalLM", How(2, sequence_parallel=True, lengths=(8,)))
     assert (plain.verdict, plain.regions) == ("exact", None) and "no repeated blocks" in plain.uncut
+
+
+def test_checkpointed_blocks_run_again_and_are_counted() -> None:
+    done = score("llama", "LlamaForCausalLM", How(2, checkpointing="block"))
+    assert (done.verdict, done.recomputed) == ("exact", (2, 2))
+    frozen = score("xlm", "XLMWithLMHeadModel", How(2, checkpointing="submodule"))
+    assert (frozen.verdict, frozen.recomputed) == ("exact", (4, 4)), "a cache in every call"
+    text = plain_text(scoreboard_view(Scoreboard("m", 2, "threads", (), (done, frozen), checkpointing="block")), 140)
+    assert "2/2" in text and "all 6 blocks of 2 architectures checkpointed, 6 ran again" in text
+
+
+def test_a_block_without_a_checkpoint_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    stacks = (Stack("", "other", ("0", "1")),)
+    with pytest.raises(AutoplanError, match="0 was not checkpointed"):
+        recomputed(model, stacks)
+    assert recomputed(model.requires_grad_(False), stacks) == (0, 0), "frozen blocks need none"
+
+
+def test_training_on_a_mesh_is_scored() -> None:
+    done = score("llama", "LlamaForCausalLM", How(2, mesh="dp=2,tp=2"))
+    assert (done.verdict, done.reason) == ("exact", "")
 
 
 def test_position_tables_do_not_count_and_unused_parameters_do() -> None:
@@ -145,6 +169,8 @@ def test_a_crash_and_a_hang_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"checks": "some"}, "choose one of fast, all"),
         ({"tp_size": 1}, "at least 2 ranks"),
         ({"lengths": [8, 1]}, "at least 2 positions"),
+        ({"checkpointing": "all"}, "choose one of block, submodule, selective"),
+        ({"mesh": "dp=2"}, "does not have tp=2.*write dp=2,tp=2"),
     ],
 )
 def test_what_cannot_be_scored(arguments: dict[str, Any], words: str) -> None:
@@ -187,7 +213,7 @@ def test_the_table_has_verdicts_reasons_and_totals() -> None:
     assert "1 of 2 split at least 99% of their weights" in text
 
 
-CUT = ["--sequence-parallel", "--seq", "8", "--seq", "12"]
+CUT = ["--sequence-parallel", "--seq", "8", "--seq", "12", "--checkpointing", "selective", "--mesh", "dp=2,tp=4"]
 
 
 @pytest.mark.parametrize(("scores", "code"), [(BOARD.scores, 1), (BOARD.scores[::2], 0)])
@@ -207,7 +233,7 @@ def test_the_command(
     out, err = capsys.readouterr()
     assert caught.value.code == code
     how = {"only": ["a", "b"], "engine": "threads", "checks": "fast", "jobs": 2, "timeout": 180.0}
-    how |= {"sequence_parallel": True, "lengths": [8, 12]}
+    how |= {"sequence_parallel": True, "lengths": [8, 12], "checkpointing": "selective", "mesh": "dp=2,tp=4"}
     assert asked == [("base", 4, how)]
     assert json.loads(out)["ok"] is (code == 0) and json.loads(out)["scores"][0]["share"] == 1.0
     assert err == "1/1 a exact share 1.00 0.5 s\n"

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from autoplan.check.mesh_sizes import parse_mesh
 from autoplan.check.ranks import Engine
 from autoplan.check.sharded import CHECK_NAMES
 from autoplan.check.share import reductions_per_block, regions_per_block, share_of
@@ -30,7 +31,10 @@ CHECK_SETS = {"fast": ("parameters", "forward"), "all": CHECK_NAMES}
 
 @dataclass(frozen=True)
 class How:
-    """How architectures are scored: ranks, engine, checks; sequence parallelism, lengths to run, whole experts."""
+    """How architectures are scored: ranks, engine, checks; sequence parallelism, lengths to run, whole experts.
+
+    `checkpointing`: the mode in which the sharded model checkpoints its blocks. `mesh`: one to train on as well.
+    """
 
     tp_size: int
     engine: Engine = "threads"
@@ -38,6 +42,8 @@ class How:
     sequence_parallel: bool = False
     lengths: tuple[int, ...] = ()
     ep_size: int = 1
+    checkpointing: str = ""
+    mesh: str = ""
 
 
 def score(model_type: str, class_name: str, how: How) -> Score:
@@ -104,16 +110,35 @@ def score_clone(clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | 
     )
     try:
         tested = replace(clone, entries=runs) if runs else clone
-        report = verify_clone(tested, plan, engine=how.engine, checks=how.checks)
+        report = verify_clone(tested, plan, engine=how.engine, checks=how.checks, checkpointing=how.checkpointing)
+        if how.mesh and report.ok:
+            report = _trained(report, tested, plan, how)
     except AutoplanError as error:  # not even the unsharded model goes through the checks
         return replace(found, reason=_said(error))
     verdict, reason = verdict_of(report)
     if cut and verdict in ("wrong", "failed"):  # then `autoplan plan` does without, too
         uncut = f"with it the tiny clone did not give the same on simulated ranks: {reason}"
         return replace(score_clone(clone, blank, replace(how, sequence_parallel=False), runs), uncut=uncut)
-    collectives, largest = report.details["collectives"], _largest_error(report)
-    traffic = report.details["communication"]
-    return replace(found, verdict=verdict, reason=reason, collectives=collectives, error=largest, communication=traffic)
+    return replace(
+        found,
+        verdict=verdict,
+        reason=reason,
+        collectives=report.details["collectives"],
+        error=_largest_error(report),
+        communication=report.details["communication"],
+        recomputed=report.details["noted"],
+    )
+
+
+def _trained(report: Report, clone: Clone, plan: Plan, how: How) -> Report:
+    """With what training on a mesh, with and without checkpointing, has to say."""
+    from autoplan.check.mesh_training import check_training
+
+    findings, _ = check_training(
+        clone.model, clone.entries, clone.others, plan, parse_mesh(how.mesh), engine=how.engine
+    )
+    ok = not any(finding.level == "error" for finding in findings)
+    return replace(report, ok=ok, findings=(*report.findings, *findings))
 
 
 def _on_experts(plan: Plan, solution: Solution) -> list[str]:

@@ -16,10 +16,12 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from autoplan.check.mesh_sizes import parse_mesh
 from autoplan.check.ranks import Engine
 from autoplan.check.score import CHECK_SETS, How, score
 from autoplan.decide.experts import check_expert_size
 from autoplan.errors import AutoplanError
+from autoplan.execute.checkpointing import MODES
 from autoplan.patterns import nearest
 from autoplan.values import Score, Scoreboard
 
@@ -43,13 +45,16 @@ def scoreboard(
     timeout: float = 180.0,
     sequence_parallel: bool = False,
     lengths: Sequence[int] = (),
+    checkpointing: str = "",
+    mesh: str = "",
     progress: Progress | None = None,
 ) -> Scoreboard:
     """Score every architecture of `mapping` (or `only` these model types), `jobs` at a time.
 
     `checks` is "fast" (parameters, outputs and every gradient in eval mode) or "all". With `sequence_parallel` plans
     are made so wherever it applies. `lengths` are the sequence lengths to run, where a model's inputs leave a choice.
-    `ep_size=tp_size` deals whole experts out instead of cutting them inside, where a model has such.
+    `ep_size=tp_size` deals whole experts out instead of cutting them inside, where a model has such. `checkpointing`
+    ("block", "submodule", "selective") has every block checkpointed; on a `mesh` ("dp=2,tp=2") the models train, too.
     """
     start = time.perf_counter()
     if checks not in CHECK_SETS:
@@ -59,8 +64,12 @@ def scoreboard(
     if any(length < 2 for length in lengths):
         raise AutoplanError(f"lengths={tuple(lengths)}", hint="sequences of at least 2 positions")
     check_expert_size(tp_size, ep_size)
+    if checkpointing and checkpointing not in MODES:
+        raise AutoplanError(f"checkpointing={checkpointing!r}", hint=f"choose one of {', '.join(MODES)}")
+    if mesh and (parse_mesh(mesh).tp_size, parse_mesh(mesh).ep_size) != (tp_size, 1):
+        raise AutoplanError(f"mesh {mesh!r} does not have tp={tp_size}", hint=f"write dp=2,tp={tp_size}, or change tp")
     wanted = _chosen(mapping, only)
-    how = How(tp_size, engine, CHECK_SETS[checks], sequence_parallel, tuple(lengths), ep_size)
+    how = How(tp_size, engine, CHECK_SETS[checks], sequence_parallel, tuple(lengths), ep_size, checkpointing, mesh)
     found: dict[int, Score] = {}
     for number, done in _scores(wanted, how, jobs, timeout, progress):
         found[number] = done
@@ -75,6 +84,8 @@ def scoreboard(
         sequence_parallel=sequence_parallel,
         lengths=tuple(lengths),
         ep_size=ep_size,
+        checkpointing=checkpointing,
+        mesh=mesh,
     )
 
 

@@ -45,6 +45,7 @@ class Sharding:
     shard: Callable[[Any, Any], Any]  # (model, mesh) -> the model, sharded
     gather: Callable[[Any, bool], Mapping[str, Any]]  # (model, gradients?) -> {name: whole tensor}
     blocks: tuple[str, ...] = ()  # whose communication is measured, on ranks that are threads
+    noted: Callable[[Any], Any] | None = None  # what to know of the sharded model after a step; may raise AutoplanError
 
 
 class CheckFailed(AutoplanError):
@@ -139,8 +140,9 @@ def _check(
             "engine": "mesh" if mesh is not None else engine,
             "precision": tolerance.precision,
             "tolerance": tolerance.limit,
-            "collectives": {k: v for k, v in ranks[0][1].items() if k != "blocks"} if ranks else {},
+            "collectives": {k: v for k, v in ranks[0][1].items() if k not in ("blocks", "noted")} if ranks else {},
             "blocks": ranks[0][1].get("blocks", {}) if ranks else {},
+            "noted": ranks[0][1].get("noted") if ranks else None,
             "seconds": round(time.perf_counter() - start, 3),
         },
     )
@@ -311,8 +313,15 @@ def _observe(rank: int, job: _Job, mesh: Any) -> tuple[dict[str, Any], dict[str,
             except Exception as error:
                 raise CheckFailed(check.name, f"the sharded model cannot run: {_said(error)}") from error
             if check.name == "forward":
-                collectives = {**subject.collectives, "blocks": _measured(job, subject)}
+                collectives = {**subject.collectives, "blocks": _measured(job, subject), "noted": _noted(job, subject)}
     return seen, collectives
+
+
+def _noted(job: _Job, subject: Any) -> Any:
+    try:
+        return job.sharding.noted(subject.model) if job.sharding.noted else None
+    except AutoplanError as error:
+        raise CheckFailed("forward", error.message) from error
 
 
 def _measured(job: _Job, subject: Any) -> dict[str, Any]:

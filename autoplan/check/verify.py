@@ -145,14 +145,21 @@ def _verify_mesh(
 
 
 def verify_clone(
-    clone: Clone, plan: Plan, *, mesh: Any = None, engine: Engine = "threads", checks: Iterable[str] | None = None
+    clone: Clone,
+    plan: Plan,
+    *,
+    mesh: Any = None,
+    engine: Engine = "threads",
+    checks: Iterable[str] | None = None,
+    checkpointing: str = "",
 ) -> Report:
-    """Compare a clone sharded by its own plan with itself unsharded."""
+    """Compare a clone sharded by its own plan with itself unsharded; the sharded one checkpoints in the mode given."""
     from autoplan.check.traffic import beside_the_least
 
     wanted = tuple(checks) if checks is not None else CHECK_NAMES
     how: Any = {"others": clone.others, "engine": engine, "mesh": mesh, "dims": mesh_of(plan)}
-    report = check_sharding(clone.model, clone.entries, sharding_of(plan), plan.ranks, checks=wanted, **how)
+    sharding = sharding_of(plan, checkpointing=checkpointing)
+    report = check_sharding(clone.model, clone.entries, sharding, plan.ranks, checks=wanted, **how)
     findings = list(report.findings)
     if report.ok and "loss" in wanted and any(head.kind == "logits" for head in plan.runtime.heads):
         gathered = sharding_of(plan, gather_logits=True)
@@ -169,18 +176,24 @@ def mesh_of(plan: Plan) -> dict[str, int]:
     return {"ep" if plan.tp_size < plan.ep_size else "tp": plan.ranks}
 
 
-def sharding_of(plan: Plan, *, gather_logits: bool = False) -> Sharding:
+def sharding_of(plan: Plan, *, gather_logits: bool = False, checkpointing: str = "") -> Sharding:
     """The way a plan shards, for `check_sharding`."""
+    from autoplan.check.recomputed import recomputed
     from autoplan.execute.gather import full_tensors
 
+    shard = partial(_apply, plan=plan, gather_logits=gather_logits, checkpointing=checkpointing)
+    if checkpointing:
+        return Sharding(shard, full_tensors, noted=partial(recomputed, stacks=plan.layers))
     shown = {fqn: None for stack in plan.layers for fqn in stack.fqns} if plan.communication else {}
-    return Sharding(partial(_apply, plan=plan, gather_logits=gather_logits), full_tensors, tuple(shown))
+    return Sharding(shard, full_tensors, tuple(shown))
 
 
-def _apply(model: Any, mesh: Any, *, plan: Plan, gather_logits: bool) -> Any:
+def _apply(model: Any, mesh: Any, *, plan: Plan, gather_logits: bool, checkpointing: str) -> Any:
     from autoplan.api import parallelize
 
-    return parallelize(model, mesh, plan, gather_logits=gather_logits, sequence_padding="pad")
+    mode = True if checkpointing == "block" else checkpointing or False
+    options: dict[str, Any] = {"gather_logits": gather_logits, "activation_checkpointing": mode}
+    return parallelize(model, mesh, plan, sequence_padding="pad", **options)
 
 
 # ------------------------------------------------------------------------------------------------ the clone

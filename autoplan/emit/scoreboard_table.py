@@ -22,6 +22,8 @@ def scoreboard_view(board: Scoreboard) -> RenderableType:
     experts = f" · ep {board.ep_size}" if board.ep_size > 1 else ""
     facts = [f"tp {board.tp_size}{experts}", board.engine, ", ".join(board.checks)]
     facts += ["sequence parallel"] * board.sequence_parallel
+    facts += [f"checkpointing ({board.checkpointing})"] * bool(board.checkpointing)
+    facts += [f"training on {board.mesh}"] * bool(board.mesh)
     facts += [f"length {', '.join(map(str, board.lengths))}"] * bool(board.lengths)
     title = "".join(f" · {fact}" for fact in facts)
     sections: list[RenderableType] = [Text.assemble((board.mapping, "bold"), title), _scores(board)]
@@ -46,8 +48,9 @@ def score_line(score: Score) -> str:
 
 def _scores(board: Scoreboard) -> RenderableType:
     cut = ("regions",) if board.sequence_parallel else ()
+    again = ("blocks again",) if board.checkpointing else ()
     columns = ("type", "class", "verdict", "share", "split", "unused", "forward", "backward")
-    table = _table(*columns, *cut, "moved/least", "error", "seconds")
+    table = _table(*columns, *cut, *again, "moved/least", "error", "seconds")
     for score in board.scores:
         share = score.share
         table.add_row(
@@ -60,6 +63,7 @@ def _scores(board: Scoreboard) -> RenderableType:
             _number(score.forward),
             _number(score.backward),
             *([_number(score.regions)] if board.sequence_parallel else []),
+            *(["{1}/{0}".format(*score.recomputed) if score.recomputed else ""] if again else []),
             "" if score.ratio is None else f"{score.ratio:.2f}",
             "" if score.error is None else f"{score.error:.0e}",
             f"{score.seconds:.1f}",
@@ -100,6 +104,10 @@ def _totals(board: Scoreboard) -> list[RenderableType]:
         cut = [score for score in board.scores if score.regions is not None]
         exact = sum(score.verdict == "exact" for score in cut)
         lines.append(Text(f"{len(cut)} cut along the sequence, {exact} of them exact"))
+    done = [score.recomputed for score in board.scores if score.recomputed]
+    if done:
+        blocks, again = (sum(counts) for counts in zip(*done, strict=True))
+        lines.append(Text(f"all {blocks} blocks of {len(done)} architectures checkpointed, {again} ran again"))
     versions = ", ".join(f"{name} {version}" for name, version in board.versions.items())
     lines.append(Text(f"{len(board.scores)} architectures in {board.seconds:.0f} s ({versions})"))
     return lines
@@ -113,7 +121,19 @@ def _heading(text: str) -> RenderableType:
     return Padding(Text(text, "bold"), (1, 0, 0, 0))
 
 
-_RIGHT = {"share", "split", "unused", "forward", "backward", "regions", "moved/least", "error", "seconds", "number"}
+_RIGHT = {
+    "share",
+    "split",
+    "unused",
+    "forward",
+    "backward",
+    "regions",
+    "blocks again",
+    "moved/least",
+    "error",
+    "seconds",
+    "number",
+}
 
 
 def _table(*columns: str, header: bool = True) -> Table:

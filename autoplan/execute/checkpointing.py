@@ -3,11 +3,11 @@
 The problem: what is run again must be what ran. So the checkpoint lies inside FSDP2's hooks (which gather parameters
 and cast inputs once) and outside tensor parallelism's (whose sums, function modes and random streams belong to the
 computation). And it must not change the model for anyone else: no wrapper modules, so names, isinstance checks and
-state dicts stay as they are; no config is written; caches of keys and values, which a second run would fill twice, are
-turned off call by call while training.
+state dicts stay as they are; no config is written; caches of keys and values are turned off call by call while
+training, and where a block is given one all the same, its second run fills a copy.
 
-A checkpoint is an instance's own `forward` around its class's. It is active whenever gradients are recorded and the
-call carries no cache, so generation and evaluation with a cache run as ever.
+A checkpoint is an instance's own `forward` around its class's. It is active whenever gradients are recorded, so
+generation and evaluation run as ever.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -31,10 +31,11 @@ from torch.utils.checkpoint import (
 )
 
 from autoplan.errors import AutoplanError
+from autoplan.execute.cache_copies import CacheCopies, is_cache
 from autoplan.execute.held import record_of
 from autoplan.execute.hooks import Running
 
-__all__ = ["MODES", "Checkpoints", "install_checkpoints", "is_checkpointed", "selective_contexts"]
+__all__ = ["MODES", "Checkpoints", "Runs", "install_checkpoints", "is_checkpointed", "runs_of", "selective_contexts"]
 
 MODES = ("block", "submodule", "selective")
 _STATE = "_autoplan_checkpoint"
@@ -48,6 +49,14 @@ _HOOKS = (
 
 
 @dataclass
+class Runs:
+    """Calls that `kept` only inputs for backward, and runs `again` in backward."""
+
+    kept: int = 0
+    again: int = 0
+
+
+@dataclass
 class _State:
     """What one checkpointed module remembers: the hooks that now run inside, its former forward, the rank's state."""
 
@@ -55,7 +64,7 @@ class _State:
     forward: Callable[..., Any] | None  # an instance's own, if it had one
     selective: bool
     running: Running | None
-    warned: list[str] = field(default_factory=list)
+    runs: Runs = field(default_factory=Runs)
 
 
 @dataclass
@@ -73,6 +82,11 @@ class Checkpoints:
 def is_checkpointed(module: nn.Module) -> bool:
     """Is this very module a checkpoint?"""
     return _STATE in module.__dict__
+
+
+def runs_of(model: nn.Module) -> dict[str, Runs]:
+    """How often each checkpoint in a model was of use so far; calls that are compiled are not counted."""
+    return {name: m.__dict__[_STATE].runs for name, m in model.named_modules() if is_checkpointed(m)}
 
 
 def install_checkpoints(model: nn.Module, wanted: Mapping[str, str], running: Running | None) -> Checkpoints:
@@ -137,10 +151,12 @@ def _checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: _State = self.__dict__[_STATE]
-        if not torch.is_grad_enabled() or _carries_cache(self, state, args, kwargs):
+        if not torch.is_grad_enabled():
             return _run(self, state, args, kwargs)
         options: dict[str, Any] = {"context_fn": selective_contexts} if state.selective else {}
         if torch.compiler.is_compiling():  # traced once: the recomputation is the compiler's, inside what it traced
+            if any(is_cache(value) for value in (*args, *kwargs.values())):
+                return _run(self, state, args, kwargs)
             return checkpoint(_run, self, state, args, kwargs, use_reentrant=False, **options)
         return checkpoint(_Calls(self, state), args, kwargs, use_reentrant=False, preserve_rng_state=True, **options)
 
@@ -152,14 +168,32 @@ class _Calls:
 
     def __init__(self, module: nn.Module, state: _State) -> None:
         self.module, self.state, self.ran = module, state, False
+        self.caches: CacheCopies | None = None
+        self.modes = _get_current_function_mode_stack()
+        state.runs.kept += 1
         self.random = state.running is not None and state.running.randomness.active
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.ran:
             self.ran = True
+            self.caches = CacheCopies.of(args, kwargs)
             return _run(self.module, self.state, args, kwargs)
-        with _inside_the_model(self.module, self.state.running, self.random):
+        self.state.runs.again += 1
+        if self.caches is not None:
+            args, kwargs = self.caches.put_into(args, kwargs)
+        with _modes(self.modes), _inside_the_model(self.module, self.state.running, self.random):
             return _run(self.module, self.state, args, kwargs)
+
+
+@contextmanager
+def _modes(wanted: Sequence[TorchFunctionMode]) -> Iterator[None]:
+    """Function modes of the forward (`with torch.device(...)` is one): they are off in backward, and around it."""
+    with ExitStack() as stack:
+        on = _get_current_function_mode_stack()
+        for mode in wanted:
+            if not any(mode is other for other in on):
+                stack.enter_context(mode)
+        yield
 
 
 @contextmanager
@@ -229,27 +263,6 @@ def _run(module: nn.Module, state: _State, args: tuple[Any, ...], kwargs: dict[s
 def _post(module: nn.Module, hooks: Any, key: int, hook: Any, args: Any, kwargs: Any, result: Any) -> Any:
     with_kwargs = key in hooks["_forward_hooks_with_kwargs"]
     return hook(module, args, kwargs, result) if with_kwargs else hook(module, args, result)
-
-
-# ------------------------------------------------------------------------------------------------ caches
-
-
-def _carries_cache(module: nn.Module, state: _State, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Is an object passed that collects keys and values? Running twice would fill it twice."""
-    if not any(_is_cache(value) for value in (*args, *kwargs.values())):
-        return False
-    if module.training and not state.warned:
-        state.warned.append("cache")
-        warnings.warn(
-            f"a {type(module).__name__} was given a cache while training: this call is not checkpointed", stacklevel=2
-        )
-    return True
-
-
-def _is_cache(value: Any) -> bool:
-    if value is None or isinstance(value, (torch.Tensor, str, int, float, Mapping, Sequence, Set, nn.Module)):
-        return False
-    return any(callable(getattr(value, name, None)) for name in dir(type(value)) if name.startswith("update"))
 
 
 # ------------------------------------------------------------------------------------------------ saving by op

@@ -83,6 +83,8 @@ class Score:
     are not counted, `unused` ones are. `forward`, `backward`: all-reduces in a block of the main stack, on average.
     Where sequence parallelism was asked for, `regions` is how often a block of the main stack gathers the sequence, on
     average, and `uncut` why the stream is not cut (then the verdict is that of the plan without it).
+    `recomputed`, where checkpointing was asked for: how many blocks are checkpointed (all, or it failed), how many of
+    them ran again.
     """
 
     model_type: str
@@ -103,6 +105,7 @@ class Score:
     regions: float | None = None
     uncut: str = ""
     communication: tuple[Traffic, ...] = ()  # measured, block by block
+    recomputed: tuple[int, int] | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -128,6 +131,8 @@ class Scoreboard:
     sequence_parallel: bool = False
     lengths: tuple[int, ...] = ()
     ep_size: int = 1
+    checkpointing: str = ""
+    mesh: str = ""
 
     @property
     def ok(self) -> bool:
