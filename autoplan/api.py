@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -28,6 +29,7 @@ from autoplan.decide.choices import Choices
 from autoplan.decide.chosen import plan_chosen, solve_chosen
 from autoplan.decide.constraints import same_in_folded_blocks
 from autoplan.decide.experts import check_expert_size, expert_findings, experts_of
+from autoplan.decide.folding import same_in_like_blocks
 from autoplan.dialects.read import PlanSource, read_source
 from autoplan.errors import AutoplanError, IndivisibleError
 from autoplan.execute.checkpoint_choice import Request, checkpoint_blocks
@@ -128,7 +130,7 @@ def plan_source(
     solution = solve_source(
         source, captured, tp_size, ep_size, choices=choices, means=means, strict=strict, sequence_stacks=blocks
     )
-    runtime = without_namesakes(source, solution.runtime, captured.trace.module_classes)
+    runtime = without_namesakes(source, solution.runtime, solution.trace.module_classes)
     solution = replace(solution, runtime=runtime)
     made = plan_chosen(
         solution,
@@ -155,9 +157,10 @@ def capture_source(source: Source, module: nn.Module, choices: Choices | None = 
     """
     made = make_inputs(module, config=source.config, model_type=source.model_type, inputs=source.inputs)
     captured = capture_any(module, made.entries, made.notes)
+    unfold = partial(capture_fake, module, made.entries, folded=False)
     if choices is None or same_in_folded_blocks(choices, captured.trace):
-        return captured
-    return capture_fake(module, made.entries, folded=False)
+        return replace(captured, unfold=unfold) if captured.trace.folds else captured
+    return unfold()
 
 
 def solve_source(
@@ -173,15 +176,18 @@ def solve_source(
 ) -> Solution:
     """Decide the splits, under a written plan if there is one; say clearly when the size fits nothing."""
     ranks = max(tp_size, ep_size)
-    solution = solve_chosen(
-        captured.trace,
-        ranks,
-        choices,
-        sequence_stacks,
+    solved = partial(
+        solve_chosen,
+        tp=ranks,
+        choices=choices,
+        sequence_stacks=sequence_stacks,
         scoped=means.scoped,
         whole=means.whole,
         experts=experts_of(tp_size, ep_size, means),
     )
+    solution = solved(captured.trace)
+    if captured.unfold and not same_in_like_blocks(solution.parameters, solution.runtime, captured.trace.folds):
+        solution = solved(captured.unfold().trace)
     if ranks == 1:
         return solution
     if strict and solution.experts_inside:

@@ -23,6 +23,7 @@ TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 _COMPOSITE = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 _MATRIX = frozenset({"mm", "bmm", "mv", "dot", "_grouped_mm"})
 _BIASED = frozenset({"addmm", "baddbmm"})
+_WEIGHT_NORMS = frozenset({"_weight_norm_interface", "_weight_norm"})
 _NORMS = frozenset({"native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm"})
 _SUMMABLE = {"sum": "sum", "mean": "mean", "var": "spread", "std": "spread"}
 _OTHER_REDUCTIONS = frozenset(
@@ -95,6 +96,14 @@ def _op_reduction(op: Op, shards: Shards) -> str | None:
         count = len(op.args[1])
         dims = range(-count, 0)
         return "norm" if any(_split(shards, op.args[0], d) for d in dims) else None
+    if name in _WEIGHT_NORMS:
+        kept = op.args[2] % len(shards.axes.of(op.args[0].id)) if len(op.args) > 2 else 0
+        others = (d for d in range(len(shards.axes.of(op.args[0].id))) if d != kept)
+        return (
+            "refused: the lengths of a weight over a split dimension"
+            if any(_split(shards, op.args[0], d) for d in others)
+            else None
+        )
     if name == BOX:  # routed tokens get the sum over all experts; sorted ones stay apart by expert
         stack, _, routing, _ = op.args
         return "sum" if routing and _split(shards, stack[0], 0) else None

@@ -8,7 +8,7 @@ real tiny clone, whose parameters have the same names but other sizes. The trace
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -33,10 +33,14 @@ _MODEL_COPIES = (True, False)  # folded first, then every block
 
 @dataclass(frozen=True)
 class Captured:
-    """A trace with the recording that made it (real tensors by id, for replaying)."""
+    """A trace with the recording that made it (real tensors by id, for replaying).
+
+    `unfold` records every block, for models whose blocks of one kind turn out to be cut in several ways.
+    """
 
     trace: Trace
     recording: Recording
+    unfold: Callable[[], Captured] | None = None
 
 
 def capture_any(model: nn.Module, entries: dict[str, dict[str, Any]], notes: tuple[str, ...] = ()) -> Captured:

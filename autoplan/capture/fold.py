@@ -52,6 +52,7 @@ class _Choice:
     keys: tuple[str, ...]
     kept: tuple[int, ...]
     members: tuple[tuple[str, str], ...]  # dropped key -> representative key
+    alike: tuple[tuple[str, str], ...]  # kept key -> representative of its kind
     lists: tuple[tuple[Any, str], ...]  # (object, attribute) of the per-layer lists that tell its blocks apart
 
 
@@ -83,7 +84,7 @@ def fold(model: nn.Module, replace: Replace | None = None, *, fold: bool = True)
     for part in module.modules():
         for flag in HOOK_FLAGS:
             part.__dict__.pop(flag, None)
-    return Folded(module, tuple(Fold(choice.name, choice.members) for choice in choices))
+    return Folded(module, tuple(Fold(choice.name, choice.members, choice.alike) for choice in choices))
 
 
 def _to_meta(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -130,7 +131,9 @@ def _choose_in(container: nn.Module, name: str, above: tuple[nn.Module, ...], co
     stands_for = {kinds[position]: keys[position] for position in kept if position != len(keys) - 1}
     dropped = (position for position in range(len(keys)) if position not in kept)
     members = tuple((keys[position], stands_for[kinds[position]]) for position in dropped)
-    return _Choice(name, container, keys, kept, members, lists)
+    standing = sorted({keys.index(representative) for _, representative in members})
+    alike = tuple((keys[p], keys[q]) for q in standing for p in kept if p < q and kinds[p] == kinds[q])
+    return _Choice(name, container, keys, kept, members, alike, lists)
 
 
 def _is_block(module: nn.Module) -> bool:

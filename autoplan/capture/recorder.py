@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from autoplan.capture.code_place import call_name, code_place
 from autoplan.capture.known_values import KnownValues
@@ -105,7 +105,7 @@ class Recording:
         if isinstance(value, dict):
             return {key: self.encode(item) for key, item in value.items()}
         if isinstance(value, slice):
-            return slice(self.encode(value.start), self.encode(value.stop), self.encode(value.step))
+            return slice(*(self.encode(_bound(item)) for item in (value.start, value.stop, value.step)))
         if value is Ellipsis:
             return value
         return str(value).removeprefix("torch.")
@@ -146,6 +146,14 @@ class Recording:
         shape = tuple(int(n) for n in tensor.shape)
         names = tuple(self.names.get(index, ()))
         return TensorInfo(shape, str(tensor.dtype).removeprefix("torch."), kind, names, values)  # type: ignore[arg-type]
+
+
+def _bound(item: Any) -> Any:
+    """A bound of a slice that is a number in a tensor is that number, where its value is known."""
+    if isinstance(item, torch.Tensor) and item.numel() == 1 and not (_is_fake(item) or item.is_floating_point()):
+        with _disable_current_modes():
+            return int(item)
+    return item
 
 
 def _is_fake(tensor: torch.Tensor) -> bool:

@@ -49,6 +49,7 @@ class _Shrinking:
     """One shrinking of a whole config tree: special tokens keep their identity across sub-configs."""
 
     sizes: Sizes
+    widths_stay: bool = False
     token_ids: dict[int, int] = field(default_factory=dict)
 
     def token(self, value: int) -> int:
@@ -58,14 +59,17 @@ class _Shrinking:
         return self.token_ids.setdefault(value, self.sizes.vocab - 1 - len(self.token_ids) % (self.sizes.vocab // 3))
 
 
-def tiny_config(config: PretrainedConfig, variant: int = 0) -> PretrainedConfig:
+def tiny_config(config: PretrainedConfig, variant: int = 0, shrink: str = "all") -> PretrainedConfig:
     """A tiny config of the same class that makes the same choices. `config` is not touched.
 
-    Raises SourceError when the class refuses the shrunk fields.
+    `shrink="depth"` leaves every width as it is, "nothing" the layers too: for models whose sizes depend on each other
+    in ways that no field tells. Raises SourceError when the class refuses the shrunk fields.
     """
+    if shrink == "nothing":
+        return copy.deepcopy(config)
     if not 0 <= variant < len(VARIANTS):
         raise SourceError(f"there is no tiny variant {variant}", hint=f"use 0 to {len(VARIANTS) - 1}")
-    tiny = _shrunk(copy.deepcopy(config), _Shrinking(VARIANTS[variant]), {})
+    tiny = _shrunk(copy.deepcopy(config), _Shrinking(VARIANTS[variant], shrink == "depth"), {})
     for one in all_configs(tiny):
         _fit_rotary_lists(one)
     _fit_tiles(config, tiny)
@@ -161,7 +165,7 @@ def _small(name: str, value: Any, config: PretrainedConfig, layers: list[int], w
     if isinstance(value, bool) or not isinstance(value, int | list | tuple):
         return value
     if is_token_id(name):
-        return _map_ints(value, work.token)
+        return value if work.widths_stay else _map_ints(value, work.token)
     depth = _first_int(config, _DEPTH)
     if isinstance(value, int):
         counts = is_layer_count(name)
@@ -169,22 +173,23 @@ def _small(name: str, value: Any, config: PretrainedConfig, layers: list[int], w
             if name == _SHARED:
                 return sum(i >= (depth or 0) - value for i in layers)
             return min(value, len(layers) if counts == "depth" or value == depth else 1)
-        return _size(name, value, config, work.sizes)
+        return _size(name, value, config, work)
     if depth and _per_layer(value, depth) and depth > len(layers):
-        return type(value)(_map_ints(value[i], lambda x: _size(name, x, config, work.sizes)) for i in layers)
+        return type(value)(_map_ints(value[i], lambda x: _size(name, x, config, work)) for i in layers)
     numbers = bool(value) and all(isinstance(x, int) and not isinstance(x, bool) for x in value)
     if numbers and depth and max(value) >= len(layers) and _LAYER_INDEX.search(name) and "feature_layer" not in name:
         return type(value)(x for x in value if x < len(layers)) or type(value)([len(layers) - 1])
     if name in ("image_size", "crop_size", "img_size"):
-        return _map_ints(value, lambda x: _size(name, x, config, work.sizes))
+        return _map_ints(value, lambda x: _size(name, x, config, work))
     return value
 
 
-def _size(name: str, value: int, config: PretrainedConfig, sizes: Sizes) -> int:
+def _size(name: str, value: int, config: PretrainedConfig, work: _Shrinking) -> int:
     """The tiny value of one integer that counts or measures something."""
     size, how = field_rule(name)
+    sizes = work.sizes
     hidden, heads = _first_int(config, _HIDDEN), _first_int(config, _HEADS)
-    if how == "keep" or value <= 1:
+    if work.widths_stay or how == "keep" or value <= 1:
         return value
     if how == "one":
         return 1

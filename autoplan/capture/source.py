@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -31,6 +31,7 @@ from autoplan.errors import SourceError
 __all__ = ["Source", "resolve"]
 
 _SMALL = 30_000_000  # parameters up to which a module is its own tiny clone
+_RUNS_IN_SECONDS = 60_000_000
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Source:
     trust_remote_code: bool = False
     model_class: type[nn.Module] | None = None
     given: nn.Module | None = None
+    shrink: str = "all"  # what of the config a tiny clone makes smaller (see shrink.tiny_config)
 
     def module(self) -> nn.Module:
         """The given module untouched, or one built on meta from the config, in eval mode."""
@@ -98,7 +100,7 @@ class Source:
         self, variant: int, dtype: torch.dtype, experts: str | None, attention: str | None
     ) -> PreTrainedModel:
         assert self.config is not None and self.model_class is not None
-        config = tiny_config(self.config, variant)
+        config = tiny_config(self.config, variant, self.shrink)
         for one in all_configs(config):
             if experts is not None:
                 one._experts_implementation = experts
@@ -122,6 +124,26 @@ class Source:
         model = wrap(base._tiny_from_config(variant, dtype, experts, attention), settings)
         cast_numbers(model, dtype)
         return model
+
+    def ever_larger(self) -> Iterator[Source]:
+        """This source, then the same with clones that are shrunk less, while they can be run in seconds.
+
+        Stages, patches and grids of some models fit each other in ways that no field of their config tells, and only
+        their own sizes are known to fit.
+        """
+        yield self
+        if not self._described_by_config:
+            return
+        for shrink in ("depth", "nothing"):
+            larger = replace(self, shrink=shrink)
+            try:
+                with torch.device("meta"):
+                    assert larger.config is not None and larger.model_class is not None
+                    size = _count(_build(larger.model_class, tiny_config(larger.config, 0, shrink), None))
+            except SourceError:
+                continue
+            if size <= _RUNS_IN_SECONDS:
+                yield larger
 
     @cached_property
     def _adapted(self) -> bool:

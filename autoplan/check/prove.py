@@ -10,8 +10,10 @@ import copy
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from torch import nn
+
 from autoplan.analyse.solve import Solution
-from autoplan.capture.capture import capture_real
+from autoplan.capture.capture import Captured, capture_real
 from autoplan.capture.inputs import make_inputs
 from autoplan.capture.source import Source
 from autoplan.decide.choices import Choices
@@ -47,11 +49,7 @@ def prove_graph(source: Source, plan: Plan, choices: Choices | None = None) -> G
     from autoplan.check.replay import replay
 
     try:
-        clone = source.tiny(dtype=source.exact_dtype, experts="batched_mm")
-        made = make_inputs(
-            clone, config=getattr(clone, "config", None), model_type=source.model_type, inputs=source.inputs
-        )
-        captured = capture_real(copy.deepcopy(clone), made.entries, keep_values=True)
+        clone, entries, captured = _recorded_clone(source)
     except AutoplanError as error:
         note = Finding("proof", "note", "", f"no tiny clone to prove the plan on: {error.message}")
         return GraphProof(Proof("none", 1, False, (), "unproven"), (note,))
@@ -62,7 +60,7 @@ def prove_graph(source: Source, plan: Plan, choices: Choices | None = None) -> G
         experts=experts_of(plan.tp_size, plan.ep_size if plan.runtime.experts else 1, Means()),
     )
     assert solution.shards is not None
-    law = check_permutations(clone, made.entries, captured.trace, solution.axes, solution.shards.marks)
+    law = check_permutations(clone, entries, captured.trace, solution.axes, solution.shards.marks)
     played = replay(solution.shards.trace, captured.recording, solution.shards)
     findings = list(played.findings) + [
         Finding(
@@ -78,6 +76,21 @@ def prove_graph(source: Source, plan: Plan, choices: Choices | None = None) -> G
     )
     proof = Proof("graph", _TINY_TP, not findings, ("permutation", "replay"), text)
     return GraphProof(proof, tuple(findings), bool(findings))
+
+
+def _recorded_clone(source: Source) -> tuple[nn.Module, dict[str, Any], Captured]:
+    """A tiny clone that runs, its calls, and what it does in them; shrunk less where the smallest cannot run."""
+    refusal: AutoplanError | None = None
+    for one in source.ever_larger():
+        try:
+            clone = one.tiny(dtype=one.exact_dtype, experts="batched_mm")
+            config = getattr(clone, "config", None)
+            made = make_inputs(clone, config=config, model_type=one.model_type, inputs=one.inputs)
+            return clone, made.entries, capture_real(copy.deepcopy(clone), made.entries, keep_values=True)
+        except AutoplanError as error:
+            refusal = refusal or error
+    assert refusal is not None
+    raise refusal
 
 
 def _where(solution: Solution, axis: object) -> str:

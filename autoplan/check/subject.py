@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,9 @@ __all__ = ["Inputs", "Observation", "Subject", "give_random_values", "plain", "t
 Inputs = Mapping[str, Any]  # keyword arguments of one forward call
 Observation = dict[str, dict[str, torch.Tensor]]  # "outputs" | "gradients" | "parameters" | … -> name -> tensor
 Gather = Callable[[nn.Module, bool], Mapping[str, torch.Tensor]]  # (model, gradients?) -> whole tensors
+
+
+_EVAL_SEED = 11
 
 
 @dataclass
@@ -66,8 +69,20 @@ class Subject:
         given = {name: _copied(value) for name, value in inputs.items()}
         if "use_cache" in self.signature and "use_cache" not in given:
             given["use_cache"] = False
-        with Lifted() if self.lifted else nullcontext():
+        with Lifted() if self.lifted else nullcontext(), self._afresh():
             return self.model(**given)
+
+    @contextmanager
+    def _afresh(self) -> Iterator[None]:
+        """In eval mode a call depends on nothing that was before: it draws the numbers that every other call draws, and
+        what a model keeps from weights while it is in that mode is forgotten, as by any change of modes."""
+        if self.model.training:
+            yield
+            return
+        self.model.train()
+        self.model.eval()
+        with random_streams.fork(_EVAL_SEED):
+            yield
 
     def forward_and_backward(self, inputs: Inputs) -> Observation:
         """Outputs and every gradient of one call, under a loss in which each output element has its own weight."""

@@ -210,7 +210,19 @@ class Clone:
 
 
 def clone_of(source: Any) -> Clone:
-    """A tiny model to verify, in double precision, or in single where the model refuses that."""
+    """A tiny model to verify: shrunk less where the smallest cannot be built or run."""
+    refusal: AutoplanError | None = None
+    for one in source.ever_larger():
+        try:
+            return _clone_at_size(one)
+        except AutoplanError as error:
+            refusal = refusal or error
+    assert refusal is not None
+    raise refusal
+
+
+def _clone_at_size(source: Any) -> Clone:
+    """In double precision, or in single where the model refuses that."""
     import torch
 
     refusal = ""

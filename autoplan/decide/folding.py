@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from autoplan.patterns import fold_counted
-from autoplan.values import Fold, Runtime, Trace
+from autoplan.values import Fold, ParameterFact, Runtime, Trace
 
-__all__ = ["Names", "fold_runtime", "starred"]
+__all__ = ["Names", "fold_runtime", "same_in_like_blocks", "starred"]
 
 Item = TypeVar("Item")
 
@@ -63,6 +63,34 @@ def _in_other_blocks(name: str, fold: Fold) -> list[str]:
         return []
     key, dot, rest = name[len(prefix) :].partition(".")
     return [f"{prefix}{member}{dot}{rest}" for member, stands_in in fold.members if stands_in == key]
+
+
+def same_in_like_blocks(facts: Iterable[ParameterFact], runtime: Runtime, folds: Iterable[Fold]) -> bool:
+    """Is all that is done to a representative also done to the traced block of its kind before it?
+
+    Not so where nothing adds to a stream: each block's output is the next one's input, and cuts by output and by input
+    alternate. Nor where the sum that a block of another kind owes for its input is placed on this block's output. Such
+    a block cannot stand for others.
+    """
+    done: dict[str, list[Any]] = {}
+    for fact in facts:
+        for name in fact.names:
+            done.setdefault(name, []).append((fact.dim, fact.layout, fact.divide))
+    actions: tuple[Any, ...] = (*runtime.hooks, *runtime.scoped, *runtime.edits)
+    for item in actions:
+        done.setdefault(item.pattern, []).append(replace(item, pattern=""))
+    for fold in folds:
+        for key, representative in fold.alike:
+            mine, its = (_within(done, fold.container, one) for one in (key, representative))
+            if mine != its:
+                return False
+    return True
+
+
+def _within(done: dict[str, list[Any]], container: str, key: str) -> dict[str, list[Any]]:
+    """What is done to one block, by the name of the place inside it."""
+    block = f"{container}.{key}" if container else key
+    return {name[len(block) :]: what for name, what in done.items() if name == block or name.startswith(f"{block}.")}
 
 
 def fold_runtime(runtime: Runtime, names: Names) -> Runtime:

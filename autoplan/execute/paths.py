@@ -17,7 +17,8 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def change_at(value: Any, path: Path, change: Change, where: str) -> Any:
-    """`value` with the tensor at `path` changed. None at the end of a path stays None (an optional result)."""
+    """`value` with the tensor at `path` changed. None on the way stays None: an optional result, also one that a
+    dict with fields (transformers' outputs) leaves out of its keys."""
     if not path:
         if value is None:
             return None
@@ -30,7 +31,7 @@ def change_at(value: Any, path: Path, change: Change, where: str) -> Any:
     key, rest = path[0], path[1:]
     if isinstance(value, dict):
         if key not in value:
-            return _missing(where, path)
+            return value if getattr(value, str(key), value) is None else _missing(where, path)
         value[key] = change_at(value[key], rest, change, where)
         return value
     if isinstance(value, (list, tuple)):

@@ -112,10 +112,15 @@ class ModuleVisit:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Repeated blocks of one container that were traced through representatives: member key -> representative key."""
+    """Repeated blocks of one container that were traced through representatives: member key -> representative key.
+
+    `alike`: traced blocks of one kind, key -> the representative of the kind. What holds for one of them must hold for
+    the other, or the representative cannot stand for more.
+    """
 
     container: str
     members: tuple[tuple[str, str], ...]
+    alike: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
