@@ -57,15 +57,50 @@ def test_hidden_states_are_whole_under_tensor_parallelism() -> None:
         same(found["hidden_states"], expected.hidden_states)
 
 
-@pytest.mark.parametrize(
-    ("sequence_parallel", "asked", "named"),
-    [(False, "output_attentions", "attentions"), (True, "output_hidden_states", "hidden_states")],
-)
-def test_parts_are_refused_by_name(sequence_parallel: bool, asked: str, named: str) -> None:
-    plan = autoplan.plan(build(), 2, prove="none", sequence_parallel=sequence_parallel)
-    assert plan.sequence_parallel == sequence_parallel
-    for found in ask(plan, **{asked: True}):
-        assert f"output '{named}" in found and f"'output_{named}': True" in found
+@pytest.mark.parametrize("planned", [{}, {"inputs": {"input_ids": IDS, "output_hidden_states": True}}])
+def test_hidden_states_are_whole_under_sequence_parallelism(planned: dict[str, Any]) -> None:
+    """Whether the plan saw them or not; the first is collected behind the hook that cuts it."""
+    expected = build()(IDS, output_hidden_states=True)
+    plan = autoplan.plan(build(), 2, sequence_parallel=True, **planned)
+    assert plan.sequence_parallel and plan.proof.ok
+    for found in ask(plan, output_hidden_states=True):
+        assert len(found["hidden_states"]) == 6
+        same(found["hidden_states"], expected.hidden_states)
+        same(found["logits"], expected.logits)
+
+
+def test_gradients_of_losses_on_hidden_states_are_right_under_sequence_parallelism() -> None:
+    def step(model: Any) -> None:
+        output = model(IDS, output_hidden_states=True)
+        sum(h.square().mean() * n for n, h in enumerate(output.hidden_states)).backward()
+
+    whole = build()
+    step(whole)
+    plan = autoplan.plan(build(), 2, sequence_parallel=True, prove="none")
+
+    def rank(number: int) -> Any:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = autoplan.parallelize(build(), mesh, plan, gather_logits=True)
+        step(model)
+        return autoplan.full_tensors(model, grads=True)
+
+    for found in run_ranks(rank, 2):
+        for name, parameter in whole.named_parameters():
+            if parameter.grad is not None:
+                same(found[name], parameter.grad)
+
+
+def test_parts_are_refused_by_name() -> None:
+    for sequence_parallel in (False, True):
+        plan = autoplan.plan(build(), 2, prove="none", sequence_parallel=sequence_parallel)
+        assert plan.sequence_parallel == sequence_parallel
+        for found in ask(plan, output_attentions=True):
+            assert "output 'attentions" in found and "'output_attentions': True" in found
+
+
+def test_explain_says_what_is_done_along_the_sequence() -> None:
+    text = autoplan.plan(build(), 2, sequence_parallel=True, prove="none").explain("model.layers.0")
+    assert "cut along the sequence" in text and "is a share of the sequence" in text
 
 
 def test_what_was_planned_with_is_whole_in_every_block() -> None:

@@ -26,6 +26,7 @@ class SequencePlacement:
     gathers: dict[tuple[Border, str], int] = field(default_factory=dict)  # whole readers: backward takes a share
     gather_sums: dict[tuple[Border, str], int] = field(default_factory=dict)  # replace a "copy"
     reduce_scatters: dict[Border, int] = field(default_factory=dict)  # replace a "reduce"
+    shares: dict[Border, int] = field(default_factory=dict)  # blocks that return a share, which others may collect
     summed_parameters: set[int] = field(default_factory=set)
     random: set[str] = field(default_factory=set)
     names: dict[Border, str] = field(default_factory=dict)  # which sequence a border is about; "*": batch × sequence
@@ -36,7 +37,7 @@ class SequencePlacement:
     def name_borders(self, name: str) -> None:
         """Say of every border which sequence it is about."""
         keys = [*self.scatters, *self.gathers, *self.gather_sums]
-        borders = (*(b for b, _ in keys), *self.reduce_scatters)
+        borders = (*(b for b, _ in keys), *self.reduce_scatters, *self.shares)
         self.names = {border: f"{name}*" if border in self.flattened else name for border in borders}
 
     @property
@@ -132,6 +133,24 @@ class CutStream:
             if whole and tensor not in self.placement.summed_parameters:
                 raise Refused(f"{self.trace.tensors[tensor].names[0]} is used on shares and on the whole sequence")
         self._even_doors()
+        self._note_shares()
+
+    def _note_shares(self) -> None:
+        """What blocks return on shares: transformers collects it for callers that ask for hidden states."""
+        self.result.shares.clear()
+        doors: dict[Door, dict[int, Border]] = {}
+        for number, visit in enumerate(self.trace.visits):
+            for path, tensor in visit.outputs if visit.module in self.names else ():
+                if self.positions.plain_dim(tensor) is not None and self.is_cut(tensor, visit.calls[1]):
+                    border = Border(number, visit.module, path, *visit.calls)
+                    doors.setdefault((visit.module, "output", path), {})[number] = border
+        for door, borders in doors.items():
+            if set(self.flow.runs_through(*door)) == set(borders):
+                for border in borders.values():
+                    tensor = self.tensor_at(border, "output")
+                    self.result.shares[border] = self.positions.plain_dim(tensor) or 0
+                    if self.positions.flattened(tensor):
+                        self.result.flattened.add(border)
 
     def _forget_needless(self) -> None:
         """Drop gathers of what is whole by now: a border that was added later made it so further out."""

@@ -55,6 +55,7 @@ def _merged(a: SequencePlacement, b: SequencePlacement) -> SequencePlacement:
     a.gathers.update(b.gathers)
     a.gather_sums.update(b.gather_sums)
     a.reduce_scatters.update(b.reduce_scatters)
+    a.shares.update(b.shares)
     a.summed_parameters |= b.summed_parameters
     a.random |= b.random
     a.whole += b.whole
@@ -84,4 +85,6 @@ def sequence_hooks(placement: Placement, cut: SequencePlacement) -> tuple[HookSi
         add(border, side, "scatter", dim, cut.names[border])
     for (border, side), dim in cut.gathers.items():
         add(border, side, "gather_whole", dim, cut.names[border])
+    for border, dim in cut.shares.items():
+        add(border, "output", "share", dim, cut.names[border])
     return tuple(found)

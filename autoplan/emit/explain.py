@@ -22,6 +22,12 @@ _ACTIONS = {
     "scale": "the gradient of {what} is divided by {tp} where every rank holds the value (backward)",
     "gather": "{what} is gathered from all ranks (forward), its gradient sliced (backward)",
     "mean": "{what} is averaged over ranks (forward)",
+    "scatter": "{what} is cut along the sequence (forward), its gradient gathered (backward)",
+    "gather_whole": "the whole sequence of {what} is gathered (forward), its gradient cut (backward)",
+    "gather_sum": "the whole sequence of {what} is gathered (forward), its gradient summed and cut (backward)",
+    "reduce_scatter": "{what} is summed over ranks and cut along the sequence (forward), its gradient gathered"
+    " (backward)",
+    "share": "{what} is a share of the sequence, gathered where the model returns it",
 }
 
 

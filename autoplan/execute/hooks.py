@@ -32,6 +32,7 @@ from autoplan.execute.function_mode import ModuleMode
 from autoplan.execute.paths import change_if_returned, change_input, change_output
 from autoplan.execute.randomness import SharedRandomness, may_draw
 from autoplan.execute.sequence import gather_sum, gather_whole, reduce_scatter, scatter
+from autoplan.execute.shares import Share, mark_share, shares_in
 from autoplan.execute.split_logits import SplitLogits, can_stay_split, columns_in, split_class
 from autoplan.execute.unseen import UnseenOutputs
 from autoplan.layout import Layout, chunk
@@ -39,10 +40,10 @@ from autoplan.values import ExpertSite, HeadSite, HookSite, ScopedCall
 
 __all__ = ["SEQUENCE_ACTIONS", "ModuleWork", "Running", "install", "install_root"]
 
-SEQUENCE_ACTIONS = ("scatter", "gather_whole", "gather_sum", "reduce_scatter")
+SEQUENCE_ACTIONS = ("scatter", "gather_whole", "gather_sum", "reduce_scatter", "share")
 
 _ORDER = {"reduce": 0, "mean": 0, "reduce_scatter": 0, "gather": 1, "gather_whole": 1, "gather_sum": 1, "scatter": 2,
-          "copy": 3, "scale": 4}  # fmt: skip
+          "copy": 3, "scale": 4, "share": 5}  # fmt: skip
 _LOSS_ARGUMENTS = ("label", "target")  # what a forward calls the argument that makes it compute a loss
 
 
@@ -82,7 +83,7 @@ class ModuleWork:
 
 
 def sequence_action(site: HookSite, running: Running) -> Callable[[torch.Tensor], torch.Tensor]:
-    """One of the four moves along a sequence, whose true length the scatter notes."""
+    """One of the moves along a sequence, whose true length the scatter notes."""
     group, dim, name = running.group, site.dim, site.layout
     assert dim is not None and name is not None
     flat, name = name.endswith("*"), name.removesuffix("*")
@@ -122,7 +123,11 @@ def sequence_action(site: HookSite, running: Running) -> Callable[[torch.Tensor]
             return reduce_scatter(x, -1, group)
         return (gather_sum if site.action == "gather_sum" else gather_whole)(x, -1, length, group)
 
-    return move_flattened if flat else move
+    def mark(x: torch.Tensor) -> torch.Tensor:
+        return mark_share(x if site.action == "share" else run(x), Share(dim, str(site.layout)))
+
+    run = move_flattened if flat else move
+    return mark if site.action in ("scatter", "share") else run
 
 
 def install(module: nn.Module, work: ModuleWork, running: Running) -> list[RemovableHandle]:
@@ -305,6 +310,9 @@ class _Root:
                 rows = tuple(layout.rows(rank, group.size) for rank in range(group.size))
                 whole = partial(gather_over_ranks, group=group, dim=dim, rows=rows)
                 output = change_if_returned(output, site.path, whole, "the model")
+            for path, share in shares_in(output):  # collected by the model on the way, behind our hooks
+                site = HookSite("", "output", path, "gather_whole", *share)
+                output = change_output(output, path, sequence_action(site, self.running), "the model")
             if self.running.depth == 1:
                 self.unseen.check(output)
             if self.running.loss:

@@ -43,14 +43,15 @@ class HookSite:
     "scale" (identity forward, gradient times 1/tp on the segments of `layout` that every rank holds, or on all of it),
     "gather" (concatenate over ranks forward, slice backward), "mean" (sum forward, divided by tp). Under sequence
     parallelism, along `dim` and for the sequence that `layout` names: "scatter", "gather_whole", "gather_sum",
-    "reduce_scatter" (execute/sequence.py).
+    "reduce_scatter" (execute/sequence.py); "share" changes nothing, but notes that a value is a share of the positions,
+    in case a caller has it collected.
     """
 
     pattern: str
     side: Literal["input", "output"]
     path: tuple[Any, ...]
     action: Literal[
-        "copy", "reduce", "scale", "gather", "mean", "scatter", "gather_whole", "gather_sum", "reduce_scatter"
+        "copy", "reduce", "scale", "gather", "mean", "scatter", "gather_whole", "gather_sum", "reduce_scatter", "share"
     ]
     dim: int | None = None
     layout: str | None = None

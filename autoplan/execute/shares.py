@@ -1,0 +1,37 @@
+"""Values that are a rank's share of the positions, known wherever they turn up again.
+
+Under sequence parallelism what blocks take in and return are shares. transformers collects just these tensors for a
+caller that asks for hidden states, the first one behind our hook, and the plan may never have seen it. So the hooks
+mark the tensors that they cut, and whatever marked leaves the model is gathered there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from autoplan.capture.recorder import flatten_tensors
+
+__all__ = ["Share", "mark_share", "shares_in"]
+
+_MARK = "_autoplan_share"
+
+
+class Share(NamedTuple):
+    """Along which dim a value is cut, and which sequence that is."""
+
+    dim: int
+    name: str
+
+
+def mark_share(tensor: torch.Tensor, share: Share) -> torch.Tensor:
+    """The tensor itself, which now says that it is a share."""
+    setattr(tensor, _MARK, share)
+    return tensor
+
+
+def shares_in(output: Any) -> list[tuple[tuple[Any, ...], Share]]:
+    """The paths of all marked tensors in what a model returns."""
+    found = ((path, getattr(tensor, _MARK, None)) for path, tensor in flatten_tensors(output))
+    return [(path, share) for path, share in found if share is not None]
