@@ -100,6 +100,17 @@ class CallFlow:
         """Does a gradient come back through this call?"""
         return self.trace.calls[index].grad_enabled and any(t in self.carries for t in self.outputs[index])
 
+    def with_gradients(self) -> set[int]:
+        """The values that get a gradient from what the model returns: others only decide something on the way.
+
+        What is written in place counts as read: it may be a view of something that is.
+        """
+        found = (self.final | self.rewritten) & self.carries
+        for index in reversed(range(len(self.trace.calls))):
+            if self.passes_gradients(index) and not found.isdisjoint(self.outputs[index]):
+                found.update(t for t in self.inputs[index] if t in self.carries)
+        return found
+
     def near(self, tensors: set[int]) -> set[int]:
         """The values that are made from these, or from which these are made, in one call."""
         calls = {call for tensor in tensors for call in (*self.uses[tensor], self.producer.get(tensor, -1))} - {-1}

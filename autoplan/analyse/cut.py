@@ -66,7 +66,7 @@ class CutStream:
         self.closed: set[Door] = set()  # where only some runs of a module would need what a hook does
         self.copies_out = [b for (b, action) in placement.outputs if action == "copy"]
         self.copies_in = [b for (b, action) in placement.inputs if action == "copy"]
-        self.reduces = {b for (b, action) in placement.outputs if action == "reduce"}
+        self.reduces = {b for (b, action) in placement.outputs if action in ("reduce", "withhold")}
         self.first_call = self.last_call = 0
         self.cut: set[int] = set()
 

@@ -5,11 +5,13 @@ its gradient, and the router, which every rank runs alike. Paid at each entry th
 gradients can be added first and summed once, before all readers, if what else flows back to the value is a part, too:
 
 - a reader whose own result owes a sum passes the debt up (a view, a norm), a thin matrix too (an adapter's first);
-- a reader that gives the whole gradient on every rank gives 1/tp of it, at the door of the module that reads.
+- a reader that gives the whole gradient on every rank gives 1/tp of it, at the door of the module that reads, also
+  where it and readers that owe parts share a view of the value.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -41,10 +43,18 @@ def merge_entries(debts: Debts) -> list[Border]:
     flow = debts.flow
     order = sorted(debts.uses, key=lambda tensor: -flow.producer.get(tensor, -1))  # the latest values first
     for tensor in order:
+        lent = list(_lent(tensor, debts, known))
+        for one in lent:
+            debts.partial[one.tensor] |= one.readers
+        known = {} if lent else known
         merge = _merge(tensor, debts, known)
         if merge is None:
+            for one in lent:
+                debts.partial[one.tensor] -= one.readers
+            known = {} if lent else known
             continue
         known.clear()
+        found += [door for one in lent for door in one.doors]
         for call in merge.passing:
             debts.push(call)
         debts.partial[tensor] |= set(merge.shares)
@@ -52,6 +62,39 @@ def merge_entries(debts: Debts) -> list[Border]:
             debts.push(call)
         found += merge.doors
     return found
+
+
+@dataclass(frozen=True)
+class _Loan:
+    """A view of a value, of whose readers these are to give shares at these doors."""
+
+    tensor: int
+    readers: set[int]
+    doors: tuple[Border, ...]
+
+
+def _lent(tensor: int, debts: Debts, known: dict[int, bool]) -> Iterator[_Loan]:
+    """Readers that only hand a view on, to some that owe parts and others (a router) that give the whole gradient."""
+    flow, uses = debts.flow, debts.uses[tensor]
+    if len(uses) < 2 or tensor not in flow.carries:
+        return
+    for use in sorted(uses - debts.partial.get(tensor, set())):
+        made = flow.outputs[use]
+        if len(made) != 1 or debts.passes_soon(use, known) or not debts.call_passes(use):
+            continue
+        (view,) = made
+        readers = debts.uses.get(view, set())
+        owing = {r for r in readers if r in debts.partial.get(view, ()) or debts.passes_soon(r, known)}
+        if (
+            not owing
+            or owing == readers
+            or view in flow.final | flow.rewritten
+            or not debts.shards.has_whole_part(view)
+        ):
+            continue
+        doors = debts.doors.before(view, readers - owing, readers)
+        if doors and not any(debts.trace.calls[r].module in flow.branching for r in readers):
+            yield _Loan(view, readers - owing, tuple(doors))
 
 
 def _merge(tensor: int, debts: Debts, known: dict[int, bool]) -> _Merge | None:

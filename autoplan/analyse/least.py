@@ -175,8 +175,10 @@ class _Backward(_Walk):
                 self.weights.update(outputs)
 
     def run(self) -> Iterator[Payment]:
+        reached = self.flow.with_gradients()
         for index in reversed(range(len(self.trace.calls))):
-            if self.flow.passes_gradients(index) and not self.flow.is_identity(index):
+            used = any(t in reached for t in self.flow.outputs[index])
+            if used and self.flow.passes_gradients(index) and not self.flow.is_identity(index):
                 yield from self._call(index)
 
     def _call(self, index: int) -> Iterator[Payment]:

@@ -72,6 +72,8 @@ def sequence_hooks(placement: Placement, cut: SequencePlacement) -> tuple[HookSi
     for (border, action), (dim, layout) in placement.outputs.items():
         if action == "reduce" and border in cut.reduce_scatters:
             add(border, "output", "reduce_scatter", cut.reduce_scatters[border], cut.names[border])
+        elif action == "withhold" and border in cut.reduce_scatters:
+            add(border, "output", "withhold", cut.reduce_scatters[border], cut.names[border])
         elif action == "copy" and (border, "output") in cut.gather_sums:
             add(border, "output", "gather_sum", cut.gather_sums[border, "output"], cut.names[border])
         else:

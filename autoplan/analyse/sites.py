@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from autoplan.analyse.branches import pairs_of_branches
 from autoplan.analyse.callflow import Border, CallFlow
 from autoplan.analyse.debts import Debts
 from autoplan.analyse.doors import Door, Doors
@@ -54,6 +55,7 @@ class Placement:
     summed_parameters: set[int] = field(default_factory=set)
     shared_parameters: set[int] = field(default_factory=set)
     divided_biases: set[int] = field(default_factory=set)
+    blocks: set[str] = field(default_factory=set)  # whose branches are summed together
     embeddings: dict[int, Border] = field(default_factory=dict)
     inside_reductions: dict[int, str] = field(default_factory=dict)
     inside_copies: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
@@ -137,6 +139,7 @@ class _Placer:
 
     def solve(self) -> Placement:
         self._place_forward_sums()
+        self._join_branches()
         self._push_out_of_mixed()
         self.debts.push_inside()
         for border in merge_entries(self.debts):
@@ -167,6 +170,18 @@ class _Placer:
                 self._place_sum(index, output, kind)
         for index in self.reductions:
             self._place_bias(index)
+
+    def _join_branches(self) -> None:
+        """Branches that the block adds to each other are summed together, where the last of them is returned."""
+        outputs = self.result.outputs
+        sums = [border for border, action in outputs if action == "reduce"]
+        pairs, moved = pairs_of_branches(self.flow, sums, self.doors.leaving)
+        for old, new in moved.items():
+            outputs[new, "reduce"] = outputs.pop((old, "reduce"))
+        for pair in pairs:
+            del outputs[pair.first, "reduce"]
+            outputs[pair.first, "withhold"] = outputs[pair.last, "join"] = (None, None)
+            self.result.blocks.add(pair.block)
 
     def _norm_statistics(self, index: int) -> None:
         """A distributed norm sums its statistics forward and backward itself; its whole inputs owe nothing new."""

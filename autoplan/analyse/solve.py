@@ -173,7 +173,9 @@ def _solution(
     runtime = Runtime(
         parameters=tuple(_rules(facts)),
         edits=tuple(_with_old(done.edits, trace)),
-        hooks=(_hooks(done.placement) if cut is None else sequence_hooks(done.placement, cut)) + gathers,
+        hooks=(_hooks(done.placement) if cut is None else sequence_hooks(done.placement, cut))
+        + _block_hooks(done.placement)
+        + gathers,
         heads=heads,
         scoped=done.scope.calls,
         random=tuple(sorted({*done.scope.random, *(cut.random if cut else ())})),
@@ -218,6 +220,11 @@ def _hooks(placement: Placement) -> tuple[HookSite, ...]:
     for border, action in placement.inputs:
         found[HookSite(border.module, "input", border.path, action)] = None  # type: ignore[arg-type]
     return tuple(found)
+
+
+def _block_hooks(placement: Placement) -> tuple[HookSite, ...]:
+    """Blocks in which a part of a sum is withheld until another joins it."""
+    return tuple(HookSite(block, "input", (), "block") for block in sorted(placement.blocks))
 
 
 def _class_ids(trace: Trace, done: _Round) -> dict[Term, int]:

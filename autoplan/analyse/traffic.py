@@ -64,20 +64,24 @@ class Excess:
 
 
 class _Blocks:
-    """The first run of each block, and how many tokens go through it."""
+    """The runs of each block in the first run of the model that has any, and how many tokens go through each."""
 
-    def __init__(self, shards: Shards, flow: CallFlow, names: Iterable[str]) -> None:
-        self.trace, self.flow = shards.trace, flow
+    def __init__(self, shards: Shards, names: Iterable[str]) -> None:
+        self.trace = shards.trace
         wanted = set(names)
-        self.visits: dict[str, ModuleVisit] = {}
-        for visit in self.trace.visits:
-            if visit.module in wanted and visit.calls[1] > visit.calls[0]:
-                self.visits.setdefault(visit.module, visit)
+        self.visits: dict[str, list[ModuleVisit]] = {}
+        for root in (visit for visit in self.trace.visits if visit.parent is None):
+            found: dict[str, list[ModuleVisit]] = {}
+            for visit in self.trace.visits:
+                inside = root.calls[0] <= visit.calls[0] < visit.calls[1] <= root.calls[1]
+                if visit.module in wanted and inside:
+                    found.setdefault(visit.module, []).append(visit)
+            self.visits = {**found, **self.visits}
 
     def tokens(self, visit: ModuleVisit) -> int:
         """The elements of the stream's first value but for its last dim."""
-        shapes = [self.trace.tensors[t].shape for _, t in visit.inputs if t in self.flow.carries]
-        return prod(shapes[0][:-1]) if shapes else 1
+        infos = (self.trace.tensors[t] for _, t in visit.inputs)
+        return next((prod(info.shape[:-1]) for info in infos if info.differentiable and len(info.shape) > 1), 1)
 
 
 def block_traffic(
@@ -88,16 +92,20 @@ def block_traffic(
     names = set(blocks)
     moves = tuple(_moves(shards, flow, runtime, names))
     payments = least_payments(shards, flow, reductions)
-    runs = _Blocks(shards, flow, names)
+    runs = _Blocks(shards, names)
     traffic, excess = [], []
-    for name, visit in runs.visits.items():
-        first, last = visit.calls
-        inside = [m for m in moves if first <= m.calls[0] and m.calls[1] <= last and _within(m.module, name)]
-        owed = [p for p in payments if first <= (min if p.backward else max)(p.calls) < last]
-        one = _traffic(name, inside, owed, runs.tokens(visit), _summed_once(shards, runtime, name), shards)
+    for name, visits in runs.visits.items():
+        spans = [visit.calls for visit in visits]
+        inside = [m for m in moves if _in_spans(spans, m.calls[0], m.calls[1] - 1) and _within(m.module, name)]
+        owed = [p for p in payments if _in_spans(spans, (min if p.backward else max)(p.calls))]
+        one = _traffic(name, inside, owed, runs.tokens(visits[0]), _summed_once(shards, runtime, name), shards)
         traffic.append(one)
         excess += [Excess(name, reason) for reason in _reasons(one, inside, owed, flow, reductions)]
     return tuple(traffic), tuple(excess)
+
+
+def _in_spans(spans: list[tuple[int, int]], *calls: int) -> bool:
+    return any(all(first <= call < last for call in calls) for first, last in spans)
 
 
 def _within(module: str, block: str) -> bool:
@@ -109,7 +117,7 @@ def _within(module: str, block: str) -> bool:
 
 def _moves(shards: Shards, flow: CallFlow, runtime: Runtime, blocks: Collection[str]) -> Iterator[_Move]:
     """Every collective of the plan, but for those that begin and end a stream of shares: they are no block's."""
-    trace = shards.trace
+    trace, reached = shards.trace, flow.with_gradients()
     visits: dict[str, list[ModuleVisit]] = {}
     for visit in trace.visits:
         visits.setdefault(visit.module, []).append(visit)
@@ -124,13 +132,13 @@ def _moves(shards: Shards, flow: CallFlow, runtime: Runtime, blocks: Collection[
             elements = prod(trace.tensors[tensor].shape)
             if forward:
                 yield _Move(visit.calls, visit.module, False, forward, elements, tensor)
-            if backward and tensor in flow.carries:
+            if backward and tensor in reached:
                 yield _Move(visit.calls, visit.module, True, backward, elements, tensor)
     for scoped in runtime.scoped:
-        yield from _scoped_moves(scoped, shards, flow)
+        yield from _scoped_moves(scoped, shards, flow, reached)
 
 
-def _scoped_moves(scoped: ScopedCall, shards: Shards, flow: CallFlow) -> Iterator[_Move]:
+def _scoped_moves(scoped: ScopedCall, shards: Shards, flow: CallFlow, reached: Collection[int]) -> Iterator[_Move]:
     trace = shards.trace
     place, _, number = scoped.place.partition("#")
     rounds: Counter[int] = Counter()
@@ -142,17 +150,19 @@ def _scoped_moves(scoped: ScopedCall, shards: Shards, flow: CallFlow) -> Iterato
             continue
         made = flow.outputs[index][0]
         span, output = (index, index + 1), prod(trace.tensors[made].shape)
-        if scoped.reduce in ("sum", "mean", "row"):
-            yield _Move(span, call.module, False, _BOTH_WAYS, output, made)
+        if scoped.reduce in ("sum", "mean", "embedding", "gather", "row"):
+            kind = "all_gather" if scoped.reduce == "gather" else _BOTH_WAYS
+            yield _Move(span, call.module, False, kind, output, made)
         if scoped.reduce == "norm":
             rows = output // trace.tensors[made].shape[-1] * (2 if "layer" in call.name else 1)
             yield _Move(span, call.module, False, _BOTH_WAYS, rows, made)
-            yield _Move(span, call.module, True, _BOTH_WAYS, rows, made)
+            if made in reached:
+                yield _Move(span, call.module, True, _BOTH_WAYS, rows, made)
         if scoped.reduce == "spread":
             yield _Move(span, call.module, False, "all_gather", output * spread_numbers(shards.tp), made)
         for path in scoped.copies:
             for tensor in flow.inputs[index]:
-                if path in flow.path_of(index, tensor) and flow.passes_gradients(index):
+                if path in flow.path_of(index, tensor) and made in reached:
                     yield _Move(span, call.module, True, _BOTH_WAYS, prod(trace.tensors[tensor].shape), tensor)
 
 
@@ -237,9 +247,7 @@ def _why(backward: bool, apart: list[str], moves: list[_Move], block: str) -> st
         text = "the gradients at {} are summed apart, since what they flow back to gets a whole gradient beside them"
         return "; ".join(map(text.format, apart))
     if apart:
-        text = (
-            "{} are summed apart, since they are added to each other amid the block's code, where the stream is added"
-        )
+        text = "{} are summed apart, since the block's own code does more with them than add them to each other"
         return "; ".join(map(text.format, apart))
     whole = dict.fromkeys(_short(move.module, block) for move in moves if move.kind != _BOTH_WAYS)
     if whole and any(move.kind == "all_gather" for move in moves):

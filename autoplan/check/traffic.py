@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoplan.execute.shares import is_share
 from autoplan.patterns import matches
 from autoplan.values import Traffic
 
@@ -30,9 +31,11 @@ def measured_traffic(subject: Any, blocks: Iterable[str]) -> Measured:
     """One call and its backward on this rank; the collectives of each block."""
     from autoplan.check.subject import tensors_in, weighted_sum
     from autoplan.check.threads import listening
+    from autoplan.execute.parallelize import applied
 
     inputs = next(iter(subject.entries.values()))
-    recorder = _Recorder(_tokens(inputs))
+    done = applied(subject.model)
+    recorder = _Recorder(1 if done is None else done.tp_size)
     modules = dict(subject.model.named_modules())
     subject.model.zero_grad(set_to_none=True)
     with recorder.watching({name: modules[name] for name in blocks if name in modules}):
@@ -59,16 +62,18 @@ def beside_the_least(measured: Mapping[str, Any], planned: Iterable[Traffic]) ->
     return tuple(found.values())
 
 
-def _tokens(inputs: Mapping[str, Any]) -> int:
-    """How many tokens a call is about: those of its widest integer input, or rows of its largest float one."""
-    tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim() > 1]
-    ids = [t.numel() for name, value in inputs.items() if name.endswith("ids") for t in tensors if t is value]
-    return max(ids, default=0) or max((t.numel() // t.shape[-1] for t in tensors), default=1)
+def _tokens(values: Any, ranks: int) -> int:
+    """How many tokens the stream has that a block takes in: as `analyse/traffic.py` counts them."""
+    stream = next((tensor for tensor in _tensors(values) if tensor.is_floating_point() and tensor.dim() > 1), None)
+    if stream is None:
+        return 1
+    return stream.numel() // stream.shape[-1] * (ranks if is_share(stream) else 1)
 
 
 class _Recorder:
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.tokens: dict[str, int] = {}
         self.found: Measured = {}
         self.block = ""
         self.seen: set[Any] = set()
@@ -85,7 +90,7 @@ class _Recorder:
             total = self.sums.setdefault((self.block, direction, kind), [0, 0])
             total[0] += 1
             total[1] += size * (2 if kind == _TWICE else 1)
-            self.found[self.block][direction][kind] = (total[0], total[1] // self.tokens)
+            self.found[self.block][direction][kind] = (total[0], total[1] // self.tokens[self.block])
 
     @contextmanager
     def watching(self, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -104,6 +109,7 @@ class _Recorder:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             self.block = name
             self.found.setdefault(name, {"forward": {}, "backward": {}})
+            self.tokens.setdefault(name, _tokens((args, kwargs), self.ranks))
             self.seen.update(self._new_nodes((args, kwargs)))
 
         return enter

@@ -18,10 +18,11 @@ from autoplan.values import ParameterFact
 __all__ = ["Costs"]
 
 _ENTRIES = ("copy", "gather_sum")  # what sums the gradient of a value that enters split regions
-_SUMS = ("reduce", "mean", "reduce_scatter")
+_SUMS = ("reduce", "mean", "reduce_scatter", "withhold")
 _EXITS = {
     "reduce": "sum of the output (forward)",
     "reduce_scatter": "sum of the output, dealt out along the sequence (forward)",
+    "withhold": "sum of the output (forward), shared with the branch that runs after it",
     "gather": "gather of the output (forward)",
 }
 

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import (
 from autoplan.errors import AutoplanError
 from autoplan.execute.cache_copies import CacheCopies, is_cache
 from autoplan.execute.held import record_of
-from autoplan.execute.hooks import Running
+from autoplan.execute.running import Running
 
 __all__ = ["MODES", "Checkpoints", "Runs", "install_checkpoints", "is_checkpointed", "runs_of", "selective_contexts"]
 

@@ -7,20 +7,18 @@ hooks torch functions are hidden from function modes, whose counters they would 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.hooks import RemovableHandle
 
 from autoplan.capture.recorder import signature_names
-from autoplan.errors import IndivisibleError
+from autoplan.execute.along_sequence import SEQUENCE_ACTIONS, sequence_action, zeros_of_a_share
 from autoplan.execute.collectives import (
-    RankGroup,
     copy_to_ranks,
     gather_over_ranks,
     gather_pieces,
@@ -30,38 +28,19 @@ from autoplan.execute.collectives import (
 from autoplan.execute.experts import LocalExperts
 from autoplan.execute.function_mode import ModuleMode
 from autoplan.execute.paths import change_if_returned, change_input, change_output
-from autoplan.execute.randomness import SharedRandomness, may_draw
-from autoplan.execute.sequence import gather_sum, gather_whole, reduce_scatter, scatter
-from autoplan.execute.shares import Share, mark_share, shares_in
+from autoplan.execute.randomness import may_draw
+from autoplan.execute.running import Running
+from autoplan.execute.shares import shares_in
 from autoplan.execute.split_logits import SplitLogits, can_stay_split, columns_in, split_class
 from autoplan.execute.unseen import UnseenOutputs
 from autoplan.layout import Layout, chunk
 from autoplan.values import ExpertSite, HeadSite, HookSite, ScopedCall
 
-__all__ = ["SEQUENCE_ACTIONS", "ModuleWork", "Running", "install", "install_root"]
+__all__ = ["ModuleWork", "install", "install_root"]
 
-SEQUENCE_ACTIONS = ("scatter", "gather_whole", "gather_sum", "reduce_scatter", "share")
-
-_ORDER = {"reduce": 0, "mean": 0, "reduce_scatter": 0, "gather": 1, "gather_whole": 1, "gather_sum": 1, "scatter": 2,
-          "copy": 3, "scale": 4, "share": 5}  # fmt: skip
+_ORDER = {"join": 0, "withhold": 1, "reduce": 1, "mean": 1, "reduce_scatter": 1, "gather": 2, "gather_whole": 2,
+          "gather_sum": 2, "scatter": 3, "copy": 4, "scale": 5, "share": 6}  # fmt: skip
 _LOSS_ARGUMENTS = ("label", "target")  # what a forward calls the argument that makes it compute a loss
-
-
-@dataclass
-class Running:
-    """The state of one sharded model on one rank while its forward runs."""
-
-    mesh: DeviceMesh
-    group: RankGroup
-    gather_logits: bool
-    randomness: SharedRandomness
-    frames: list[str] = field(default_factory=list)
-    whole_logits: bool = False  # gathered where they leave their head
-    split_loss: bool = True  # may a model's own loss work on split logits?
-    loss: bool = False  # it is doing so: logits leave their head as SplitLogits
-    sequence_padding: str = "error"
-    lengths: dict[str, int] = field(default_factory=dict)  # the true length of each sequence that is cut
-    depth: int = 0
 
 
 @dataclass
@@ -82,54 +61,6 @@ class ModuleWork:
         return not any((self.hooks, self.embedding, self.logits, self.scoped, self.experts, self.framed, self.random))
 
 
-def sequence_action(site: HookSite, running: Running) -> Callable[[torch.Tensor], torch.Tensor]:
-    """One of the moves along a sequence, whose true length the scatter notes."""
-    group, dim, name = running.group, site.dim, site.layout
-    assert dim is not None and name is not None
-    flat, name = name.endswith("*"), name.removesuffix("*")
-
-    def cut(x: torch.Tensor) -> torch.Tensor:
-        length = running.lengths.get(name, x.size(dim)) if flat else x.size(dim)
-        if length % group.size and running.sequence_padding == "error" and torch.is_grad_enabled():
-            raise IndivisibleError(
-                f"a sequence of {length} does not divide over {group.size} ranks",
-                hint=f"pad it to {-(-length // group.size) * group.size}, or pass sequence_padding='pad'",
-            )
-        running.lengths[name] = length
-        return scatter(x, dim, group)
-
-    def move(x: torch.Tensor) -> torch.Tensor:
-        if site.action == "scatter":
-            return cut(x)
-        if site.action == "reduce_scatter":
-            return reduce_scatter(x, dim, group)
-        gather = gather_sum if site.action == "gather_sum" else gather_whole
-        return gather(x, dim, running.lengths[name], group)
-
-    def move_flattened(x: torch.Tensor) -> torch.Tensor:
-        """Batch times sequence in one dim: the sequence is its minor part."""
-        length = running.lengths[name]
-        shared = site.action in ("gather_sum", "gather_whole")
-        held = -(-length // group.size) if shared else length
-        at = dim % x.dim()
-        apart = x.unflatten(at, (-1, held)).movedim(at + 1, -1)
-        together = move_last(apart, length)
-        return together.movedim(-1, at + 1).flatten(at, at + 1)
-
-    def move_last(x: torch.Tensor, length: int) -> torch.Tensor:
-        if site.action == "scatter":
-            return scatter(x, -1, group)
-        if site.action == "reduce_scatter":
-            return reduce_scatter(x, -1, group)
-        return (gather_sum if site.action == "gather_sum" else gather_whole)(x, -1, length, group)
-
-    def mark(x: torch.Tensor) -> torch.Tensor:
-        return mark_share(x if site.action == "share" else run(x), Share(dim, str(site.layout)))
-
-    run = move_flattened if flat else move
-    return mark if site.action in ("scatter", "share") else run
-
-
 def install(module: nn.Module, work: ModuleWork, running: Running) -> list[RemovableHandle]:
     """Put the work of one module into its hooks."""
     worker = _Worker(module, work, running)
@@ -145,7 +76,8 @@ class _Worker:
     def __init__(self, module: nn.Module, work: ModuleWork, running: Running) -> None:
         self.work, self.running, self.group = work, running, running.group
         self.names = signature_names(module)
-        inputs = [h for h in work.hooks if h.side == "input"]
+        self.is_block = any(h.action == "block" for h in work.hooks)
+        inputs = [h for h in work.hooks if h.side == "input" and h.action != "block"]
         self.inputs = [(h.path, self._action(h)) for h in inputs]
         outputs = sorted((h for h in work.hooks if h.side == "output"), key=lambda h: _ORDER[h.action])
         self.outputs = [(h.path, self._action(h)) for h in outputs]
@@ -163,7 +95,7 @@ class _Worker:
 
     @property
     def needs_cleanup(self) -> bool:
-        return bool(self.work.scoped or self.work.framed or self.work.random)
+        return bool(self.work.scoped or self.work.framed or self.work.random or self.is_block)
 
     def _action(self, site: HookSite) -> Callable[[torch.Tensor], torch.Tensor]:
         group = self.group
@@ -171,6 +103,12 @@ class _Worker:
             return lambda x: copy_to_ranks(x, group)
         if site.action == "reduce":
             return lambda x: sum_over_ranks(x, group)
+        if site.action == "join":
+            return self.running.branches.join
+        if site.action == "withhold":
+            alone = self._action(replace(site, action="reduce" if site.dim is None else "reduce_scatter"))
+            zeros = zeros_of_a_share(site, self.running)
+            return lambda x: self.running.branches.withhold(x, alone, zeros)
         if site.action == "mean":
             return lambda x: sum_over_ranks(x, group) / group.size
         if site.action == "scale" and site.layout is None:
@@ -218,6 +156,8 @@ class _Worker:
         else:
             self.opened.append(False)
         running.frames.append(self.work.name)
+        if self.is_block:
+            running.branches.enter()
         if self.work.scoped:
             mode = ModuleMode(self.work.name, tuple(self.work.scoped), self.group, running.frames, running.randomness)
             mode.__enter__()
@@ -254,6 +194,8 @@ class _Worker:
             if output is not None:  # not on the way out of an error
                 mode.check_reached()
         self.running.frames.pop()
+        if self.is_block:
+            self.running.branches.leave(self.work.name, failed=output is None)
         if self.opened.pop():
             with torch._C.DisableTorchFunction():
                 split = self.work.random == "split"

@@ -16,11 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.errors import AutoplanError, PlanMismatchError
 from autoplan.execute.collectives import RankGroup
-from autoplan.execute.hooks import ModuleWork, Running, install, install_root
+from autoplan.execute.hooks import ModuleWork, install, install_root
 from autoplan.execute.integers import apply_edit
 from autoplan.execute.parameters import mesh_device, prepare_parameters
 from autoplan.execute.randomness import SharedRandomness
 from autoplan.execute.reproducible import make_reproducible
+from autoplan.execute.running import Running
 from autoplan.layout import chunk
 from autoplan.patterns import matches, nearest
 from autoplan.values import ParameterRule, Plan
@@ -107,6 +108,7 @@ def apply_plan(
         mesh, group, gather_logits, SharedRandomness(group, mesh_device(mesh)), sequence_padding=sequence_padding
     )
     running.split_loss = not reproducible_forward  # its sums are over ranks too
+    running.branches.apart = reproducible_forward  # added in the order in which the model adds them
     works = _works(modules, plan)
     undo: list[Callable[[], None]] = []
     try:

@@ -13,7 +13,7 @@ import torch
 
 from autoplan.capture.recorder import flatten_tensors
 
-__all__ = ["Share", "mark_share", "shares_in"]
+__all__ = ["Share", "is_share", "mark_share", "shares_in"]
 
 _MARK = "_autoplan_share"
 
@@ -29,6 +29,11 @@ def mark_share(tensor: torch.Tensor, share: Share) -> torch.Tensor:
     """The tensor itself, which now says that it is a share."""
     setattr(tensor, _MARK, share)
     return tensor
+
+
+def is_share(tensor: torch.Tensor) -> bool:
+    """Does the tensor say that it is a share?"""
+    return hasattr(tensor, _MARK)
 
 
 def shares_in(output: Any) -> list[tuple[tuple[Any, ...], Share]]:

@@ -44,14 +44,27 @@ class HookSite:
     "gather" (concatenate over ranks forward, slice backward), "mean" (sum forward, divided by tp). Under sequence
     parallelism, along `dim` and for the sequence that `layout` names: "scatter", "gather_whole", "gather_sum",
     "reduce_scatter" (execute/sequence.py); "share" changes nothing, but notes that a value is a share of the positions,
-    in case a caller has it collected.
+    in case a caller has it collected. Where branches of a "block" share a sum, "withhold" keeps a part back and gives
+    zeros (of the share that `dim` and `layout` name), which "join" adds to the next part before it is summed.
     """
 
     pattern: str
     side: Literal["input", "output"]
     path: tuple[Any, ...]
     action: Literal[
-        "copy", "reduce", "scale", "gather", "mean", "scatter", "gather_whole", "gather_sum", "reduce_scatter", "share"
+        "copy",
+        "reduce",
+        "scale",
+        "gather",
+        "mean",
+        "scatter",
+        "gather_whole",
+        "gather_sum",
+        "reduce_scatter",
+        "share",
+        "withhold",
+        "join",
+        "block",
     ]
     dim: int | None = None
     layout: str | None = None
