@@ -34,12 +34,19 @@ def test_packings_are_read_off(model_type, layout):
     assert layout in layouts, layouts
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "gemma2", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "gemma2", "gpt2"])
 def test_two_reductions_a_block_each_way(model_type):
     """Megatron's count: one sum at each region's exit, one at its entry."""
     hooks = solution_of(model_type).runtime.hooks
     inside = [h for h in hooks if ".0." in h.pattern]
     assert sorted(h.action for h in inside) == ["copy", "copy", "reduce", "reduce"]
+
+
+def test_one_reduction_where_regions_lie_side_by_side():
+    """Attention and feed-forward have a norm each, and are added to the stream together."""
+    hooks = solution_of("gpt_neox").runtime.hooks
+    inside = [h for h in hooks if ".0." in h.pattern]
+    assert sorted(h.action for h in inside) == ["copy", "copy", "join", "reduce", "withhold"]
 
 
 def test_integers_are_edited_where_they_come_from():
