@@ -89,6 +89,24 @@ class RowByNumber(nn.Module):
         return self.above(padded) @ self.table.weight.T
 
 
+class Chosen(nn.Module):
+    """Each position is worked on by the member that it scores highest; a trace may see one of them at work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Linear(WIDTH, 8)
+        self.members = nn.ModuleDict({f"m{n}": Mlp() for n in range(7)} | {"m7": nn.Linear(WIDTH, WIDTH)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(0, 1)
+        best = self.score(flat).softmax(-1).max(-1)
+        out = torch.zeros_like(flat)
+        for number in best.indices.unique().tolist():
+            rows = torch.where(best.indices == number)[0]
+            out = out.index_add(0, rows, self.members[f"m{number}"](flat[rows]) * best.values[rows, None])
+        return x + out.view_as(x)
+
+
 class Case(NamedTuple):
     build: Callable[[], nn.Module]
     split: frozenset[str]
@@ -107,6 +125,7 @@ CASES = {
     "sum after a product": Case(lambda: LinearOfColumns(False), frozenset({"bridge.weight", "bridge.bias"}), STREAM),
     "row of a table": Case(lambda: RowByNumber(300, True), frozenset({"table.weight"}), IDS),
     "part of a row": Case(lambda: RowByNumber(-1, False), frozenset({"table.weight"}), IDS),
+    "members that never ran": Case(Chosen, frozenset(f"members.m{n}.far.weight" for n in range(7)), STREAM),
     "frozen": Case(lambda: LinearOfColumns(True), frozenset({"bridge.weight", "bridge.bias"}), STREAM),
 }
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoplan.capture.fold import fold
+from autoplan.capture.idle import with_idle_members
 from autoplan.capture.known_values import KnownValues
 from autoplan.capture.random_values import untouched_randomness
 from autoplan.capture.recorder import Recording, record
@@ -46,7 +47,8 @@ class Captured:
 def capture_any(model: nn.Module, entries: dict[str, dict[str, Any]], notes: tuple[str, ...] = ()) -> Captured:
     """Fake tensors if they do, else real numbers: entries that cannot run are left out with a note if others can."""
     with _no_collection():
-        return _capture_any(model, entries, notes)
+        captured = _capture_any(model, entries, notes)
+        return replace(captured, trace=with_idle_members(captured.trace, model))
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from torch import nn
 from autoplan.errors import CaptureError
 from autoplan.values import Fold
 
-__all__ = ["Folded", "fold"]
+__all__ = ["Folded", "fold", "kinds_of"]
 
 Replace = Callable[[torch.Tensor, str], torch.Tensor]
 # The second of a kind shows that a block may follow one of its own; the last of a stack is kept too, for what follows
@@ -199,6 +199,11 @@ class _Configs:
                 held = any(isinstance(item, nn.Module | torch.Tensor) for item in value)  # the blocks themselves
                 if not held and len(set(map(_text, value))) > 1:
                     yield thing, name, value
+
+
+def kinds_of(modules: list[nn.Module]) -> list[Hashable]:
+    """What kind each of these modules is, by itself: those of one kind differ in numbers only."""
+    return _signatures(modules, (), _Configs())
 
 
 def _signatures(blocks: list[nn.Module], above: tuple[nn.Module, ...], configs: _Configs) -> list[Hashable]:

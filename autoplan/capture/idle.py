@@ -1,0 +1,69 @@
+"""Experts that no token chose: they follow one that ran.
+
+The problem: a model that keeps its experts in a list runs those that some token chose. With the few tokens of a trace
+most are never seen, and what was not seen would stay whole. But a member of a list of equals is run by the code that
+runs the others. So what the trace says of one that ran holds for those that did not, as with the blocks of a deep
+stack that were left out before the run (see fold.py); they are taken out of the trace after it.
+
+Only members of one list or dictionary of modules are taken for equals, and only if they are of one kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import nn
+
+from autoplan.analyse.shards import refs
+from autoplan.capture.fold import kinds_of
+from autoplan.patterns import is_under
+from autoplan.values import Fold, Trace
+
+__all__ = ["with_idle_members"]
+
+
+def with_idle_members(trace: Trace, model: nn.Module) -> Trace:
+    """The trace without modules that never ran, where another of their list did: that one stands for them."""
+    folds = tuple(_folds(trace, model))
+    if not folds:
+        return trace
+    idle = tuple(f"{fold.container}.{member}" for fold in folds for member, _ in fold.members)
+
+    def stays(name: str) -> bool:
+        return not any(is_under(gone, name) for gone in idle)
+
+    return replace(
+        trace,
+        tensors=tuple(
+            info if not info.names or any(map(stays, info.names)) else replace(info, kind="constant", names=())
+            for info in trace.tensors
+        ),
+        module_classes={name: kind for name, kind in trace.module_classes.items() if stays(name)},
+        attributes={name: found for name, found in trace.attributes.items() if stays(name)},
+        folds=(*folds, *trace.folds),  # innermost first: a folded block has such lists, too
+    )
+
+
+def _folds(trace: Trace, model: nn.Module) -> Iterator[Fold]:
+    ran = {visit.module for visit in trace.visits}
+    busy = ran | {name.rpartition(".")[0] for name in _read(trace)}
+    for name, container in model.named_modules():
+        if not isinstance(container, nn.ModuleList | nn.ModuleDict) or name not in trace.module_classes:
+            continue
+        members = {key: member for key, member in container._modules.items() if member is not None}
+        at_work = {key for key in members if f"{name}.{key}" in ran}
+        idle = [key for key in members if not any(is_under(f"{name}.{key}", module) for module in busy)]
+        if not at_work or not idle:
+            continue
+        kinds = dict(zip(members, kinds_of(list(members.values())), strict=True))
+        first = {kinds[key]: key for key in reversed(members) if key in at_work}
+        followers = tuple((key, first[kinds[key]]) for key in idle if kinds[key] in first)
+        if followers:
+            yield Fold(name, followers)
+
+
+def _read(trace: Trace) -> Iterator[str]:
+    """Names of the parameters and buffers that some op read."""
+    for tensor in {tensor for op in trace.ops for tensor in refs((op.args, op.kwargs))}:
+        yield from trace.tensors[tensor].names
