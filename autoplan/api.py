@@ -23,7 +23,7 @@ from autoplan.capture.capture import Captured, capture_any, capture_fake
 from autoplan.capture.expert_counts import without_namesakes
 from autoplan.capture.inputs import make_inputs
 from autoplan.capture.source import Source, resolve
-from autoplan.check.audit.gate import refuse_wrong
+from autoplan.check.audit.gate import refuse_disproven, refuse_wrong
 from autoplan.check.prove import prove_graph, prove_ranks, sequence_findings, settle_means
 from autoplan.decide.choices import Choices
 from autoplan.decide.chosen import plan_chosen, solve_chosen
@@ -261,6 +261,8 @@ def parallelize(
     dims = read_mesh(mesh, mesh_dims)
     plan = plan if isinstance(plan, Plan) else _plan_for_mesh(model, dims.tp_size, dims.ep_size, plan, check)
     dims.check_experts(plan.tp_size, plan.ep_size)
+    if check:
+        refuse_disproven(plan)
     tp_mesh = tp_mesh_of(mesh, plan, dims.names)
     data = DataParallel(mp_policy, offload_policy, cpu_offload, reshard_after_forward, prefetch, frozen)
     data.check(has_mesh=dims.data is not None)

@@ -22,30 +22,26 @@ from autoplan.analyse.sites import Placement
 from autoplan.analyse.terms import Term, find, leaves
 from autoplan.values import Call, Ref, ScopedCall, Trace
 
-__all__ = ["RANDOM_CALLS", "Scope", "scope"]
+__all__ = ["DRAWS", "RANDOM_CALLS", "Scope", "scope"]
 
 SOMETIMES = ("sometimes", True)  # in a call's details: a run of the module may leave it out
 
 _Place = tuple[str, str, str]  # module, function, place in the code
-RANDOM_CALLS = frozenset(
+# What draws random numbers always, in eval mode too; and what does so in training, where a rate says so.
+DRAWS = frozenset(
     [
-        "dropout",
-        "dropout_",
-        "dropout1d",
-        "dropout2d",
-        "alpha_dropout",
-        "feature_dropout",
-        "scaled_dot_product_attention",
-        "bernoulli",
-        "bernoulli_",
-        "rand_like",
-        "randn_like",
-        "multinomial",
-        "native_dropout",
-        "rrelu",
-        "gumbel_softmax",
+        "rand", "randn", "randint", "randperm", "normal", "poisson", "binomial", "bernoulli", "multinomial",
+        "rand_like", "randn_like", "randint_like", "bernoulli_", "normal_", "uniform_", "exponential_",
+        "log_normal_", "geometric_", "cauchy_", "random_", "gumbel_softmax",
     ]
-)
+)  # fmt: skip
+RANDOM_CALLS = DRAWS | frozenset(
+    [
+        "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
+        "feature_alpha_dropout", "native_dropout", "rrelu", "scaled_dot_product_attention",
+        "multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu",
+    ]
+)  # fmt: skip
 
 
 @dataclass

@@ -17,7 +17,7 @@ from autoplan.analyse.callflow import CallFlow
 from autoplan.analyse.demands import NO_DEMANDS, Demands
 from autoplan.analyse.edits import Edits, solve_edits
 from autoplan.analyse.heads import gathered_leaves, head_sites, products_to_gather, refuse_homeless_logits, vocabularies
-from autoplan.analyse.scoped import Scope, scope
+from autoplan.analyse.scoped import DRAWS, Scope, scope
 from autoplan.analyse.sequence import SequencePlacement, place_sequence, sequence_hooks
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.sites import Placement, place
@@ -180,6 +180,7 @@ def _solution(
         scoped=done.scope.calls,
         random=tuple(sorted({*done.scope.random, *(cut.random if cut else ())})),
         random_whole=done.scope.random_whole,
+        draws=any(call.name in DRAWS for call in trace.calls),
         outputs=_outputs(trace),
     )
     return Solution(

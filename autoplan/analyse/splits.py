@@ -153,6 +153,8 @@ def choose(
     for leaf in sorted(vocabularies or (), key=lambda x: -x.size):
         if leaf in refused:
             choice.reasons[leaf] = refused[leaf]
+        elif _rivalled(leaf, candidates, found, trace, tp):
+            choice.reasons[leaf] = "its weights are split along another axis, for which ranks exchange less"
         else:
             choice.marks[leaf] = "!"
             choice.vocabularies.add(leaf)
@@ -180,6 +182,18 @@ def choose(
             choice.marks[leaf] = "!"
             taken |= weights_of
     return choice
+
+
+def _rivalled(
+    rows: Term, candidates: list[tuple[bool, int, int, Term]], found: Occurrences, trace: Trace, tp: int
+) -> bool:
+    """Is a head narrower than what it reads, which can be split? Then its sum is cheaper than its input's gradient."""
+    held = sum(prod(trace.tensors[t].shape) for t in _weights_of(rows, found, trace))
+    return any(
+        not dear and -more > held and leaf.size > rows.size and leaf.size % tp == 0 and leaf is not rows
+        for dear, more, _, leaf in candidates
+        if _weights_of(leaf, found, trace) & _weights_of(rows, found, trace)
+    )
 
 
 def _inside_blocks(axes: Axes) -> set[Term]:

@@ -6,10 +6,12 @@ computes in it, and casting it would make another model.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
-__all__ = ["cast_numbers", "working_dtype"]
+__all__ = ["cast_numbers", "inputs_in", "working_dtype"]
 
 
 def working_dtype(model: nn.Module, default: torch.dtype = torch.float32) -> torch.dtype:
@@ -26,6 +28,19 @@ def cast_numbers(model: nn.Module, dtype: torch.dtype) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and _computes(buffer):
                 module._buffers[name] = buffer.to(dtype)
+
+
+def inputs_in(dtype: torch.dtype, value: Any) -> Any:
+    """Example inputs for a clone on the CPU that computes in `dtype`: users give them as their own model takes them."""
+    if isinstance(value, torch.Tensor):
+        here = value if value.is_meta else value.cpu()
+        return here.to(dtype) if here.is_floating_point() else here
+    if isinstance(value, dict):
+        return {key: inputs_in(dtype, item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [inputs_in(dtype, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
 
 
 def _computes(tensor: torch.Tensor) -> bool:

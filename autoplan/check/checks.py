@@ -112,18 +112,43 @@ def dropout(subject: Subject) -> Observation:
 
 
 def _trained(subject: Subject) -> Observation:
-    """One step in training mode. Unsharded, a second one with another seed tells whether it draws random numbers."""
+    """One step in training mode, and what it leaves in buffers (running statistics), which are then put back.
+
+    Unsharded, a second one with another seed tells whether it draws random numbers.
+    """
     subject.model.train()
     try:
-        subject.seed(1)
-        first = _each(subject, subject.entries)
+        with _buffers_kept(subject.model):
+            subject.seed(1)
+            first = _each(subject, subject.entries)
+            left = _buffers(subject.model)
         if subject.gather is None:
-            subject.seed(2)
-            second = _each(subject, subject.entries)
+            with _buffers_kept(subject.model):
+                subject.seed(2)
+                second = _each(subject, subject.entries)
             first[NOISE] = {} if _same(first, second) else {"yes": torch.ones(1)}
-        return first
+        return first | {"buffer after a step": left}
     finally:
         subject.model.eval()
+
+
+def _buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers as a checkpoint holds them, whole."""
+    names = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    saved = {name: plain(tensor) for name, tensor in model.state_dict().items() if name in names}
+    return {name: tensor.clone() for name, tensor in saved.items() if tensor.is_floating_point()}
+
+
+@contextmanager
+def _buffers_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Undo what a run writes into buffers: the model goes on to other checks, its unsharded twin does not."""
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
 
 
 @contextmanager

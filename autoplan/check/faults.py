@@ -162,7 +162,7 @@ def _copied_twice(plan: Plan) -> Plan | None:
 
 def _nothing_random(plan: Plan) -> Plan | None:
     runtime: Runtime = plan.runtime
-    return _with(plan, random=(), random_whole=()) if any(runtime.random_whole) else None
+    return _with(plan, random=(), random_whole=(), draws=False) if any(runtime.random_whole) else None
 
 
 # ------------------------------------------------------------------------------------------------ tampering afterwards

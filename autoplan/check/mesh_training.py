@@ -178,7 +178,8 @@ def _on_rank(rank: int, job: _Job) -> Observation:
 def _sharded(model: nn.Module, job: _Job, mesh: Any) -> tuple[Subject, torch.optim.Optimizer]:
     from autoplan.api import parallelize
 
-    parallelize(model, mesh, job.plan, activation_checkpointing=job.checkpointing, sequence_padding="pad")
+    how: Any = {"check": False, "activation_checkpointing": job.checkpointing, "sequence_padding": "pad"}
+    parallelize(model, mesh, job.plan, **how)
     return Subject(model, {}, gather=full_tensors), _optimizer(model, job.rate)
 
 

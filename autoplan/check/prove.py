@@ -14,6 +14,7 @@ from torch import nn
 
 from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_real
+from autoplan.capture.dtypes import inputs_in, working_dtype
 from autoplan.capture.inputs import make_inputs
 from autoplan.capture.source import Source
 from autoplan.decide.choices import Choices
@@ -22,8 +23,9 @@ from autoplan.decide.experts import experts_of
 from autoplan.errors import AutoplanError
 from autoplan.values import Entry, Finding, Means, Plan, Proof
 
-__all__ = ["GraphProof", "prove_graph", "prove_ranks", "sequence_findings", "settle_means"]
+__all__ = ["TRIED", "GraphProof", "prove_graph", "prove_ranks", "sequence_findings", "settle_means"]
 
+TRIED = "proof"  # the check under which findings tell how a plan did on simulated ranks
 _TINY_TP = 2
 
 
@@ -86,7 +88,8 @@ def _recorded_clone(source: Source) -> tuple[nn.Module, dict[str, Any], Captured
             clone = one.tiny(dtype=one.exact_dtype, experts="batched_mm")
             config = getattr(clone, "config", None)
             made = make_inputs(clone, config=config, model_type=one.model_type, inputs=one.inputs)
-            return clone, made.entries, capture_real(copy.deepcopy(clone), made.entries, keep_values=True)
+            entries = inputs_in(working_dtype(clone), made.entries)
+            return clone, entries, capture_real(copy.deepcopy(clone), entries, keep_values=True)
         except AutoplanError as error:
             refusal = refusal or error
     assert refusal is not None
@@ -131,7 +134,7 @@ def settle_means(
     first = next((finding for finding in report.findings if finding.level == "error"), None)
     if first is not None:
         text = f"on simulated ranks the sharded tiny clone differs: {first.where} {first.message}"
-        return means, (Finding("proof", "error", first.where, text, "keep the classes named here whole"),)
+        return means, (Finding(TRIED, "error", first.where, text, "keep the modules named here whole"),)
     left_out = []
     if wanted.sequence and not means.sequence:
         left_out.append(_left_out("sequence", "sequence parallelism was asked for and is not applied"))

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from autoplan.capture.dtypes import inputs_in
 from autoplan.check.ranks import Engine, one_compute_thread, run_processes, run_ranks
 from autoplan.check.subject import tensors_in
 from autoplan.execute.parallelize import apply_plan, tp_mesh_of
@@ -99,14 +100,7 @@ def _spread(job: _Job, engine: Engine, mesh: Any) -> dict[str, dict[str, float]]
 
 def _in_dtype(job: _Job, dtype: torch.dtype) -> _Job:
     """A copy of the model and its inputs in a dtype."""
-    entries = {
-        entry: {name: _cast(value, dtype) for name, value in given.items()} for entry, given in job.entries.items()
-    }
-    return _Job(copy.deepcopy(job.model).eval().to(dtype), entries, job.plan, job.layers)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    return _Job(copy.deepcopy(job.model).eval().to(dtype), inputs_in(dtype, job.entries), job.plan, job.layers)
 
 
 def _on_ranks(job: _Job, engine: Engine, mesh: Any) -> list[Outputs]:

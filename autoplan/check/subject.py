@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from autoplan.check.lifted import Lifted
 from autoplan.execute import random_streams
+from autoplan.execute.randomness import proposed_seed
 from autoplan.execute.state_dict import gathered
 
 __all__ = ["Inputs", "Observation", "Subject", "give_random_values", "plain", "tensors_in"]
@@ -26,9 +27,6 @@ __all__ = ["Inputs", "Observation", "Subject", "give_random_values", "plain", "t
 Inputs = Mapping[str, Any]  # keyword arguments of one forward call
 Observation = dict[str, dict[str, torch.Tensor]]  # "outputs" | "gradients" | "parameters" | … -> name -> tensor
 Gather = Callable[[nn.Module, bool], Mapping[str, torch.Tensor]]  # (model, gradients?) -> whole tensors
-
-
-_EVAL_SEED = 11
 
 
 @dataclass
@@ -74,14 +72,15 @@ class Subject:
 
     @contextmanager
     def _afresh(self) -> Iterator[None]:
-        """In eval mode a call depends on nothing that was before: it draws the numbers that every other call draws, and
+        """In eval mode a call depends on nothing that was before: what it draws every other call draws as well, and
         what a model keeps from weights while it is in that mode is forgotten, as by any change of modes."""
         if self.model.training:
             yield
             return
         self.model.train()
         self.model.eval()
-        with random_streams.fork(_EVAL_SEED):
+        with random_streams.fork():
+            self._seed_alike()
             yield
 
     def forward_and_backward(self, inputs: Inputs) -> Observation:
@@ -99,6 +98,13 @@ class Subject:
             self.collectives = {"forward": dict(forward), "backward": dict(backward)}
         gradients = self.gradients() if loss is not None else {}
         return {"outputs": {name: tensor.detach().clone() for name, tensor in outputs.items()}, "gradients": gradients}
+
+    def _seed_alike(self) -> None:
+        """Ranks come with streams of their own, and agree on what one device draws with the seed that the first of
+        them proposes."""
+        random_streams.manual_seed(self.rank)
+        if self.gather is None:
+            random_streams.manual_seed(proposed_seed())
 
     def seed(self, number: int) -> None:
         """Seed this rank, differently from the others."""

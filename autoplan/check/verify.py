@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from autoplan.check.mesh_sizes import MeshSizes, parse_mesh
+from autoplan.check.narrow import cut_together, wrong_cuts
 from autoplan.check.ranks import Engine
 from autoplan.check.sharded import CANNOT_RUN, CHECK_NAMES, Sharding, check_sharding
 from autoplan.check.sizes import Sizes
@@ -39,7 +40,7 @@ __all__ = [
 
 # dropout draws apart on data-parallel ranks; optimizers are stepped by the training checks
 _NOT_ON_MESHES = ("dropout", "optimizer")
-_MOST_TRIALS = 16  # modules that are kept whole in turn when a plan does not give the same
+_MOST_TRIALS = 32  # runs on ranks to find out which modules of a wrong plan must stay whole
 _DECISIVE = ("sharding", "parameters", "forward", "gradients")  # checks after which other means are tried
 _OWN_CLONE = 3_000_000  # a module of so few parameters is verified itself
 
@@ -192,7 +193,7 @@ def _apply(model: Any, mesh: Any, *, plan: Plan, gather_logits: bool, checkpoint
     from autoplan.api import parallelize
 
     mode = True if checkpointing == "block" else checkpointing or False
-    options: dict[str, Any] = {"gather_logits": gather_logits, "activation_checkpointing": mode}
+    options: dict[str, Any] = {"check": False, "gather_logits": gather_logits, "activation_checkpointing": mode}
     return parallelize(model, mesh, plan, sequence_padding="pad", **options)
 
 
@@ -266,23 +267,14 @@ def _is_small_and_real(model: Any) -> bool:
 
 def entries_at(source: Any, model: Any, *, batch: int, length: int) -> dict[str, Any]:
     """The calls that exercise a clone of a source, in the clone's own dtype."""
-    from autoplan.capture.dtypes import working_dtype
+    from autoplan.capture.dtypes import inputs_in, working_dtype
     from autoplan.capture.inputs import make_inputs
 
     config = getattr(model, "config", None) if source.config is not None else None
     made = make_inputs(
         model, config=config, model_type=source.model_type, inputs=source.inputs, batch=batch, length=length
     )
-    dtype = working_dtype(model)
-    return {entry: _cast(inputs, dtype) for entry, inputs in made.entries.items()}
-
-
-def _cast(value: Any, dtype: Any) -> Any:
-    if hasattr(value, "is_floating_point") and value.is_floating_point():
-        return value.to(dtype)
-    if isinstance(value, dict):
-        return {key: _cast(item, dtype) for key, item in value.items()}
-    return type(value)(_cast(item, dtype) for item in value) if isinstance(value, (list, tuple)) else value
+    return inputs_in(working_dtype(model), made.entries)
 
 
 # ------------------------------------------------------------------------------------------------ the plan
@@ -302,17 +294,33 @@ def _narrowed(
     engine: Engine,
     checks: Iterable[str] | None,
 ) -> tuple[Means, Report, Plan]:
-    """Keep one planned module after the other whole (and with it all that shares its cut), until the rest is right."""
-    for entry in applied.entries[:_MOST_TRIALS]:
-        narrower = replace(means, whole=(entry.pattern,))
+    """Keep what is cut wrongly whole (and with it all that shares its cut), so that the rest is right."""
+    sizes = Sizes(applied.tp_size, applied.ep_size)
+    modules = tuple(dict.fromkeys(entry.pattern for entry in applied.entries))
+
+    def planned(whole: tuple[str, ...]) -> Plan | None:
         try:
-            tried, _ = _plan_for(clone, source, None, Sizes(applied.tp_size, applied.ep_size), narrower)
-        except AutoplanError:  # nothing is left to split without it
-            continue
-        found = verify_clone(clone, tried, mesh=mesh, engine=engine, checks=checks)
-        if not _decisively_wrong(found):
-            return narrower, found, tried
-    return means, report, applied
+            return _plan_for(clone, source, None, sizes, replace(means, whole=whole))[0]
+        except AutoplanError:  # nothing is left to split
+            return None
+
+    def run(plan: Plan, which: Iterable[str] | None) -> Report:
+        return verify_clone(clone, plan, mesh=mesh, engine=engine, checks=which)
+
+    def still_cut(whole: str) -> set[str]:
+        plan = planned((whole,))
+        return set() if plan is None else {entry.pattern for entry in plan.entries}
+
+    def is_wrong(cut: tuple[str, ...]) -> bool:
+        plan = planned(tuple(name for name in modules if name not in cut))
+        return plan is not None and _decisively_wrong(run(plan, ("forward",)))
+
+    whole = wrong_cuts(cut_together(modules, still_cut), is_wrong, _MOST_TRIALS)
+    narrower = planned(whole)
+    found = run(narrower, checks) if narrower is not None else report
+    if narrower is None or _decisively_wrong(found):
+        return means, report, applied
+    return replace(means, whole=whole), found, narrower
 
 
 def means_of(plan: Plan | None, sequence_parallel: bool, sizes: Sizes) -> tuple[Means, ...]:

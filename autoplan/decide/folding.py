@@ -95,7 +95,8 @@ def _within(done: dict[str, list[Any]], container: str, key: str) -> dict[str, l
 
 def fold_runtime(runtime: Runtime, names: Names) -> Runtime:
     """The same actions, one per pattern."""
-    return Runtime(
+    return replace(
+        runtime,
         parameters=_fold_items(runtime.parameters, names, parameters=True),
         edits=_fold_items(runtime.edits, names),
         hooks=_fold_items(runtime.hooks, names),
@@ -104,7 +105,6 @@ def fold_runtime(runtime: Runtime, names: Names) -> Runtime:
         random=_fold_plain(runtime.random, names),
         random_whole=_fold_plain(runtime.random_whole, names),
         experts=_fold_items(runtime.experts, names),
-        outputs=runtime.outputs,
     )
 
 

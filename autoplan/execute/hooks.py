@@ -207,10 +207,13 @@ def install_root(
     heads: tuple[HeadSite, ...],
     outputs: list[HookSite],
     running: Running,
-    random: bool,
+    random: tuple[bool, bool],
     seen: tuple[tuple[Any, ...], ...],
 ) -> list[RemovableHandle]:
-    """The model's own entry and exit: shared randomness, whole or split logits, whole other outputs."""
+    """The model's own entry and exit: shared randomness, whole or split logits, whole other outputs.
+
+    `random`: does the model draw random numbers when rates say so, and does it in eval mode too?
+    """
     root = _Root(model, heads, outputs, running, random)
     root.unseen = UnseenOutputs(seen, root.names, running.group)
     return [
@@ -222,11 +225,17 @@ def install_root(
 
 class _Root:
     def __init__(
-        self, model: nn.Module, heads: tuple[HeadSite, ...], outputs: list[HookSite], running: Running, random: bool
+        self,
+        model: nn.Module,
+        heads: tuple[HeadSite, ...],
+        outputs: list[HookSite],
+        running: Running,
+        random: tuple[bool, bool],
     ) -> None:
-        self.running, self.heads, self.outputs, self.random = running, heads, outputs, random
+        self.running, self.heads, self.outputs = running, heads, outputs
+        self.random, self.always = random
         self.names = signature_names(model)
-        self.draws = random and may_draw(model)
+        self.draws = self.always or (self.random and may_draw(model))
         self.unseen = UnseenOutputs((), self.names, running.group)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -237,7 +246,8 @@ class _Root:
         loss = any(value is not None and any(w in name for w in _LOSS_ARGUMENTS) for name, value in given.items())
         self.running.whole_logits = loss and not self.running.split_loss
         self.running.loss = loss and self.running.split_loss
-        if self.random and module.training and (self.draws or not torch.compiler.is_compiling()):
+        in_training = self.random and module.training and (self.draws or not torch.compiler.is_compiling())
+        if in_training or self.always:
             self.running.randomness.begin()
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

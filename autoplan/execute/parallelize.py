@@ -271,4 +271,4 @@ def _install_root(model: nn.Module, plan: Plan, running: Running) -> list[Any]:
     heads = tuple(h for h in plan.runtime.heads if h.kind == "logits")
     outputs = [h for h in plan.runtime.hooks if h.pattern == "" and h.side == "output" and h.action in _AT_EXIT]
     random = bool(plan.runtime.random or plan.runtime.random_whole)
-    return install_root(model, heads, outputs, running, random, plan.runtime.outputs)
+    return install_root(model, heads, outputs, running, (random, plan.runtime.draws), plan.runtime.outputs)

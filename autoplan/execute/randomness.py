@@ -17,10 +17,15 @@ from torch import nn
 from autoplan.execute import random_streams
 from autoplan.execute.collectives import RankGroup, all_reduce
 
-__all__ = ["SharedRandomness", "may_draw"]
+__all__ = ["SharedRandomness", "may_draw", "proposed_seed"]
 
 _SEEDS = 2**31 - 1
 _RATES = ("drop", "noise", "jitter")  # what models call the numbers that turn random draws on
+
+
+def proposed_seed() -> int:
+    """What a rank proposes, out of its own stream."""
+    return int(torch.randint(_SEEDS, (1,)).item())
 
 
 class SharedRandomness:
@@ -33,9 +38,9 @@ class SharedRandomness:
 
     def begin(self) -> None:
         """Agree on a seed: the first rank's draw counts."""
-        draw = torch.randint(_SEEDS, (1,))
+        draw = proposed_seed()
         self.outside.append(random_streams.get_state())
-        mine = draw.to(self.device) if self.group.rank == 0 else torch.zeros(1, dtype=draw.dtype, device=self.device)
+        mine = torch.tensor([draw if self.group.rank == 0 else 0], device=self.device)
         random_streams.manual_seed(int(all_reduce(mine, self.group).item()))
 
     def end(self) -> None:
@@ -48,7 +53,7 @@ class SharedRandomness:
 
     def enter_split(self) -> None:
         """Draw per rank from here on."""
-        seed = int(torch.randint(_SEEDS, (1,)).item())
+        seed = proposed_seed()
         self.switched.append(random_streams.get_state())
         random_streams.manual_seed(seed + 1 + self.group.rank)
 

@@ -137,6 +137,7 @@ class Runtime:
     scoped: tuple[ScopedCall, ...] = ()
     random: tuple[str, ...] = ()  # module patterns whose random draws act on split values: each rank its own
     random_whole: tuple[str, ...] = ()  # and those that act on whole values: the same on every rank
+    draws: bool = False  # are random numbers drawn in eval mode too?
     experts: tuple[ExpertSite, ...] = ()
     outputs: tuple[tuple[Any, ...], ...] = ()  # paths of what the model was seen to return
 

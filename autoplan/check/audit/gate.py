@@ -11,10 +11,11 @@ from typing import Any
 
 from autoplan.check.audit.auditor import audit_source
 from autoplan.check.audit.lines import read_foreign
+from autoplan.check.prove import TRIED
 from autoplan.errors import PlanRefusedError
-from autoplan.values import Finding
+from autoplan.values import Finding, Plan
 
-__all__ = ["refuse_wrong"]
+__all__ = ["refuse_disproven", "refuse_wrong"]
 
 _SHOWN = 5
 
@@ -36,6 +37,17 @@ def refuse_wrong(source: Any, plan: Any, tp_size: int) -> tuple[Finding, ...]:
         hint="mend it (autoplan.audit(model, plan, tp_size) says all), or give check=False: then only its choice of "
         "what is cut is taken, and sums, integers and segments come from analysis",
     )
+
+
+def refuse_disproven(plan: Plan) -> None:
+    """A plan of ours says itself whether it was found wrong when it was made."""
+    errors = [f for f in plan.findings if f.level == "error" and f.check == TRIED]
+    if errors:
+        raise PlanRefusedError(
+            f"the plan for {plan.model} at tp={plan.tp_size} was found wrong when it was made; nothing was applied:"
+            + "".join(f"\n    {_line(finding)}" for finding in errors[:_SHOWN]),
+            hint="keep the modules named here whole (overrides={pattern: 'replicate'}), or give check=False",
+        )
 
 
 def _line(finding: Finding) -> str:

@@ -39,10 +39,9 @@ def _spread(subject: Subject, clone: Any, dtype: str) -> tuple[float, float]:
     """The largest errors of outputs and gradients in another precision."""
     import torch
 
-    from autoplan.capture.dtypes import cast_numbers
+    from autoplan.capture.dtypes import cast_numbers, inputs_in
     from autoplan.check.audit.trial import sharding_for
     from autoplan.check.sharded import check_sharding
-    from autoplan.check.verify import _cast as cast_inputs
 
     wanted = getattr(torch, dtype, None)
     if not isinstance(wanted, torch.dtype):
@@ -50,6 +49,6 @@ def _spread(subject: Subject, clone: Any, dtype: str) -> tuple[float, float]:
     assert subject.numbers is not None
     model = copy.deepcopy(clone.model)
     cast_numbers(model, wanted)
-    entries = {name: cast_inputs(inputs, wanted) for name, inputs in clone.entries.items()}
+    entries = inputs_in(wanted, clone.entries)
     report = check_sharding(model, entries, sharding_for(subject.plan), subject.numbers.tp_size, checks=("forward",))
     return report.forward or 0.0, max(report.gradients.values(), default=0.0)

@@ -44,8 +44,9 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
                 groups.setdefault(_difference(extra, missing), []).append(name)
         for difference, places in groups.items():
             yield subject.suspect(NAME, subject.folded(places), f"{text}: {difference}", "plan again", names=places)
-    for kind in ("random", "random_whole"):
-        if _modules(subject, getattr(plan.runtime, kind)) != _modules(subject, getattr(right.runtime, kind)):
+    for kind in ("random", "random_whole", "draws"):
+        have, need = getattr(plan.runtime, kind), getattr(right.runtime, kind)
+        if have != need and (kind == "draws" or _modules(subject, have) != _modules(subject, need)):
             yield subject.suspect(NAME, "", "random numbers are drawn otherwise than the split needs", "plan again")
 
 
