@@ -100,7 +100,7 @@ def _worker(rank: int, jobs: list[Job], store: str, queue: Any) -> None:
 
 def _run(job: Job, mesh: DeviceMesh) -> Outcome:
     from autoplan.capture.source import resolve
-    from autoplan.check.verify import clone_of
+    from autoplan.check.clone import clone_of
 
     source = resolve(job.model)
     made = clone_of(source)

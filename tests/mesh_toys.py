@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoplan.api import plan_source
 from autoplan.capture.source import resolve
-from autoplan.check.verify import Clone, clone_of
+from autoplan.check.clone import Clone, clone_of
 from autoplan.stacks import layers
 from autoplan.values import Plan
 

@@ -213,7 +213,8 @@ def test_ops_along_an_axis_leave_their_event(name: str, args: tuple[Any, ...], e
         ("mean", "dim", ([-1], True), Event.REDUCE_LIN),
         ("amax", "", ([-1], True), Event.REDUCE_MAX),
         ("argmax", "", (-1, True), Event.REDUCE_ARG),
-        ("linalg_vector_norm", "", (2, [-1], True), Event.REDUCE_NORM),
+        ("linalg_vector_norm", "", (2, [-1], True), Event.LENGTH),
+        ("linalg_vector_norm", "", (1, [-1], True), Event.REDUCE_NORM),
     ],
 )
 def test_reductions_name_themselves(name: str, overload: str, args: tuple[Any, ...], event: Event) -> None:

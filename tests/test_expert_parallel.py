@@ -20,8 +20,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 import autoplan
 from autoplan.api import plan_source
 from autoplan.capture.source import resolve
+from autoplan.check.clone import Clone, clone_of
 from autoplan.check.ranks import run_ranks
-from autoplan.check.verify import Clone, clone_of, verify_clone
+from autoplan.check.verify import verify_clone
 from autoplan.cli import main
 from autoplan.emit.sayable import ExportError
 from autoplan.errors import AutoplanError, IndivisibleError, PlanFileError, PlanMismatchError

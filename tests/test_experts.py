@@ -13,7 +13,8 @@ import torch
 from autoplan.api import plan_source
 from autoplan.capture.shrink import all_configs
 from autoplan.capture.source import resolve
-from autoplan.check.verify import Clone, clone_of, verify_clone
+from autoplan.check.clone import Clone, clone_of
+from autoplan.check.verify import verify_clone
 from autoplan.values import Plan
 
 # packed weights by rows and by columns, interleaved, with biases, with shared experts, between other mixers

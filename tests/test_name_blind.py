@@ -19,8 +19,8 @@ from torch import nn
 import autoplan
 from autoplan.capture.shrink import tiny_config
 from autoplan.capture.source import resolve
+from autoplan.check.clone import clone_of
 from autoplan.check.score import How, score, score_clone
-from autoplan.check.verify import clone_of
 from autoplan.values import Score
 
 RENAMED = {

@@ -8,8 +8,9 @@ import pytest
 
 import autoplan
 from autoplan.capture.source import resolve
+from autoplan.check.clone import Clone, clone_of
 from autoplan.check.rounding import measure_rounding
-from autoplan.check.verify import Clone, clone_of, verify_clone
+from autoplan.check.verify import verify_clone
 from autoplan.errors import AutoplanError
 from autoplan.values import Plan
 

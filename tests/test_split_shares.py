@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import autoplan
 
@@ -41,6 +44,47 @@ class ScaledByVariance(nn.Module):
         heads = self.near(torch.tanh(x)).unflatten(-1, (8, 8))
         heads = heads * torch.rsqrt(heads.var((-2, -1), keepdim=True) + 1e-3)
         return x + self.far(torch.tanh(heads).flatten(-2))
+
+
+class Normalized(nn.Module):
+    """Hidden features divided by their length, by three ways of writing it."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.near, self.far, self.way = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH), way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.near(torch.tanh(x))
+        if self.way == "normalize":
+            hidden = F.normalize(hidden, dim=-1)
+        elif self.way == "norm":
+            hidden = hidden / (hidden.norm(dim=-1, keepdim=True) + 1e-3)
+        else:
+            hidden = hidden * torch.linalg.vector_norm(hidden, dim=-1).unsqueeze(-1).reciprocal()
+        return x + self.far(torch.tanh(hidden))
+
+
+class WeightNormed(nn.Module):
+    """Two convolutions whose weights are directions and lengths; the second's run over the split channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near = weight_norm(nn.Conv1d(WIDTH, INNER, 3, padding=1))
+        self.far = weight_norm(nn.Conv1d(INNER, WIDTH, 3, padding=1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.far(torch.tanh(self.near(torch.tanh(x).mT))).mT
+
+
+class TwoLayerHead(nn.Module):
+    """A classifier that is wider inside than the classes are many: its two layers are a pair, not a vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.far = nn.Linear(WIDTH, INNER), nn.Linear(INNER, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.far(torch.tanh(self.near(torch.tanh(x))))
 
 
 class Mlp(nn.Module):
@@ -118,6 +162,14 @@ IDS = {"ids": torch.randint(512, (2, 6))}
 BOTH = frozenset({"near.weight", "near.bias", "far.weight"})
 
 CASES = {
+    **{
+        f"divided by a length, {way}": Case(partial(Normalized, way), BOTH, STREAM)
+        for way in ("normalize", "norm", "vector_norm")
+    },
+    "weight norms": Case(
+        WeightNormed, frozenset({f"{name}.parametrizations.weight.original1" for name in ("near", "far")}), STREAM
+    ),
+    "a head of two layers": Case(TwoLayerHead, BOTH, STREAM),
     "std": Case(OnlyTheLoud, BOTH, STREAM),
     "std, dim dropped": Case(lambda: OnlyTheLoud(keepdim=False, correction=1), BOTH, STREAM),
     "variance over heads and width": Case(ScaledByVariance, BOTH, STREAM),

@@ -33,7 +33,8 @@ class Event(StrEnum):
     REDUCE_LOGIC = "reduce_logic"  # any, all
     SPREAD = "spread"  # var, std: each rank tells the mean and spread of its share
     REDUCE_VAR = "reduce_var"  # var_mean, and the statistics of batch and group norms
-    REDUCE_NORM = "reduce_norm"  # vector norms and distances
+    LENGTH = "length"  # vector norms of order 2: the squares of ranks' shares are summed
+    REDUCE_NORM = "reduce_norm"  # other vector norms, and distances
     REDUCE_LOGSUMEXP = "reduce_logsumexp"
     REDUCE_PROD = "reduce_prod"
     NORM = "norm"  # layer norm, RMS norm, group norm, weight norm: statistics over the axis
@@ -79,6 +80,7 @@ FORBIDDING: frozenset[Event] = frozenset(Event) - {
     Event.CONV_GROUP,
     Event.REDUCE_LIN,
     Event.SPREAD,
+    Event.LENGTH,
     Event.NORM,
     Event.CREATED,
     Event.CONST,

@@ -18,7 +18,7 @@ from math import prod
 from autoplan.analyse.callflow import CallFlow
 from autoplan.analyse.downstream import SUMS, is_linear
 from autoplan.analyse.low_rank import thin_matrix
-from autoplan.analyse.reductions import row_bias_of
+from autoplan.analyse.reductions import DIVIDING, lengths_in, row_bias_of
 from autoplan.analyse.shards import Shards
 
 __all__ = ["Payment", "least_payments", "spread_numbers"]
@@ -132,6 +132,8 @@ class _Forward(_Walk):
             yield Payment(False, frozenset({index}), self.elements(outputs[0]), gathered=True)
         elif kind == "norm":
             yield Payment(False, frozenset({index}), _statistics(self.trace.calls[index].name, self._rows(index)))
+        elif kind == "length":
+            yield Payment(False, frozenset({index}), lengths_in(self.trace.calls[index], self.trace)[1])
         elif kind == "spread":
             elements = self.elements(outputs[0]) * spread_numbers(self.shards.tp)
             yield Payment(False, frozenset({index}), elements, gathered=True)
@@ -189,6 +191,8 @@ class _Backward(_Walk):
         if kind == "norm":
             rows = self.elements(outputs[0]) // self.trace.tensors[outputs[0]].shape[-1]
             yield Payment(True, frozenset({index}), _statistics(self.trace.calls[index].name, rows))
+        if kind == "length" and self.trace.calls[index].name in DIVIDING:
+            yield Payment(True, frozenset({index}), lengths_in(self.trace.calls[index], self.trace)[1])
         if kind is not None or (self.has_whole_matrix(index) and not self._is_branch(index)):
             for tensor in outputs:
                 yield from self.ledger.pay(tensor, self.elements(tensor), backward=True)

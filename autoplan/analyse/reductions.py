@@ -2,20 +2,33 @@
 
 A contraction over a split dimension leaves each rank with a part of the sum ("sum"), so does a mean ("mean"), a
 lookup in a table whose rows are split ("embedding"; "row" when it is table[number]); a norm's statistic needs all of
-the dimension ("norm"), and so does a variance ("spread"). A call whose product is gathered by decision is "gather".
+the dimension ("norm"), and so do a variance ("spread") and a vector's length ("length"). A call whose product is
+gathered by decision is "gather".
 Anything else that reads across a split dimension is refused.
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from autoplan.analyse.fused_attention import FUSED_ATTENTION, argument, obstacle
 from autoplan.analyse.op_rules.experts import BOX
 from autoplan.analyse.shards import Shards, refs
-from autoplan.values import Call, Op, Ref
+from autoplan.values import Call, Op, Ref, Trace
 
-__all__ = ["CONVOLUTIONS", "PRODUCTS", "TRANSPOSED", "gathered_dim", "reduced_dims", "reduction_of", "row_bias_of"]
+__all__ = [
+    "CONVOLUTIONS",
+    "DIVIDING",
+    "PRODUCTS",
+    "TRANSPOSED",
+    "gathered_dim",
+    "lengths_in",
+    "reduced_dims",
+    "reduction_of",
+    "row_bias_of",
+    "scaled_dims",
+]
 
 PRODUCTS = ("linear", "matmul", "__matmul__", "mm")
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")  # calls whose channels are the dim before the spatial ones
@@ -23,9 +36,11 @@ TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 _COMPOSITE = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 _MATRIX = frozenset({"mm", "bmm", "mv", "dot", "_grouped_mm"})
 _BIASED = frozenset({"addmm", "baddbmm"})
-_WEIGHT_NORMS = frozenset({"_weight_norm_interface", "_weight_norm"})
 _NORMS = frozenset({"native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm"})
-_SUMMABLE = {"sum": "sum", "mean": "mean", "var": "spread", "std": "spread"}
+_SUMMABLE = {"sum": "sum", "mean": "mean", "var": "spread", "std": "spread", "linalg_vector_norm": "length"}
+DIVIDING = ("normalize", "_weight_norm")  # calls that divide by the lengths that they take
+_LENGTH_CALLS = ("norm", "linalg_norm", "linalg_vector_norm", *DIVIDING)
+_LENGTH_OPS = ("linalg_vector_norm", "_weight_norm_interface")
 _OTHER_REDUCTIONS = frozenset(
     [
         "max",
@@ -39,7 +54,6 @@ _OTHER_REDUCTIONS = frozenset(
         "any",
         "all",
         "logsumexp",
-        "linalg_vector_norm",
         "norm",
         "prod",
     ]
@@ -47,7 +61,7 @@ _OTHER_REDUCTIONS = frozenset(
 
 
 def reduction_of(call: Call, shards: Shards, gathered: frozenset[int]) -> str | None:
-    """None, "sum", "mean", "norm", "spread", "embedding", "row", "gather", "attention", or "refused: why"."""
+    """None, "sum", "mean", "norm", "spread", "length", "embedding", "row", "gather", "attention", "refused: why"."""
     found: str | None = None
     if call.name == FUSED_ATTENTION:
         why = obstacle(call, shards)
@@ -63,7 +77,9 @@ def reduction_of(call: Call, shards: Shards, gathered: frozenset[int]) -> str | 
             found = here
     if found == "row" and call.name != "__getitem__":
         return "refused: a row of a split table that is taken otherwise than by table[number]"
-    if found in ("sum", "mean", "norm", "spread") and _counts_twice(call, shards):
+    if found == "length" and call.name not in _LENGTH_CALLS:
+        return f"refused: lengths over a split axis within {call.name}"
+    if found in ("sum", "mean", "norm", "spread", "length") and _counts_twice(call, shards):
         return "refused: a sum over an axis that several ranks hold together"
     return found
 
@@ -96,14 +112,6 @@ def _op_reduction(op: Op, shards: Shards) -> str | None:
         count = len(op.args[1])
         dims = range(-count, 0)
         return "norm" if any(_split(shards, op.args[0], d) for d in dims) else None
-    if name in _WEIGHT_NORMS:
-        kept = op.args[2] % len(shards.axes.of(op.args[0].id)) if len(op.args) > 2 else 0
-        others = (d for d in range(len(shards.axes.of(op.args[0].id))) if d != kept)
-        return (
-            "refused: the lengths of a weight over a split dimension"
-            if any(_split(shards, op.args[0], d) for d in others)
-            else None
-        )
     if name == BOX:  # routed tokens get the sum over all experts; sorted ones stay apart by expert
         stack, _, routing, _ = op.args
         return "sum" if routing and _split(shards, stack[0], 0) else None
@@ -111,6 +119,8 @@ def _op_reduction(op: Op, shards: Shards) -> str | None:
         return "embedding" if _split(shards, op.args[0], 0) else None
     if name == "select":
         return "row" if _split(shards, op.args[0], op.args[1]) else None
+    if name == "_weight_norm_interface":
+        return "length" if any(_split(shards, op.args[0], d) for d in scaled_dims(op, shards)) else None
     if name in _SUMMABLE or name in _OTHER_REDUCTIONS:
         if any(_split(shards, op.args[0], d) for d in reduced_dims(op, shards)):
             return _SUMMABLE.get(name) or f"refused: {name} over a split dimension"
@@ -138,6 +148,19 @@ def reduced_dims(op: Op, shards: Shards) -> list[int]:
     if isinstance(dims, bool) or dims is None or dims == () or isinstance(dims, float):
         return list(range(rank))
     return [dims] if isinstance(dims, int) else [d for d in dims if isinstance(d, int)] if rank else []
+
+
+def lengths_in(call: Call, trace: Trace) -> tuple[Op, int]:
+    """The op within a call that takes lengths of vectors, and how many they are."""
+    op = next(op for op in trace.ops[slice(*call.ops)] if op.name in _LENGTH_OPS)
+    return op, prod(trace.tensors[list(refs(op.outputs))[-1]].shape)
+
+
+def scaled_dims(op: Op, shards: Shards) -> list[int]:
+    """The dims over which a weight norm takes lengths: all but one."""
+    kept = op.args[2] if len(op.args) > 2 else op.kwargs.get("dim", 0)
+    rank = len(shards.axes.of(op.args[0].id))
+    return [dim for dim in range(rank) if dim != kept % rank]
 
 
 def gathered_dim(call: Call, shards: Shards) -> tuple[str, int] | None:

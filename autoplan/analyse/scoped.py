@@ -16,7 +16,7 @@ from typing import Any
 from autoplan.analyse.callflow import CallFlow
 from autoplan.analyse.edits import Edits
 from autoplan.analyse.literals import FILLS, MAKERS
-from autoplan.analyse.reductions import gathered_dim, reduced_dims
+from autoplan.analyse.reductions import gathered_dim, lengths_in, reduced_dims, scaled_dims
 from autoplan.analyse.shards import Shards, refs
 from autoplan.analyse.sites import Placement
 from autoplan.analyse.terms import Term, find, leaves
@@ -251,6 +251,8 @@ def _details(call: Call, reduction: str | None, shards: Shards) -> tuple[tuple[s
         return _norm_details(call, shards)
     if reduction == "spread":
         return _spread_details(call, shards)
+    if reduction == "length":
+        return _length_details(call, shards)
     if reduction in ("embedding", "row"):
         return (("rows", next(shards.trace.tensors[a.id].shape[0] for a in call.args if shards.is_split(a.id))),)
     if reduction == "gather" and (product := gathered_dim(call, shards)) is not None:
@@ -280,6 +282,15 @@ def _spread_details(call: Call, shards: Shards) -> tuple[tuple[str, Any], ...]:
     kept = len(shards.trace.tensors[next(refs(op.outputs))].shape) == len(shape)
     return (("dims", tuple(dims)), ("keepdim", kept), ("correction", 1 if correction is None else correction),
             ("held", held))  # fmt: skip
+
+
+def _length_details(call: Call, shards: Shards) -> tuple[tuple[str, Any], ...]:
+    """Of a vector norm: its dims from the end, and whether they stay as dims of 1."""
+    op, _ = lengths_in(call, shards.trace)
+    rank = len(shards.axes.of(op.args[0].id))
+    dims = (reduced_dims if op.name == "linalg_vector_norm" else scaled_dims)(op, shards)
+    kept = len(shards.trace.tensors[next(refs(op.outputs))].shape) == rank
+    return (("dims", tuple(sorted(dim % rank - rank for dim in dims))), ("keepdim", kept))
 
 
 def _random_calls(shards: Shards, flow: CallFlow) -> dict[str, dict[bool, list[int]]]:

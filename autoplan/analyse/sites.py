@@ -160,7 +160,7 @@ class _Placer:
             if output is None:
                 self._refuse(index, "a sum over a split axis written in place")
                 continue
-            if kind in ("attention", "spread", "row"):
+            if kind in ("attention", "spread", "length", "row"):
                 self.result.inside_reductions[index] = kind
             elif kind == "embedding":
                 self._place_embedding(index, output)

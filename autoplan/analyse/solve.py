@@ -292,6 +292,8 @@ def _why_whole(tensor: int, done: _Round) -> str:
             if reason:
                 reasons.append(f"dim {dim} ({leaf.size}): {reason}")
     if not reasons:
+        if prod(done.shards.trace.tensors[tensor].shape) == 1:
+            return "it is a single number"
         return "no run of the model used it" if not _used(tensor, done) else "nothing in it can be split"
     return "; ".join(dict.fromkeys(reasons))
 

@@ -24,12 +24,13 @@ from autoplan.values import Op, Trace
 __all__ = ["Choice", "Occurrences", "choose", "occurrences", "residual_leaves"]
 
 # Events that allow a split at a price: classes without them go first.
-PRICE = {"contract_a": 4, "reduce_lin": 2, "norm": 2, "spread": 4, "created": 1, "const": 1}
+PRICE = {"contract_a": 4, "reduce_lin": 2, "norm": 2, "spread": 4, "length": 4, "created": 1, "const": 1}
 FREE = frozenset({"contract_w", "batch_w", "batch_a", "free_a", "conv_group", "random", "experts"})
 _OTHER_PRICE = 2
 _WORTHWHILE = 16  # rows: a narrower dim saves less than the sum it costs
 _DEAR = 3  # a class this dear goes after all cheaper ones, whatever it holds
-_TOO_DEAR = frozenset({"spread", "free_a"})  # a norm written out, over the width of values that products mix
+# A norm written out, over the width of values that products mix.
+_TOO_DEAR = (frozenset({"spread", "free_a"}), frozenset({"length", "free_a"}))
 
 Occurrences = dict[Term, dict[int, set[int]]]
 
@@ -43,6 +44,11 @@ class Choice:
     indivisible: dict[Term, int] = field(default_factory=dict)
     partners: dict[Term, Term] = field(default_factory=dict)  # query heads that follow key/value heads, see `_partner`
     vocabularies: set[Term] = field(default_factory=set)
+
+    def mark_vocabulary(self, leaf: Term) -> None:
+        self.marks[leaf] = "!"
+        self.vocabularies.add(leaf)
+        self.reasons.pop(leaf, None)
 
 
 def occurrences(trace: Trace, axes: Axes) -> Occurrences:
@@ -137,7 +143,7 @@ def choose(
     residual = residual_leaves(trace, axes)
     inside = _inside_blocks(axes)
     taken: set[int] = set()
-    candidates = []
+    candidates, rivalled = [], list[Term]()
     for leaf, places in found.items():
         reason = _why_not(leaf, places, trace, residual, refused)
         if reason:
@@ -154,11 +160,9 @@ def choose(
         if leaf in refused:
             choice.reasons[leaf] = refused[leaf]
         elif _rivalled(leaf, candidates, found, trace, tp):
-            choice.reasons[leaf] = "its weights are split along another axis, for which ranks exchange less"
+            rivalled.append(leaf)
         else:
-            choice.marks[leaf] = "!"
-            choice.vocabularies.add(leaf)
-            choice.reasons.pop(leaf, None)
+            choice.mark_vocabulary(leaf)
             taken |= _weights_of(leaf, found, trace)
     for _, _, _, leaf in sorted(candidates, key=lambda c: c[:3]):
         weights_of = _weights_of(leaf, found, trace)
@@ -181,6 +185,11 @@ def choose(
         else:
             choice.marks[leaf] = "!"
             taken |= weights_of
+    for leaf in rivalled:
+        if not _weights_of(leaf, found, trace) & taken:
+            choice.mark_vocabulary(leaf)
+        elif leaf not in choice.marks:
+            choice.reasons[leaf] = "its weights are split along another axis, for which ranks exchange less"
     return choice
 
 
@@ -256,8 +265,9 @@ def _why_not(
     against = sorted(leaf.events & FORBIDDING)
     if against:
         return f"an op reads across it ({', '.join(against)})"
-    if leaf.events >= _TOO_DEAR:
-        return f"each of its ops would owe a sum ({', '.join(sorted(_TOO_DEAR))})"
+    dear = next((events for events in _TOO_DEAR if leaf.events >= events), None)
+    if dear is not None:
+        return f"each of its ops would owe a sum ({', '.join(sorted(dear))})"
     if not leaf.events & {"contract_w", "batch_w"}:
         return "no weight contracts it, so cutting it saves nothing"
     if len([t for t in places if len(trace.tensors[t].shape) >= 2]) < 2:

@@ -17,6 +17,7 @@ from math import prod
 
 from autoplan.analyse.callflow import CallFlow
 from autoplan.analyse.least import Payment, least_payments, spread_numbers
+from autoplan.analyse.reductions import DIVIDING, lengths_in
 from autoplan.analyse.shards import Shards
 from autoplan.values import ModuleVisit, Runtime, ScopedCall, Traffic
 
@@ -158,6 +159,11 @@ def _scoped_moves(scoped: ScopedCall, shards: Shards, flow: CallFlow, reached: C
             yield _Move(span, call.module, False, _BOTH_WAYS, rows, made)
             if made in reached:
                 yield _Move(span, call.module, True, _BOTH_WAYS, rows, made)
+        if scoped.reduce == "length":
+            lengths = lengths_in(call, trace)[1]
+            yield _Move(span, call.module, False, _BOTH_WAYS, lengths, made)
+            if call.name in DIVIDING and made in reached:
+                yield _Move(span, call.module, True, _BOTH_WAYS, lengths, made)
         if scoped.reduce == "spread":
             yield _Move(span, call.module, False, "all_gather", output * spread_numbers(shards.tp), made)
         for path in scoped.copies:

@@ -16,13 +16,19 @@ __all__ = ["Lifted"]
 
 
 class Lifted(TorchFunctionMode):
-    """`.float()`, `.to(torch.float32)`, `dtype=torch.float32`: all mean float64 while this mode is on."""
+    """`.float()`, `.to(torch.float32)`, `dtype=torch.float32`: all mean float64 while this mode is on.
+
+    So does a tensor made of a number: the least one of double precision, for masks, is too large for single precision.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
         args = tuple(_lifted(value) for value in args)
-        return func(*args, **{name: _lifted(value) for name, value in (kwargs or {}).items()})
+        named = {name: _lifted(value) for name, value in (kwargs or {}).items()}
+        if func in (torch.tensor, torch.as_tensor, torch.full) and any(isinstance(value, float) for value in args):
+            named.setdefault("dtype", torch.float64)
+        return func(*args, **named)
 
 
 def _lifted(value: Any) -> Any:

@@ -184,7 +184,7 @@ def _mean(local: Local) -> Any:
 
 
 def _whole_only(local: Local) -> Any:
-    if any(_reduced(local, 2 if local.op.name == "linalg_vector_norm" else 1)):
+    if any(_reduced(local)):
         raise ValueError("it reads across a split dimension")
     return local.call()
 
@@ -217,6 +217,24 @@ def _norm(local: Local) -> Any:
     return [x if bias is None else x + bias, *local.recorded[1:]]
 
 
+def _scaled(local: Local) -> Any:
+    """A weight norm over a split dimension: ranks exchange the lengths, which are the recorded ones."""
+    kept = local.argument(2, "dim", 0) % local.args[0].dim()
+    if all(local.layout(0, dim) is None for dim in range(local.args[0].dim()) if dim != kept):
+        return local.call()
+    local.exchanged = True
+    lengths = local.recorded[1]
+    return [local.args[0] * (local.args[1] / lengths), lengths]
+
+
+def _length(local: Local) -> Any:
+    """A vector norm over a split dimension: the outcome of exchanging squares is recorded."""
+    if not any(_reduced(local, 2)):
+        return local.call()
+    local.exchanged = True
+    return list(local.recorded)
+
+
 def _spread(local: Local) -> Any:
     """Over a split dimension ranks tell each other the mean and spread of their shares: the outcome is recorded."""
     if not any(_reduced(local)):
@@ -232,7 +250,7 @@ _NOT_COMPUTED = (
 )
 _ACROSS = (
     *("amax", "amin", "max", "min", "argmax", "argmin", "any", "all"),
-    *("var_mean", "std_mean", "prod", "logsumexp", "linalg_vector_norm"),
+    *("var_mean", "std_mean", "prod", "logsumexp"),
 )
 _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -256,6 +274,8 @@ RULES: dict[str, Rule] = {
     "sum": Rule(_sum),
     "mean": Rule(_mean),
     **dict.fromkeys(("var", "std"), Rule(_spread)),
+    "linalg_vector_norm": Rule(_length),
+    "_weight_norm_interface": Rule(_scaled),
     **dict.fromkeys(_ACROSS, Rule(_whole_only)),
     **dict.fromkeys(_NOT_COMPUTED, Rule(recorded=True)),
 }

@@ -22,7 +22,7 @@ from autoplan.values import Finding, Plan, Report, Score, Verdict
 
 if TYPE_CHECKING:
     from autoplan.analyse.solve import Solution
-    from autoplan.check.verify import Clone
+    from autoplan.check.clone import Clone
 
 __all__ = ["CHECK_SETS", "How", "score", "score_clone", "verdict_of"]
 
@@ -59,7 +59,7 @@ def score(model_type: str, class_name: str, how: How) -> Score:
 
 def _scored(blank: Score, how: How) -> Score:
     from autoplan.capture.source import resolve
-    from autoplan.check.verify import clone_of, entries_at
+    from autoplan.check.clone import clone_of, entries_at
 
     try:
         source = resolve(f"{blank.model_type}:{blank.class_name}")

@@ -14,6 +14,7 @@ from math import prod
 
 from autoplan.analyse.dataflow import dataflow
 from autoplan.analyse.flow import Flow, node_of
+from autoplan.analyse.reductions import DIVIDING
 from autoplan.analyse.solve import Solution
 from autoplan.decide.folding import Names
 from autoplan.decide.naming import Reading, readings
@@ -114,10 +115,11 @@ def _sites(plan: Plan) -> list[tuple[str, int, int]]:
 
 
 def _scoped(call: ScopedCall) -> tuple[int, int]:
-    """A norm sums one statistic (a layer norm two), forward and backward."""
-    statistics = {"norm": 2 if call.name == "layer_norm" else 1}.get(call.reduce or "", 0)
-    forward = statistics + (call.reduce in ("sum", "mean", "spread", "embedding", "row", "attention"))
-    return forward, statistics + len(call.copies)
+    """What divides by a length or a norm sums one statistic (a layer norm two), forward and backward."""
+    divides = call.reduce == "norm" or (call.reduce == "length" and call.name in DIVIDING)
+    statistics = (2 if call.name == "layer_norm" else 1) if divides else 0
+    sums = call.reduce in ("sum", "mean", "spread", "length", "embedding", "row", "attention") and not divides
+    return statistics + sums, statistics + len(call.copies)
 
 
 def _is_inside(pattern: str, block: str) -> bool:

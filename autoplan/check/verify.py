@@ -11,16 +11,16 @@ the same of the same modules is checked as well. A plan that a person wrote is a
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from autoplan.check.clone import Clone, clone_of
 from autoplan.check.mesh_sizes import MeshSizes, parse_mesh
 from autoplan.check.narrow import cut_together, wrong_cuts
 from autoplan.check.ranks import Engine
-from autoplan.check.sharded import CANNOT_RUN, CHECK_NAMES, Sharding, check_sharding
+from autoplan.check.sharded import CHECK_NAMES, Sharding, check_sharding
 from autoplan.check.sizes import Sizes
 from autoplan.errors import AutoplanError
 from autoplan.patterns import best_match, matches
@@ -28,9 +28,6 @@ from autoplan.values import Finding, Means, Plan, Report
 
 __all__ = [
     "CHECK_NAMES",
-    "Clone",
-    "clone_of",
-    "entries_at",
     "mesh_of",
     "sharding_of",
     "verify",
@@ -42,7 +39,6 @@ __all__ = [
 _NOT_ON_MESHES = ("dropout", "optimizer")
 _MOST_TRIALS = 32  # runs on ranks to find out which modules of a wrong plan must stay whole
 _DECISIVE = ("sharding", "parameters", "forward", "gradients")  # checks after which other means are tried
-_OWN_CLONE = 3_000_000  # a module of so few parameters is verified itself
 
 
 def verify(
@@ -195,86 +191,6 @@ def _apply(model: Any, mesh: Any, *, plan: Plan, gather_logits: bool, checkpoint
     mode = True if checkpointing == "block" else checkpointing or False
     options: dict[str, Any] = {"check": False, "gather_logits": gather_logits, "activation_checkpointing": mode}
     return parallelize(model, mesh, plan, sequence_padding="pad", **options)
-
-
-# ------------------------------------------------------------------------------------------------ the clone
-
-
-@dataclass(frozen=True)
-class Clone:
-    """What is verified: a tiny model, the calls to make, and the same calls with another batch and length."""
-
-    model: Any
-    entries: Mapping[str, Any]
-    others: Mapping[str, Any]
-    note: str
-
-
-def clone_of(source: Any) -> Clone:
-    """A tiny model to verify: shrunk less where the smallest cannot be built or run."""
-    refusal: AutoplanError | None = None
-    for one in source.ever_larger():
-        try:
-            return _clone_at_size(one)
-        except AutoplanError as error:
-            refusal = refusal or error
-    assert refusal is not None
-    raise refusal
-
-
-def _clone_at_size(source: Any) -> Clone:
-    """In double precision, or in single where the model refuses that."""
-    import torch
-
-    refusal = ""
-    for dtype in (torch.float64, torch.float32):
-        model, note = _built(source, dtype)
-        entries = entries_at(source, model, batch=2, length=10)
-        try:
-            with torch.no_grad():
-                for entry in entries.values():
-                    copy.deepcopy(model)(**entry)
-        except CANNOT_RUN as error:
-            refusal = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
-            continue
-        others = {} if source.inputs is not None else entries_at(source, model, batch=3, length=12)
-        if dtype == torch.float32:
-            note += f"; in float32, because in float64 it does not run ({refusal})"
-        return Clone(model, entries, others, note)
-    raise AutoplanError(
-        f"the tiny clone of {source.name} cannot run unsharded: {refusal}", hint="pass inputs= that the model accepts"
-    )
-
-
-def _built(source: Any, dtype: Any) -> tuple[Any, str]:
-    from autoplan.capture.dtypes import cast_numbers
-    from autoplan.capture.random_values import randomise
-
-    given = source.given
-    if given is not None and _is_small_and_real(given):
-        model = copy.deepcopy(given).cpu()
-        cast_numbers(model, dtype)
-        randomise(model)
-        return model.eval(), "the model itself with random weights"
-    model = source.tiny(dtype=dtype, experts="batched_mm")
-    return model, f"a clone of {sum(parameter.numel() for parameter in model.parameters()):,} parameters"
-
-
-def _is_small_and_real(model: Any) -> bool:
-    parameters = list(model.parameters())
-    return sum(p.numel() for p in parameters) <= _OWN_CLONE and not any(p.is_meta for p in parameters)
-
-
-def entries_at(source: Any, model: Any, *, batch: int, length: int) -> dict[str, Any]:
-    """The calls that exercise a clone of a source, in the clone's own dtype."""
-    from autoplan.capture.dtypes import inputs_in, working_dtype
-    from autoplan.capture.inputs import make_inputs
-
-    config = getattr(model, "config", None) if source.config is not None else None
-    made = make_inputs(
-        model, config=config, model_type=source.model_type, inputs=source.inputs, batch=batch, length=length
-    )
-    return inputs_in(working_dtype(model), made.entries)
 
 
 # ------------------------------------------------------------------------------------------------ the plan

@@ -17,6 +17,7 @@ from autoplan.capture.code_place import call_name, code_place
 from autoplan.errors import PlanMismatchError
 from autoplan.execute.collectives import RankGroup, copy_to_ranks, gather_over_ranks, sum_over_ranks, take_rows
 from autoplan.execute.fused_attention import attention_of_a_rank
+from autoplan.execute.lengths import scaled_by_lengths
 from autoplan.execute.randomness import SharedRandomness
 from autoplan.execute.spread import spread_over_ranks
 from autoplan.layout import Layout, chunk
@@ -92,6 +93,8 @@ class ModuleMode(TorchFunctionMode):
             result = self._norm(planned, args, kwargs)
         elif planned.reduce == "spread":
             result = spread_over_ranks(planned, args[0] if args else kwargs["input"], self.group)
+        elif planned.reduce == "length":
+            result = scaled_by_lengths(planned, args, kwargs, self.group)
         elif planned.reduce == "attention":
             result = attention_of_a_rank(self.group, args, kwargs)
         elif planned.reduce in ("sum", "mean"):

@@ -94,7 +94,7 @@ class ScopedCall:
     those whose first argument is not 64 wide.
     `arguments`: literals as (path into args/kwargs, (what each rank's Python passes there, what each must pass)).
     `copies`: argument paths whose gradient is summed.
-    `reduce`: "sum" | "mean" | "norm" | "spread" | "embedding" | "row" | "gather" | "attention".
+    `reduce`: "sum" | "mean" | "norm" | "spread" | "length" | "embedding" | "row" | "gather" | "attention".
     `cuts`: output dims cut to this rank's share, as (output index, dim, layout).
     """
 

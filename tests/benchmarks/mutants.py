@@ -30,9 +30,10 @@ from autoplan.check.audit.auditor import subject_of
 from autoplan.check.audit.checks import CHECKS
 from autoplan.check.audit.lines import foreign_of
 from autoplan.check.audit.subject import Subject
+from autoplan.check.clone import Clone, clone_of
 from autoplan.check.faults import FAULTS, Fault
 from autoplan.check.sharded import check_sharding
-from autoplan.check.verify import Clone, clone_of, sharding_of
+from autoplan.check.verify import sharding_of
 from autoplan.decide.planner import make_plan
 from autoplan.errors import AutoplanError
 from autoplan.values import Plan, Runtime

@@ -19,7 +19,7 @@ _REDUCTIONS = {
     "any": Event.REDUCE_LOGIC, "all": Event.REDUCE_LOGIC, "_is_all_true": Event.REDUCE_LOGIC,
     "_is_any_true": Event.REDUCE_LOGIC, "equal": Event.REDUCE_LOGIC, "count_nonzero": Event.REDUCE_LIN,
     "var": Event.SPREAD, "std": Event.SPREAD, "var_mean": Event.REDUCE_VAR, "std_mean": Event.REDUCE_VAR,
-    "norm": Event.REDUCE_NORM, "linalg_vector_norm": Event.REDUCE_NORM, "frobenius_norm": Event.REDUCE_NORM,
+    "norm": Event.LENGTH, "linalg_vector_norm": Event.LENGTH, "frobenius_norm": Event.LENGTH,
     "logsumexp": Event.REDUCE_LOGSUMEXP, "prod": Event.REDUCE_PROD,
 }  # fmt: skip
 
@@ -31,11 +31,14 @@ def reduction(site: Site) -> Answer:
         return elementwise(site)
     dims = site.terms(site.inputs[0])
     gone = _reduced(site, name, len(dims))
+    event = _REDUCTIONS[name]
+    if event is Event.LENGTH and site.arg(1, "ord", 2) != 2:
+        event = Event.REDUCE_NORM
     for position in gone:
-        if _REDUCTIONS[name] in (Event.REDUCE_LIN, Event.SPREAD):
-            site.contract(dims[position], _REDUCTIONS[name])
+        if event in (Event.REDUCE_LIN, Event.SPREAD, Event.LENGTH):
+            site.contract(dims[position], event)
         else:
-            site.mark(dims[position], _REDUCTIONS[name])
+            site.mark(dims[position], event)
     if len(site.out_shape) == len(dims):
         rest = [ONE if position in gone else term for position, term in enumerate(dims)]
     else:

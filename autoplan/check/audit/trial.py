@@ -42,8 +42,8 @@ class Trial:
 
 def try_on_ranks(source: Any, plan: ForeignPlan, tp_size: int, right: Plan | None = None) -> Trial:
     """Run the plan on a tiny clone, at `tp_size` where the clone is the model itself, else at 2."""
+    from autoplan.check.clone import clone_of
     from autoplan.check.sharded import check_sharding
-    from autoplan.check.verify import clone_of
 
     if not plan.lines or tp_size == 1:
         return Trial(reason="there is nothing to run")

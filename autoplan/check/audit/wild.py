@@ -109,7 +109,7 @@ def audit_one(mapping: str, model_type: str, class_name: str, tp_size: int = 2) 
 def _audited(mapping: str, model_type: str, class_name: str, tp_size: int) -> Wild:
     from autoplan.capture.source import resolve
     from autoplan.check.audit.auditor import audit_source
-    from autoplan.check.verify import clone_of
+    from autoplan.check.clone import clone_of
 
     clone = clone_of(resolve(f"{model_type}:{class_name}"))
     if not getattr(clone.model, "_tp_plan", None):
