@@ -266,7 +266,7 @@ def _getitem(call: Call, shards: Shards) -> Found:
             continue  # a step deals with positions inside a unit: what it says stays
         if isinstance(item, slice):
             for key in ("start", "stop"):
-                bound = getattr(item, key)
+                bound = _number_in(getattr(item, key), call, shards)
                 if _is_int(bound) and abs(_number(bound)) < 2**31:
                     found.append(((*here, key), bound, _index(shards, tensor, dim, _number(bound), size)))
         elif _is_int(item) and not _is_row(tensor, dim, shards):
@@ -275,6 +275,14 @@ def _getitem(call: Call, shards: Shards) -> Found:
             for i, inner in enumerate(item):
                 found.append(((*here, i), inner, _index(shards, tensor, dim, _number(inner), size)))
     return found
+
+
+def _number_in(bound: Any, call: Call, shards: Shards) -> Any:
+    """A bound that is a number in a tensor was read out of it on the way."""
+    if not isinstance(bound, Ref):
+        return bound
+    read = (op for op in shards.trace.ops[slice(*call.ops)] if op.name == "_local_scalar_dense" and op.args[0] == bound)
+    return next((value for op in read for value in op.outputs if _is_int(value)), None)
 
 
 def _is_row(tensor: int, dim: int, shards: Shards) -> bool:
