@@ -12,8 +12,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import autoplan
+from autoplan.capture.source import resolve
 from autoplan.check.ranks import count_collectives, run_ranks
 from autoplan.check.subject import Subject
+from autoplan.check.verify import clone_of, verify_clone
 from autoplan.errors import AutoplanError
 from autoplan.execute.checkpoint_choice import checkpoint_blocks, saved_bytes_per_token
 from autoplan.execute.checkpointing import is_checkpointed, runs_of
@@ -384,3 +386,21 @@ def test_dropout_under_tensor_parallelism_is_drawn_again() -> None:
     again = run_ranks(lambda rank: rank_body(rank, 1), 2)[0]
     for name, gradient in plain.items():
         torch.testing.assert_close(again[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+class Converting(Block):
+    """Brings a module to the dtype of its input whenever it runs, as routers in transformers do."""
+
+    def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        self.second.down = self.second.down.to(x.dtype)
+        return super().forward(x, cache)
+
+
+def test_modules_that_are_converted_in_a_forward_stay_in_its_second_run() -> None:
+    model = deep()
+    for place in range(3):
+        model.blocks[place] = Converting().double()
+    subject = clone_of(resolve(model, inputs={"ids": ids(), "use_cache": False}))
+    plan = autoplan.plan(model, 2, inputs={"ids": ids()}, prove="none")
+    report = verify_clone(subject, plan, checks=["forward"], checkpointing="block")
+    assert report.ok and report.details["noted"] == (3, 3), report

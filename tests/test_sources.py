@@ -188,6 +188,12 @@ def test_every_type_of_layer_survives() -> None:
     assert tiny.layer_types == ["sliding_attention", "full_attention"] and tiny.num_hidden_layers == 2
 
 
+def test_layers_that_only_a_list_of_types_counts_are_few() -> None:
+    kinds = ["linear_attention", "moe", "linear_attention", "moe", "linear_attention", "full_attention"] * 8
+    tiny = tiny_config(CONFIG_MAPPING["nemotron_h"](layers_block_type=kinds))
+    assert tiny.layers_block_type == ["linear_attention", "moe", "full_attention"]
+
+
 def test_layers_that_read_others_keys_keep_layers_that_make_them() -> None:
     """The last 5 of 10 layers share: a clone keeps both types on both sides."""
     types = ["sliding_attention"] * 4 + ["full_attention"]

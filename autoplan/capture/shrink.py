@@ -140,7 +140,7 @@ def _chosen_fields(config: PretrainedConfig) -> dict[str, Any]:
         derived = default is None or isinstance(default, str) and not isinstance(value, str)
         (open_fields if derived else fixed)[name] = value
     baseline = _derived(config, fixed)
-    depth = _first_int(config, _DEPTH)
+    depth = _depth(config)
     chosen = {
         name: value
         for name, value in open_fields.items()
@@ -166,7 +166,7 @@ def _small(name: str, value: Any, config: PretrainedConfig, layers: list[int], w
         return value
     if is_token_id(name):
         return value if work.widths_stay else _map_ints(value, work.token)
-    depth = _first_int(config, _DEPTH)
+    depth = _depth(config)
     if isinstance(value, int):
         counts = is_layer_count(name)
         if counts:
@@ -217,7 +217,7 @@ def _per_layer(value: Any, depth: int | None) -> bool:
 
 def _layers_needed(config: PretrainedConfig) -> list[int]:
     """The first layers that show every type of layer; when that takes too many, the first layer of each type."""
-    depth = _first_int(config, _DEPTH) or 2
+    depth = _depth(config) or 2
     rows = [
         [str(x) for x in value]
         for name, value in vars(config).items()
@@ -255,6 +255,12 @@ def _single_layers(config: PretrainedConfig, layers: list[int], work: _Shrinking
                 small = more if value > common else small // 2
             result.setdefault(place, {})[name] = small
     return {"per_layer_config": result} if result else {}
+
+
+def _depth(config: PretrainedConfig) -> int | None:
+    """How many layers there are: a number, or as many as there are types in the list of them."""
+    types = _read(config, "layer_types")
+    return _first_int(config, _DEPTH) or (len(types) if isinstance(types, list | tuple) else None)
 
 
 def _first_int(config: PretrainedConfig, names: tuple[str, ...]) -> int | None:

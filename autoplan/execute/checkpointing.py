@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -200,6 +201,7 @@ def _modes(wanted: Sequence[TorchFunctionMode]) -> Iterator[None]:
 def _inside_the_model(module: nn.Module, running: Running | None, random: bool) -> Iterator[None]:
     """Backward runs a block outside the model's forward: put back what the forward had set up around it."""
     with ExitStack() as stack:
+        stack.enter_context(_unconverted(module))
         for below in module.modules():
             record = record_of(below)
             if record is not None:  # one `reading` per model
@@ -208,6 +210,32 @@ def _inside_the_model(module: nn.Module, running: Running | None, random: bool) 
         if running is not None:
             stack.enter_context(_resumed(running, random))
         yield
+
+
+@contextmanager
+def _unconverted(block: nn.Module) -> Iterator[None]:
+    """Modules that convert others in their forward (`self.gate.to(self.dtype)`) leave alone what has been converted.
+
+    torch puts new tensors in place of DTensors even if nothing changes, and backward waits for the old ones.
+    """
+    changed = []
+    for module in block.modules():
+        if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
+            module.__dict__["_apply"] = functools.partial(_apply_if_needed, module)
+            changed.append(module)
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.__dict__.pop("_apply", None)
+
+
+def _apply_if_needed(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], *rest: Any) -> nn.Module:
+    held = [*module.parameters(), *module.buffers()]
+    with torch.no_grad():
+        if all(function(tensor) is tensor for tensor in held):
+            return module
+    return type(module)._apply(module, function, *rest)
 
 
 @contextmanager
