@@ -1,15 +1,18 @@
 """Questions about the positions of a stream: where they are in a tensor, and which calls couple them.
 
-Each run of a model has a sequence axis of its own; a stack of blocks that several runs go through has several.
+Each run of a model has a sequence axis of its own; a stack of blocks that several runs go through has several. It need
+not be a single leaf: prompts and text one after the other are a concatenation, chunks of a sequence a product. What
+counts is that the whole of it stands in one dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from math import prod
 from typing import Any
 
 from autoplan.analyse.shards import Shards
-from autoplan.analyse.terms import Term, factors, find, leaves
+from autoplan.analyse.terms import Term, find, leaves
 from autoplan.values import Symbolic
 
 __all__ = ["Positions", "integers"]
@@ -22,7 +25,9 @@ class Positions:
     """The sequence axes of one stack of blocks."""
 
     def __init__(self, shards: Shards, sequences: Iterable[Term]) -> None:
-        self.trace, self.axes, self.sequences = shards.trace, shards.axes, {find(axis) for axis in sequences}
+        self.trace, self.axes = shards.trace, shards.axes
+        self.wholes = {tuple(find(leaf) for leaf in leaves(axis)): find(axis).size for axis in sequences}
+        self.sequences = {leaf for whole in self.wholes for leaf in whole}
         self._crossing = self._crossing_ops()
 
     @staticmethod
@@ -30,7 +35,7 @@ class Positions:
         """The sequence among the dims of a stream of shape (batch, sequence, …, features)."""
         for term in terms[1:-1]:
             axis = find(term)
-            if axis.kind == "leaf" and axis.data and axis.size > 1:
+            if axis.size > 1 and any(find(leaf).data for leaf in leaves(axis)):
                 return axis
         return None
 
@@ -46,13 +51,21 @@ class Positions:
         dims = self.dims_of(tensor)
         if len(dims) != 1:
             return None
-        parts = factors(terms[dims[0]])
-        alone = bool(parts) and find(parts[-1]) in self.sequences and not any(map(self.has, parts[:-1]))
-        return dims[0] - len(terms) if alone else None
+        return dims[0] - len(terms) if self._major(terms[dims[0]]) is not None else None
+
+    def _major(self, term: Term) -> int | None:
+        """What a dim has in front of the sequence, as a size: 1 where it is the sequence; None if it is neither."""
+        inside = tuple(find(leaf) for leaf in leaves(term))
+        for whole, size in self.wholes.items():
+            before = inside[: len(inside) - len(whole)]
+            if inside[len(before) :] == whole and not self.sequences & set(before):
+                major = prod(leaf.size for leaf in before)
+                return major if major * size == find(term).size else None
+        return None
 
     def flattened(self, tensor: int) -> bool:
         terms = self.axes.of(tensor)
-        return any(len(factors(terms[d])) > 1 for d in self.dims_of(tensor))
+        return any((self._major(terms[d]) or 1) > 1 for d in self.dims_of(tensor))
 
     def crossed_by(self, op: int) -> bool:
         """Did this op leave an event that couples positions?"""

@@ -17,6 +17,7 @@ from autoplan.values import ModuleVisit, Symbolic
 __all__ = ["SequencePlacement", "Stream"]
 
 _ROUNDS = 200
+_MAKERS = 4  # calls to go back in search of what can be cut
 _INDEXING = ("__getitem__", "narrow", "select", "index_select")
 _RANDOM = ("dropout", "dropout_", "alpha_dropout")
 
@@ -239,21 +240,34 @@ class Stream(CutStream):
         raise Again
 
     def _cut_partner(self, tensor: int, index: int, cut: list[int]) -> None:
-        """A whole value meets a cut one: cut it too, where a module returns it or takes it in."""
+        """A whole value meets a cut one: cut it too, or what it was made of, else make the other whole."""
         call = self.trace.calls[index]
-        dim = self.positions.plain_dim(tensor)
-        producer = self.flow.producer.get(tensor, -1)
-        if dim is not None:
-            leaving = [b for b in self.flow.leaving.get(tensor, []) if b.first <= producer < b.last <= index]
-            for border in sorted(leaving, key=lambda b: b.last - b.first):
-                if self._all_after(border, tensor):
-                    self._add(self.result.scatters, (border, "output"), dim, "")
-            entering = [b for b in self.flow.entering.get(tensor, []) if b.first <= index < b.last]
-            for border in sorted(entering, key=lambda b: b.last - b.first):
-                if border.module not in self.names:
-                    self._add(self.result.scatters, (border, "input"), dim, "")
+        source, reader = tensor, index
+        for _ in range(_MAKERS):
+            self._cut_at_border(source, reader)
+            reader = self.flow.producer.get(source, -1)
+            sources = self.flow.inputs[reader] if reader >= self.first_call else []
+            sources = [t for t in sources if self.positions.dims_of(t)]
+            if len(sources) != 1 or self.is_cut(sources[0], reader) or self._crosses(reader, sources):
+                break
+            source = sources[0]
         for value in cut:
             self._make_whole(value, index, f"{call.name} in {call.module or 'the model'} meets a whole value")
+
+    def _cut_at_border(self, tensor: int, index: int) -> None:
+        """Cut a value where a module returns it or takes it in."""
+        dim = self.positions.plain_dim(tensor)
+        producer = self.flow.producer.get(tensor, -1)
+        if dim is None:
+            return
+        leaving = [b for b in self.flow.leaving.get(tensor, []) if b.first <= producer < b.last <= index]
+        for border in sorted(leaving, key=lambda b: b.last - b.first):
+            if self._all_after(border, tensor):
+                self._add(self.result.scatters, (border, "output"), dim, "")
+        entering = [b for b in self.flow.entering.get(tensor, []) if b.first <= index < b.last]
+        for border in sorted(entering, key=lambda b: b.last - b.first):
+            if border.module not in self.names:
+                self._add(self.result.scatters, (border, "input"), dim, "")
 
     def _all_after(self, border: Border, tensor: int) -> bool:
         return all(use >= border.last for use in self.flow.uses[tensor])
