@@ -7,6 +7,7 @@ the whole sequence, not on both; and every run of a module needs the same of its
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from autoplan.analyse.callflow import Border, CallFlow
@@ -64,11 +65,20 @@ class CutStream:
         self.starts: dict[Border, int] = {}  # where each run of the model enters its first block -> the value
         self.result = SequencePlacement()
         self.closed: set[Door] = set()  # where only some runs of a module would need what a hook does
-        self.copies_out = [b for (b, action) in placement.outputs if action == "copy"]
-        self.copies_in = [b for (b, action) in placement.inputs if action == "copy"]
+        self.copies_out = self._in_every_run("output", (b for (b, action) in placement.outputs if action == "copy"))
+        self.copies_in = self._in_every_run("input", (b for (b, action) in placement.inputs if action == "copy"))
         self.reduces = {b for (b, action) in placement.outputs if action in ("reduce", "withhold")}
         self.first_call = self.last_call = 0
         self.cut: set[int] = set()
+
+    def _in_every_run(self, side: str, borders: Iterable[Border]) -> list[Border]:
+        """The same doors in runs without gradients, too: a copy does nothing there, but what it becomes gathers."""
+        doors = dict.fromkeys((border.module, border.path) for border in borders)
+        return [
+            Border(number, module, path, *self.trace.visits[number].calls)
+            for module, path in doors
+            for number in self.flow.runs_through(module, side, path)
+        ]
 
     # ------------------------------------------------------------------ what a value is for a call
 

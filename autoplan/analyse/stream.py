@@ -7,6 +7,8 @@ until nothing is left to add.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from autoplan.analyse.callflow import Border
 from autoplan.analyse.cut import Again, CutStream, Refused, SequencePlacement
 from autoplan.analyse.literals import evaluate
@@ -19,6 +21,7 @@ __all__ = ["SequencePlacement", "Stream"]
 _ROUNDS = 200
 _MAKERS = 4  # calls to go back in search of what can be cut
 _INDEXING = ("__getitem__", "narrow", "select", "index_select")
+_ALIKE = ("expand", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full")  # the same at every position
 _RANDOM = ("dropout", "dropout_", "alpha_dropout")
 
 
@@ -32,11 +35,10 @@ class Stream(CutStream):
         visits = [(i, v) for i, v in enumerate(self.trace.visits) if v.module in self.names]
         sequences = []
         for root in (v for v in self.trace.visits if v.parent is None):
-            inside = ((i, v) for i, v in visits if root.calls[0] <= v.calls[0] < root.calls[1])
-            found = self._start(*next(inside, (-1, None)))
-            if found is not None:
-                self.starts[found[0]] = found[1]
-                sequences.append(found[2])
+            inside = [(i, v) for i, v in visits if root.calls[0] <= v.calls[0] < root.calls[1]]
+            for start, tensor, axis in self._starts(inside):
+                self.starts[start] = tensor
+                sequences.append(axis)
         if not self.starts:
             return None
         self.positions = Positions(self.shards, sequences)
@@ -44,13 +46,20 @@ class Stream(CutStream):
         self.last_call = max(v.calls[1] for _, v in visits)
         return self._settle()
 
-    def _start(self, index: int, block: ModuleVisit | None) -> tuple[Border, int, Term] | None:
-        """Where one run of the model enters its first block: the border, the stream's value there, its sequence."""
-        for path, tensor in block.inputs if block is not None else ():
-            axis = Positions.of(self.shards.axes.of(tensor))
-            if block is not None and tensor in self.flow.carries and axis is not None:
-                return Border(index, block.module, path, *block.calls), tensor, axis
-        return None
+    def _starts(self, blocks: list[tuple[int, ModuleVisit]]) -> Iterator[tuple[Border, int, Term]]:
+        """Where the stack is entered, perhaps again and again: the border, the stream's value there, its sequence."""
+        first = [(number, visit) for number, visit in blocks if visit.module == blocks[0][1].module]
+        returned = {tensor for _, visit in blocks for _, tensor in visit.outputs}
+        paths = (p for _, v in first for p, t in v.inputs if t in self.flow.carries and self._axis(t) is not None)
+        path = next(paths, None)
+        for number, visit in first:
+            tensor = dict(visit.inputs).get(path) if path is not None else None
+            axis = None if tensor is None or tensor in returned else self._axis(tensor)
+            if tensor is not None and axis is not None:
+                yield Border(number, visit.module, path or (), *visit.calls), tensor, axis
+
+    def _axis(self, tensor: int) -> Term | None:
+        return Positions.of(self.shards.axes.of(tensor))
 
     def _settle(self) -> SequencePlacement:
         try:
@@ -91,6 +100,10 @@ class Stream(CutStream):
         inputs, outputs = flow.inputs[index], flow.outputs[index]
         cut = [t for t in inputs if self._cut_here(t, index, scattered_in)]
         if not cut:
+            if self._told_a_share(index) and self._alike(index):
+                self._note_gradients(index, inputs, cut)
+                self.cut.update(t for t in outputs if self.positions.dims_of(t))
+                return
             if self._told_a_share(index):
                 reason = f"{call.name} in {call.module or 'the model'} is told the length of a share"
                 self._gather_around(index, reason)
@@ -187,6 +200,16 @@ class Stream(CutStream):
             for item in integers((call.args, call.kwargs))
         )  # fmt: skip
 
+    def _alike(self, index: int) -> bool:
+        """Does a call make the same for every position, of nothing that has positions? Then a share of it is one."""
+        inputs = self.flow.inputs[index]
+        carrying = [t for t in inputs if t in self.flow.carries]
+        return (
+            self.trace.calls[index].name in _ALIKE
+            and not any(self.positions.dims_of(t) for t in inputs)
+            and all(self._made_of(t, index) is not None for t in carrying)
+        )
+
     def _local_size(self, tensor: int, dim: int, index: int) -> int:
         size = self.trace.tensors[tensor].shape[dim]
         cut = self.is_cut(tensor, index)
@@ -266,7 +289,7 @@ class Stream(CutStream):
                 self._add(self.result.scatters, (border, "output"), dim, "")
         entering = [b for b in self.flow.entering.get(tensor, []) if b.first <= index < b.last]
         for border in sorted(entering, key=lambda b: b.last - b.first):
-            if border.module not in self.names:
+            if border.module not in self.names or any(border.visit == start.visit for start in self.starts):
                 self._add(self.result.scatters, (border, "input"), dim, "")
 
     def _all_after(self, border: Border, tensor: int) -> bool:
