@@ -141,7 +141,9 @@ class CutStream:
             uses = self.flow.gradient_uses(tensor)
             whole = [u for u in uses if not self._reaches_share(u)]
             if whole and tensor not in self.placement.summed_parameters:
-                raise Refused(f"{self.trace.tensors[tensor].names[0]} is used on shares and on the whole sequence")
+                call = self.trace.calls[min(whole)]
+                name, place = self.trace.tensors[tensor].names[0], call.module or "the model"
+                raise Refused(f"{call.name} in {place} uses {name} on the whole sequence, others use it on shares")
         self._even_doors()
         self._note_shares()
 
@@ -197,12 +199,19 @@ class CutStream:
             (b.module, side, b.path)
             for b, side in (*result.gather_sums, *((b, "output") for b in result.reduce_scatters))
         }
-        for module, *_ in sorted(uneven & fixed, key=str):
-            raise Refused(f"{module or 'the model'} runs on shares and on the whole sequence")
+        for door in sorted(uneven & fixed, key=str):
+            raise Refused(f"{door[0] or 'the model'} runs on shares and on the whole sequence{self._of(door, doors)}")
         if uneven:  # look for other borders
             self.closed |= uneven
             self.result = SequencePlacement()
             raise Again
+
+    def _of(self, door: Door, doors: dict[Door, set[int]]) -> str:
+        """What made the value that is whole where others are cut."""
+        runs = self.flow.runs_through(*door)
+        made = (self.flow.producer.get(tensor, -1) for visit, tensor in runs.items() if visit not in doors[door])
+        call = next((self.trace.calls[index] for index in made if index >= 0), None)
+        return "" if call is None else f", which {call.name} in {call.module or 'the model'} made"
 
     def _reaches_share(self, call: int) -> bool:
         """Is what a call makes of a parameter used on shares of the positions?"""

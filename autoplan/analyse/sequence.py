@@ -32,9 +32,11 @@ def place_sequence(
     """Cut the residual stream of every stack of blocks along its sequence; one that cannot be stays whole."""
     found: list[SequencePlacement] = []
     refused: list[tuple[str, str]] = []
+    without: list[str] = []
     for number, names in enumerate(blocks for blocks in stacks if blocks):
         stream = Stream(shards, flow, placement, names).run()
         if stream is None:
+            without.append(f"nothing that {names[0]} takes in has a dim of positions")
             continue
         if stream.reason:
             refused.append((names[0].rpartition(".")[0], stream.reason))
@@ -42,7 +44,8 @@ def place_sequence(
         stream.name_borders(f"s{number}")
         found.append(stream)
     if not found:
-        reasons = [why for _, why in refused] or ["the model has no repeated blocks whose stream could be cut"]
+        none = "the model has no repeated blocks whose stream could be cut"
+        reasons = [why for _, why in refused] or without or [none]
         return SequencePlacement(reason="; ".join(dict.fromkeys(reasons)))
     result = reduce(_merged, found)
     result.whole += [f"all of {stack or 'the stack'}: {why}" for stack, why in refused]

@@ -285,7 +285,7 @@ class Stream(CutStream):
             return
         leaving = [b for b in self.flow.leaving.get(tensor, []) if b.first <= producer < b.last <= index]
         for border in sorted(leaving, key=lambda b: b.last - b.first):
-            if self._all_after(border, tensor):
+            if self._all_after(border, tensor) and (border, "output") not in self.result.gathers:
                 self._add(self.result.scatters, (border, "output"), dim, "")
         entering = [b for b in self.flow.entering.get(tensor, []) if b.first <= index < b.last]
         for border in sorted(entering, key=lambda b: b.last - b.first):
@@ -293,7 +293,8 @@ class Stream(CutStream):
                 self._add(self.result.scatters, (border, "input"), dim, "")
 
     def _all_after(self, border: Border, tensor: int) -> bool:
-        return all(use >= border.last for use in self.flow.uses[tensor])
+        """Do all read the value behind the border, and where the walk sees them?"""
+        return all(use >= max(border.last, self.first_call) for use in self.flow.uses[tensor])
 
     def _note_gradients(self, index: int, inputs: list[int], cut: list[int]) -> None:
         """What a call on shares reads besides positions gets a part of its gradient on each rank."""
