@@ -21,6 +21,7 @@ __all__ = ["SequencePlacement", "Stream"]
 _ROUNDS = 200
 _MAKERS = 4  # calls to go back in search of what can be cut
 _INDEXING = ("__getitem__", "narrow", "select", "index_select")
+_SCATTERING = ("scatter", "index_add", "index_copy", "index_reduce")  # along their second argument
 _ALIKE = ("expand", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full")  # the same at every position
 _RANDOM = ("dropout", "dropout_", "alpha_dropout")
 
@@ -169,6 +170,8 @@ class Stream(CutStream):
                 return f"{self.trace.ops[op].name} in {call.module or 'the model'} reads across the sequence"
         if call.name in _INDEXING and self.positions.picks(index, cut):
             return f"{call.name} in {call.module or 'the model'} picks positions"
+        if self._scatters(index, cut):
+            return f"{call.name} in {call.module or 'the model'} writes positions to places of their own"
         for tensor in (*self.flow.inputs[index], *self.flow.outputs[index]):
             if len(self.positions.dims_of(tensor)) > 1:
                 return f"{call.name} in {call.module or 'the model'} meets two positions at once"
@@ -177,6 +180,14 @@ class Stream(CutStream):
         if not self._sizes_follow(index, cut):
             return f"{call.name} in {call.module or 'the model'} is told the length of the sequence"
         return ""
+
+    def _scatters(self, index: int, cut: list[int]) -> bool:
+        """Does a call write what it reads along the sequence elsewhere, and so add several positions together?"""
+        call = self.trace.calls[index]
+        dim = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim")
+        if not call.name.startswith(_SCATTERING) or not isinstance(dim, int):
+            return False
+        return any(dim % len(self.trace.tensors[t].shape) in self.positions.dims_of(t) for t in cut)
 
     def _sizes_follow(self, index: int, cut: list[int]) -> bool:
         """Do the sizes that Python passes shrink by themselves when the cut inputs do?"""
