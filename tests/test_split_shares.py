@@ -133,6 +133,17 @@ class RowByNumber(nn.Module):
         return self.above(padded) @ self.table.weight.T
 
 
+class TableForEachFrame(nn.Module):
+    """One text is read beside each of three frames: its ids are copied before they are looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.above, self.out = nn.Embedding(512, WIDTH), Mlp(), nn.Linear(WIDTH, 8, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(self.above(self.table(ids.repeat_interleave(3, dim=0))))
+
+
 class Chosen(nn.Module):
     """Each position is worked on by the member that it scores highest; a trace may see one of them at work."""
 
@@ -176,6 +187,7 @@ CASES = {
     "bare matrix": Case(FrozenMatrix, frozenset({"bridge", "above.near.weight", "above.far.weight"}), STREAM),
     "sum after a product": Case(lambda: LinearOfColumns(False), frozenset({"bridge.weight", "bridge.bias"}), STREAM),
     "row of a table": Case(lambda: RowByNumber(300, True), frozenset({"table.weight"}), IDS),
+    "table read with copied ids": Case(TableForEachFrame, frozenset({"table.weight"}), IDS),
     "part of a row": Case(lambda: RowByNumber(-1, False), frozenset({"table.weight"}), IDS),
     "members that never ran": Case(Chosen, frozenset(f"members.m{n}.far.weight" for n in range(7)), STREAM),
     "frozen": Case(lambda: LinearOfColumns(True), frozenset({"bridge.weight", "bridge.bias"}), STREAM),

@@ -37,7 +37,10 @@ _WORTH_GATHERING = 0.004  # share of all matrix elements below which a whole wei
 _LARGE_TABLE = 0.5  # of the largest table: smaller ones (positions, types) stay whole
 _VOCABULARY = 8192  # columns from which an uneven cut does not matter
 _LOOKED_UP = "embed_index"
-_PARTS = frozenset(("select", "slice", "split", "split_with_sizes", "unbind", "view", "_unsafe_view", "reshape"))
+_PARTS = frozenset(
+    ("select", "slice", "split", "split_with_sizes", "unbind", "view", "_unsafe_view", "reshape", "unsqueeze")
+    + ("squeeze", "expand", "repeat", "repeat_interleave", "clone")
+)
 _PRODUCT = "free_a"  # a free dim of a product: of a head whose weight is worked on first
 
 
@@ -62,7 +65,7 @@ def _table_rows(trace: Trace, axes: Axes) -> set[Term]:
 
 
 def _given_ids(trace: Trace) -> set[int]:
-    """The model's inputs, and parts of them (ids of several codebooks come in one tensor)."""
+    """The model's inputs, parts of them (ids of several codebooks come in one tensor) and copies (once a frame)."""
     found = {tensor for tensor, info in enumerate(trace.tensors) if info.kind == "input"}
     for op in trace.ops:
         if op.name in _PARTS and isinstance(op.args[0], Ref) and op.args[0].id in found:
