@@ -10,7 +10,9 @@ from transformers import ConvNextConfig
 from transformers.modeling_outputs import BaseModelOutput
 
 import autoplan
+from autoplan.capture.draw import Draw
 from autoplan.capture.source import resolve
+from autoplan.capture.usual_inputs import first_that_runs
 from autoplan.check.verify import clone_of
 from autoplan.errors import PlanMismatchError, SourceError
 from autoplan.execute.paths import change_at
@@ -113,3 +115,79 @@ def test_a_clone_that_cannot_be_tiny_is_larger() -> None:
     assert larger and larger[-1].shrink == "nothing"
     widths = clone_of(resolve(given)).model.config.hidden_sizes
     assert widths == [8, 16, 24, 32]
+
+
+class Folding(nn.Module):
+    """Each fold doubles what rounding did before it."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, wave: torch.Tensor) -> torch.Tensor:
+        wave = torch.sigmoid(self.down(torch.tanh(self.up(wave.transpose(1, 2)))))
+        for _ in range(self.times):
+            wave = torch.where(wave < 0.5, 2 * wave, 2 - 2 * wave)
+        return wave
+
+
+def test_rounding_is_no_mistake_and_a_mistake_no_rounding() -> None:
+    inputs = {"wave": SOUND}
+    found = {}
+    for times in (0, 41, 50):
+        model = Folding(times).double()
+        plan = autoplan.plan(model, 2, inputs=inputs, prove="none")
+        found[times] = autoplan.verify(model, plan, tp_size=2, inputs=inputs, checks=["parameters", "forward"])
+    assert found[0].ok and found[0].details["tolerance"] == 1e-5
+    assert found[41].ok and found[41].details["tolerance"] > 1e-5
+    assert any("last bit" in finding.message for finding in found[41].findings)
+    assert not found[50].ok  # nothing is left of such a model but rounding
+
+
+class Upward(nn.Module):
+    """Channels inside a group of a transposed convolution are summed; its groups are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Conv1d(8, 32, 1)
+        self.back = nn.ConvTranspose1d(32, 16, 2, stride=2, groups=2)
+        self.last = nn.Linear(16, 8)
+
+    def forward(self, wave: torch.Tensor) -> torch.Tensor:
+        return self.last(self.back(torch.tanh(self.out(wave))).transpose(1, 2))
+
+
+def test_groups_of_a_transposed_convolution_are_cut_as_wholes() -> None:
+    model, inputs = Upward().double(), {"wave": SOUND}
+    for tp_size in (2, 4):
+        plan = autoplan.plan(model, tp_size, inputs=inputs, prove="none")
+        report = autoplan.verify(model, plan, tp_size=tp_size, inputs=inputs, checks=["parameters", "forward"])
+        assert plan.entries and report.ok, report
+
+
+class Prompted(nn.Module):
+    """Takes what its arguments' names say, in one way only."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape, self.taken = shape, nn.Linear(shape[-1], 2)
+
+    def forward(self, input_values: torch.Tensor, bbox: torch.Tensor | None = None) -> torch.Tensor:
+        if input_values.dim() != len(self.shape) + 1 or bbox is None:
+            raise ValueError("not like this")
+        return self.taken(input_values) + bbox.sum()
+
+
+@pytest.mark.parametrize("shape", [(4000,), (1, 3840), (128, 80), (80, 128)])
+def test_arguments_are_tried_in_the_usual_ways(shape: tuple[int, ...]) -> None:
+    def takes(name: str) -> bool:
+        return name in ("input_values", "bbox")
+
+    def requires(name: str) -> bool:
+        return name == "input_values"
+
+    model, draw = Prompted(shape), Draw(0, torch.float32)
+    found = first_that_runs(model, {}, [], (3, 8, 8), (2, 10), takes, requires, draw)
+    assert found is not None and found["input_values"].shape == (2, *shape) and found["bbox"].shape == (2, 10, 4)
+    assert first_that_runs(Prompted((7, 7, 7, 7)), {}, [], (3, 8, 8), (2, 10), takes, requires, draw) is None

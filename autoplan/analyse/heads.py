@@ -277,7 +277,12 @@ def _head_border(tensor: int, flow: CallFlow, shards: Shards) -> Border | None:
 
 def _is_of_weights(tensor: int, flow: CallFlow) -> bool:
     """A parameter, or made of parameters alone: a head may norm its rows before it multiplies with them."""
-    if tensor not in flow.producer:
-        return flow.trace.tensors[tensor].kind == "parameter"
-    made_of = [t for t in flow.inputs[flow.producer[tensor]] if t != tensor]
-    return bool(made_of) and all(_is_of_weights(t, flow) for t in made_of)
+    waiting, seen = [tensor], {tensor}
+    while waiting:
+        one = waiting.pop()
+        made_of = [t for t in flow.inputs[flow.producer[one]] if t != one] if one in flow.producer else []
+        if not made_of and (one in flow.producer or flow.trace.tensors[one].kind != "parameter"):
+            return False
+        waiting += [t for t in made_of if t not in seen]
+        seen.update(made_of)
+    return True

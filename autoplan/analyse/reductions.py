@@ -9,12 +9,14 @@ Anything else that reads across a split dimension is refused.
 
 from __future__ import annotations
 
+from collections import Counter
 from math import prod
 from typing import Any
 
 from autoplan.analyse.fused_attention import FUSED_ATTENTION, argument, obstacle
 from autoplan.analyse.op_rules.experts import BOX
 from autoplan.analyse.shards import Shards, refs
+from autoplan.analyse.terms import Term
 from autoplan.values import Call, Op, Ref, Trace
 
 __all__ = [
@@ -134,8 +136,21 @@ def _convolution(op: Op, shards: Shards) -> str | None:
     groups = op.args[8]
     if groups == 1:
         return "sum" if _split(shards, op.args[0], 1) else None
-    weight_inputs = shards.axes.of(op.args[1].id)[1]
-    return "sum" if shards.layout_of(weight_inputs) is not None else None
+    rows, columns = shards.axes.of(op.args[1].id)[:2]
+    if not op.args[6]:
+        return "sum" if shards.layout_of(columns) is not None else None
+    if _cut_inside(shards, rows, groups):
+        return "refused: a transposed convolution over channels inside its groups"
+    return None
+
+
+def _cut_inside(shards: Shards, term: Term, groups: int) -> bool:
+    """Does some rank hold a part of a group?"""
+    layout, size = shards.layout_of(term), term.size // groups
+    if layout is None:
+        return False
+    held = (Counter(row // size for row in layout.rows(rank, shards.tp)) for rank in range(shards.tp))
+    return any(count != size for of_rank in held for count in of_rank.values())
 
 
 def reduced_dims(op: Op, shards: Shards) -> list[int]:

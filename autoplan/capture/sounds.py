@@ -9,7 +9,7 @@ import torch
 
 from autoplan.capture.draw import Draw
 
-__all__ = ["sounds", "spectrum"]
+__all__ = ["bands_of", "sounds", "spectrum"]
 
 _BANDS = ("num_mel_bins", "n_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "num_mel_filters")
 _BANDS_LATER = ("d_mel", "feature_size", "input_dim", "input_size")
@@ -34,7 +34,13 @@ def sounds(
 
 def spectrum(configs: Sequence[Any]) -> int:
     """How many bands a spectrogram has."""
-    return next((v for names in (_BANDS, _BANDS_LATER) for c in configs for n in names if (v := _int(c, n))), 80)
+    return bands_of(configs)[0]
+
+
+def bands_of(configs: Sequence[Any]) -> list[int]:
+    """What the configs may mean by the number of bands, the likeliest first."""
+    found = [v for names in (_BANDS, _BANDS_LATER) for c in configs for n in names if (v := _int(c, n))]
+    return list(dict.fromkeys(found)) or [80]
 
 
 def _int(config: Any, name: str) -> int | None:

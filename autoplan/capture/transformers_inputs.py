@@ -24,6 +24,7 @@ from autoplan.capture.shrink import all_configs
 from autoplan.capture.sizes import is_token_id
 from autoplan.capture.sounds import sounds, spectrum
 from autoplan.capture.type_rules import type_rules
+from autoplan.capture.usual_inputs import NAMES, first_that_runs
 from autoplan.errors import CaptureError
 
 __all__ = ["make_entries"]
@@ -40,14 +41,16 @@ def make_entries(
     maker = _Maker(model, config, model_type, batch, length, seed)
     main = maker.main_entry()
     if any(maker.requires(name) and name not in main for name in maker.parameters):
-        made = maker.tower_alone() or derive(model, batch, length, seed)  # its error names what is not known
+        made = (
+            maker.tower_alone() or maker.another_way(main) or derive(model, batch, length, seed)
+        )  # it names what fails
         return {"forward": {**made, **maker.without_cache()}}, []
     if not main:
         raise CaptureError(
             f"no inputs known for {type(model).__name__}: its main input is {maker.main!r}",
             hint="pass inputs={argument: tensor} for its forward",
         )
-    main = maker.with_what_text_needs(main)
+    main = maker.with_what_text_needs(main) if "input_ids" in main else maker.as_it_runs(main)
     name = "text" if "input_ids" in main or "decoder_input_ids" in main else "forward"
     entries, notes = {name: main}, []
     for entry, modality in maker.prompts(main) if name == "text" else ():
@@ -127,15 +130,28 @@ class _Maker:
 
     def with_what_text_needs(self, main: dict[str, Any]) -> dict[str, Any]:
         """Models that compare texts with pictures or sounds take both at once, and say so in no signature."""
-        beside = [name for name in (*_PICTURE, *_AUDIO) if self.takes(name) and name not in main]
+        beside = [name for name in (*_PICTURE, *_AUDIO, "bbox") if self.takes(name) and name not in main]
         alone = any(isinstance(getattr(self.config, token, None), int) for m in MODALITIES for token in m.tokens)
-        if "input_ids" not in main or not beside or alone or failure_of(self.model, main) is None:
+        if not beside or alone or failure_of(self.model, main) is None:
             return main
         for name in beside:
             given = self.picture() if name in _PICTURE else self.sound(name)
             if failure_of(self.model, {**main, name: given}) is None:
                 return {**main, name: given}
-        return main
+        return self.another_way(main) or main
+
+    def as_it_runs(self, main: dict[str, Any]) -> dict[str, Any]:
+        """Pictures and sounds of the usual kinds, until the model runs."""
+        if not any(name in main for name in NAMES) or failure_of(self.model, main) is None:
+            return main
+        return self.another_way(main) or main
+
+    def another_way(self, main: dict[str, Any]) -> dict[str, Any] | None:
+        """The same with arguments of other shapes, or with more of them, where a call with them runs."""
+        if any(self.requires(name) and name not in main and name not in NAMES for name in self.parameters):
+            return None
+        picture, sizes = self.picture().shape[1:], (self.batch, self.length)
+        return first_that_runs(self.model, main, self.configs, picture, sizes, self.takes, self.requires, self.draw)
 
     def _passes_on(self, name: str) -> bool:
         """A forward with **kwargs hands them to inner models; those that cache know the word."""

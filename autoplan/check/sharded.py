@@ -111,6 +111,7 @@ def _check(
     start = time.perf_counter()
     from autoplan.check.checks import CHECKS, judge
     from autoplan.check.compare import tolerance_for
+    from autoplan.check.sensitivity import tolerance_of
 
     subject = _prepared(model, entries, others)
     reference, absent = _reference(subject, wanted)
@@ -123,6 +124,10 @@ def _check(
         if ranks and check.name in ranks[0][0]:
             seen = [observed[check.name] for observed, _ in ranks]
             more, errors = judge(check, reference[check.name], seen, tolerance)
+            if check.name == "forward" and more:
+                tolerance, note = tolerance_of(check, subject, reference[check.name], errors, tolerance)
+                more, errors = judge(check, reference[check.name], seen, tolerance)
+                findings += note
             findings += more
             if check.name == "forward":
                 gradients = _worst(errors, "gradient")
