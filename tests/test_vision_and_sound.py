@@ -191,3 +191,8 @@ def test_arguments_are_tried_in_the_usual_ways(shape: tuple[int, ...]) -> None:
     found = first_that_runs(model, {}, [], (3, 8, 8), (2, 10), takes, requires, draw)
     assert found is not None and found["input_values"].shape == (2, *shape) and found["bbox"].shape == (2, 10, 4)
     assert first_that_runs(Prompted((7, 7, 7, 7)), {}, [], (3, 8, 8), (2, 10), takes, requires, draw) is None
+
+
+def test_no_clone_is_shown_large_pictures() -> None:
+    large = ConvNextConfig(hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], image_size=1024)
+    assert [one.shrink for one in resolve(large).ever_larger()] == ["all"]

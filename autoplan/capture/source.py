@@ -32,6 +32,7 @@ __all__ = ["Source", "resolve"]
 
 _SMALL = 30_000_000  # parameters up to which a module is its own tiny clone
 _RUNS_IN_SECONDS = 60_000_000
+_LARGEST_PICTURE = 384  # pixels per side that a clone on the CPU is shown
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class Source:
         their own sizes are known to fit.
         """
         yield self
-        if not self._described_by_config:
+        if not self._described_by_config or _pixels(self.config) > _LARGEST_PICTURE:
             return
         for shrink in ("depth", "nothing"):
             larger = replace(self, shrink=shrink)
@@ -262,6 +263,13 @@ def _build(cls: type, config: PretrainedConfig, attention: str | None) -> Any:
             f"{cls.__name__} cannot be built from its config: {type(error).__name__}: {error}",
             hint="mend the config, or build the model yourself and pass it",
         ) from error
+
+
+def _pixels(config: PretrainedConfig | None) -> int:
+    """The longest side of a picture that any part of the config names."""
+    sizes = [getattr(one, "image_size", 0) for one in all_configs(config)] if config is not None else []
+    sides = (side for size in sizes for side in (size if isinstance(size, list | tuple) else (size,)))
+    return max((side for side in sides if isinstance(side, int)), default=0)
 
 
 def _count(model: nn.Module) -> int:
