@@ -76,6 +76,28 @@ class WeightNormed(nn.Module):
         return x + self.far(torch.tanh(self.near(torch.tanh(x).mT))).mT
 
 
+class NormedInside(nn.Module):
+    """torch's own RMSNorm over a width that is split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.level, self.far = nn.Linear(WIDTH, INNER), nn.RMSNorm(INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.far(torch.tanh(self.level(self.near(torch.tanh(x)))))
+
+
+class Bags(nn.Module):
+    """A table whose rows are averaged, and an MLP that reads them."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.table, self.near, self.far = nn.EmbeddingBag(60, INNER, mode=mode), nn.Linear(INNER, 32), nn.Linear(32, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.far(torch.tanh(self.near(torch.tanh(self.table(x)))))
+
+
 class TwoLayerHead(nn.Module):
     """A classifier that is wider inside than the classes are many: its two layers are a pair, not a vocabulary."""
 
@@ -180,6 +202,13 @@ CASES = {
     "weight norms": Case(
         WeightNormed, frozenset({f"{name}.parametrizations.weight.original1" for name in ("near", "far")}), STREAM
     ),
+    "RMSNorm inside": Case(NormedInside, BOTH | {"level.weight"}, STREAM),
+    **{
+        f"bags, {mode}": Case(
+            partial(Bags, mode), frozenset({"table.weight", "near.weight"}), {"x": torch.arange(15).view(5, 3) * 4}
+        )
+        for mode in ("mean", "sum", "max")
+    },
     "a head of two layers": Case(TwoLayerHead, BOTH, STREAM),
     "std": Case(OnlyTheLoud, BOTH, STREAM),
     "std, dim dropped": Case(lambda: OnlyTheLoud(keepdim=False, correction=1), BOTH, STREAM),

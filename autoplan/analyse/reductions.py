@@ -76,7 +76,7 @@ def reduction_of(call: Call, shards: Shards, gathered: frozenset[int]) -> str | 
             return "gather"
         here = _op_reduction(op, shards)
         if here:
-            found = here
+            found = "norm" if call.name in _NORMS else here  # on some devices its ops are recorded one by one
     if found == "row" and call.name != "__getitem__":
         return "refused: a row of a split table that is taken otherwise than by table[number]"
     if found == "length" and call.name not in _LENGTH_CALLS:

@@ -248,7 +248,7 @@ def _cuts(shards: Shards, flow: CallFlow, result: Scope) -> dict[int, tuple[tupl
 def _details(call: Call, reduction: str | None, shards: Shards) -> tuple[tuple[str, Any], ...]:
     """What the function mode must know to carry out a reduction."""
     if reduction == "norm":
-        return _norm_details(call, shards)
+        return _norm_details(call, shards.trace)
     if reduction == "spread":
         return _spread_details(call, shards)
     if reduction == "length":
@@ -260,12 +260,11 @@ def _details(call: Call, reduction: str | None, shards: Shards) -> tuple[tuple[s
     return ()
 
 
-def _norm_details(call: Call, shards: Shards) -> tuple[tuple[str, Any], ...]:
-    op = next(shards.trace.ops[i] for i in range(*call.ops) if "norm" in shards.trace.ops[i].name)
-    count = 1
-    for n in op.args[1]:
-        count *= int(n)
-    return (("count", count), ("dims", len(op.args[1])))
+def _norm_details(call: Call, trace: Trace) -> tuple[tuple[str, Any], ...]:
+    """Of a norm: over how many numbers it runs, in how many dims."""
+    dims = len(call.args[1] if len(call.args) > 1 else call.kwargs["normalized_shape"])
+    shape = trace.tensors[next(refs(call.args))].shape
+    return (("count", prod(shape[len(shape) - dims :])), ("dims", dims))
 
 
 def _spread_details(call: Call, shards: Shards) -> tuple[tuple[str, Any], ...]:

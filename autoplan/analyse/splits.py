@@ -91,7 +91,10 @@ def residual_leaves(trace: Trace, axes: Axes) -> set[Term]:
 
 
 class _Sameness:
-    """Values that are one value cast, copied, scaled or shifted: the stream is still the stream in another dtype."""
+    """Values that are one value cast, copied, scaled by a number or shifted: the stream in another dtype is the stream.
+
+    Scaled channel by channel it is not: `f(x) + D * x`, inside a mixer, is no stream.
+    """
 
     _COPIES = frozenset(
         [
@@ -117,6 +120,8 @@ class _Sameness:
             active = [t for t in mentioned if t not in axes.weights and trace.tensors[t].kind != "constant"]
             outputs = list(refs(op.outputs))
             if op.name not in self._COPIES or len(active) != 1 or not outputs or outputs[0] == active[0]:
+                continue
+            if op.name == "mul" and any(prod(trace.tensors[t].shape) > 1 for t in mentioned if t in axes.weights):
                 continue
             if trace.tensors[outputs[0]].shape == trace.tensors[active[0]].shape:
                 self._root.setdefault(outputs[0], self.root(active[0]))

@@ -217,6 +217,13 @@ def _norm(local: Local) -> Any:
     return [x if bias is None else x + bias, *local.recorded[1:]]
 
 
+def _group_norm(local: Local) -> Any:
+    """Its groups and channels are told as numbers: a rank has its share of both."""
+    channels, whole = local.args[0].shape[1], local.size(0, 1)
+    local.args[4], local.args[6] = channels, local.args[6] * channels // whole
+    return local.call()
+
+
 def _scaled(local: Local) -> Any:
     """A weight norm over a split dimension: ranks exchange the lengths, which are the recorded ones."""
     kept = local.argument(2, "dim", 0) % local.args[0].dim()
@@ -274,6 +281,7 @@ RULES: dict[str, Rule] = {
     "sum": Rule(_sum),
     "mean": Rule(_mean),
     **dict.fromkeys(("var", "std"), Rule(_spread)),
+    "native_group_norm": Rule(_group_norm),
     "linalg_vector_norm": Rule(_length),
     "_weight_norm_interface": Rule(_scaled),
     **dict.fromkeys(_ACROSS, Rule(_whole_only)),

@@ -23,6 +23,18 @@ def embedding(site: Site) -> Answer:
     return [[*site.terms(indices), site.from_weight(width)]]
 
 
+@rule("_embedding_bag", "_embedding_bag_forward_only")
+def embedding_bag(site: Site) -> Answer:
+    """The sum, mean or maximum of some rows of a table for each bag. Which rows, the data say."""
+    table, _, offsets = site.inputs[:3]
+    rows, width = site.terms(table)
+    site.mark(rows, Event.EMBED_INDEX)
+    bags = site.terms(offsets)[0]
+    if bags.size != site.out_shape[0]:  # the last offset may be an end
+        bags = site.fresh(site.out_shape[0], data=True)
+    return [[bags, site.from_weight(width)], *(None for _ in site.outputs[1:])]
+
+
 @dataclass(frozen=True)
 class _Lookup:
     """x[indices] taken apart: dims before and after the looked-up ones, and what each index tensor brings.
