@@ -29,7 +29,10 @@ def diff(before: Plan, after: Plan) -> tuple[Change, ...]:
     changes += _items("finding", before.findings, after.findings, lambda finding: finding.where)
     for field in fields(Runtime):
         old_sites, new_sites = getattr(before.runtime, field.name), getattr(after.runtime, field.name)
-        changes += _items(field.name, old_sites, new_sites, lambda site: getattr(site, "pattern", site))
+        if isinstance(old_sites, tuple):
+            changes += _items(field.name, old_sites, new_sites, lambda site: getattr(site, "pattern", site))
+        elif old_sites != new_sites:
+            changes.append(Change("", field.name, old_sites, new_sites))
     if not changes and before != after:  # the same items in another order
         changes = [*_fields("", before, after)]
     return tuple(changes)
