@@ -196,3 +196,23 @@ def test_arguments_are_tried_in_the_usual_ways(shape: tuple[int, ...]) -> None:
 def test_no_clone_is_shown_large_pictures() -> None:
     large = ConvNextConfig(hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], image_size=1024)
     assert [one.shrink for one in resolve(large).ever_larger()] == ["all"]
+
+
+class NoisyAfterDropout(nn.Module):
+    """A dropout on a share before noise that all ranks draw alike: in eval mode it must not move the noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(8, 12), nn.Dropout(0.1), nn.Linear(12, 8)
+
+    def forward(self, wave: torch.Tensor) -> torch.Tensor:
+        wave = self.down(self.drop(torch.relu(self.up(wave.transpose(1, 2)))))
+        return wave + torch.randn(wave.shape, dtype=wave.dtype)
+
+
+def test_what_draws_in_training_leaves_the_noise_of_eval_mode() -> None:
+    model, inputs = NoisyAfterDropout().double(), {"wave": SOUND}
+    plan = autoplan.plan(model, 2, inputs=inputs, prove="none")
+    assert plan.runtime.random and plan.runtime.draws
+    report = autoplan.verify(model, plan, tp_size=2, inputs=inputs, checks=["parameters", "forward"])
+    assert report.ok, report

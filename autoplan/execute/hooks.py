@@ -248,7 +248,7 @@ class _Root:
         self.running.loss = loss and self.running.split_loss
         in_training = self.random and module.training and (self.draws or not torch.compiler.is_compiling())
         if in_training or self.always:
-            self.running.randomness.begin()
+            self.running.randomness.begin(module.training)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         group = self.running.group

@@ -35,9 +35,11 @@ class SharedRandomness:
         self.group, self.device = group, device
         self.outside: list[Any] = []
         self.switched: list[Any] = []  # states of the streams we left, innermost last
+        self.training = True
 
-    def begin(self) -> None:
+    def begin(self, training: bool = True) -> None:
         """Agree on a seed: the first rank's draw counts."""
+        self.training = training
         draw = proposed_seed()
         self.outside.append(random_streams.get_state())
         mine = torch.tensor([draw if self.group.rank == 0 else 0], device=self.device)
@@ -52,9 +54,11 @@ class SharedRandomness:
         return bool(self.outside)
 
     def enter_split(self) -> None:
-        """Draw per rank from here on."""
+        """Draw per rank from here on. What draws of a share draws in training: in eval mode the stream is left as it
+        was, so that what comes after draws as unsharded."""
+        before = random_streams.get_state()
         seed = proposed_seed()
-        self.switched.append(random_streams.get_state())
+        self.switched.append(random_streams.get_state() if self.training else before)
         random_streams.manual_seed(seed + 1 + self.group.rank)
 
     def leave_split(self) -> None:
