@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -15,7 +17,9 @@ from autoplan.capture.source import resolve
 from autoplan.capture.usual_inputs import first_that_runs
 from autoplan.check.verify import clone_of
 from autoplan.errors import PlanMismatchError, SourceError
+from autoplan.execute import random_streams
 from autoplan.execute.paths import change_at
+from autoplan.execute.randomness import SharedRandomness
 
 SOUND = torch.randn(2, 8, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -198,21 +202,16 @@ def test_no_clone_is_shown_large_pictures() -> None:
     assert [one.shrink for one in resolve(large).ever_larger()] == ["all"]
 
 
-class NoisyAfterDropout(nn.Module):
-    """A dropout on a share before noise that all ranks draw alike: in eval mode it must not move the noise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.drop, self.down = nn.Linear(8, 12), nn.Dropout(0.1), nn.Linear(12, 8)
-
-    def forward(self, wave: torch.Tensor) -> torch.Tensor:
-        wave = self.down(self.drop(torch.relu(self.up(wave.transpose(1, 2)))))
-        return wave + torch.randn(wave.shape, dtype=wave.dtype)
-
-
-def test_what_draws_in_training_leaves_the_noise_of_eval_mode() -> None:
-    model, inputs = NoisyAfterDropout().double(), {"wave": SOUND}
-    plan = autoplan.plan(model, 2, inputs=inputs, prove="none")
-    assert plan.runtime.random and plan.runtime.draws
-    report = autoplan.verify(model, plan, tp_size=2, inputs=inputs, checks=["parameters", "forward"])
-    assert report.ok, report
+@pytest.mark.parametrize("training", [True, False])
+def test_what_draws_of_a_share_moves_the_stream_in_training_only(training: bool) -> None:
+    shared = SharedRandomness(SimpleNamespace(rank=1), torch.device("cpu"))  # type: ignore[arg-type]
+    shared.training = training
+    with random_streams.fork(3):
+        untouched = torch.rand(4)
+    with random_streams.fork(3):
+        shared.enter_split()
+        own = torch.rand(4)
+        shared.leave_split()
+        after = torch.rand(4)
+    assert not torch.equal(own, after)
+    assert torch.equal(after, untouched) is not training
