@@ -10,7 +10,7 @@ from collections import defaultdict
 from typing import Any, NamedTuple
 
 from autoplan.analyse.shards import refs, refs_with_paths
-from autoplan.values import Call, Trace
+from autoplan.values import Call, ModuleVisit, Trace
 
 __all__ = ["Border", "CallFlow"]
 
@@ -42,6 +42,7 @@ class CallFlow:
         self.rewritten: set[int] = set()
         self.carries: set[int] = {i for i, t in enumerate(trace.tensors) if t.kind == "parameter" and t.differentiable}
         self.uses: dict[int, list[int]] = defaultdict(list)
+        self.carries |= {t for v in trace.visits if v.parent is None and v.module for t in self._given(v)}
         for index, call in enumerate(trace.calls):
             self._add(index, call)
         self.leaving: dict[int, list[Border]] = defaultdict(list)
@@ -77,6 +78,10 @@ class CallFlow:
                 self.producer.setdefault(tensor, index)
             if flows and self.trace.tensors[tensor].differentiable:
                 self.carries.add(tensor)
+
+    def _given(self, part: ModuleVisit) -> set[int]:
+        """What a part that is called alone is given: within the model gradients go on from there."""
+        return {tensor for _, tensor in part.inputs if self.trace.tensors[tensor].differentiable}
 
     def gradient_uses(self, tensor: int) -> set[int]:
         """Calls that pass a gradient back to the value."""

@@ -83,7 +83,7 @@ def _head_columns(trace: Trace, axes: Axes) -> set[Term]:
     }
     found = set()
     for visit in trace.visits:
-        if visit.parent is None:
+        if visit.module == "":
             for _, tensor in visit.outputs:
                 terms = axes.of(tensor)
                 last = leaves(terms[-1]) if len(terms) >= 2 else []
@@ -208,14 +208,14 @@ def head_sites(
     for index, border in placement.embeddings.items():
         table = trace.calls[index].args[1].id
         heads[HeadSite(border.module, "embedding", trace.tensors[table].shape[0], 0, (border.path,))] = None
-    for path, tensor, dim, layout in _split_outputs(trace, shards):
+    for module, path, tensor, dim, layout in _split_outputs(trace, shards):
         back = dim - len(trace.tensors[tensor].shape)
         if _is_logits(tensor, dim, shards, vocabulary):
             border_of_head = _head_border(tensor, flow, shards)
             assert border_of_head is not None
             heads[HeadSite(border_of_head.module, "logits", layout.size, back, (path,))] = None
         else:
-            gathers[HookSite("", "output", path, "gather", back, str(layout))] = None
+            gathers[HookSite(module, "output", path, "gather", back, str(layout))] = None
     return tuple(heads), _of_every_block(tuple(gathers), trace)
 
 
@@ -236,19 +236,20 @@ def refuse_homeless_logits(
     trace: Trace, flow: CallFlow, shards: Shards, placement: Placement, vocabulary: set[Term]
 ) -> None:
     """A loss inside forward needs whole logits; they can be gathered only where a module returns them."""
-    for _, tensor, dim, _ in _split_outputs(trace, shards):
+    for _, _, tensor, dim, _ in _split_outputs(trace, shards):
         if _is_logits(tensor, dim, shards, vocabulary) and _head_border(tensor, flow, shards) is None:
             why = "the head's product is not what a module returns, so it could not be gathered for a loss"
             placement.refusals.append(Refusal(-1, why, (tensor,)))
 
 
-def _split_outputs(trace: Trace, shards: Shards) -> Iterator[tuple[tuple[Any, ...], int, int, Layout]]:
+def _split_outputs(trace: Trace, shards: Shards) -> Iterator[tuple[str, tuple[Any, ...], int, int, Layout]]:
+    """What the model, or a part that is called alone, returns in pieces: module, path, tensor, dim, layout."""
     for visit in trace.visits:
         if visit.parent is None:
             for path, tensor in visit.outputs:
                 for dim, layout in enumerate(shards.layouts(tensor)):
                     if layout is not None:
-                        yield path, tensor, dim, layout
+                        yield visit.module, path, tensor, dim, layout
 
 
 def _is_logits(tensor: int, dim: int, shards: Shards, vocabulary: set[Term]) -> bool:

@@ -120,7 +120,7 @@ def _settle(
 
 
 def _outputs(trace: Trace) -> tuple[tuple[Any, ...], ...]:
-    found = (path for visit in trace.visits if visit.parent is None for path, _ in visit.outputs)
+    found = (path for visit in trace.visits if visit.module == "" for path, _ in visit.outputs)
     return tuple(dict.fromkeys(found))
 
 

@@ -45,9 +45,12 @@ class _Guess:
         return self.wants[self.index]
 
 
-def derive(model: nn.Module, batch: int, length: int, seed: int) -> dict[str, Any]:
-    """Keyword arguments for one forward. Raises CaptureError that names the argument nothing is known about."""
-    fixed, guesses = _arguments(model)
+def derive(model: nn.Module, batch: int, length: int, seed: int, *, first: bool = False) -> dict[str, Any]:
+    """Keyword arguments for one forward. Raises CaptureError that names the argument nothing is known about.
+
+    `first`: the first argument is given even if it may be left out.
+    """
+    fixed, guesses = _arguments(model, first)
     if not guesses:
         return fixed
     trial = _Trial(model, fixed, batch, length, seed)
@@ -66,7 +69,7 @@ def derive(model: nn.Module, batch: int, length: int, seed: int) -> dict[str, An
     ) from failure
 
 
-def _arguments(model: nn.Module) -> tuple[dict[str, Any], dict[str, _Guess]]:
+def _arguments(model: nn.Module, first: bool) -> tuple[dict[str, Any], dict[str, _Guess]]:
     """Required arguments: plain values for annotated numbers, guesses for the rest."""
     fixed: dict[str, Any] = {}
     guesses: dict[str, _Guess] = {}
@@ -74,7 +77,7 @@ def _arguments(model: nn.Module) -> tuple[dict[str, Any], dict[str, _Guess]]:
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        if parameter.default is not parameter.empty:
+        if parameter.default is not parameter.empty and not (first and parameter is next(iter(parameters))):
             continue
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise CaptureError(

@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ class Twin:
     `folded`: with few of its equal blocks, which is cheaper, and wrong where the model counts its blocks.
     """
 
-    def __init__(self, model: nn.Module, *, folded: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, folded: bool = True, supposing: bool = False) -> None:
         self.known: KnownValues | None = None
         if sum(p.numel() for p in model.parameters()) <= SMALL:
             copy = fold(model, _values, fold=folded)
@@ -66,7 +66,7 @@ class Twin:
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             with mode:
                 copy = fold(model, _fake, fold=folded)
-            self.known = KnownValues(mode)
+            self.known = KnownValues(mode, supposing=supposing)
         self.module, self.folds = copy.module, copy.folds
 
     def run(self, function: Callable[..., Any], keywords: Mapping[str, Any]) -> Any:
@@ -90,37 +90,43 @@ def depends_on_data(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class Tried:
-    """What came of a call: why it failed, if it did, and the parameters that it read (of equal blocks one stands for
-    all), as far as it came."""
+    """What came of a call: why it failed, if it did, and the parameters that it read, as far as it came.
+
+    `known` are the parameters of the copy: of equal blocks one stands for all. `complete`: it came to its end.
+    """
 
     failure: Exception | None
     used: frozenset[str]
+    known: frozenset[str] = frozenset()
+    complete: bool = True
 
 
-def tried(model: nn.Module, keywords: Mapping[str, Any], *others: Mapping[str, Any]) -> Tried:
+def tried(model: nn.Module, keywords: Mapping[str, Any], *others: Mapping[str, Any], supposing: bool = False) -> Tried:
     """Call a copy of the model; what it reads is what none of the other calls reads.
 
-    It runs, as far as that shows without looking at values, when there is no failure.
+    It runs, as far as that shows without looking at values, when there is no failure. `supposing` makes up choices
+    that depend on values.
     """
     found = Tried(None, frozenset())
     for folded in (True, False):
-        twin = Twin(model, folded=folded)
+        twin = Twin(model, folded=folded, supposing=supposing)
         found = _call(twin, keywords)
         if found.failure is None or not twin.folds:
             break
     read_anyway = (_call(twin, other).used for other in others)
-    return Tried(found.failure, found.used.difference(*read_anyway))
+    return replace(found, used=found.used.difference(*read_anyway))
 
 
 def _call(twin: Twin, keywords: Mapping[str, Any]) -> Tried:
     reads = _Reads(twin.module)
-    failure: Exception | None = None
+    raised: Exception | None = None
     try:
         with reads:
             twin.run(twin.module, keywords)
     except Exception as error:  # someone else's forward may raise anything
-        failure = None if depends_on_data(error) else error
-    return Tried(failure, frozenset(reads.found))
+        raised = error
+    failure = None if raised is None or depends_on_data(raised) else raised
+    return Tried(failure, frozenset(reads.found), frozenset(reads.names.values()), raised is None)
 
 
 def failure_of(model: nn.Module, keywords: Mapping[str, Any]) -> Exception | None:

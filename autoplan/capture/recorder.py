@@ -21,6 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from autoplan.capture.called import call
 from autoplan.capture.code_place import call_name, code_place
 from autoplan.capture.known_values import KnownValues
 from autoplan.capture.traced_ints import Escapes, TracedInt, integer_attributes, trace_attributes
@@ -287,7 +288,7 @@ def record(
     keep_values: bool = False,
     trace_integers: bool = True,
 ) -> tuple[Trace, Recording]:
-    """Run `model(**kwargs)` for each entry and return what happened.
+    """Call the model (or the part that an entry names) for each entry and return what happened.
 
     The model is a throw-away copy: its stored integers are replaced. With `fake_mode` (plain, or one of known values),
     parameters must be fake already and inputs are converted. The recording keeps the tensors themselves, for replaying.
@@ -311,7 +312,7 @@ def record(
             stack.enter_context(_OpRecorder(recording))
             stack.enter_context(_CallRecorder(recording))
             try:
-                model(**kwargs)
+                call(model, kwargs)
             except Exception as error:
                 raise _cannot_run(error, recording, entry) from error
     real = fake_mode is None

@@ -18,6 +18,7 @@ from autoplan.capture.derive_inputs import derive
 from autoplan.capture.draw import Draw
 from autoplan.capture.dry_run import failure_of, tried
 from autoplan.capture.dtypes import working_dtype
+from autoplan.capture.parts import part_entries
 from autoplan.capture.pictures import pictures
 from autoplan.capture.prompts import MODALITIES, Modality, prompt_entry, together
 from autoplan.capture.shrink import all_configs
@@ -68,6 +69,9 @@ def make_entries(
             notes.append(f"no entry with an encoder's states: {' '.join(str(with_states.failure).split())[:200]}")
         elif with_states.failure is None and with_states.used:
             entries["cross"] = crossed
+    if len(maker.configs) > 1 or config.is_encoder_decoder:  # else there is nothing but a text model to run
+        parts, missing = part_entries(model, entries, maker.part, (batch, length, seed))
+        return {**entries, **parts}, [*notes, *missing]
     return entries, notes
 
 
@@ -217,6 +221,13 @@ class _Maker:
             yield from pictures(self.config, vision, self.takes, self.draw, self.batch)
         elif modality.name == "audio":
             yield from sounds(self.configs, self.takes, self.draw, self.batch)
+
+    def part(self, name: str, part: nn.Module) -> dict[str, Any] | None:
+        """What the type's rule file says that a part takes which is called alone."""
+        for path, described in type_rules(self.model_type).parts.items():
+            if f".{name}".endswith(f".{path}"):
+                return {argument: self.draw.described(rule, self.known()) for argument, rule in described.items()}
+        return None
 
     def without_cache(self) -> dict[str, Any]:
         """A cache would be returned; asking for none beats writing to the config."""

@@ -11,6 +11,7 @@
     [prompts.image.pixel_values]   # one argument of the entry with a picture (audio, video) in its prompts: as above;
     kind = "normal"                #   placeholder tokens are counted and put into the text by autoplan, unless
                                    #   [prompts.image.placeholders] says how many: size = "batch*16"
+    [parts."codec.decoder".latents]   # one argument of a part that forward does not run and that is called alone
     shape = ["batch", 3, 28, 28]
 
 A file may name a model type; it never makes a decision.
@@ -29,7 +30,7 @@ from autoplan.rules_folder import rules_folder
 
 __all__ = ["TypeRules", "type_rules"]
 
-_KEYS = {"why", "dtype", "default", "tiny", "inputs", "prompts"}
+_KEYS = {"why", "dtype", "default", "tiny", "inputs", "prompts", "parts"}
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class TypeRules:
     tiny: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, dict[str, Any]] = field(default_factory=dict)
     prompts: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    parts: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
 
 
 @lru_cache(maxsize=1024)

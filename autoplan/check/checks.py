@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from autoplan.capture.called import calls_the_model
 from autoplan.check.compare import Tolerance, compare
 from autoplan.check.subject import Observation, Subject, plain, tensors_in
 from autoplan.values import Finding
@@ -118,14 +119,15 @@ def _trained(subject: Subject) -> Observation:
     """
     subject.model.train()
     try:
+        entries = calls_the_model(subject.entries)  # a part draws its random numbers within the model's run
         with _buffers_kept(subject.model):
             subject.seed(1)
-            first = _each(subject, subject.entries)
+            first = _each(subject, entries)
             left = _buffers(subject.model)
         if subject.gather is None:
             with _buffers_kept(subject.model):
                 subject.seed(2)
-                second = _each(subject, subject.entries)
+                second = _each(subject, entries)
             first[NOISE] = {} if _same(first, second) else {"yes": torch.ones(1)}
         return first | {"buffer after a step": left}
     finally:
@@ -217,7 +219,7 @@ def labels_for(subject: Subject) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     if "labels" not in subject.signature:
         return found
-    for entry, inputs in subject.entries.items():
+    for entry, inputs in calls_the_model(subject.entries).items():
         with torch.no_grad():
             logits = tensors_in(subject.forward(inputs)).get("logits")
         if logits is not None and logits.dim() > 1 and logits.shape[-1] > 1 and "labels" not in inputs:

@@ -68,17 +68,18 @@ def _needs_lifting(model: Any, entries: Mapping[str, Any]) -> bool:
     """Does it run only where what asks for single precision is given double? Raises if it does not run even so."""
     import torch
 
+    from autoplan.capture.called import call
     from autoplan.check.lifted import Lifted
 
     lifted = False
     with torch.no_grad():
         for entry in entries.values():
             try:
-                copy.deepcopy(model)(**entry)
+                call(copy.deepcopy(model), entry)
             except CANNOT_RUN:
                 lifted = True
                 with Lifted():
-                    copy.deepcopy(model)(**entry)
+                    call(copy.deepcopy(model), entry)
     return lifted
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoplan.capture.called import calls_the_model
 from autoplan.check.checks import Check, judge
 from autoplan.check.compare import tolerance_for
 from autoplan.check.mesh_sizes import MeshSizes
@@ -59,6 +60,7 @@ def check_training(
     timeout: float = 180.0,
 ) -> tuple[list[Finding], tuple[str, ...]]:
     """Findings, and the names of the checks that were made."""
+    entries = calls_the_model(entries)
     name = max(entries, key=lambda entry: len(entries[entry]))  # with pictures, where there are any
     shapes = [entries[name], others.get(name, entries[name])]
     batches = tuple(shapes[place % 2] for place in range(mesh.data_size))

@@ -24,6 +24,7 @@ from autoplan.analyse.axes import Axes
 from autoplan.analyse.events import Event
 from autoplan.analyse.heads import gathered_leaves
 from autoplan.analyse.terms import Term, factors, find, leaves, segments
+from autoplan.capture.called import call
 from autoplan.capture.dtypes import working_dtype
 from autoplan.check.compare import error_of, tolerance_for
 from autoplan.check.ranks import one_compute_thread
@@ -108,14 +109,14 @@ class _Law:
         found: dict[str, torch.Tensor] = {}
         with torch.no_grad(), one_compute_thread(), random_streams.fork(0):
             for entry, inputs in self.entries.items():
-                outputs = tensors_in(copy.deepcopy(self.model)(**inputs))  # a run may keep tables for the next
+                outputs = tensors_in(call(copy.deepcopy(self.model), inputs))  # a run may keep tables for the next
                 found.update({f"{entry} {name}": tensor.detach() for name, tensor in outputs.items()})
         return found
 
     def _output_terms(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[int, Term]]:
-        """The terms of an output's dims, from the visit of the whole model that belongs to its entry."""
+        """The terms of an output's dims, from the visit of the model, or the part, that belongs to its entry."""
         entry, _, path = name.partition(" ")
-        visits = [visit for visit in self.trace.visits if visit.module == "" and visit.parent is None]
+        visits = [visit for visit in self.trace.visits if visit.parent is None]
         visit = visits[list(self.entries).index(entry)]
         for found, number in visit.outputs:
             if ".".join(map(str, found)) in (path, "") and self.trace.tensors[number].shape == tuple(tensor.shape):

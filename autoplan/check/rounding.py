@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from autoplan.capture.called import call
 from autoplan.capture.dtypes import inputs_in
 from autoplan.check.ranks import Engine, one_compute_thread, run_processes, run_ranks
 from autoplan.check.subject import tensors_in
@@ -143,7 +144,7 @@ def _outputs(job: _Job) -> Outputs:
     with torch.no_grad():
         for entry, given in job.entries.items():
             with _watched(job, entry, seen):
-                result = job.model(**given)
+                result = call(job.model, given)
             for name, tensor in tensors_in(result).items():
                 if name in ("logits", "last_hidden_state", "output"):
                     seen[f"{entry}: {_OUTPUT}"] = tensor.detach().to("cpu", torch.float64)

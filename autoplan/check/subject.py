@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autoplan.capture.called import PART, call
 from autoplan.check.lifted import Lifted
 from autoplan.execute import random_streams
 from autoplan.execute.randomness import proposed_seed
@@ -65,10 +66,10 @@ class Subject:
     def forward(self, inputs: Inputs) -> Any:
         """One call on copies of the inputs. Caches are left out unless asked for: what they hold is local to a rank."""
         given = {name: _copied(value) for name, value in inputs.items()}
-        if "use_cache" in self.signature and "use_cache" not in given:
+        if "use_cache" in self.signature and "use_cache" not in given and PART not in given:
             given["use_cache"] = False
         with Lifted() if self.lifted else nullcontext(), self._afresh():
-            return self.model(**given)
+            return call(self.model, given)
 
     @contextmanager
     def _afresh(self) -> Iterator[None]:
@@ -84,12 +85,16 @@ class Subject:
             yield
 
     def forward_and_backward(self, inputs: Inputs) -> Observation:
-        """Outputs and every gradient of one call, under a loss in which each output element has its own weight."""
+        """Outputs and every gradient of one call, under a loss in which each output element has its own weight.
+
+        A part that is called alone gives its inputs' gradients too: within the model others go on with them.
+        """
         from autoplan.check.ranks import count_collectives
 
         self.model.zero_grad(set_to_none=True)
+        asking = _asking(inputs) if PART in inputs else {}
         with count_collectives() as forward:
-            result = self.forward(inputs)
+            result = self.forward({**inputs, **asking})
         outputs = tensors_in(result)
         loss = weighted_sum(outputs)
         if loss is not None:
@@ -97,7 +102,9 @@ class Subject:
                 loss.backward()
             self.collectives = {"forward": dict(forward), "backward": dict(backward)}
         gradients = self.gradients() if loss is not None else {}
-        return {"outputs": {name: tensor.detach().clone() for name, tensor in outputs.items()}, "gradients": gradients}
+        seen = {name: tensor.detach().clone() for name, tensor in outputs.items()}
+        seen |= {f"gradient of {name}": tensor.grad for name, tensor in asking.items() if tensor.grad is not None}
+        return {"outputs": seen, "gradients": gradients}
 
     def _seed_alike(self) -> None:
         """Ranks come with streams of their own, and agree on what one device draws with the seed that the first of
@@ -161,6 +168,12 @@ def give_random_values(model: nn.Module, seed: int = 1) -> nn.Module:
                 noise *= 0.3 if parameter.dim() < 2 else 0.15
                 parameter.add_(noise.to(parameter.device, parameter.dtype))
     return model
+
+
+def _asking(inputs: Inputs) -> dict[str, torch.Tensor]:
+    """Its floats, asking for gradients."""
+    floats = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    return {name: tensor.detach().clone().requires_grad_() for name, tensor in floats.items()}
 
 
 def _copied(value: Any) -> Any:

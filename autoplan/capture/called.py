@@ -1,0 +1,24 @@
+"""What an entry calls: the model, or the part of it that the key "@module" names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+__all__ = ["PART", "call", "calls_the_model"]
+
+PART = "@module"
+
+
+def call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """Run the model, or the part of it that the entry names, on the other keys."""
+    given = dict(inputs)
+    part = given.pop(PART, None)
+    return (model if part is None else model.get_submodule(part))(**given)
+
+
+def calls_the_model(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The entries that call the model itself."""
+    return {name: inputs for name, inputs in entries.items() if PART not in inputs}
