@@ -268,3 +268,27 @@ def test_planned_proven_and_exact(kind: type[nn.Module], shape: tuple[int, ...],
     assert plan.proof.ok, plan.findings
     report = autoplan.verify(model, plan, tp_size=2, inputs=inputs, checks=["parameters", "forward", "state_dict"])
     assert report.ok and max(report.gradients.values()) < 1e-10, report.findings
+
+
+class Rough(nn.Module):
+    """Two convolutions with a norm over groups of channels between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 16, 3, padding=1), nn.Linear(16, 10)
+        self.wide, self.even, self.narrow = nn.Conv2d(16, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.Conv2d(32, 16, 1)
+
+    def forward(self, picture: torch.Tensor) -> torch.Tensor:
+        x = self.stem(picture)
+        x = x + self.narrow(F.silu(self.even(self.wide(x))))
+        return self.head(x.mean((2, 3)))
+
+
+def test_groups_of_channels_are_dealt_out() -> None:
+    """The norm's literals (channels, groups) are a rank's own, also when the recorded graph is replayed."""
+    picture = {"picture": torch.randn(2, 3, 6, 6).double()}
+    model = Rough().double()
+    plan = autoplan.plan(model, tp_size=4, inputs=picture)
+    assert plan.proof is not None and plan.proof.ok, plan.findings
+    assert not {"wide.weight", "narrow.weight", "even.weight"} & {item.fqn for item in plan.replicated}
+    assert autoplan.verify(model, plan, tp_size=4, inputs=picture).ok

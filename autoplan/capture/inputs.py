@@ -85,7 +85,10 @@ def core_of(model: nn.Module) -> PreTrainedModel | None:
 
 
 def _users_entries(inputs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """`{argument: value}` is one entry; `{entry: {argument: value}}` is as many as it says."""
+    """`{argument: value}` is one entry; `{entry: {argument: value}}` is as many as it says.
+
+    An entry with the key "@module" calls that part in place of the model (`called.py`).
+    """
     if not isinstance(inputs, Mapping) or not inputs:
         raise CaptureError(
             f"inputs= is {'empty' if isinstance(inputs, Mapping) else type(inputs).__name__}",
