@@ -64,7 +64,7 @@ class Painter(nn.Module):
 
 
 def test_parts_that_forward_never_runs_have_entries() -> None:
-    """Halves that methods run are parts; of choices the one that was not taken is left alone."""
+    """Halves that methods run are parts; of choices the one that was not taken follows the other."""
     model = Painter()
     entries = make_inputs(model, config=model.config).entries
     assert set(entries) == {"text", "press.inward", "press.outward", "sketch"}
@@ -81,7 +81,6 @@ def test_parts_are_split_and_a_method_that_runs_them_is_right(tp: int) -> None:
     plan = autoplan.plan(model, tp, inputs=entries)
     whole = {item.fqn for item in plan.replicated}
     assert not {f"{part}.{half}.weight" for part in ("press.outward", "sketch") for half in ("rise", "fall")} & whole
-    assert "choices.1.rise.weight" in whole
     assert autoplan.verify(model, plan, tp_size=tp, inputs=entries).ok
     ids = torch.arange(12).view(2, 6)
     model.paint(ids).square().sum().backward()
