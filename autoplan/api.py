@@ -31,7 +31,7 @@ from autoplan.decide.constraints import same_in_folded_blocks
 from autoplan.decide.experts import check_expert_size, expert_findings, experts_of
 from autoplan.decide.folding import same_in_like_blocks
 from autoplan.dialects.read import PlanSource, read_source
-from autoplan.errors import AutoplanError, IndivisibleError
+from autoplan.errors import AutoplanError, CaptureError, IndivisibleError
 from autoplan.execute.checkpoint_choice import Request, checkpoint_blocks
 from autoplan.execute.fsdp import DataParallel, shard_data_parallel
 from autoplan.execute.mesh_dims import read_mesh
@@ -187,7 +187,13 @@ def solve_source(
     )
     solution = solved(captured.trace)
     if captured.unfold and not same_in_like_blocks(solution.parameters, solution.runtime, captured.trace.folds):
-        solution = solved(captured.unfold().trace)
+        try:
+            solution = solved(captured.unfold().trace)
+        except CaptureError as error:  # what need not be alike along the sequence is so without it
+            if sequence_stacks is None:
+                raise
+            uneven = f"its blocks are not cut alike, and cannot be recorded one by one: {error.message}"
+            solution = replace(solved(captured.trace, sequence_stacks=None), sequence_notes=(uneven,))
     if ranks == 1:
         return solution
     if strict and solution.experts_inside:
