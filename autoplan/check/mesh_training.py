@@ -23,6 +23,7 @@ from autoplan.check.checks import Check, judge
 from autoplan.check.compare import tolerance_for
 from autoplan.check.mesh_sizes import MeshSizes
 from autoplan.check.ranks import Engine, RankError, RankTimeout, run_processes, run_ranks
+from autoplan.check.sharded import can_be_lifted
 from autoplan.check.subject import Inputs, Observation, Subject, tensors_in, weighted_sum
 from autoplan.errors import AutoplanError
 from autoplan.execute.gather import full_tensors
@@ -46,6 +47,7 @@ class _Job:
     max_norm: float
     rate: float
     folder: str
+    lifted: bool = False  # is what it computes in single precision inside computed in double?
     other: nn.Module | None = None  # the model with other weights, to be resumed
 
 
@@ -64,7 +66,8 @@ def check_training(
     name = max(entries, key=lambda entry: len(entries[entry]))  # with pictures, where there are any
     shapes = [entries[name], others.get(name, entries[name])]
     batches = tuple(shapes[place % 2] for place in range(mesh.data_size))
-    reference, max_norm, rate = _reference(model, batches)
+    lifted = can_be_lifted(Subject(copy.deepcopy(model).eval(), entries))
+    reference, max_norm, rate = _reference(model, batches, lifted)
     findings: list[Finding] = []
     done: list[str] = []
     for suffix, checkpointing in KINDS.items():
@@ -72,7 +75,7 @@ def check_training(
             findings.append(Finding("training" + suffix, "note", "", "the model has no repeated blocks"))
             continue
         with tempfile.TemporaryDirectory() as folder:
-            job = _Job(model, batches, plan, mesh, checkpointing, max_norm, rate, folder)
+            job = _Job(model, batches, plan, mesh, checkpointing, max_norm, rate, folder, lifted)
             check = Check("training" + suffix, "", lambda subject: {})
             try:
                 seen = _run(job, engine, timeout)
@@ -91,12 +94,12 @@ def _dtype(model: nn.Module) -> torch.dtype:
 # ------------------------------------------------------------------------------------------------ one device
 
 
-def _reference(model: nn.Module, batches: Sequence[Inputs]) -> tuple[Observation, float, float]:
+def _reference(model: nn.Module, batches: Sequence[Inputs], lifted: bool) -> tuple[Observation, float, float]:
     """What is right; and the clipping norm and rate that make each step count."""
     from autoplan.execute import random_streams
 
     with random_streams.fork():
-        subject = Subject(copy.deepcopy(model).eval(), {})
+        subject = Subject(copy.deepcopy(model).eval(), {}, lifted=lifted)
         _mean_loss(subject, batches).backward()
         first = float(torch.nn.utils.get_total_norm([g for g in subject.gradients().values()]))
         max_norm = 0.5 * first if first else 1.0
@@ -182,7 +185,7 @@ def _sharded(model: nn.Module, job: _Job, mesh: Any) -> tuple[Subject, torch.opt
 
     how: Any = {"check": False, "activation_checkpointing": job.checkpointing, "sequence_padding": "pad"}
     parallelize(model, mesh, job.plan, **how)
-    return Subject(model, {}, gather=full_tensors), _optimizer(model, job.rate)
+    return Subject(model, {}, gather=full_tensors, lifted=job.lifted), _optimizer(model, job.rate)
 
 
 def _step(subject: Subject, optimizer: Any, batch: Inputs, job: _Job, mesh: Any, step: int, seen: Observation) -> None:

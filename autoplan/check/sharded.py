@@ -20,7 +20,7 @@ from autoplan.check.ranks import Engine, RankError, RankTimeout, one_compute_thr
 from autoplan.errors import AutoplanError
 from autoplan.values import Finding, Report
 
-__all__ = ["CANNOT_RUN", "CHECK_NAMES", "Sharding", "check_sharding"]
+__all__ = ["CANNOT_RUN", "CHECK_NAMES", "Sharding", "can_be_lifted", "check_sharding"]
 
 CHECK_NAMES = (
     "parameters",
@@ -168,11 +168,11 @@ def _prepared(model: Any, entries: Mapping[str, Any], others: Mapping[str, Any])
     from autoplan.check.subject import Subject
 
     subject = Subject(copy.deepcopy(model).eval(), entries, others)
-    subject = replace(subject, lifted=_can_be_lifted(subject))
+    subject = replace(subject, lifted=can_be_lifted(subject))
     return replace(subject, labels=labels_for(_copy(subject)))  # a run may leave hooks behind
 
 
-def _can_be_lifted(subject: Any) -> bool:
+def can_be_lifted(subject: Any) -> bool:
     """Is it a model in double precision that runs when all inside is in double precision too?"""
     import torch
 
