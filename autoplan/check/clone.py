@@ -45,12 +45,14 @@ def _clone_at_size(source: Any) -> Clone:
     """In double precision, or in single where the model refuses that."""
     import torch
 
+    from autoplan.capture.called import calls_the_model
+
     refusal = ""
     for dtype in (torch.float64, torch.float32):
         model, note = _built(source, dtype)
         entries = entries_at(source, model, batch=2, length=10)
         try:
-            if _needs_lifting(model, entries) and len(_inputs_of(source, model, 2, 10)) < len(entries):
+            if _needs_lifting(model, entries) and _calls(_made(source, model, 2, 10)) < len(calls_the_model(entries)):
                 raise TypeError("some of its paths can be traced in single precision only")
         except CANNOT_RUN as error:
             refusal = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
@@ -105,21 +107,30 @@ def _is_small_and_real(model: Any) -> bool:
 def entries_at(source: Any, model: Any, *, batch: int, length: int) -> dict[str, Any]:
     """The calls that exercise a clone of a source, in the clone's own dtype.
 
-    Whether a call runs is tried in single precision, which models are written for.
+    Where a path does not run it is tried in single precision too, which models are written for.
     """
     import torch
 
     from autoplan.capture.dtypes import cast_numbers, inputs_in, working_dtype
 
-    probe = copy.deepcopy(model)
-    cast_numbers(probe, torch.float32)
-    return inputs_in(working_dtype(model), _inputs_of(source, probe, batch, length))
+    made = _made(source, model, batch, length)
+    if made.notes:
+        probe = copy.deepcopy(model)
+        cast_numbers(probe, torch.float32)
+        made = max(made, _made(source, probe, batch, length), key=_calls)
+    return inputs_in(working_dtype(model), made.entries)
 
 
-def _inputs_of(source: Any, model: Any, batch: int, length: int) -> Mapping[str, Any]:
+def _made(source: Any, model: Any, batch: int, length: int) -> Any:
     from autoplan.capture.inputs import make_inputs
 
     config = getattr(model, "config", None) if source.config is not None else None
     return make_inputs(
         model, config=config, model_type=source.model_type, inputs=source.inputs, batch=batch, length=length
-    ).entries
+    )
+
+
+def _calls(made: Any) -> int:
+    from autoplan.capture.called import calls_the_model
+
+    return len(calls_the_model(made.entries))
