@@ -27,6 +27,17 @@ class Weigh(nn.Module):
         return torch.sigmoid(self.say(x - x[:, :1])).unflatten(-1, (2, 2))
 
 
+class Parted(nn.Module):
+    """Takes a batch of sequences, laid end to end, apart again."""
+
+    def __init__(self):
+        super().__init__()
+        self.say = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return torch.stack([self.say(piece).mean(1) for piece in x.split(x.shape[1] // 2, 1)], 1)
+
+
 class Rib(nn.Module):
     def __init__(self, kind):
         super().__init__()
@@ -53,6 +64,8 @@ class Chest(nn.Module):
         self.words, self.prompts = nn.Embedding(30, WIDTH), nn.Embedding(4, WIDTH)
         self.ribs = nn.ModuleList(Rib(kind) for _ in range(2))
         self.between, self.tell = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 30)
+        self.after = Parted() if kind == "parted" else nn.Identity()
+        self.probe, self.ask = nn.Parameter(torch.randn(1, 1, WIDTH)), nn.MultiheadAttention(WIDTH, 2, batch_first=True)
 
     def forward(self, ids):
         x = self.words(ids)
@@ -63,11 +76,19 @@ class Chest(nn.Module):
             start = x
             for rib in self.ribs:
                 x = rib(x)
-            x = self.between(x) + start.flip(1)
-        return self.tell(x)
+            if self.kind == "parted":
+                x = self.between(x)
+            elif self.kind == "asked":  # one value under two names, and no module before
+                x = self.ask(self.probe.expand(x.shape[0], -1, -1), x, x, need_weights=False)[0]
+            else:
+                x = self.between(x) + start.flip(1)
+        return self.tell(self.after(x))
 
 
-@pytest.mark.parametrize("kind", ["plain", "prompts", "twice", "made alike", "made of a result"])
+KINDS = ["plain", "prompts", "twice", "made alike", "made of a result", "parted", "asked"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_cut_stream_is_exact(kind):
     torch.manual_seed(1)
     model = Chest(kind).double()

@@ -46,7 +46,7 @@ def test_a_model_too_large_to_run_is_planned() -> None:
     assert "supposed" in captured.trace.notes[0]
     plan = autoplan.plan(model, 2, inputs=inputs, prove="none")
     cut = {rule.pattern: rule.dim for rule in plan.runtime.parameters if rule.dim is not None}
-    assert cut["experts.0.up.weight"] == 0 and cut["experts.0.down.weight"] == 1, cut
+    assert cut["experts.*.up.weight"] == 0 and cut["experts.*.down.weight"] == 1, cut
 
 
 def test_small_models_run_for_real() -> None:

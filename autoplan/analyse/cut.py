@@ -178,7 +178,7 @@ class CutStream:
         if any(b.last <= border.first for b in gathered):
             return True
         around = [b for b, side in self.result.gathers if side == "input" and self.tensor_at(b, side) == tensor]
-        return any(b.first <= border.first and border.last <= b.last and b != border for b in around)
+        return any(b.first <= border.first and border.last <= b.last and b.visit != border.visit for b in around)
 
     def _even_doors(self) -> None:
         """A hook acts on every run of its module: all runs must need the same."""

@@ -21,6 +21,7 @@ __all__ = ["SequencePlacement", "Stream"]
 _ROUNDS = 200
 _MAKERS = 4  # calls to go back in search of what can be cut
 _INDEXING = ("__getitem__", "narrow", "select", "index_select")
+_PARTING = ("split", "split_with_sizes", "tensor_split", "chunk", "unbind", "unsafe_chunk", "unsafe_split")
 _SCATTERING = ("scatter", "index_add", "index_copy", "index_reduce")  # along their second argument
 _ALIKE = ("expand", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full")  # the same at every position
 _RANDOM = ("dropout", "dropout_", "alpha_dropout")
@@ -170,6 +171,8 @@ class Stream(CutStream):
                 return f"{self.trace.ops[op].name} in {call.module or 'the model'} reads across the sequence"
         if call.name in _INDEXING and self.positions.picks(index, cut):
             return f"{call.name} in {call.module or 'the model'} picks positions"
+        if call.name in _PARTING and self._parts(index, cut):
+            return f"{call.name} in {call.module or 'the model'} parts positions"
         if self._scatters(index, cut):
             return f"{call.name} in {call.module or 'the model'} writes positions to places of their own"
         for tensor in (*self.flow.inputs[index], *self.flow.outputs[index]):
@@ -180,6 +183,14 @@ class Stream(CutStream):
         if not self._sizes_follow(index, cut):
             return f"{call.name} in {call.module or 'the model'} is told the length of the sequence"
         return ""
+
+    def _parts(self, index: int, cut: list[int]) -> bool:
+        """Is a sequence taken apart, into pieces of so many positions?"""
+        shapes = [self.trace.tensors[t].shape for t in self.flow.outputs[index]]
+        return any(
+            any(len(shape) != len(whole) or shape[dim] != whole[dim] for shape in shapes)
+            for whole, dim in ((self.trace.tensors[t].shape, d) for t in cut for d in self.positions.dims_of(t))
+        )
 
     def _scatters(self, index: int, cut: list[int]) -> bool:
         """Does a call write what it reads along the sequence elsewhere, and so add several positions together?"""
@@ -238,12 +249,13 @@ class Stream(CutStream):
             for border in sorted(entering, key=lambda b: b.last - b.first):
                 handed_on = self.flow.passes_through(tensor, border)
                 if border.module not in self.names and border not in self.starts and not handed_on:
-                    self._add(self.result.gathers, (border, "input"), dim, reason)
+                    twins = [b for b in entering if b.visit == border.visit]  # one value under several names
+                    self._add(self.result.gathers, [(twin, "input") for twin in twins], dim, reason)
             producer = self.flow.producer.get(tensor, -1)
             leaving = [b for b in self.flow.leaving.get(tensor, []) if b.first <= producer < b.last <= index]
             for border in sorted(leaving, key=lambda b: b.last - b.first):
                 if tensor not in self.starts.values():
-                    self._add(self.result.gathers, (border, "output"), dim, reason)
+                    self._add(self.result.gathers, [(border, "output")], dim, reason)
         self._gather_around(index, reason)
         maker = self.flow.producer.get(tensor)
         if maker is not None and maker > self.first_call:
@@ -258,19 +270,19 @@ class Stream(CutStream):
         for number, visit in sorted(around, key=lambda item: item[1].calls[1] - item[1].calls[0]):
             if visit.module in self.names or visit.parent is None:
                 return
-            for path, tensor in visit.inputs:
+            for _, tensor in visit.inputs:
                 dim = self.positions.plain_dim(tensor)
                 if dim is not None and self.is_cut(tensor, *visit.calls):
-                    self._add(
-                        self.result.gathers, (Border(number, visit.module, path, *visit.calls), "input"), dim, reason
-                    )
+                    twins = [p for p, t in visit.inputs if t == tensor]
+                    borders = [Border(number, visit.module, twin, *visit.calls) for twin in twins]
+                    self._add(self.result.gathers, [(border, "input") for border in borders], dim, reason)
 
-    def _add(self, where: dict[tuple[Border, str], int], key: tuple[Border, str], dim: int, reason: str) -> None:
-        if key in where or (key[0].module, key[1], key[0].path) in self.closed:
+    def _add(self, where: dict[tuple[Border, str], int], keys: list[tuple[Border, str]], dim: int, reason: str) -> None:
+        if any(key in where or (key[0].module, key[1], key[0].path) in self.closed for key in keys):
             return
-        where[key] = dim
+        where.update(dict.fromkeys(keys, dim))
         if reason:
-            self.result.whole.append(f"{key[0].module}: {reason}")
+            self.result.whole.append(f"{keys[0][0].module}: {reason}")
         raise Again
 
     def _cut_partner(self, tensor: int, index: int, cut: list[int]) -> None:
@@ -297,11 +309,11 @@ class Stream(CutStream):
         leaving = [b for b in self.flow.leaving.get(tensor, []) if b.first <= producer < b.last <= index]
         for border in sorted(leaving, key=lambda b: b.last - b.first):
             if self._all_after(border, tensor) and (border, "output") not in self.result.gathers:
-                self._add(self.result.scatters, (border, "output"), dim, "")
+                self._add(self.result.scatters, [(border, "output")], dim, "")
         entering = [b for b in self.flow.entering.get(tensor, []) if b.first <= index < b.last]
         for border in sorted(entering, key=lambda b: b.last - b.first):
             if border.module not in self.names or any(border.visit == start.visit for start in self.starts):
-                self._add(self.result.scatters, (border, "input"), dim, "")
+                self._add(self.result.scatters, [(border, "input")], dim, "")
 
     def _all_after(self, border: Border, tensor: int) -> bool:
         """Do all read the value behind the border, and where the walk sees them?"""
