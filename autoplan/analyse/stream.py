@@ -185,12 +185,13 @@ class Stream(CutStream):
         return ""
 
     def _parts(self, index: int, cut: list[int]) -> bool:
-        """Is a sequence taken apart, into pieces of so many positions?"""
-        shapes = [self.trace.tensors[t].shape for t in self.flow.outputs[index]]
-        return any(
-            any(len(shape) != len(whole) or shape[dim] != whole[dim] for shape in shapes)
-            for whole, dim in ((self.trace.tensors[t].shape, d) for t in cut for d in self.positions.dims_of(t))
-        )
+        """Is a sequence taken apart, into pieces of so many positions, or of one?"""
+        call = self.trace.calls[index]
+        place = 1 if call.name == "unbind" else 2
+        dim = call.args[place] if len(call.args) > place else call.kwargs.get("dim", 0)
+        whole = [t for t in cut if dim % len(self.trace.tensors[t].shape) in self.positions.dims_of(t)]
+        sizes = {self.trace.tensors[t].shape for t in self.flow.outputs[index]}
+        return any(sizes != {self.trace.tensors[t].shape} for t in whole)
 
     def _scatters(self, index: int, cut: list[int]) -> bool:
         """Does a call write what it reads along the sequence elsewhere, and so add several positions together?"""
