@@ -15,12 +15,12 @@ False
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
 from functools import lru_cache
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-__all__ = ["best_match", "fold_counted", "fold_names", "is_under", "matches", "nearest"]
+__all__ = ["Universe", "best_match", "fold_counted", "fold_names", "is_under", "matches", "nearest"]
 
 
 class HasPattern(Protocol):
@@ -53,6 +53,34 @@ def best_match(items: Iterable[Patterned], fqn: str) -> Patterned | None:
     return min(found, key=lambda item: (item.pattern != fqn, item.pattern.count("*")), default=None)
 
 
+class Universe:
+    """The names of a model by their segments: what a folded pattern means is found without trying every name."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = frozenset(names)
+        self._tree: dict[str, Any] = {}
+        for name in self.names:
+            node = self._tree
+            for segment in name.split("."):
+                node = node.setdefault(segment, {})
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def meant(self, pattern: str) -> frozenset[str]:
+        """The names that a pattern means whose every `*` is a whole segment."""
+        found: list[tuple[tuple[str, ...], dict[str, Any]]] = [((), self._tree)]
+        for segment in pattern.split("."):
+            if segment == "*":
+                found = [((*path, key), below) for path, node in found for key, below in node.items()]
+            else:
+                found = [((*path, segment), node[segment]) for path, node in found if segment in node]
+        return self.names & {".".join(path) for path, _ in found}
+
+
 def fold_names(names: Iterable[str], universe: Iterable[str] = ()) -> tuple[str, ...]:
     """Fewer patterns for many names: numbers that differ become `*`. Order is that of first appearance.
 
@@ -64,28 +92,27 @@ def fold_names(names: Iterable[str], universe: Iterable[str] = ()) -> tuple[str,
 
 def fold_counted(names: Iterable[str], universe: Iterable[str] = ()) -> tuple[tuple[str, int], ...]:
     """`fold_names`, with how many names each pattern stands for."""
-    wanted = list(dict.fromkeys(names))
-    everything = set(universe) - set(wanted)
+    wanted = dict.fromkeys(names)
+    known = universe if isinstance(universe, Universe) else Universe(universe)
     groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for name in wanted:
         segments = tuple(name.split("."))
         shape = tuple("*" if segment.isdigit() else segment for segment in segments)
         groups.setdefault(shape, []).append(segments)
-    return tuple(folded for members in groups.values() for folded in _fold(members, everything))
+    return tuple(folded for members in groups.values() for folded in _fold(members, wanted, known))
 
 
-def _fold(members: Sequence[tuple[str, ...]], others: set[str]) -> list[tuple[str, int]]:
+def _fold(members: Sequence[tuple[str, ...]], wanted: Container[str], known: Universe) -> list[tuple[str, int]]:
     """Members have one length and differ in numbers only."""
     columns = list(zip(*members, strict=True))
     varying = [position for position, column in enumerate(columns) if len(set(column)) > 1]
     pattern = ".".join("*" if position in varying else column[0] for position, column in enumerate(columns))
-    claimed = {other for other in others if matches(pattern, other)} if varying else set()
-    if not claimed:
+    if not varying or all(name in wanted for name in known.meant(pattern)):
         return [(pattern, len(members))]
     parts: dict[str, list[tuple[str, ...]]] = {}
     for member in members:
         parts.setdefault(member[varying[0]], []).append(member)
-    return [folded for part in parts.values() for folded in _fold(part, claimed)]
+    return [folded for part in parts.values() for folded in _fold(part, wanted, known)]
 
 
 def nearest(name: str, names: Iterable[str], count: int = 3) -> tuple[str, ...]:

@@ -74,9 +74,13 @@ class ModuleTree:
                 found.setdefault(child, []).append(number)
         return {child: tuple(dict.fromkeys(holders)) for child, holders in found.items()}
 
+    @cached_property
+    def _children(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(dict.fromkeys(child for _, child in node.children)) for node in self.nodes)
+
     def children(self, number: int) -> tuple[int, ...]:
         """The modules held by this one, each once."""
-        return tuple(dict.fromkeys(child for _, child in self.nodes[number].children))
+        return self._children[number]
 
     def subtree(self, number: int) -> tuple[int, ...]:
         """The module and everything below it, each once, in order of definition."""

@@ -17,7 +17,6 @@ from torch import nn
 
 from autoplan.analyse.shards import refs
 from autoplan.capture.fold import kinds_of
-from autoplan.patterns import is_under
 from autoplan.values import Fold, Trace
 
 __all__ = ["with_idle_members"]
@@ -28,10 +27,10 @@ def with_idle_members(trace: Trace, model: nn.Module) -> Trace:
     folds = tuple(_folds(trace, model))
     if not folds:
         return trace
-    idle = tuple(f"{fold.container}.{member}" for fold in folds for member, _ in fold.members)
+    idle = {f"{fold.container}.{member}" for fold in folds for member, _ in fold.members}
 
     def stays(name: str) -> bool:
-        return not any(is_under(gone, name) for gone in idle)
+        return name not in idle and not any(holder in idle for holder in _holders(name))
 
     return replace(
         trace,
@@ -47,13 +46,15 @@ def with_idle_members(trace: Trace, model: nn.Module) -> Trace:
 
 def _folds(trace: Trace, model: nn.Module) -> Iterator[Fold]:
     ran = {visit.module for visit in trace.visits}
-    busy = ran | {name.rpartition(".")[0] for name in _read(trace)}
+    busy = {holder for name in (*ran, *_read(trace)) for holder in _holders(name)} | ran
+    left_out = {fold.container: dict(fold.members) for fold in trace.folds}  # before the run: no need to ask again
     for name, container in model.named_modules():
         if not isinstance(container, nn.ModuleList | nn.ModuleDict) or name not in trace.module_classes:
             continue
-        members = {key: member for key, member in container._modules.items() if member is not None}
+        known = left_out.get(name, {})
+        members = {key: one for key, one in container._modules.items() if one is not None and key not in known}
         at_work = {key for key in members if f"{name}.{key}" in ran}
-        idle = [key for key in members if not any(is_under(f"{name}.{key}", module) for module in busy)]
+        idle = [key for key in members if f"{name}.{key}" not in busy]
         if not at_work or not idle:
             continue
         kinds = dict(zip(members, kinds_of(list(members.values())), strict=True))
@@ -61,6 +62,13 @@ def _folds(trace: Trace, model: nn.Module) -> Iterator[Fold]:
         followers = tuple((key, first[kinds[key]]) for key in idle if kinds[key] in first)
         if followers:
             yield Fold(name, followers)
+
+
+def _holders(name: str) -> Iterator[str]:
+    """The modules that hold a module, a parameter or a buffer, the nearest first."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _read(trace: Trace) -> Iterator[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from autoplan.patterns import fold_counted
+from autoplan.patterns import Universe, fold_counted
 from autoplan.values import Fold, ParameterFact, Runtime, Trace
 
 __all__ = ["Names", "fold_runtime", "same_in_like_blocks", "starred"]
@@ -22,16 +22,16 @@ class Names:
     """The names of a model's modules and parameters, in all its blocks."""
 
     def __init__(self, trace: Trace) -> None:
-        self.folds = trace.folds
-        self.modules = frozenset(self.expand_all(trace.module_classes))
+        self.folds = tuple(_followers(fold) for fold in trace.folds)
+        self.modules = Universe(self.expand_all(trace.module_classes))
         held = (name for tensor in trace.tensors if tensor.kind in ("parameter", "buffer") for name in tensor.names)
-        self.parameters = frozenset(self.expand_all(held))
+        self.parameters = Universe(self.expand_all(held))
 
     def expand(self, name: str) -> tuple[str, ...]:
         """The name itself, and its like in every block that its block stands for."""
         names = [name]
-        for fold in self.folds:
-            names += [other for known in names for other in _in_other_blocks(known, fold)]
+        for prefix, followers in self.folds:
+            names += [other for known in names for other in _in_other_blocks(known, prefix, followers)]
         return tuple(dict.fromkeys(names))
 
     def expand_all(self, names: Iterable[str]) -> list[str]:
@@ -57,12 +57,19 @@ def starred(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _in_other_blocks(name: str, fold: Fold) -> list[str]:
-    prefix = f"{fold.container}." if fold.container else ""
+def _followers(fold: Fold) -> tuple[str, dict[str, list[str]]]:
+    """Where the blocks of a fold are, and which of them each representative stands for."""
+    followers: dict[str, list[str]] = {}
+    for member, stands_in in fold.members:
+        followers.setdefault(stands_in, []).append(member)
+    return (f"{fold.container}." if fold.container else ""), followers
+
+
+def _in_other_blocks(name: str, prefix: str, followers: dict[str, list[str]]) -> list[str]:
     if not name.startswith(prefix):
         return []
     key, dot, rest = name[len(prefix) :].partition(".")
-    return [f"{prefix}{member}{dot}{rest}" for member, stands_in in fold.members if stands_in == key]
+    return [f"{prefix}{member}{dot}{rest}" for member in followers.get(key, ())]
 
 
 def same_in_like_blocks(facts: Iterable[ParameterFact], runtime: Runtime, folds: Iterable[Fold]) -> bool:
