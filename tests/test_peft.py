@@ -32,14 +32,18 @@ CASES = {
 }
 
 
-def adapted(**options: object) -> nn.Module:
+def plain() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=192, max_position_embeddings=64, attention_bias=True, mlp_bias=True,
     )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def adapted(**options: object) -> nn.Module:
     options = {"target_modules": list(PROJECTIONS), "r": 4, "lora_alpha": 8} | options
-    return get_peft_model(LlamaForCausalLM(config), LoraConfig(task_type="CAUSAL_LM", **options))
+    return get_peft_model(plain(), LoraConfig(task_type="CAUSAL_LM", **options))
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -51,7 +55,7 @@ def test_exact_and_nothing_of_the_model_is_touched(case: str, sequence_parallel:
     plan = autoplan.plan(
         model, tp_size=2, sequence_parallel=sequence_parallel, prove="none" if sequence_parallel else "graph"
     )
-    assert plan.sequence_parallel == (sequence_parallel and case != "dora")  # its norms keep the projections whole
+    assert plan.sequence_parallel == sequence_parallel
     report = autoplan.verify(model, plan, tp_size=2, checks=("parameters", "forward", "state_dict", "optimizer"))
     assert report.ok, report.findings
     assert set(report.gradients) == trained and max(report.gradients.values()) < 1e-9
@@ -69,6 +73,18 @@ def test_adapters_follow_their_base() -> None:
             assert held == {"base_layer": base, "lora_A": a, "lora_B": b}, name
     roles = {entry.role for entry in plan.entries}
     assert {"adapter A", "adapter B"} <= roles
+
+
+def test_a_normalised_adapter_leaves_the_projections_split() -> None:
+    """DoRA measures base and adapter together, feeds the adapter an identity matrix and takes the bias off again."""
+    plan = autoplan.plan(adapted(use_dora=True), tp_size=2, prove="none")
+    whole = [item.fqn for item in plan.replicated]
+    assert whole and not any("base_layer.weight" in name for name in whole), whole
+    cut = {rule.pattern: rule.dim for rule in plan.runtime.parameters if rule.dim is not None}
+    for name in ROW:
+        assert next(d for p, d in cut.items() if f".{name}.lora_A." in p) == 1
+    for name in COLUMN:
+        assert next(d for p, d in cut.items() if f".{name}.lora_magnitude_vector." in p) == 0
 
 
 @pytest.mark.parametrize("rank", [4, 16])
@@ -91,6 +107,12 @@ def test_adapters_cost_no_sums_of_their_own(sequence_parallel: bool, rank: int) 
     summed = {rule.pattern for rule in plan.runtime.parameters if rule.gradient == "sum"}
     for names, part in ((COLUMN, "lora_A"), (ROW, "lora_B")):
         assert all(any(f".{name}.{part}." in pattern for pattern in summed) for name in names)
+
+
+def test_a_wrapper_that_only_passes_on_is_proven_too() -> None:
+    """Without a task, peft's own class takes whatever it is given."""
+    model = get_peft_model(plain(), LoraConfig(target_modules=list(PROJECTIONS), r=4))
+    assert autoplan.plan(model, tp_size=2).proof.ok
 
 
 def test_a_large_model_is_proven_on_a_tiny_one_with_the_same_adapters() -> None:

@@ -87,6 +87,39 @@ class NormedInside(nn.Module):
         return x + self.far(torch.tanh(self.level(self.near(torch.tanh(x)))))
 
 
+class MeasuredByIdentity(nn.Module):
+    """The way down is divided by its lengths; its weight is read by sending an identity matrix through it.
+
+    Its bias is taken off again before, as adapters that are normed do.
+    """
+
+    def __init__(self, detached: bool) -> None:
+        super().__init__()
+        self.near, self.far, self.detached = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH), detached
+        self.low, self.high = nn.Linear(INNER, 8, bias=False), nn.Linear(8, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.near(torch.tanh(x)))
+        identity = torch.eye(self.low.weight.shape[1], dtype=x.dtype)
+        added = self.high(self.low(identity)).T
+        length = (self.far.weight + (added.detach() if self.detached else added)).norm(dim=1)
+        return x + (self.far(hidden) - self.far.bias + self.high(self.low(hidden))) / length
+
+
+class BesideIdentity(nn.Module):
+    """An identity matrix that is multiplied, and added to what it was multiplied with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.far = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.turn = nn.Parameter(torch.randn(INNER, INNER) / INNER)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        identity = torch.eye(INNER, dtype=x.dtype)
+        turned = torch.tanh(self.near(torch.tanh(x))) @ (identity + identity @ self.turn)
+        return x + self.far(torch.tanh(turned))
+
+
 class Bags(nn.Module):
     """A table whose rows are averaged, and an MLP that reads them."""
 
@@ -202,6 +235,13 @@ CASES = {
     "weight norms": Case(
         WeightNormed, frozenset({f"{name}.parametrizations.weight.original1" for name in ("near", "far")}), STREAM
     ),
+    **{
+        f"identity sent through, {detached=}": Case(
+            partial(MeasuredByIdentity, detached), BOTH | {"low.weight"}, STREAM
+        )
+        for detached in (False, True)
+    },
+    "identity added": Case(BesideIdentity, frozenset({"turn"}), STREAM),
     "RMSNorm inside": Case(NormedInside, BOTH | {"level.weight"}, STREAM),
     **{
         f"bags, {mode}": Case(

@@ -33,7 +33,8 @@ class Axes:
     `weights` are parameters, views of them, and what is computed from a quantised weight and its companions alone;
     `sources` says of which parameter (or buffer, if that is where a quantised weight is kept), and `companions`, by
     weight, what was computed with it. `static` are tensors made in forward from nothing but constants, equal in every
-    run; `marked_by` says which op left which event; `unknown` counts ops that were treated as opaque.
+    run, `identities` identity matrices whose rows and columns are one axis; `marked_by` says which op left which event;
+    `unknown` counts ops that were treated as opaque.
     """
 
     dims: dict[int, tuple[Term, ...]]
@@ -43,6 +44,7 @@ class Axes:
     weights: set[int] = field(default_factory=set)
     sources: dict[int, int] = field(default_factory=dict)
     static: set[int] = field(default_factory=set)
+    identities: set[int] = field(default_factory=set)
     companions: dict[int, set[int]] = field(default_factory=dict)
     marked_by: list[tuple[int, str, Term]] = field(default_factory=list)  # (op index, event, term), as it happened
     gathered: frozenset[int] = frozenset()  # ops after which an all-gather was decided
@@ -191,6 +193,7 @@ class _Reader:
             set(state.sources),
             state.sources,
             state.static,
+            state.identities,
             dict(self.companions),
             state.algebra.marked_by,
         )

@@ -58,6 +58,7 @@ class CallFlow:
                     self.final.add(tensor)
             for path, tensor in visit.inputs:
                 self.entering[tensor].append(Border(index, visit.module, path, *visit.calls))
+        self.carries -= self._detached()
 
     def _add(self, index: int, call: Call) -> None:
         inputs = list(dict.fromkeys(refs((call.args, call.kwargs))))
@@ -78,6 +79,18 @@ class CallFlow:
                 self.producer.setdefault(tensor, index)
             if flows and self.trace.tensors[tensor].differentiable:
                 self.carries.add(tensor)
+
+    def _detached(self) -> set[int]:
+        """Values to which no gradient comes back, because all that is made of them is detached in the end."""
+        detached: set[int] = set()
+        for index in reversed(range(len(self.trace.calls))):
+            for tensor in self.outputs[index]:
+                uses = self.uses.get(tensor)
+                if uses and tensor not in self.final and tensor not in self.rewritten and all(
+                    self.trace.calls[use].name in _DETACHING or detached.issuperset(self.outputs[use]) for use in uses
+                ):  # fmt: skip
+                    detached.add(tensor)
+        return detached
 
     def _given(self, part: ModuleVisit) -> set[int]:
         """What a part that is called alone is given: within the model gradients go on from there."""

@@ -16,7 +16,7 @@ from itertools import combinations, product
 from math import prod
 from typing import Any
 
-from autoplan.analyse.literals import MAKERS, Requirement, attributes_of, evaluate, requirements
+from autoplan.analyse.literals import Requirement, attributes_of, evaluate, made_whole, requirements
 from autoplan.analyse.shards import Shards, refs
 from autoplan.values import Call, Edit, Symbolic
 
@@ -71,7 +71,7 @@ class _Equations:
                     continue
                 if any(True for _ in attributes_of(item)):
                     yield Requirement(index, path, item, (item.value,) * self.shards.tp)
-                elif call.name not in MAKERS and not self._has_split(call):
+                elif not made_whole(call, self.shards) and not self._has_split(call):
                     yield from self._of_a_share(index, path, item)
 
     def _of_a_share(self, index: int, path: tuple[Any, ...], item: Symbolic) -> Iterator[Requirement]:
@@ -125,7 +125,7 @@ class _Equations:
 def _all_requirements(shards: Shards) -> list[Requirement]:
     found = []
     for index, call in enumerate(shards.trace.calls):
-        if call.name not in MAKERS:  # made whole and cut afterwards: its sizes stay
+        if not made_whole(call, shards):  # cut afterwards: its sizes stay
             found += requirements(index, call, shards)
     return found
 

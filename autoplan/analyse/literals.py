@@ -14,13 +14,21 @@ from typing import Any
 from autoplan.analyse.shards import Shards, refs
 from autoplan.values import Call, Ref, Symbolic, Trace
 
-__all__ = ["FILLS", "MAKERS", "Requirement", "attributes_of", "evaluate", "requirements", "sizes_given"]
+__all__ = [
+    "Requirement",
+    "attributes_of",
+    "evaluate",
+    "made_in_shares",
+    "made_whole",
+    "requirements",
+    "sizes_given",
+]
 
 Path = tuple[Any, ...]
 
 RESHAPES = frozenset({"view", "reshape", "expand", "broadcast_to", "_unsafe_view"})
-FILLS = frozenset({"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty"})
-MAKERS = frozenset(
+_FILLS = frozenset({"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty"})
+_MAKERS = frozenset(
     [
         "arange",
         "linspace",
@@ -124,8 +132,8 @@ def requirements(index: int, call: Call, shards: Shards) -> list[Requirement]:
         found = _reshape(call, outputs[0], shards)
     elif name == "unflatten":
         found = _unflatten(call, outputs[0], shards)
-    elif name in FILLS:
-        found = _fill(call, outputs[0], shards)
+    elif made_in_shares(call, shards):
+        found = _identity(call, outputs[0], shards) if name == "eye" else _fill(call, outputs[0], shards)
     elif name in ("split", "split_with_sizes"):
         found = _split(call, outputs, shards)
     elif name == "narrow":
@@ -143,6 +151,16 @@ def requirements(index: int, call: Call, shards: Shards) -> list[Requirement]:
     else:
         found = []
     return [Requirement(index, path, have, want) for path, have, want in found]
+
+
+def made_in_shares(call: Call, shards: Shards) -> bool:
+    """Does this call make a rank's share of its value when it is told the share's sizes?"""
+    return call.name in _FILLS or (call.name == "eye" and not shards.axes.identities.isdisjoint(refs(call.outputs)))
+
+
+def made_whole(call: Call, shards: Shards) -> bool:
+    """Must this call make all of its value, of which a rank then keeps its share? Its sizes stay."""
+    return call.name in _MAKERS and not made_in_shares(call, shards)
 
 
 Found = list[tuple[Path, Any, tuple[int, ...]]]
@@ -217,6 +235,12 @@ def _fill(call: Call, output: int, shards: Shards) -> Found:
     if len(sizes) != len(shards.trace.tensors[output].shape):
         return []
     return [(path, item, _local(shards, output, dim)) for dim, (path, item) in enumerate(sizes) if _is_int(item)]
+
+
+def _identity(call: Call, output: int, shards: Shards) -> Found:
+    """Rows, and columns where they are told."""
+    sizes = [(path, item) for path, item in (_argument(call, 0, "n"), _argument(call, 1, "m")) if _is_int(item)]
+    return [(path, item, _local(shards, output, dim)) for dim, (path, item) in enumerate(sizes)]
 
 
 def _split(call: Call, outputs: list[int], shards: Shards) -> Found:

@@ -104,7 +104,7 @@ def _split(shards: Shards, tensor: Any, dim: int) -> bool:
 
 def _op_reduction(op: Op, shards: Shards) -> str | None:
     name = op.name
-    if name in _MATRIX:
+    if name in _MATRIX and op.args[0].id not in shards.axes.identities:
         return "sum" if _split(shards, op.args[0], -1) else None
     if name in _BIASED:
         return "sum" if _split(shards, op.args[1], -1) else None

@@ -15,7 +15,7 @@ from typing import Any
 
 from autoplan.analyse.callflow import CallFlow
 from autoplan.analyse.edits import Edits
-from autoplan.analyse.literals import FILLS, MAKERS
+from autoplan.analyse.literals import made_in_shares, made_whole
 from autoplan.analyse.reductions import gathered_dim, lengths_in, reduced_dims, scaled_dims
 from autoplan.analyse.shards import Shards, refs
 from autoplan.analyse.sites import Placement
@@ -227,7 +227,7 @@ def _cuts(shards: Shards, flow: CallFlow, result: Scope) -> dict[int, tuple[tupl
                 if info.kind in ("constant", "input") and shards.is_split(tensor):
                     result.refusals.append((f"a ready-made constant meets a split axis in {call.module}", (tensor,)))
             continue
-        if call.name in FILLS:
+        if made_in_shares(call, shards):
             continue
         found = [
             (position, dim, str(layout))
@@ -237,7 +237,7 @@ def _cuts(shards: Shards, flow: CallFlow, result: Scope) -> dict[int, tuple[tupl
         ]
         if (
             found
-            and call.name in MAKERS
+            and made_whole(call, shards)
             or found
             and call.name not in ("expand", "broadcast_to", "repeat", "repeat_interleave", "tile")
         ):

@@ -123,9 +123,9 @@ class _Placer:
             self.reductions[index] = reduction
         bias = row_bias_of(call, reduction)
         splits = any(shards.is_split(t) for t in self.flow.outputs[index])
+        if not (splits or reduction) or not self.flow.passes_gradients(index):
+            return
         for tensor in inputs:
-            if not splits and not reduction:
-                continue
             if shards.is_split(tensor) or tensor == bias or tensor not in self.flow.carries:
                 continue
             self.debts.partial[tensor].add(index)
@@ -223,6 +223,9 @@ class _Placer:
         self.result.outputs[(border, "gather")] = (dim, layout)
 
     def _place_sum(self, index: int, output: int, kind: str) -> None:
+        if kind == "sum" and self._bias_is_read_elsewhere(index):
+            self.result.inside_reductions[index] = kind  # where the call can be given the bias once
+            return
         way = self._shared.get(index)
         border = None if way is not None else self.doors.leaving(output, index)
         if way is None and border is None and kind == "sum":
@@ -255,12 +258,18 @@ class _Placer:
         bias = self._bias_beside_sum(index)
         if bias is None:
             return
-        if self.trace.tensors[bias].kind != "parameter" or any(
-            self._bias_beside_sum(use) != bias for use in self.flow.uses[bias]
-        ):
+        if self._bias_is_read_elsewhere(index):
             self._refuse(index, "a bias beside a partial sum that is not a parameter of its own")
         else:
             self.result.divided_biases.add(bias)
+
+    def _bias_is_read_elsewhere(self, index: int) -> bool:
+        """Is what a call adds to a partial sum more than that: no parameter of its own, or read by others, too?"""
+        bias = self._bias_beside_sum(index)
+        return bias is not None and (
+            self.trace.tensors[bias].kind != "parameter"
+            or any(self._bias_beside_sum(use) != bias for use in self.flow.uses[bias])
+        )
 
     def _bias_beside_sum(self, index: int) -> int | None:
         """The bias that a call adds to a partial sum, which is summed further on."""

@@ -133,10 +133,18 @@ def weighted(canvas: Canvas, op: Op, box: int, views: list[View]) -> Value:
     dims = tuple(("over", canvas.dim(view.parameter, _last_dim(canvas, view))) for view in views[:1])
     if known.kind == "norm" and len(known.parameters) < 2:
         return canvas.change(box, replace(known, parameters=known.parameters + names, dims=known.dims or dims))
+    if any(_multiplies(canvas, name) for name in names):
+        return Value(node=box)  # a weight that is adjusted, to be measured: no scale of what it is adjusted by
     kind = "shift" if op.name.startswith(("add", "sub")) else "scale"
     if kind == "shift" and _is_bias(canvas, known, views):
         return canvas.change(box, replace(known, parameters=known.parameters + names))
     return Value(node=canvas.add(Node(kind, op.module, names, dims), (box,)))
+
+
+def _multiplies(canvas: Canvas, parameter: str) -> bool:
+    """Is this the weight of a contraction?"""
+    nodes = (canvas.node(box) for box in canvas.flow)
+    return any(node.kind in ("linear", "stacked") and node.parameters[:1] == (parameter,) for node in nodes)
 
 
 def _last_dim(canvas: Canvas, view: View) -> int | None:

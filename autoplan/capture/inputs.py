@@ -63,11 +63,10 @@ def make_inputs(
     """`entries_for` with notes on what is missing. The user's inputs are taken as they are, at any size asked."""
     if inputs is not None:
         return Entries(_users_entries(inputs))
-    described = model
-    if config is None and (core := core_of(model)) is not None:
-        described, config = core, core.config
+    core = core_of(model)
+    config = config or (core.config if core is not None else None)
     if config is not None:
-        made, notes = make_entries(described, config, model_type or config.model_type or "", batch, length, seed)
+        made, notes = make_entries(core or model, config, model_type or config.model_type or "", batch, length, seed)
         return Entries(made, tuple(notes))
     return Entries({"forward": derive(model, batch, length, seed)})
 

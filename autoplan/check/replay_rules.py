@@ -113,7 +113,9 @@ def _split(local: Local) -> Any:
 
 
 def _product(local: Local) -> Any:
-    local.reducing = local.layout(0, -1) is not None
+    left = local.op.args[0]
+    identity = isinstance(left, Ref) and left.id in local.shards.axes.identities
+    local.reducing = local.layout(0, -1) is not None and not identity
     return local.call()
 
 

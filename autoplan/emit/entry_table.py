@@ -80,7 +80,7 @@ def _row(entry: Entry, module: str, above: Sequence[str]) -> Row:
         "role": entry.role,
         "units": entry.units,
         "cut": _cut(entry),
-        "sums": "\n".join(_sum(text, above) for text in entry.reduces),
+        "sums": "\n".join(dict.fromkeys(_sum(text, above) for text in entry.reduces)),
         "source": entry.source,
         "proof": entry.proof,
     }

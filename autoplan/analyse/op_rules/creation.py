@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from autoplan.analyse.events import Event
-from autoplan.analyse.op_rules.site import Answer, Site, rule
+from autoplan.analyse.op_rules.site import Answer, Site, refs, rule
 from autoplan.analyse.terms import leaf
+from autoplan.values import Ref, Trace
 
 __all__: list[str] = []
+
+_COPYING = ("alias", "clone", "detach", "_to_copy")
 
 
 @rule("zeros", "ones", "full", "empty", "empty_strided", "empty_permuted", "new_zeros", "new_ones", "new_full",
@@ -16,11 +19,35 @@ def filled(site: Site) -> Answer:
     return [[leaf(size) for size in site.out_shape]]
 
 
-@rule("arange", "linspace", "logspace", "range", "eye", "tensor", "tril_indices", "triu_indices", "hann_window",
+@rule("arange", "linspace", "logspace", "range", "tensor", "tril_indices", "triu_indices", "hann_window",
       "hamming_window", "blackman_window", "bartlett_window", "kaiser_window", "_sparse_coo_tensor_unsafe")  # fmt: skip
 def ramp(site: Site) -> Answer:
     """Values differ along every dim, and depend on its length."""
     return [[site.fresh(size, Event.CREATED) for size in site.out_shape]]
+
+
+@rule("eye")
+def identity(site: Site) -> Answer:
+    """Ones where row and column are the same. Times a matrix it is that matrix: a rank's share is an identity, too."""
+    rows, columns = site.out_shape
+    same = _copies(site.outputs[0], site.state.trace)
+    if rows != columns or same is None:
+        return ramp(site)
+    axis = site.fresh(rows, Event.CREATED)
+    site.state.identities |= same
+    return [[axis, axis]]
+
+
+def _copies(made: Ref, trace: Trace) -> set[int] | None:
+    """The tensor and its copies, if all that is done with them is to multiply a matrix from the left."""
+    copies = {made.id}
+    for op in trace.ops:
+        places = [place for place, item in enumerate(refs((op.args, op.kwargs))) if item.id in copies]
+        if places and op.name in _COPYING:
+            copies.update(item.id for item in refs(op.outputs))
+        elif places and not (op.name == "mm" and places == [0]):
+            return None
+    return copies
 
 
 @rule("rand", "randn", "randint", "randperm")

@@ -26,6 +26,8 @@ def _product_of(site: Site, left: Ref, right: Ref, bias: Ref | None = None) -> D
     a, b = site.terms(left), site.terms(right)
     weighted = site.is_weight(left) or site.is_weight(right)
     site.unify(a[-1], b[-2])
+    if left.id in site.state.identities:
+        return [find(b[-2]), find(b[-1])]  # nothing is summed over: what comes out is what went in
     site.contract(a[-1], Event.CONTRACT_W if weighted else Event.CONTRACT_A)
     if len(a) == 3:
         site.unify(a[0], b[0])

@@ -72,6 +72,7 @@ class State:
     dims: dict[int, Dims] = field(default_factory=dict)
     sources: dict[int, int] = field(default_factory=dict)  # weights: tensor -> the parameter it shows
     static: set[int] = field(default_factory=set)
+    identities: set[int] = field(default_factory=set)  # identity matrices, whose dims are one axis
     contracted: dict[int, Term] = field(default_factory=dict)  # everything summed over
     gathered: bool = False  # the op at hand is followed by an all-gather
 
