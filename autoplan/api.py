@@ -145,7 +145,7 @@ def plan_source(
         made = replace(made, findings=made.findings + expert_findings(made, solution))
     if prove == "none" or ranks == 1:
         return made
-    proof = prove_graph(source, made, choices)
+    proof = prove_graph(source, made, captured.trace, choices)
     made = replace(made, proof=proof.proof, findings=made.findings + proof.findings, entries=proof.stamp(made.entries))
     return prove_ranks(source, made) if prove == "ranks" else made
 

@@ -85,6 +85,8 @@ def _supposed(func: Any, chosen_from: torch.Tensor, found: Any) -> Any:
     with unset_fake_temporarily():
         if found.dtype == torch.bool and name in _COMPARISONS:
             return torch.ones(found.shape, dtype=torch.bool)
+        if found.dtype == torch.bool and name == "_to_copy":
+            return torch.zeros(found.shape, dtype=torch.bool)  # numbers as truth values: masks that mask nothing
         if found.dtype == torch.int64 and name in _POSITIONS:
             return _spread(found.shape, chosen_from.shape)
     return found

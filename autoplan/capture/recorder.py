@@ -31,6 +31,8 @@ from autoplan.values import Call, Fold, ModuleVisit, Op, Ref, Symbolic, TensorIn
 
 __all__ = ["Recording", "flatten_tensors", "record", "signature_names"]
 
+# In place, but the same numbers in another shape: einsum does so.
+_RESHAPED_IN_PLACE = frozenset({"squeeze_", "unsqueeze_", "transpose_", "t_", "swapaxes_", "swapdims_"})
 _KEEP_VALUES_BELOW = 4097  # elements of integer constants worth keeping: index tables, not token ids
 
 
@@ -92,6 +94,10 @@ class Recording:
             self.kept.append(tensor)
             self.kinds.append(kind)
         return known
+
+    def renew(self, tensor: torch.Tensor, before: torch.Tensor) -> None:
+        """A tensor that took another shape in place is another value from here on; `before` stands for what it was."""
+        self.kept[self.ids.pop(id(tensor))] = before
 
     def encode(self, value: Any) -> Any:
         """A runtime value as plain data: tensors become Refs, traced ints Symbolic, torch objects their names."""
@@ -173,11 +179,15 @@ class _OpRecorder(TorchDispatchMode):
         if func.namespace == "prim":  # questions about a fake tensor's device, not mathematics
             return func(*args, **kwargs)
         encoded_args, encoded_kwargs = r.encode(tuple(args)), r.encode(kwargs)
+        name, _, overload = str(func).removeprefix("aten.").rpartition(".")
+        before = args[0].detach() if name in _RESHAPED_IN_PLACE else None
         result = func(*args, **kwargs)
+        if before is not None:
+            r.renew(args[0], before)
+            name = name.removesuffix("_")
         for _, tensor in flatten_tensors(result):
             r.id_of(tensor, "activation")
         outputs = r.encode(result if isinstance(result, (list, tuple)) else (result,))
-        name, _, overload = str(func).removeprefix("aten.").rpartition(".")
         r.ops.append(Op(name, overload, encoded_args, encoded_kwargs, outputs, r.frames[-1][0]))
         if r.op_values is not None:
             r.op_values.append((func, _clone(result)))

@@ -35,6 +35,8 @@ _PERIODS = (
     "no_rope_layer_interval",
     "sliding_window_pattern",
     "_sliding_window_pattern",
+    "encoder_sparse_step",
+    "decoder_sparse_step",
 )
 _PER_LAYER = re.compile(r"types?$|layers_block_type|pattern|layers_config|no_rope_layers")
 _LAYER_INDEX = re.compile(r"layer|index|idx|indices")
@@ -99,7 +101,16 @@ def _shrunk(config: PretrainedConfig, work: _Shrinking, overrides: dict[str, Any
         else:
             keywords[name] = _read_sizes(value, work.sizes)
     try:
-        return type(config)(**keywords)
+        built = type(config)(**keywords)
+        past_the_end = {
+            name: value
+            for name, value in vars(built).items()
+            if name not in keywords and vars(config).get(name) == value and _point_at_layers(name, value, layers)
+        }
+        if not past_the_end:
+            return built
+        kept = {name: _small(name, value, config, layers, work) for name, value in past_the_end.items()}
+        return type(config)(**keywords, **kept)
     except Exception as error:  # whatever a config class raises, the caller learns which class and fields
         small = {name: value for name, value in keywords.items() if isinstance(value, int | list)}
         raise SourceError(
@@ -176,12 +187,18 @@ def _small(name: str, value: Any, config: PretrainedConfig, layers: list[int], w
         return _size(name, value, config, work)
     if depth and _per_layer(value, depth) and depth > len(layers):
         return type(value)(_map_ints(value[i], lambda x: _size(name, x, config, work)) for i in layers)
-    numbers = bool(value) and all(isinstance(x, int) and not isinstance(x, bool) for x in value)
-    if numbers and depth and max(value) >= len(layers) and _LAYER_INDEX.search(name) and "feature_layer" not in name:
+    if depth and _point_at_layers(name, value, layers):
         return type(value)(x for x in value if x < len(layers)) or type(value)([len(layers) - 1])
     if name in ("image_size", "crop_size", "img_size"):
         return _map_ints(value, lambda x: _size(name, x, config, work))
     return value
+
+
+def _point_at_layers(name: str, value: Any, layers: list[int]) -> bool:
+    """Are these numbers of layers, of which the clone does not have all?"""
+    if not isinstance(value, list | tuple) or not value or "feature_layer" in name or not _LAYER_INDEX.search(name):
+        return False
+    return all(type(x) is int for x in value) and max(value) >= len(layers)
 
 
 def _size(name: str, value: int, config: PretrainedConfig, work: _Shrinking) -> int:
@@ -231,10 +248,17 @@ def _layers_needed(config: PretrainedConfig) -> list[int]:
     needed = first[-1] + 1 if first else 0
     if len(first) < 2:
         periods = [p for name in _PERIODS if isinstance(p := _read(config, name), int)]
-        needed = max([needed, *periods])
+        repeated = [len(v) for name, v in vars(config).items() if _PER_LAYER.search(name) and _is_round(v, depth)]
+        needed = max([needed, *periods, *repeated])
     if needed <= _MOST_LAYERS:
         return list(range(min(max(needed, 2), max(depth, 1))))
     return first if len(first) > 1 else list(range(min(needed, _MOST_PERIOD)))
+
+
+def _is_round(value: Any, depth: int) -> bool:
+    """Types of layer that follow each other again and again?"""
+    strings = isinstance(value, list | tuple) and all(isinstance(x, str) for x in value)
+    return strings and len(set(value)) > 1 and len(value) < depth
 
 
 def _first_of_each(kinds: list[tuple[str, ...]], start: int) -> list[int]:

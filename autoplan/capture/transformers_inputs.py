@@ -185,7 +185,8 @@ class _Maker:
         """Where a decoder that stands alone takes an encoder's states; whether it reads them shows when it is run."""
         if self.takes("decoder_input_ids"):
             return None
-        return next((name for name in ("encoder_outputs", "encoder_hidden_states") if self.takes(name)), None)
+        names = ("encoder_outputs", "encoder_hidden_states", "cross_attention_states")
+        return next((name for name in names if self.takes(name)), None)
 
     def encoded(self) -> torch.Tensor:
         """What an encoder would have made of a sequence two longer than the text."""

@@ -7,6 +7,7 @@ since both are the same code. Where a clone cannot be made or run, the proof say
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from autoplan.decide.choices import Choices
 from autoplan.decide.chosen import choices_of_plan, solve_chosen
 from autoplan.decide.experts import experts_of
 from autoplan.errors import AutoplanError
-from autoplan.values import Entry, Finding, Means, Plan, Proof
+from autoplan.values import Entry, Finding, Means, Plan, Proof, Trace
 
 __all__ = ["TRIED", "GraphProof", "prove_graph", "prove_ranks", "sequence_findings", "settle_means"]
 
@@ -44,9 +45,11 @@ class GraphProof:
         return tuple(replace(entry, proof=f"graph at tp={self.proof.tp_size}") for entry in entries)
 
 
-def prove_graph(source: Source, plan: Plan, choices: Choices | None = None) -> GraphProof:
-    """Permutation law and replay on a tiny clone, at a size of its own, under the same choices."""
+def prove_graph(source: Source, plan: Plan, trace: Trace, choices: Choices | None = None) -> GraphProof:
+    """Permutation law and replay on a tiny clone, at a size of its own, under the same choices.
 
+    `trace` is what the model itself does: a clone that does less proves less, and a finding says so.
+    """
     from autoplan.check.permute import check_permutations
     from autoplan.check.replay import replay
 
@@ -64,7 +67,7 @@ def prove_graph(source: Source, plan: Plan, choices: Choices | None = None) -> G
     assert solution.shards is not None
     law = check_permutations(clone, entries, captured.trace, solution.axes, solution.shards.marks)
     played = replay(solution.shards.trace, captured.recording, solution.shards)
-    findings = list(played.findings) + [
+    findings = [*_never_ran(trace, captured.trace), *played.findings] + [
         Finding(
             "permutation",
             "error",
@@ -76,8 +79,21 @@ def prove_graph(source: Source, plan: Plan, choices: Choices | None = None) -> G
     text = (
         f"{len(law.passed)} axes permuted without change, {played.split_ops} ops replayed on {_TINY_TP} simulated ranks"
     )
-    proof = Proof("graph", _TINY_TP, not findings, ("permutation", "replay"), text)
-    return GraphProof(proof, tuple(findings), bool(findings))
+    failed = any(finding.level == "error" for finding in findings)
+    proof = Proof("graph", _TINY_TP, not failed, ("permutation", "replay"), text)
+    return GraphProof(proof, tuple(findings), failed)
+
+
+def _never_ran(model: Trace, clone: Trace) -> Iterator[Finding]:
+    """Classes that run in the model and not in its tiny clone: the proof shows nothing of them."""
+    of_model, of_clone = (
+        {trace.module_classes[visit.module] for visit in trace.visits if visit.module in trace.module_classes}
+        for trace in (model, clone)
+    )
+    missing = sorted(of_model - of_clone)
+    if missing:
+        text = f"the tiny clone never runs {', '.join(missing)}: what the plan does there is derived, not proven"
+        yield Finding("proof", "warn", "", text)
 
 
 def _recorded_clone(source: Source) -> tuple[nn.Module, dict[str, Any], Captured]:
