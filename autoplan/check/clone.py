@@ -45,14 +45,12 @@ def _clone_at_size(source: Any) -> Clone:
     """In double precision, or in single where the model refuses that."""
     import torch
 
-    from autoplan.capture.called import calls_the_model
-
     refusal = ""
     for dtype in (torch.float64, torch.float32):
         model, note = _built(source, dtype)
         entries = entries_at(source, model, batch=2, length=10)
         try:
-            if _needs_lifting(model, entries) and _calls(_made(source, model, 2, 10)) < len(calls_the_model(entries)):
+            if _needs_lifting(model, entries) and not _traced(source, model, entries):
                 raise TypeError("some of its paths can be traced in single precision only")
         except CANNOT_RUN as error:
             refusal = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
@@ -64,6 +62,20 @@ def _clone_at_size(source: Any) -> Clone:
     raise AutoplanError(
         f"the tiny clone of {source.name} cannot run unsharded: {refusal}", hint="pass inputs= that the model accepts"
     )
+
+
+def _traced(source: Any, model: Any, entries: Mapping[str, Any]) -> bool:
+    """Can all its paths be traced as they are, with nothing given double precision?"""
+    from autoplan.capture.called import calls_the_model
+    from autoplan.capture.capture import capture_any
+
+    if _calls(_made(source, model, 2, 10)) < len(calls_the_model(entries)):
+        return False
+    try:
+        capture_any(copy.deepcopy(model), dict(entries))
+    except AutoplanError:
+        return False
+    return True
 
 
 def _needs_lifting(model: Any, entries: Mapping[str, Any]) -> bool:
