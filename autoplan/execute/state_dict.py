@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
-from autoplan.execute.collectives import all_gather_rows
+from autoplan.execute.collectives import RankGroup, all_gather_rows
 from autoplan.execute.held import Held, record_of
 from autoplan.layout import chunk
 
@@ -72,19 +72,52 @@ def whole_tensor(tensor: torch.Tensor, held: Held | None) -> torch.Tensor:
         return tensor.clone()
     if tensor.is_meta:
         return torch.empty(held.shape if held is not None else tensor.shape, dtype=tensor.dtype, device="meta")
-    whole = gathered(tensor)
+    rows = None if held is None or held.dim is None else [len(mine) for mine in held.rows]
+    whole = gathered(tensor, rows)
     if held is not None and held.in_rank_order:
         return held.to_checkpoint_order(whole)
     return whole.clone() if whole.data_ptr() == tensor.to_local().data_ptr() else whole
 
 
-def gathered(tensor: DTensor) -> torch.Tensor:
-    """`full_tensor()`, for 8-bit floats too: not every backend sends those, but each sends bytes."""
+def gathered(tensor: DTensor, rows: Sequence[int] | None = None) -> torch.Tensor:
+    """`full_tensor()`, for 8-bit floats too: not every backend sends those, but each sends bytes.
+
+    `rows`: how many each rank of tp holds, where that is not as DTensor would have it.
+    """
+    if _is_cut_again(tensor):
+        return _put_together(tensor, rows)
     if tensor.dtype.itemsize > 1 or not tensor.is_floating_point():
         return tensor.full_tensor()
     bits = tensor.to_local().view(torch.uint8)
     how: Any = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
     return DTensor.from_local(bits, tensor.device_mesh, tensor.placements, **how).full_tensor().view(tensor.dtype)
+
+
+def _is_cut_again(tensor: DTensor) -> bool:
+    """Has FSDP2 cut further, along the same dim, what a rank of tp holds?"""
+    *before, last = tensor.placements
+    return any(hasattr(p, "split_factor") and p.dim == getattr(last, "dim", None) for p in before)
+
+
+def _put_together(tensor: DTensor, rows: Sequence[int] | None) -> torch.Tensor:
+    """Undo `local_piece`: the pieces of FSDP2's mesh dims first, then those of tp, which hold so many `rows`.
+
+    `full_tensor()` does the same, but remembers the sizes of uneven pieces by thread: wrong for simulated ranks.
+    """
+    mesh, local, dim = tensor.device_mesh, tensor.to_local(), tensor.placements[-1].dim
+    tp = mesh.ndim - 1
+    sizes = rows or [len(chunk(tensor.shape[dim], mesh.size(tp), rank)) for rank in range(mesh.size(tp))]
+    levels = [(tp, sizes)]
+    held = sizes[mesh.get_local_rank(tp)]
+    for mesh_dim, placement in enumerate(tensor.placements[:-1]):
+        if getattr(placement, "dim", None) == dim:
+            pieces = [len(chunk(held, mesh.size(mesh_dim), rank)) for rank in range(mesh.size(mesh_dim))]
+            levels.append((mesh_dim, pieces))
+            held = pieces[mesh.get_local_rank(mesh_dim)]
+    for mesh_dim, pieces in reversed(levels):
+        group = RankGroup.of(mesh.get_group(mesh_dim))
+        local = all_gather_rows(local, group, dim, pieces) if group.size > 1 else local
+    return local
 
 
 def whole_buffer(local: torch.Tensor, held: Held) -> torch.Tensor:
