@@ -130,7 +130,8 @@ class Folding(nn.Module):
         self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
 
     def forward(self, wave: torch.Tensor) -> torch.Tensor:
-        wave = torch.sigmoid(self.down(torch.tanh(self.up(wave.transpose(1, 2)))))
+        stream = wave.transpose(1, 2)
+        wave = torch.sigmoid(stream + self.down(torch.tanh(self.up(stream))))  # a sum over ranks rounds otherwise
         for _ in range(self.times):
             wave = torch.where(wave < 0.5, 2 * wave, 2 - 2 * wave)
         return wave
