@@ -127,7 +127,7 @@ class Folding(nn.Module):
     def __init__(self, times: int) -> None:
         super().__init__()
         self.times = times
-        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.up, self.down = nn.Linear(8, 48), nn.Linear(48, 8)
 
     def forward(self, wave: torch.Tensor) -> torch.Tensor:
         stream = wave.transpose(1, 2)
