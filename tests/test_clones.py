@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers import Dinov2Config, HGNetV2Config
+from transformers.pytorch_utils import compile_compatible_method_lru_cache
 
 import autoplan
 from autoplan.capture.inputs import make_inputs
+from autoplan.capture.random_values import randomise
 from autoplan.capture.recorder import record
+from autoplan.capture.shrink import tiny_config
 from autoplan.capture.source import resolve
 from autoplan.check.prove import prove_graph
 
@@ -75,3 +79,50 @@ def test_what_is_reshaped_in_place_is_another_value() -> None:
     assert plan.proof.ok and {entry.style for entry in plan.entries} == {"colwise", "rowwise"}
     report = autoplan.verify(model, plan, inputs=inputs)
     assert report.ok, report.findings
+
+
+class Tables(nn.Module):
+    """A table that is kept for all models of the class, by its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.far = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    @staticmethod
+    @compile_compatible_method_lru_cache(maxsize=4)
+    def table(places: int, width: int) -> torch.Tensor:
+        return torch.arange(places * width, dtype=torch.float64).view(places, width).sin()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.far(torch.tanh(self.near(x + self.table(x.shape[1], x.shape[2]))))
+
+
+def test_a_recording_leaves_nothing_in_the_caches_of_a_class() -> None:
+    inputs = {"x": torch.randn(2, 5, 16, dtype=torch.float64)}
+    assert autoplan.plan(Tables().double(), 2, inputs=inputs).proof.ok
+    assert type(Tables.table(5, 16)) is torch.Tensor  # not one without storage
+    assert Tables.table(5, 16) is Tables.table(5, 16)  # the cache is back
+
+
+def test_deep_stacks_of_wide_layers_keep_their_size() -> None:
+    """Were each to amplify, thirty of them would drown everything in rounding."""
+    stack = nn.Sequential(*(nn.Conv1d(256, 256, 7, padding=3) for _ in range(30)))
+    randomise(stack)
+    with torch.no_grad():
+        assert 0.01 < stack(torch.randn(1, 256, 64)).abs().mean() < 100
+
+
+def test_one_number_per_feature_stays_near_what_it_starts_from() -> None:
+    scale = nn.ParameterList([torch.ones(1, 64, 1)])
+    randomise(scale)
+    assert scale[0].mean() > 0.8
+
+
+@pytest.mark.parametrize("stages", [["stage2", "stage3", "stage4"], ["stage4"]])
+def test_the_tiny_backbone_returns_the_same_stages(stages: list[str]) -> None:
+    assert tiny_config(HGNetV2Config(out_features=stages)).out_features == stages
+
+
+def test_a_backbone_with_fewer_blocks_returns_as_many_outputs() -> None:
+    tiny = tiny_config(Dinov2Config(out_indices=[3, 6, 9, 12]))
+    assert (tiny.num_hidden_layers, tiny.out_indices) == (4, [1, 2, 3, 4])

@@ -22,6 +22,7 @@ from autoplan.capture.consumers import tensors_within
 from autoplan.capture.fold import fold
 from autoplan.capture.known_values import KnownValues
 from autoplan.capture.random_values import untouched_randomness
+from autoplan.capture.uncached import uncached_functions
 
 __all__ = [
     "SMALL",
@@ -74,7 +75,7 @@ class Twin:
         with untouched_randomness(0), quiet(), torch.no_grad():
             if self.known is None:
                 return function(**{name: own(value) for name, value in keywords.items()})
-            with self.known as known:
+            with uncached_functions(self.module), self.known as known:
                 return function(**{name: known.admit(value) for name, value in keywords.items()})
 
 

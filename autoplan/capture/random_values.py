@@ -51,11 +51,22 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
             continue
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         noise = noise if parameter.dtype.itemsize == 1 else noise.to(parameter.dtype)  # float8 cannot be multiplied
-        if parameter.dim() >= 2:
-            parameter.copy_(_WEIGHT_STD * noise)
+        if _is_matrix(parameter):
+            parameter.copy_(_weight_std(parameter) * noise)
         else:
             parameter.nan_to_num_(0.0, 0.0, 0.0)
             parameter.add_(_VECTOR_STD * noise)
+
+
+def _is_matrix(parameter: torch.Tensor) -> bool:
+    """Does it mix features? One number per feature is a vector however it is shaped: `[1, channels, 1]`."""
+    return sum(size > 1 for size in parameter.shape) >= 2
+
+
+def _weight_std(parameter: torch.Tensor) -> float:
+    """Smaller where many features are summed: dozens of layers that each amplify drown all else in rounding."""
+    summed = parameter.numel() / max(parameter.shape)
+    return min(_WEIGHT_STD, max(summed, 1.0) ** -0.5)
 
 
 def fill_meta(model: nn.Module, seed: int = 0) -> nn.Module:

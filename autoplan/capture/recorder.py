@@ -315,7 +315,7 @@ def record(
         recording.grad_enabled = True
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(uncached_functions())
+            stack.enter_context(uncached_functions(model))
             if fake_mode is not None:
                 stack.enter_context(fake_mode)
             stack.enter_context(_VisitRecorder(recording))

@@ -40,6 +40,7 @@ _PERIODS = (
 )
 _PER_LAYER = re.compile(r"types?$|layers_block_type|pattern|layers_config|no_rope_layers")
 _LAYER_INDEX = re.compile(r"layer|index|idx|indices")
+_STAGES = "out_indices"  # of a backbone: the stages whose output it returns, kept in a private field
 _SHARED = "num_kv_shared_layers"  # so many of the last layers read the keys and values of earlier ones
 _MOST_LAYERS, _MOST_PERIOD = 4, 8
 # What every config has and a clone decides for itself.
@@ -105,7 +106,9 @@ def _shrunk(config: PretrainedConfig, work: _Shrinking, overrides: dict[str, Any
         past_the_end = {
             name: value
             for name, value in vars(built).items()
-            if name not in keywords and vars(config).get(name) == value and _point_at_layers(name, value, layers)
+            if name not in keywords
+            and vars(config).get(name) == value
+            and _point_at_layers(name, value, layers, _depth(config))
         }
         if not past_the_end:
             return built
@@ -142,6 +145,8 @@ def _chosen_fields(config: PretrainedConfig) -> dict[str, Any]:
     defaults = _defaults(type(config))
     inner = set(sub_configs(config))
     current = {n: v for n, v in vars(config).items() if n not in inner and n not in _OWN_BUSINESS}
+    if stages := current.get(f"_{_STAGES}"):
+        current[_STAGES] = stages
     fixed: dict[str, Any] = {}
     open_fields: dict[str, Any] = {}
     for name, value in current.items():
@@ -187,18 +192,21 @@ def _small(name: str, value: Any, config: PretrainedConfig, layers: list[int], w
         return _size(name, value, config, work)
     if depth and _per_layer(value, depth) and depth > len(layers):
         return type(value)(_map_ints(value[i], lambda x: _size(name, x, config, work)) for i in layers)
-    if depth and _point_at_layers(name, value, layers):
+    if name == _STAGES and depth and len(layers) < depth and max(value) <= depth:
+        after_the_last = len(layers) + 1  # 0 stands for what goes into the first
+        return type(value)(range(after_the_last - len(value), after_the_last))
+    if _point_at_layers(name, value, layers, depth):
         return type(value)(x for x in value if x < len(layers)) or type(value)([len(layers) - 1])
     if name in ("image_size", "crop_size", "img_size"):
         return _map_ints(value, lambda x: _size(name, x, config, work))
     return value
 
 
-def _point_at_layers(name: str, value: Any, layers: list[int]) -> bool:
+def _point_at_layers(name: str, value: Any, layers: list[int], depth: int | None) -> bool:
     """Are these numbers of layers, of which the clone does not have all?"""
     if not isinstance(value, list | tuple) or not value or "feature_layer" in name or not _LAYER_INDEX.search(name):
         return False
-    return all(type(x) is int for x in value) and max(value) >= len(layers)
+    return depth is not None and all(type(x) is int for x in value) and len(layers) <= max(value) <= depth
 
 
 def _size(name: str, value: int, config: PretrainedConfig, work: _Shrinking) -> int:
@@ -242,6 +250,7 @@ def _layers_needed(config: PretrainedConfig) -> list[int]:
     ]
     kinds = list(zip(*rows, strict=True))
     shared = _read(config, _SHARED) or 0
+    outputs = len(vars(config).get(f"_{_STAGES}") or ())
     if 0 < shared < depth and kinds:
         return _first_of_each(kinds[: depth - shared], 0) + _first_of_each(kinds[depth - shared :], depth - shared)
     first = _first_of_each(kinds, 0)
@@ -249,7 +258,7 @@ def _layers_needed(config: PretrainedConfig) -> list[int]:
     if len(first) < 2:
         periods = [p for name in _PERIODS if isinstance(p := _read(config, name), int)]
         repeated = [len(v) for name, v in vars(config).items() if _PER_LAYER.search(name) and _is_round(v, depth)]
-        needed = max([needed, *periods, *repeated])
+        needed = max([needed, outputs, *periods, *repeated])
     if needed <= _MOST_LAYERS:
         return list(range(min(max(needed, 2), max(depth, 1))))
     return first if len(first) > 1 else list(range(min(needed, _MOST_PERIOD)))

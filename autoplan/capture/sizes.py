@@ -43,6 +43,7 @@ class Sizes:
     top_k: int = 2
     chunk: int = 16
     latents: int = 4
+    queries: int = 20  # chosen among the places of a small picture, which are few
     codebook: int = 32
     positions: int = 64
     filters: int = 4
@@ -108,6 +109,7 @@ FIELDS: tuple[tuple[str, str, str], ...] = (
         "latents",
         "most",
     ),
+    (r"^num_(object_)?queries$", "queries", "most"),
     (r"max_source_positions$", "positions", "most"),
     (r"^(image_size|crop_size|img_size)$", "", "image"),
 )

@@ -1,9 +1,10 @@
 """Caches that must not see a traced run.
 
-While a model is recorded its sizes are traced integers, which know where they come from. To a cache keyed on sizes
-(einops keeps one for each pattern and shape, models keep tables by length) they equal plain ones: it would hand out
-sizes that came from another module, or from a recording long gone, and keep ours for whoever asks next. So for the time
-of a recording, functions that modules have wrapped in `functools.lru_cache` or `functools.cache` run without it.
+While a model is recorded its sizes are traced integers, which know where they come from, and its tensors may be
+without storage. To a cache keyed on sizes (einops keeps one for each pattern and shape, models keep tables by length)
+they equal plain ones: it would hand out what came from another module, or from a recording long gone, and keep ours for
+whoever asks next. So for the time of a recording, functions and methods wrapped in `functools.lru_cache` or
+`functools.cache` run without it.
 """
 
 from __future__ import annotations
@@ -11,47 +12,100 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import nn
 
 __all__ = ["uncached_functions"]
 
 _WRAPPER = type(functools.lru_cache(len))
-# Their caches are of plain numbers, of no model's sizes, or of what is to be said once only.
+# Their module-level caches are of plain numbers, of no model's sizes, or of what is to be said once only.
 _LEFT_ALONE = ("torch", "numpy", "sympy", "autoplan", "transformers", "huggingface_hub")
+
+
+class _Place(NamedTuple):
+    """An attribute of a module or class, or what a decorated function keeps in its closure."""
+
+    holder: Any
+    name: str
+
+    @property
+    def key(self) -> tuple[int, str]:
+        return id(self.holder), self.name
+
+    def put(self, value: Any) -> None:
+        setattr(self.holder, self.name, value)
+
+
+@dataclass
+class _Replaced:
+    """What stood in a place, and how many recordings need it away."""
+
+    place: _Place
+    original: Any
+    users: int = 0
+
+
 _lock = threading.Lock()
-_recording = 0
-_replaced: list[tuple[ModuleType, str, Any]] = []
+_replaced: dict[tuple[int, str], _Replaced] = {}
 
 
 @contextmanager
-def uncached_functions() -> Iterator[None]:
-    """Module-level functions without their caches, until the last thread that asked for it is done."""
-    global _recording
+def uncached_functions(model: nn.Module) -> Iterator[None]:
+    """No caches in functions of any module and in methods of the model's, until the last who asked for it is done."""
+    mine: list[_Replaced] = []
     with _lock:
-        _recording += 1
-        if _recording == 1:
-            _replaced.extend(_cached_functions())
-            for module, name, function in _replaced:
-                setattr(module, name, function.__wrapped__)
+        for place, original, plain in _cached(model):
+            one = _replaced.get(place.key)
+            if one is None:
+                one = _replaced[place.key] = _Replaced(place, original)
+                place.put(plain)
+            one.users += 1
+            mine.append(one)
+        held = {one.place.key for one in mine}
+        for key, one in _replaced.items():  # what another recording has replaced by now is not found any more
+            if key not in held:
+                one.users += 1
+                mine.append(one)
     try:
         yield
     finally:
         with _lock:
-            _recording -= 1
-            if _recording == 0:
-                for module, name, function in _replaced:
-                    setattr(module, name, function)
-                _replaced.clear()
+            for one in mine:
+                one.users -= 1
+                if not one.users:
+                    one.place.put(one.original)
+                    del _replaced[one.place.key]
 
 
-def _cached_functions() -> Iterator[tuple[ModuleType, str, Any]]:
+def _cached(model: nn.Module) -> Iterator[tuple[_Place, Any, Any]]:
+    """Where a cached function stands, what is there, and the same without its cache."""
     standard = sys.stdlib_module_names
     for module_name, module in list(sys.modules.items()):
         top = module_name.partition(".")[0]
         if isinstance(module, ModuleType) and top not in standard and top not in _LEFT_ALONE:
             for name, value in list(vars(module).items()):
                 if type(value) is _WRAPPER:
-                    yield module, name, value
+                    yield _Place(module, name), value, value.__wrapped__
+    own = {cls for part in model.modules() for cls in type(part).__mro__ if not cls.__module__.startswith("torch.")}
+    for cls in own - {object}:
+        for name, value in list(vars(cls).items()):
+            yield from _cached_method(cls, name, value)
+
+
+def _cached_method(cls: type, name: str, value: Any) -> Iterator[tuple[_Place, Any, Any]]:
+    rewrap: Callable[[Any], Any] = type(value) if isinstance(value, staticmethod | classmethod) else lambda plain: plain
+    function = getattr(value, "__func__", value)
+    if type(function) is _WRAPPER:
+        yield _Place(cls, name), value, rewrap(function.__wrapped__)
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            kept = cell.cell_contents
+        except ValueError:  # the cell is empty
+            continue
+        if type(kept) is _WRAPPER:
+            yield _Place(cell, "cell_contents"), kept, kept.__wrapped__
