@@ -217,6 +217,19 @@ class Chosen(nn.Module):
         return x + out.view_as(x)
 
 
+class OnePieceWhole(nn.Module):
+    """Equal pieces of one projection, of which a norm reads the first across and the second is split."""
+
+    def __init__(self, part: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> None:
+        super().__init__()
+        self.both, self.down = nn.Linear(WIDTH, 2 * INNER), nn.Linear(INNER, INNER)
+        self.norm, self.out, self.part = nn.LayerNorm(INNER), nn.Linear(INNER, WIDTH), part
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept, worked = self.part(self.both(x))
+        return x + self.out(self.norm(kept + self.down(torch.tanh(worked))).softmax(-1))
+
+
 class Case(NamedTuple):
     build: Callable[[], nn.Module]
     split: frozenset[str]
@@ -226,6 +239,13 @@ class Case(NamedTuple):
 STREAM = {"x": torch.randn(2, 6, WIDTH)}
 IDS = {"ids": torch.randint(512, (2, 6))}
 BOTH = frozenset({"near.weight", "near.bias", "far.weight"})
+
+PARTING: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, ...]]] = {
+    "chunk": lambda both: both.chunk(2, -1),
+    "split": lambda both: torch.split(both, split_size_or_sections=INNER, dim=2),
+    "tensor_split": lambda both: both.tensor_split(2, dim=-1),
+    "dsplit": lambda both: both.dsplit(2),
+}
 
 CASES = {
     **{
@@ -258,6 +278,12 @@ CASES = {
     "row of a table": Case(lambda: RowByNumber(300, True), frozenset({"table.weight"}), IDS),
     "table read with copied ids": Case(TableForEachFrame, frozenset({"table.weight"}), IDS),
     "part of a row": Case(lambda: RowByNumber(-1, False), frozenset({"table.weight"}), IDS),
+    **{
+        f"one of two pieces, {way}": Case(
+            partial(OnePieceWhole, part), frozenset({"both.weight", "both.bias", "down.weight"}), STREAM
+        )
+        for way, part in PARTING.items()
+    },
     "members that never ran": Case(Chosen, frozenset(f"members.m{n}.far.weight" for n in range(7)), STREAM),
     "frozen": Case(lambda: LinearOfColumns(True), frozenset({"bridge.weight", "bridge.bias"}), STREAM),
 }

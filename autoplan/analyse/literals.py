@@ -20,6 +20,7 @@ __all__ = [
     "evaluate",
     "made_in_shares",
     "made_whole",
+    "pieces_given",
     "requirements",
     "sizes_given",
 ]
@@ -47,6 +48,8 @@ _MAKERS = frozenset(
         "hamming_window",
     ]
 )
+_PARTED_DIMS = {"vsplit": 0, "hsplit": 1, "dsplit": 2}  # calls that say it by their name
+_EQUAL_PIECES = frozenset({"split", "unsafe_split", "chunk", "unsafe_chunk", "tensor_split", *_PARTED_DIMS})
 CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"})
 _GROUPS_AT = {"conv1d": 6, "conv2d": 6, "conv3d": 6, "conv_transpose1d": 6, "conv_transpose2d": 6}
 
@@ -244,13 +247,46 @@ def _identity(call: Call, output: int, shards: Shards) -> Found:
 
 
 def _split(call: Call, outputs: list[int], shards: Shards) -> Found:
-    _, given = _argument(call, 2, "dim")
-    dim = _number(given if given is not None else 0) % len(shards.trace.tensors[call.args[0].id].shape)
     path, sections = _argument(call, 1, "split_size_or_sections", "split_size", "split_sizes")
-    wanted = [_local(shards, output, dim) for output in outputs]
+    wanted = [_local(shards, output, _parted_dim(call, shards)) for output in outputs]
     if isinstance(sections, tuple):
         return [((*path, i), item, wanted[i]) for i, item in enumerate(sections)]
-    return [(path, sections, wanted[0])]
+    return [] if pieces_given(call, shards) else [(path, sections, wanted[0])]
+
+
+def _parted_dim(call: Call, shards: Shards) -> int:
+    dims = len(shards.trace.tensors[next(refs((call.args, call.kwargs)))].shape)
+    if call.name in _PARTED_DIMS:
+        return min(_PARTED_DIMS[call.name], dims - 1)
+    _, given = _argument(call, 2, "dim")
+    return _number(given if given is not None else 0) % dims
+
+
+def pieces_given(call: Call, shards: Shards) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
+    """Of a call that makes equal pieces: along which dim, and how long they must be on each rank, where those differ.
+
+    They do where one piece is split and its neighbour is not.
+    """
+    _, sections = _argument(
+        call, 1, "split_size_or_sections", "split_size", "chunks", "sections", "indices_or_sections"
+    )
+    outputs = list(refs(call.outputs))
+    if call.name not in _EQUAL_PIECES or not _is_int(sections) or not outputs:
+        return None
+    dim = _parted_dim(call, shards)
+    wanted = tuple(
+        tuple(shards.local_size(shards.axes.of(output)[dim], rank) for output in outputs) for rank in range(shards.tp)
+    )
+    return None if all(_follow(call.name, sizes, len(outputs)) for sizes in wanted) else (dim, wanted)
+
+
+def _follow(name: str, sizes: tuple[int, ...], count: int) -> bool:
+    """Would the call give pieces of these lengths, were it told the length of the first, or their number?"""
+    whole = sum(sizes)
+    if name == "tensor_split" or name in _PARTED_DIMS:
+        return sizes == tuple(whole // count + (number < whole % count) for number in range(count))
+    first = sizes[0] if name in ("split", "unsafe_split") else -(-whole // count)
+    return first > 0 and sizes == tuple(max(0, min(first, whole - number * first)) for number in range(count))
 
 
 def _narrow(call: Call, shards: Shards) -> Found:

@@ -15,7 +15,7 @@ from typing import Any
 
 from autoplan.analyse.callflow import CallFlow
 from autoplan.analyse.edits import Edits
-from autoplan.analyse.literals import made_in_shares, made_whole
+from autoplan.analyse.literals import made_in_shares, made_whole, pieces_given
 from autoplan.analyse.reductions import gathered_dim, lengths_in, reduced_dims, scaled_dims
 from autoplan.analyse.shards import Shards, refs
 from autoplan.analyse.sites import Placement
@@ -197,7 +197,19 @@ def _wanted(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits, 
         arguments[requirement.call].append((requirement.path, (requirement.seen, requirement.want)))
     cuts = _cuts(shards, flow, result)
     draws = _mixed_draws(shards, flow)
-    indices = set(arguments) | set(placement.inside_reductions) | set(placement.inside_copies) | set(cuts) | draws
+    pieces = {
+        index: given
+        for index, call in enumerate(shards.trace.calls)
+        if (given := pieces_given(call, shards)) is not None
+    }
+    indices = (
+        set(arguments)
+        | set(placement.inside_reductions)
+        | set(placement.inside_copies)
+        | set(cuts)
+        | draws
+        | set(pieces)
+    )
     for index in placement.inside_scales:
         result.refusals.append(("whole rows of a partly split value, inside a module", _split_in(index, flow, shards)))
     found = {}
@@ -206,6 +218,7 @@ def _wanted(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits, 
         copies = tuple(path for t in sorted(placement.inside_copies.get(index, ())) for path in flow.path_of(index, t))
         details = _details(call, placement.inside_reductions.get(index), shards)
         details += (("random", "split"),) if index in draws else ()
+        details += (("dim", pieces[index][0]), ("pieces", pieces[index][1])) if index in pieces else ()
         found[index] = ScopedCall(
             call.module, call.place, call.name, tuple(arguments.get(index, ())), copies,
             placement.inside_reductions.get(index), cuts.get(index, ()), details,

@@ -108,6 +108,8 @@ class ModuleMode(TorchFunctionMode):
             pieces = Layout.parse(details["layout"])
             rows = tuple(pieces.rows(rank, self.group.size) for rank in range(self.group.size))
             result = gather_over_ranks(func(*args, **kwargs), self.group, details["dim"], rows)
+        elif "pieces" in dict(planned.details):
+            result = self._pieces(planned, args[0] if args else kwargs["input"])
         elif self.randomness.active and ("random", "split") in planned.details:
             self.randomness.enter_split()
             try:
@@ -166,6 +168,14 @@ class ModuleMode(TorchFunctionMode):
         table = table if number in own else table.new_zeros(1, *table.shape[1:])
         local = number - own.start if number in own else 0
         return sum_over_ranks(func(table, (local, *index[1:]) if several else local), self.group)
+
+    def _pieces(self, planned: ScopedCall, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Pieces that are equally long on the whole model, and not on a rank that holds a part of some of them."""
+        details = dict(planned.details)
+        lengths = details["pieces"][self.group.rank]
+        if x.shape[details["dim"]] != sum(lengths):
+            raise self._mismatch(planned, f"parts {x.shape[details['dim']]} where the plan was made for {sum(lengths)}")
+        return x.split(lengths, details["dim"])
 
     def _norm(self, planned: ScopedCall, args: Any, kwargs: Any) -> torch.Tensor:
         """layer_norm or rms_norm whose statistic spans all ranks: sums are reduced forward and backward."""
