@@ -21,12 +21,14 @@ __all__ = ["NAMES", "first_that_runs", "usual"]
 
 NAMES = (
     "input_values",
+    "decoder_input_values",
     "input_features",
     "input_features_mask",
     "pixel_values",
     "pixel_values_videos",
     "bbox",
     "latents",
+    "inputs",
 )
 _MOST_RUNS = 48
 _SAMPLES = (4000, 3840, 32000)  # the second is a multiple of many hops
@@ -50,7 +52,8 @@ def usual(name: str, configs: Sequence[Any], picture: Sequence[int], length: int
     latents: list[Way] = [shape for n in widths for shape in ((length, n), (n, length))]
     masks: list[Way] = [(t, "long") for t in (*exact, *_FRAMES)]
     ways: dict[str, list[Way]] = {
-        "input_values": [*sound[:3], *spectra[:2], *sound[3:]],
+        "input_values": [*sound[:3], *spectra[:2], *latents, *sound[3:]],
+        "decoder_input_values": [*latents, *spectra[:1]],
         "input_features": [*spectra, *((1, t, n) for t in exact or _FRAMES[:1] for n in bands[:1])],
         "input_features_mask": masks,
         "pixel_values": [
@@ -62,6 +65,7 @@ def usual(name: str, configs: Sequence[Any], picture: Sequence[int], length: int
         "pixel_values_videos": [(film, channels, height, width)],
         "bbox": [(length, 4, "ids"), (length, 4), (length, 8)],
         "latents": latents,
+        "inputs": latents,
     }
     return ways.get(name, [])
 
@@ -113,7 +117,7 @@ def _drawn(way: Way, batch: int, draw: Draw) -> torch.Tensor:
 
 
 def _widths(configs: Sequence[Any]) -> list[int]:
-    found = [n for c in configs for field in ("hidden_size", "codebook_dim", "latent_dim") if (n := _int(c, field))]
+    found = [n for c in configs for field in ("hidden_size", "codebook_dim", "latent_dim", "d_model") if (n := _int(c, field))]
     return list(dict.fromkeys(found))
 
 
