@@ -29,7 +29,9 @@ NAMES = (
     "bbox",
     "latents",
     "inputs",
+    "inputs_embeds",
 )
+_ONLY_IF_REQUIRED = ("inputs", "inputs_embeds")
 _MOST_RUNS = 48
 _SAMPLES = (4000, 3840, 32000)  # the second is a multiple of many hops
 _FRAMES = (128, 64, 200)
@@ -66,6 +68,7 @@ def usual(name: str, configs: Sequence[Any], picture: Sequence[int], length: int
         "bbox": [(length, 4, "ids"), (length, 4), (length, 8)],
         "latents": latents,
         "inputs": latents,
+        "inputs_embeds": latents,
     }
     return ways.get(name, [])
 
@@ -83,6 +86,7 @@ def first_that_runs(
     """`main` with other arguments of the usual kinds, such that the model runs; None where no way was found."""
     batch, length = sizes
     names = [name for name in NAMES if takes(name) and usual(name, configs, picture, length)]
+    names = [name for name in names if requires(name) or name not in _ONLY_IF_REQUIRED]
     ways = [
         [*(() if name in main or requires(name) else (_ABSENT,)), *usual(name, configs, picture, length)]
         for name in names
