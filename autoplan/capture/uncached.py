@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -56,7 +56,7 @@ _replaced: dict[tuple[int, str], _Replaced] = {}
 
 @contextmanager
 def uncached_functions(model: nn.Module) -> Iterator[None]:
-    """No caches in functions of any module and in methods of the model's, until the last who asked for it is done."""
+    """No caches in functions of any module and in what the model is made of, until nobody asks for it any more."""
     mine: list[_Replaced] = []
     with _lock:
         for place, original, plain in _cached(model):
@@ -92,17 +92,19 @@ def _cached(model: nn.Module) -> Iterator[tuple[_Place, Any, Any]]:
                 if type(value) is _WRAPPER:
                     yield _Place(module, name), value, value.__wrapped__
     own = {cls for part in model.modules() for cls in type(part).__mro__ if not cls.__module__.startswith("torch.")}
-    for cls in own - {object}:
-        for name, value in list(vars(cls).items()):
-            yield from _cached_method(cls, name, value)
+    homes = {cls.__module__ for cls in own if cls.__module__.partition(".")[0] not in standard}
+    for holder in (*(own - {object}), *(sys.modules[name] for name in homes if name in sys.modules)):
+        for name, value in list(vars(holder).items()):
+            yield from _cached_inside(holder, name, value)
 
 
-def _cached_method(cls: type, name: str, value: Any) -> Iterator[tuple[_Place, Any, Any]]:
+def _cached_inside(holder: Any, name: str, value: Any) -> Iterator[tuple[_Place, Any, Any]]:
+    """The same in a class or module of the model's: a decorator may hold the cached function in its closure."""
     rewrap: Callable[[Any], Any] = type(value) if isinstance(value, staticmethod | classmethod) else lambda plain: plain
-    function = getattr(value, "__func__", value)
+    function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
     if type(function) is _WRAPPER:
-        yield _Place(cls, name), value, rewrap(function.__wrapped__)
-    for cell in getattr(function, "__closure__", None) or ():
+        yield _Place(holder, name), value, rewrap(function.__wrapped__)
+    for cell in (function.__closure__ or ()) if isinstance(function, FunctionType) else ():
         try:
             kept = cell.cell_contents
         except ValueError:  # the cell is empty

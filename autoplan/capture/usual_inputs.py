@@ -121,7 +121,12 @@ def _drawn(way: Way, batch: int, draw: Draw) -> torch.Tensor:
 
 
 def _widths(configs: Sequence[Any]) -> list[int]:
-    found = [n for c in configs for field in ("hidden_size", "codebook_dim", "latent_dim", "d_model") if (n := _int(c, field))]
+    found = [
+        n
+        for c in configs
+        for field in ("hidden_size", "codebook_dim", "latent_dim", "d_model")
+        if (n := _int(c, field))
+    ]
     return list(dict.fromkeys(found))
 
 
