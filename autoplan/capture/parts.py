@@ -108,9 +108,12 @@ class _Reads:
             name = f"{above}{short}"
             held = {f"{name}.{own}": parameter.numel() for own, parameter in part.named_parameters()}
             unread = held.keys() & self.unread
-            if not unread or sum(held.values()) < self.worth or self._has_kin(model, above, part):
+            if not unread or sum(held.values()) < self.worth:
                 continue
-            if held.keys() & self.read or not _is_called(part):
+            partly_read = bool(held.keys() & self.read)
+            if not partly_read and self._has_kin(model, above, part):
+                continue
+            if partly_read or not _is_called(part):
                 yield from self.unread_parts(part, f"{name}.")
             else:
                 yield name, part
