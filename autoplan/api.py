@@ -22,6 +22,7 @@ from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_any, capture_fake
 from autoplan.capture.expert_counts import without_namesakes
 from autoplan.capture.inputs import make_inputs
+from autoplan.capture.reference_path import kernel_note
 from autoplan.capture.source import Source, resolve
 from autoplan.check.audit.gate import refuse_disproven, refuse_wrong
 from autoplan.check.prove import prove_graph, prove_ranks, sequence_findings, settle_means
@@ -156,7 +157,8 @@ def capture_source(source: Source, module: nn.Module, choices: Choices | None = 
     Repeated blocks are traced once, unless a written plan tells them apart.
     """
     made = make_inputs(module, config=source.config, model_type=source.model_type, inputs=source.inputs)
-    captured = capture_any(module, made.entries, made.notes)
+    note = kernel_note(module)
+    captured = capture_any(module, made.entries, (*made.notes, note) if note else made.notes)
     unfold = partial(capture_fake, module, made.entries, folded=False)
     if choices is None or same_in_folded_blocks(choices, captured.trace):
         return replace(captured, unfold=unfold) if captured.trace.folds else captured

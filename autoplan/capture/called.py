@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from autoplan.capture.reference_path import where_it_runs
+
 __all__ = ["PART", "call", "calls_the_model"]
 
 PART = "@module"
@@ -16,7 +18,8 @@ def call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     """Run the model, or the part of it that the entry names, on the other keys."""
     given = dict(inputs)
     part = given.pop(PART, None)
-    return (model if part is None else model.get_submodule(part))(**given)
+    with where_it_runs(model):
+        return (model if part is None else model.get_submodule(part))(**given)
 
 
 def calls_the_model(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

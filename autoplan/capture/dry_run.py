@@ -22,6 +22,7 @@ from autoplan.capture.consumers import tensors_within
 from autoplan.capture.fold import fold
 from autoplan.capture.known_values import KnownValues
 from autoplan.capture.random_values import untouched_randomness
+from autoplan.capture.reference_path import on_reference_path
 from autoplan.capture.uncached import uncached_functions
 
 __all__ = [
@@ -72,7 +73,7 @@ class Twin:
 
     def run(self, function: Callable[..., Any], keywords: Mapping[str, Any]) -> Any:
         """Call the module or a method of it, without leaving a trace; what it raises is raised."""
-        with untouched_randomness(0), quiet(), torch.no_grad():
+        with untouched_randomness(0), quiet(), on_reference_path(), torch.no_grad():
             if self.known is None:
                 return function(**{name: own(value) for name, value in keywords.items()})
             with uncached_functions(self.module), self.known as known:

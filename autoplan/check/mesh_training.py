@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from autoplan.capture.called import calls_the_model
+from autoplan.capture.reference_path import on_reference_path
 from autoplan.check.checks import Check, judge
 from autoplan.check.compare import tolerance_for
 from autoplan.check.mesh_sizes import MeshSizes
@@ -51,6 +52,7 @@ class _Job:
     other: nn.Module | None = None  # the model with other weights, to be resumed
 
 
+@on_reference_path()
 def check_training(
     model: nn.Module,
     entries: Mapping[str, Inputs],

@@ -26,6 +26,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
+from autoplan.capture.reference_path import on_reference_path
 from autoplan.check.ranks import RankError, RankTimeout
 from autoplan.errors import AutoplanError
 
@@ -183,6 +184,7 @@ def _run(rank: int, world_size: int, folder: str, timeout: float, job: bytes) ->
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
     dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=timeout))
     target, args = _unpacked(job)
-    result = target(rank, *args)
+    with on_reference_path():
+        result = target(rank, *args)
     dist.barrier()  # nobody leaves while another still needs it
     return result

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autoplan.capture.reference_path import where_it_runs
 from autoplan.check.ranks import Engine, RankError, RankTimeout, one_compute_thread, run_processes, run_ranks
 from autoplan.errors import AutoplanError
 from autoplan.values import Finding, Report
@@ -92,7 +93,7 @@ def check_sharding(
     `entries` are the calls to make, by name; `others` the same calls with another batch and length. `dims`: the mesh to
     simulate, names and sizes, where it has more than the one dim "tp".
     """
-    with one_compute_thread():
+    with one_compute_thread(), where_it_runs(model):  # checkpointed blocks run again in backward
         return _check(model, entries, sharding, tp_size, others or {}, _chosen(checks), engine, mesh, timeout, dims)
 
 
