@@ -9,22 +9,24 @@ device itself. Either way the plan says whose reference was read.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
 
-__all__ = ["kernel_note", "on_reference_path", "where_it_runs"]
+__all__ = ["OptionalKernel", "kernel_note", "on_reference_path", "optional_kernels", "where_it_runs"]
 
 _HOME = "transformers.integrations.hub_kernels"
 _ASKED = "is_torchdynamo_exporting"  # transformers' question before it takes a kernel
+_KEPT = ("package", "func_name", "is_new_implementation", "torch_function")  # in the decorator's closure
+_NO_KERNELS = ("torch", "transformers", "numpy", *sys.stdlib_module_names)
 _lock = threading.Lock()
 _users = 0
 _original: Any = None
@@ -58,16 +60,37 @@ def where_it_runs(model: nn.Module) -> Any:
     return on_reference_path() if first is None or first.device.type in ("cpu", "meta") else nullcontext()
 
 
+@dataclass(frozen=True)
+class OptionalKernel:
+    """A function that a file of the model's has under `name`, if its library is installed, and what is done without.
+
+    `home`: the file. `reference`: None where there is none, or where the code asks for the device itself.
+    """
+
+    home: ModuleType
+    name: str
+    package: str
+    function: str
+    installed: bool
+    reference: Callable[..., Any] | None = None
+
+
+def optional_kernels(model: nn.Module) -> list[OptionalKernel]:
+    """The optional kernels that the model's files know."""
+    return [kernel for home in _homes(model) for kernel in (*_with_fallback(home), *_optional_imports(home))]
+
+
 def kernel_note(model: nn.Module) -> str:
     """Which optional kernels the model's code knows, and whether they are installed; "" where it knows none."""
     known: dict[str, set[str]] = defaultdict(set)
-    for home in _homes(model):
-        for package, function in (*_with_fallback(home), *_optional_imports(home)):
-            known[package].add(function)
+    kernels = optional_kernels(model)
+    for kernel in kernels:
+        if kernel.reference is not None or not kernel.installed:
+            known[kernel.package].add(kernel.function)
     if not known:
         return ""
     listed = ", ".join(f"{package} ({', '.join(sorted(known[package]))})" for package in sorted(known))
-    missing = [package for package in sorted(known) if not _is_installed(package)]
+    missing = sorted({kernel.package for kernel in kernels if not kernel.installed})
     state = "are installed" if not missing else f"are not installed: {', '.join(missing)}"
     return f"optional kernels of {listed}: its reference path was read and proven, which computes the same ({state})"
 
@@ -79,40 +102,33 @@ def _homes(model: nn.Module) -> list[ModuleType]:
     return [module for module in found if isinstance(module, ModuleType)]
 
 
-def _with_fallback(home: ModuleType) -> Iterator[tuple[str, str]]:
+def _with_fallback(home: ModuleType) -> Iterator[OptionalKernel]:
     """Functions under transformers' decorator, which keeps what it was told in a closure."""
-    for value in list(vars(home).values()):
+    for name, value in list(vars(home).items()):
         function = inspect.unwrap(value, stop=_decorated) if isinstance(value, FunctionType) else None
-        if function is not None and _decorated(function):
-            kept = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-            yield str(kept["package"].cell_contents), str(kept["func_name"].cell_contents)
+        if function is None or not _decorated(function):
+            continue
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        package, kernel, new, reference = (cells[word].cell_contents for word in _KEPT)
+        yield OptionalKernel(home, name, str(package), str(kernel), bool(new), reference)
 
 
 def _decorated(function: Any) -> bool:
-    return isinstance(function, FunctionType) and {"package", "func_name"} <= set(function.__code__.co_freevars)
+    return isinstance(function, FunctionType) and set(_KEPT) <= set(function.__code__.co_freevars)
 
 
-def _optional_imports(home: ModuleType) -> Iterator[tuple[str, str]]:
-    """Names that stand for nothing here since an import was skipped or failed: `try: from x import f`, `f = None`."""
-    empty = {name for name, value in vars(home).items() if value is None and not name.startswith("__")}
-    if not empty:
-        return
+def _optional_imports(home: ModuleType) -> Iterator[OptionalKernel]:
+    """Functions whose import may be skipped or fail: `try: from x import f`, and in the other case `f = None`."""
     try:
         tree = ast.parse(inspect.getsource(home))
     except (OSError, SyntaxError, TypeError):
         return
     for statement in tree.body:
-        if not isinstance(statement, ast.If | ast.Try):
-            continue
-        for node in ast.walk(statement):
-            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                for alias in node.names:
-                    if (alias.asname or alias.name) in empty:
-                        yield node.module.partition(".")[0], alias.asname or alias.name
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):
-        return False
+        for node in ast.walk(statement) if isinstance(statement, ast.If | ast.Try) else ():
+            package = node.module.partition(".")[0] if isinstance(node, ast.ImportFrom) and node.module else ""
+            if not isinstance(node, ast.ImportFrom) or node.level or package in _NO_KERNELS:
+                continue
+            for alias in node.names:
+                value = vars(home).get(alias.asname or alias.name, _decorated)
+                if value is None or callable(value) and not isinstance(value, type) and value is not _decorated:
+                    yield OptionalKernel(home, alias.asname or alias.name, package, alias.name, value is not None)

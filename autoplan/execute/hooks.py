@@ -57,6 +57,12 @@ class ModuleWork:
     random: str = ""  # "split", "whole" or ""
 
     @property
+    def communicates(self) -> bool:
+        """Does it owe anything to other ranks?"""
+        calls = any(call.reduce or call.copies for call in self.scoped)
+        return calls or any((self.hooks, self.embedding, self.logits, self.experts))
+
+    @property
     def empty(self) -> bool:
         return not any((self.hooks, self.embedding, self.logits, self.scoped, self.experts, self.framed, self.random))
 

@@ -18,6 +18,7 @@ from autoplan.errors import AutoplanError, PlanMismatchError
 from autoplan.execute.collectives import RankGroup
 from autoplan.execute.hooks import ModuleWork, install, install_root
 from autoplan.execute.integers import apply_edit
+from autoplan.execute.kernel_guard import guard_kernels
 from autoplan.execute.parameters import mesh_device, prepare_parameters
 from autoplan.execute.randomness import SharedRandomness
 from autoplan.execute.reproducible import make_reproducible
@@ -122,6 +123,7 @@ def apply_plan(
                 undo.append(handle.remove)
         for handle in _install_root(model, plan, running):
             undo.append(handle.remove)
+        guard_kernels(model, (modules[name] for name, work in works.items() if work.communicates), undo)
         if reproducible_forward:  # after the hooks, which find their inputs by the signature of the forward
             make_reproducible(modules, plan, rules, undo)
     except BaseException:
