@@ -13,6 +13,10 @@ import sys
 from collections.abc import Iterable
 from types import ModuleType
 
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import EmbeddingAccessMixin
+
 FOREIGN = {"torch", "nn", "functional", "F", "config", "logger", "weight", "bias"}  # names that torch and bases own
 UNWANTED_DECORATORS = {"auto_docstring"}  # they look names up in the original file
 
@@ -27,7 +31,18 @@ def renamed_copy(module_name: str, kept: Iterable[str] = ()) -> tuple[ModuleType
     copy.__package__ = original.__package__
     sys.modules[copy.__name__] = copy
     exec(compile(tree, f"<renamed {module_name}>", "exec"), copy.__dict__)
+    for value in vars(copy).values():
+        own = isinstance(value, type) and value.__module__ == copy.__name__ and issubclass(value, PreTrainedModel)
+        if own and value.get_input_embeddings is EmbeddingAccessMixin.get_input_embeddings:
+            value.get_input_embeddings = _input_embeddings
     return copy, names
+
+
+def _input_embeddings(model: PreTrainedModel) -> nn.Module:
+    """transformers finds it by the names that were taken away."""
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    size = getattr(model.config.get_text_config(), "vocab_size", None)
+    return next((table for table in tables if table.num_embeddings == size), tables[0])
 
 
 def _new_names(tree: ast.Module) -> dict[str, str]:

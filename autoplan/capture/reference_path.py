@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -119,16 +120,28 @@ def _decorated(function: Any) -> bool:
 
 def _optional_imports(home: ModuleType) -> Iterator[OptionalKernel]:
     """Functions whose import may be skipped or fail: `try: from x import f`, and in the other case `f = None`."""
+    with _lock:  # Python 3.11 cannot make syntax trees in two threads at once
+        imports = _conditional_imports(home.__name__)
+    for package, function, name in imports:
+        value = vars(home).get(name, _decorated)
+        if value is None or callable(value) and not isinstance(value, type) and value is not _decorated:
+            yield OptionalKernel(home, name, package, function, value is not None)
+
+
+@lru_cache(maxsize=256)
+def _conditional_imports(home: str) -> tuple[tuple[str, str, str], ...]:
+    """Package, function and its name in the file, of each import of another library that stands under a condition."""
     try:
-        tree = ast.parse(inspect.getsource(home))
+        tree = ast.parse(inspect.getsource(sys.modules[home]))
     except (OSError, SyntaxError, TypeError):
-        return
-    for statement in tree.body:
-        for node in ast.walk(statement) if isinstance(statement, ast.If | ast.Try) else ():
-            package = node.module.partition(".")[0] if isinstance(node, ast.ImportFrom) and node.module else ""
-            if not isinstance(node, ast.ImportFrom) or node.level or package in _NO_KERNELS:
-                continue
-            for alias in node.names:
-                value = vars(home).get(alias.asname or alias.name, _decorated)
-                if value is None or callable(value) and not isinstance(value, type) and value is not _decorated:
-                    yield OptionalKernel(home, alias.asname or alias.name, package, alias.name, value is not None)
+        return ()
+    nodes = (node for part in tree.body if isinstance(part, ast.If | ast.Try) for node in ast.walk(part))
+    found = [
+        (node.module.partition(".")[0], node) for node in nodes if isinstance(node, ast.ImportFrom) and node.module
+    ]
+    return tuple(
+        (package, alias.name, alias.asname or alias.name)
+        for package, node in found
+        if not node.level and package not in _NO_KERNELS
+        for alias in node.names
+    )
