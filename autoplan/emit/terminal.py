@@ -67,8 +67,8 @@ def report_view(report: Report, title: str = "") -> RenderableType:
         largest = f"the largest error {report.gradients[worst]:.1e} at {worst}"
         facts.add_row("gradients", f"{len(report.gradients)} compared, {largest}")
     for name, value in report.details.items():
-        if value or value == 0:
-            facts.add_row(name.replace("_", " "), _detail(value))
+        if (value or value == 0) and (text := _detail(value)):
+            facts.add_row(name.replace("_", " "), text)
     lines: list[RenderableType] = [Text.assemble((title, "bold"), f" · tp {report.tp_size} · ", verdict)]
     if facts.row_count:
         lines.append(Padding(facts, (0, 0, 0, 2)))

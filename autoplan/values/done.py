@@ -154,3 +154,11 @@ class Means:
     sequence: bool = False
     whole: tuple[str, ...] = ()
     experts: bool = True
+
+    def __str__(self) -> str:
+        """What is out of the ordinary."""
+        said = ("the stream is cut along the sequence" if self.sequence else "",
+                "" if self.scoped else "no call inside a module's forward is changed",
+                f"left whole: {', '.join(self.whole)}" if self.whole else "",
+                "" if self.experts else "experts are not dealt out")  # fmt: skip
+        return "; ".join(filter(None, said))
