@@ -298,3 +298,25 @@ def test_split_and_exact(name: str, size: int = 4) -> None:
     assert split <= {rule.pattern for rule in plan.runtime.parameters if rule.dim is not None}, plan
     report = autoplan.verify(model, plan, tp_size=size, inputs=inputs, checks=["parameters", "forward", "state_dict"])
     assert report.ok and max(report.gradients.values()) < 1e-9, report.findings
+
+
+class Vmapped(nn.Module):
+    """One part whose calls see wrappers around the values, and one that is plain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ups, self.downs = nn.Parameter(torch.randn(4, WIDTH, INNER)), nn.Parameter(torch.randn(4, INNER, WIDTH))
+        self.near, self.far = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + torch.vmap(lambda up, down: torch.relu(x @ up) @ down)(self.ups, self.downs).sum(0)
+        return x + self.far(torch.tanh(self.near(x)))
+
+
+def test_what_calls_do_not_show_stays_whole() -> None:
+    inputs = {"x": torch.randn(2, 6, WIDTH, dtype=torch.float64)}
+    model = Vmapped().double()
+    plan = autoplan.plan(model, 2, inputs=inputs)
+    assert {rule.pattern for rule in plan.runtime.parameters if rule.dim is not None} == BOTH
+    assert any("torch.vmap" in item.reason for item in plan.replicated if item.fqn == "ups"), plan.replicated
+    assert autoplan.verify(model, plan, inputs=inputs).ok

@@ -7,6 +7,7 @@ readers beyond. Only differentiable values matter; an in-place call makes its ta
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from autoplan.analyse.shards import refs, refs_with_paths
@@ -59,6 +60,29 @@ class CallFlow:
             for path, tensor in visit.inputs:
                 self.entering[tensor].append(Border(index, visit.module, path, *visit.calls))
         self.carries -= self._detached()
+
+    @cached_property
+    def unseen(self) -> dict[int, tuple[int, ...]]:
+        """Calls whose values other calls read without being handed them, and the tensors of their ops.
+
+        What `torch.vmap` runs passes around wrappers: the ops show the way of a value, and the calls do not.
+        """
+        calls = {op: index for index, call in enumerate(self.trace.calls) for op in range(*call.ops)}
+        made: dict[int, int] = {}
+        found: set[int] = set()
+        for number, op in enumerate(self.trace.ops):
+            reader = calls.get(number, -1)
+            for tensor in refs((op.args, op.kwargs)):
+                maker = made.get(tensor, -1)
+                if maker not in (-1, reader) and tensor not in self.outputs[maker] and tensor not in self.inputs[maker]:
+                    found |= {maker, reader} - {-1}
+            for tensor in refs(op.outputs):
+                made.setdefault(tensor, reader)
+        ops = self.trace.ops
+        return {
+            index: tuple(t for op in ops[slice(*self.trace.calls[index].ops)] for t in refs((op.args, op.outputs)))
+            for index in found
+        }
 
     def _add(self, index: int, call: Call) -> None:
         inputs = list(dict.fromkeys(refs((call.args, call.kwargs))))

@@ -114,6 +114,9 @@ class _Placer:
     def _read_call(self, index: int, gathered: frozenset[int]) -> None:
         call, shards = self.trace.calls[index], self.shards
         inputs = self.flow.inputs[index]
+        if split := tuple(t for t in self.flow.unseen.get(index, ()) if shards.is_split(t)):
+            text = f"no call is seen to hand on its values, as under torch.vmap ({call.name} in {call.module})"
+            self.result.refusals.append(Refusal(index, text, split))
         if not any(shards.is_split(t) for t in (*inputs, *self.flow.outputs[index])):
             return
         reduction = reduction_of(call, shards, gathered)
