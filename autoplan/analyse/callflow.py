@@ -7,7 +7,6 @@ readers beyond. Only differentiable values matter; an in-place call makes its ta
 from __future__ import annotations
 
 from collections import defaultdict
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from autoplan.analyse.shards import refs, refs_with_paths
@@ -32,7 +31,8 @@ class Border(NamedTuple):
 class CallFlow:
     """Uses, producers and borders of every value of a trace. Calls are known by index.
 
-    `branching` are modules whose Python reads the values of tensors: another run may take another way.
+    `branching` are modules whose Python reads the values of tensors: another run may take another way. `unseen` are
+    calls whose values others read without being handed them, with the tensors of their ops.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -43,6 +43,7 @@ class CallFlow:
         self.rewritten: set[int] = set()
         self.carries: set[int] = {i for i, t in enumerate(trace.tensors) if t.kind == "parameter" and t.differentiable}
         self.uses: dict[int, list[int]] = defaultdict(list)
+        self.unseen = _unseen(trace)
         self.carries |= {t for v in trace.visits if v.parent is None and v.module for t in self._given(v)}
         for index, call in enumerate(trace.calls):
             self._add(index, call)
@@ -61,29 +62,6 @@ class CallFlow:
                 self.entering[tensor].append(Border(index, visit.module, path, *visit.calls))
         self.carries -= self._detached()
 
-    @cached_property
-    def unseen(self) -> dict[int, tuple[int, ...]]:
-        """Calls whose values other calls read without being handed them, and the tensors of their ops.
-
-        What `torch.vmap` runs passes around wrappers: the ops show the way of a value, and the calls do not.
-        """
-        calls = {op: index for index, call in enumerate(self.trace.calls) for op in range(*call.ops)}
-        made: dict[int, int] = {}
-        found: set[int] = set()
-        for number, op in enumerate(self.trace.ops):
-            reader = calls.get(number, -1)
-            for tensor in refs((op.args, op.kwargs)):
-                maker = made.get(tensor, -1)
-                if maker not in (-1, reader) and tensor not in self.outputs[maker] and tensor not in self.inputs[maker]:
-                    found |= {maker, reader} - {-1}
-            for tensor in refs(op.outputs):
-                made.setdefault(tensor, reader)
-        ops = self.trace.ops
-        return {
-            index: tuple(t for op in ops[slice(*self.trace.calls[index].ops)] for t in refs((op.args, op.outputs)))
-            for index in found
-        }
-
     def _add(self, index: int, call: Call) -> None:
         inputs = list(dict.fromkeys(refs((call.args, call.kwargs))))
         outputs = list(dict.fromkeys(refs(call.outputs)))
@@ -95,7 +73,8 @@ class CallFlow:
             return
         for tensor in inputs:
             self.uses[tensor].append(index)
-        flows = call.grad_enabled and call.name not in _DETACHING and any(t in self.carries for t in inputs)
+        flows = index in self.unseen or any(t in self.carries for t in inputs)  # where it is not seen, it may
+        flows = flows and call.grad_enabled and call.name not in _DETACHING
         for tensor in outputs:
             if tensor in self.producer or tensor in inputs:
                 self.rewritten.add(tensor)
@@ -172,3 +151,23 @@ class CallFlow:
         call = self.trace.calls[index]
         found = [("args", *p) for p, t in refs_with_paths(call.args) if t == tensor]
         return found + [("kwargs", *p) for p, t in refs_with_paths(call.kwargs) if t == tensor]
+
+
+def _unseen(trace: Trace) -> dict[int, tuple[int, ...]]:
+    """What `torch.vmap` runs passes around wrappers: the ops show the way of a value, and the calls do not."""
+    calls = {op: index for index, call in enumerate(trace.calls) for op in range(*call.ops)}
+    known = [set(refs((call.args, call.kwargs, call.outputs))) for call in trace.calls]
+    made: dict[int, int] = {}
+    found: set[int] = set()
+    for number, op in enumerate(trace.ops):
+        reader = calls.get(number, -1)
+        for tensor in refs((op.args, op.kwargs)):
+            maker = made.get(tensor, -1)
+            if maker not in (-1, reader) and tensor not in known[maker]:
+                found |= {maker, reader} - {-1}
+        for tensor in refs(op.outputs):
+            made.setdefault(tensor, reader)
+    return {
+        index: tuple(t for op in trace.ops[slice(*trace.calls[index].ops)] for t in refs((op.args, op.outputs)))
+        for index in found
+    }
