@@ -92,8 +92,8 @@ def kernel_note(model: nn.Module) -> str:
         return ""
     listed = ", ".join(f"{package} ({', '.join(sorted(known[package]))})" for package in sorted(known))
     missing = sorted({kernel.package for kernel in kernels if not kernel.installed})
-    state = "are installed" if not missing else f"are not installed: {', '.join(missing)}"
-    return f"optional kernels of {listed}: its reference path was read and proven, which computes the same ({state})"
+    state = f"not installed: {', '.join(missing)}" if missing else "all are installed"
+    return f"optional kernels of {listed}: the reference in plain torch was read and proven, which computes the same ({state})"
 
 
 def _homes(model: nn.Module) -> list[ModuleType]:
