@@ -93,7 +93,8 @@ def kernel_note(model: nn.Module) -> str:
     listed = ", ".join(f"{package} ({', '.join(sorted(known[package]))})" for package in sorted(known))
     missing = sorted({kernel.package for kernel in kernels if not kernel.installed})
     state = f"not installed: {', '.join(missing)}" if missing else "all are installed"
-    return f"optional kernels of {listed}: the reference in plain torch was read and proven, which computes the same ({state})"
+    said = "the reference in plain torch was read and proven, which computes the same"
+    return f"optional kernels of {listed}: {said} ({state})"
 
 
 def _homes(model: nn.Module) -> list[ModuleType]:
