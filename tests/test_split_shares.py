@@ -320,3 +320,25 @@ def test_what_calls_do_not_show_stays_whole() -> None:
     assert {rule.pattern for rule in plan.runtime.parameters if rule.dim is not None} == BOTH
     assert any("torch.vmap" in item.reason for item in plan.replicated if item.fqn == "ups"), plan.replicated
     assert autoplan.verify(model, plan, inputs=inputs).ok
+
+
+class FewRows(nn.Module):
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, WIDTH)
+        self.near, self.far = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        return x + self.far(torch.tanh(self.near(x)))
+
+
+@pytest.mark.parametrize(("rows", "split"), [(9, False), (10, True)])
+def test_no_rank_is_left_without_a_row(rows: int, split: bool) -> None:
+    """Nine rows in pieces of three: the fourth rank would have none."""
+    inputs = {"ids": torch.arange(8).view(2, 4)}
+    model = FewRows(rows).double()
+    plan = autoplan.plan(model, 4, inputs=inputs)
+    assert ("table.weight" in {rule.pattern for rule in plan.runtime.parameters if rule.dim is not None}) == split
+    report = autoplan.verify(model, plan, inputs=inputs)
+    assert report.ok, report.findings

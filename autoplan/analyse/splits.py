@@ -19,6 +19,7 @@ from autoplan.analyse.axes import Axes
 from autoplan.analyse.events import FORBIDDING
 from autoplan.analyse.shards import refs
 from autoplan.analyse.terms import Term, factors, find, leaves
+from autoplan.layout import chunk
 from autoplan.values import Op, Trace
 
 __all__ = ["Choice", "Occurrences", "choose", "occurrences", "residual_leaves"]
@@ -164,6 +165,8 @@ def choose(
     for leaf in sorted(vocabularies or (), key=lambda x: -x.size):
         if leaf in refused:
             choice.reasons[leaf] = refused[leaf]
+        elif not chunk(leaf.size, tp, tp - 1):
+            choice.reasons[leaf] = f"{leaf.size} rows leave one of {tp} ranks with none"
         elif _rivalled(leaf, candidates, found, trace, tp):
             rivalled.append(leaf)
         else:
