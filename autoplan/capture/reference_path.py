@@ -28,6 +28,7 @@ _HOME = "transformers.integrations.hub_kernels"
 _ASKED = "is_torchdynamo_exporting"  # transformers' question before it takes a kernel
 _KEPT = ("package", "func_name", "is_new_implementation", "torch_function")  # in the decorator's closure
 _NO_KERNELS = ("torch", "transformers", "numpy", *sys.stdlib_module_names)
+_LIBRARIES, _MODELS = ("torch.", "builtins", "transformers."), "transformers.models."
 _lock = threading.Lock()
 _users = 0
 _original: Any = None
@@ -98,9 +99,10 @@ def kernel_note(model: nn.Module) -> str:
 
 
 def _homes(model: nn.Module) -> list[ModuleType]:
-    """The files that the model's classes are written in, torch's own left out."""
+    """The files that the model's classes are written in, without those of the libraries below them."""
     names = {cls.__module__ for part in model.modules() for cls in type(part).__mro__}
-    found = (sys.modules.get(name) for name in sorted(names) if name.partition(".")[0] not in ("torch", "builtins"))
+    own = (name for name in sorted(names) if not name.startswith(_LIBRARIES) or name.startswith(_MODELS))
+    found = (sys.modules.get(name) for name in own)
     return [module for module in found if isinstance(module, ModuleType)]
 
 
