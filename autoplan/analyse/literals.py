@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from autoplan.analyse.arguments import argument, is_integer, number
+from autoplan.analyse.pieces import parted_dim, pieces_given
 from autoplan.analyse.shards import Shards, refs
 from autoplan.values import Call, Ref, Symbolic, Trace
 
@@ -20,7 +22,6 @@ __all__ = [
     "evaluate",
     "made_in_shares",
     "made_whole",
-    "pieces_given",
     "requirements",
     "sizes_given",
 ]
@@ -48,8 +49,6 @@ _MAKERS = frozenset(
         "hamming_window",
     ]
 )
-_PARTED_DIMS = {"vsplit": 0, "hsplit": 1, "dsplit": 2}  # calls that say it by their name
-_EQUAL_PIECES = frozenset({"split", "unsafe_split", "chunk", "unsafe_chunk", "tensor_split", *_PARTED_DIMS})
 CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"})
 _GROUPS_AT = {"conv1d": 6, "conv2d": 6, "conv3d": 6, "conv_transpose1d": 6, "conv_transpose2d": 6}
 
@@ -169,30 +168,12 @@ def made_whole(call: Call, shards: Shards) -> bool:
 Found = list[tuple[Path, Any, tuple[int, ...]]]
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, Symbolic) or (isinstance(value, int) and not isinstance(value, bool))
-
-
-def _number(value: Any) -> int:
-    return value.value if isinstance(value, Symbolic) else int(value)
-
-
-def _argument(call: Call, position: int, *names: str) -> tuple[Path, Any]:
-    """An argument by position or name, with its path."""
-    if len(call.args) > position:
-        return ("args", position), call.args[position]
-    for name in names:
-        if name in call.kwargs:
-            return ("kwargs", name), call.kwargs[name]
-    return (), None
-
-
 def _sizes(call: Call, first: int, *names: str) -> list[tuple[Path, Any]]:
     """Sizes given as a tuple or as trailing integers."""
-    path, value = _argument(call, first, *names)
+    path, value = argument(call, first, *names)
     if isinstance(value, tuple):
         return [((*path, i), item) for i, item in enumerate(value)]
-    return [(("args", i), item) for i, item in enumerate(call.args) if i >= first and _is_int(item)]
+    return [(("args", i), item) for i, item in enumerate(call.args) if i >= first and is_integer(item)]
 
 
 def _local(shards: Shards, tensor: int, dim: int) -> tuple[int, ...]:
@@ -220,87 +201,50 @@ def _reshape(call: Call, output: int, shards: Shards) -> Found:
     return [
         (path, item, _local(shards, output, dim))
         for dim, (path, item) in enumerate(sizes)
-        if _is_int(item) and _number(item) != -1
+        if is_integer(item) and number(item) != -1
     ]
 
 
 def _unflatten(call: Call, output: int, shards: Shards) -> Found:
-    _, dim = _argument(call, 1, "dim")
-    path, sizes = _argument(call, 2, "sizes")
-    start = _number(dim) % len(shards.trace.tensors[call.args[0].id].shape)
-    return [
-        ((*path, i), item, _local(shards, output, start + i)) for i, item in enumerate(sizes) if _number(item) != -1
-    ]
+    _, dim = argument(call, 1, "dim")
+    path, sizes = argument(call, 2, "sizes")
+    start = number(dim) % len(shards.trace.tensors[call.args[0].id].shape)
+    return [((*path, i), item, _local(shards, output, start + i)) for i, item in enumerate(sizes) if number(item) != -1]
 
 
 def _fill(call: Call, output: int, shards: Shards) -> Found:
     sizes = _sizes(call, 1 if call.name.startswith("new_") else 0, "size")
     if len(sizes) != len(shards.trace.tensors[output].shape):
         return []
-    return [(path, item, _local(shards, output, dim)) for dim, (path, item) in enumerate(sizes) if _is_int(item)]
+    return [(path, item, _local(shards, output, dim)) for dim, (path, item) in enumerate(sizes) if is_integer(item)]
 
 
 def _identity(call: Call, output: int, shards: Shards) -> Found:
     """Rows, and columns where they are told."""
-    sizes = [(path, item) for path, item in (_argument(call, 0, "n"), _argument(call, 1, "m")) if _is_int(item)]
+    sizes = [(path, item) for path, item in (argument(call, 0, "n"), argument(call, 1, "m")) if is_integer(item)]
     return [(path, item, _local(shards, output, dim)) for dim, (path, item) in enumerate(sizes)]
 
 
 def _split(call: Call, outputs: list[int], shards: Shards) -> Found:
-    path, sections = _argument(call, 1, "split_size_or_sections", "split_size", "split_sizes")
-    wanted = [_local(shards, output, _parted_dim(call, shards)) for output in outputs]
+    path, sections = argument(call, 1, "split_size_or_sections", "split_size", "split_sizes")
+    wanted = [_local(shards, output, parted_dim(call, shards)) for output in outputs]
     if isinstance(sections, tuple):
         return [((*path, i), item, wanted[i]) for i, item in enumerate(sections)]
     return [] if pieces_given(call, shards) else [(path, sections, wanted[0])]
 
 
-def _parted_dim(call: Call, shards: Shards) -> int:
-    dims = len(shards.trace.tensors[next(refs((call.args, call.kwargs)))].shape)
-    if call.name in _PARTED_DIMS:
-        return min(_PARTED_DIMS[call.name], dims - 1)
-    _, given = _argument(call, 2, "dim")
-    return _number(given if given is not None else 0) % dims
-
-
-def pieces_given(call: Call, shards: Shards) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
-    """Of a call that makes equal pieces: along which dim, and how long they must be on each rank, where those differ.
-
-    They do where one piece is split and its neighbour is not.
-    """
-    _, sections = _argument(
-        call, 1, "split_size_or_sections", "split_size", "chunks", "sections", "indices_or_sections"
-    )
-    outputs = list(refs(call.outputs))
-    if call.name not in _EQUAL_PIECES or not _is_int(sections) or not outputs:
-        return None
-    dim = _parted_dim(call, shards)
-    wanted = tuple(
-        tuple(shards.local_size(shards.axes.of(output)[dim], rank) for output in outputs) for rank in range(shards.tp)
-    )
-    return None if all(_follow(call.name, sizes, len(outputs)) for sizes in wanted) else (dim, wanted)
-
-
-def _follow(name: str, sizes: tuple[int, ...], count: int) -> bool:
-    """Would the call give pieces of these lengths, were it told the length of the first, or their number?"""
-    whole = sum(sizes)
-    if name == "tensor_split" or name in _PARTED_DIMS:
-        return sizes == tuple(whole // count + (number < whole % count) for number in range(count))
-    first = sizes[0] if name in ("split", "unsafe_split") else -(-whole // count)
-    return first > 0 and sizes == tuple(max(0, min(first, whole - number * first)) for number in range(count))
-
-
 def _narrow(call: Call, shards: Shards) -> Found:
     tensor = call.args[0].id
-    _, given = _argument(call, 1, "dim")
-    dim = _number(given) % len(shards.trace.tensors[tensor].shape)
+    _, given = argument(call, 1, "dim")
+    dim = number(given) % len(shards.trace.tensors[tensor].shape)
     if shards.layout_of(shards.axes.of(tensor)[dim]) is None:
         return []
-    start_path, start = _argument(call, 2, "start")
-    length_path, length = _argument(call, 3, "length")
-    if not _is_int(start) or not _is_int(length):
+    start_path, start = argument(call, 2, "start")
+    length_path, length = argument(call, 3, "length")
+    if not is_integer(start) or not is_integer(length):
         return []
-    low = _bounds(shards, tensor, dim, _number(start))
-    high = _bounds(shards, tensor, dim, _number(start) + _number(length))
+    low = _bounds(shards, tensor, dim, number(start))
+    high = _bounds(shards, tensor, dim, number(start) + number(length))
     width = tuple(h - lo for h, lo in zip(high, low, strict=True))
     return [(start_path, start, low), (length_path, length, width)]
 
@@ -313,7 +257,7 @@ def _bounds(shards: Shards, tensor: int, dim: int, bound: int) -> tuple[int, ...
 def _getitem(call: Call, shards: Shards) -> Found:
     """Slice bounds and single indices along split dims; negative ones stay relative to the end."""
     tensor = call.args[0].id
-    path, index = _argument(call, 1)
+    path, index = argument(call, 1)
     items = index if isinstance(index, tuple) else (index,)
     rank = len(shards.trace.tensors[tensor].shape)
     found: Found = []
@@ -327,13 +271,13 @@ def _getitem(call: Call, shards: Shards) -> Found:
         if isinstance(item, slice):
             for key in ("start", "stop"):
                 bound = _number_in(getattr(item, key), call, shards)
-                if _is_int(bound) and abs(_number(bound)) < 2**31:
-                    found.append(((*here, key), bound, _index(shards, tensor, dim, _number(bound), size)))
-        elif _is_int(item) and not _is_row(tensor, dim, shards):
-            found.append((here, item, _index(shards, tensor, dim, _number(item), size)))
-        elif isinstance(item, tuple) and all(_is_int(i) for i in item):
+                if is_integer(bound) and abs(number(bound)) < 2**31:
+                    found.append(((*here, key), bound, _index(shards, tensor, dim, number(bound), size)))
+        elif is_integer(item) and not _is_row(tensor, dim, shards):
+            found.append((here, item, _index(shards, tensor, dim, number(item), size)))
+        elif isinstance(item, tuple) and all(is_integer(i) for i in item):
             for i, inner in enumerate(item):
-                found.append(((*here, i), inner, _index(shards, tensor, dim, _number(inner), size)))
+                found.append(((*here, i), inner, _index(shards, tensor, dim, number(inner), size)))
     return found
 
 
@@ -342,7 +286,7 @@ def _number_in(bound: Any, call: Call, shards: Shards) -> Any:
     if not isinstance(bound, Ref):
         return bound
     read = (op for op in shards.trace.ops[slice(*call.ops)] if op.name == "_local_scalar_dense" and op.args[0] == bound)
-    return next((value for op in read for value in op.outputs if _is_int(value)), None)
+    return next((value for op in read for value in op.outputs if is_integer(value)), None)
 
 
 def _is_row(tensor: int, dim: int, shards: Shards) -> bool:
@@ -396,12 +340,12 @@ def _repeat(call: Call, output: int, shards: Shards) -> Found:
 
 
 def _repeat_interleave(call: Call, output: int, shards: Shards) -> Found:
-    path, count = _argument(call, 1, "repeats")
-    _, given = _argument(call, 2, "dim")
-    if not _is_int(count) or given is None:
+    path, count = argument(call, 1, "repeats")
+    _, given = argument(call, 2, "dim")
+    if not is_integer(count) or given is None:
         return []
     tensor = call.args[0].id
-    dim = _number(given) % len(shards.trace.tensors[tensor].shape)
+    dim = number(given) % len(shards.trace.tensors[tensor].shape)
     out, own = _local(shards, output, dim), _local(shards, tensor, dim)
     if any(size == 0 or o % size for o, size in zip(out, own, strict=True)):
         return []
@@ -410,13 +354,13 @@ def _repeat_interleave(call: Call, output: int, shards: Shards) -> Found:
 
 def _groups(call: Call, shards: Shards, position: int) -> Found:
     """The groups of a convolution or group norm shrink with the channels, unless each group keeps some of them."""
-    path, groups = _argument(call, position, "groups", "num_groups")
-    if groups is None or _number(groups) == 1:
+    path, groups = argument(call, position, "groups", "num_groups")
+    if groups is None or number(groups) == 1:
         return []
     tensor = call.args[0].id
     size = shards.trace.tensors[tensor].shape[1]
     local = _local(shards, tensor, 1)
     if call.name in ("conv1d", "conv2d", "conv3d"):
-        in_group = _local(shards, _argument(call, 1, "weight")[1].id, 1)
+        in_group = _local(shards, argument(call, 1, "weight")[1].id, 1)
         return [(path, groups, tuple(n // own for n, own in zip(local, in_group, strict=True)))]
-    return [(path, groups, tuple(_number(groups) * n // size for n in local))]
+    return [(path, groups, tuple(number(groups) * n // size for n in local))]

@@ -15,7 +15,8 @@ from typing import Any
 
 from autoplan.analyse.callflow import CallFlow
 from autoplan.analyse.edits import Edits
-from autoplan.analyse.literals import made_in_shares, made_whole, pieces_given
+from autoplan.analyse.literals import made_in_shares, made_whole
+from autoplan.analyse.pieces import pieces_given
 from autoplan.analyse.reductions import gathered_dim, lengths_in, reduced_dims, scaled_dims
 from autoplan.analyse.shards import Shards, refs
 from autoplan.analyse.sites import Placement
