@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autoplan.capture.dry_run import quiet
 from autoplan.capture.fold import fold
 from autoplan.capture.idle import with_idle_members
 from autoplan.capture.known_values import KnownValues
@@ -153,7 +154,7 @@ def capture_fake(
         _settle_experts(copy.module)
         copy.module.eval()
         try:
-            with untouched_randomness():
+            with untouched_randomness(), quiet():
                 fake = KnownValues(mode, supposing=supposing) if knowing else mode
                 trace, recording = record(copy.module, entries, fake_mode=fake, folds=copy.folds)
             return Captured(trace, recording)

@@ -154,13 +154,17 @@ class _Reads(TorchFunctionMode):
 def quiet() -> Iterator[None]:
     """Failing guesses are our business: torch would log each with a traceback."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
+    logger.addFilter(_nothing)  # should threads overlap, torch is loud again too soon, and never silent for good
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.disabled = before
+        logger.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
 
 
 def _fake(tensor: torch.Tensor, name: str) -> torch.Tensor:
