@@ -11,22 +11,26 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from autoplan.errors import AutoplanError
+from autoplan.common.errors import AutoplanError
 from autoplan.values import Change, Entry, Finding, Plan, Proof, Report, Stack
 from autoplan.version import __version__
 
 if TYPE_CHECKING:
     from autoplan.api import parallelize, plan
     from autoplan.check.audit import audit
-    from autoplan.check.verify import verify
-    from autoplan.emit.plan_file import load_plan
-    from autoplan.execute.gather import full_tensors
-    from autoplan.execute.gradients import clip_gradients, global_norm, to_local, unshard
-    from autoplan.execute.losses import vocab_parallel_cross_entropy, vocab_parallel_entropy, vocab_parallel_logprobs
-    from autoplan.execute.parallelize import Applied, applied
-    from autoplan.execute.sampling import vocab_parallel_argmax, vocab_parallel_sample
-    from autoplan.execute.weights import load_weights
-    from autoplan.stacks import layers
+    from autoplan.check.verify.verify import verify
+    from autoplan.decide.written_plans.plan_file import load_plan
+    from autoplan.execute.data_parallel.gradients import clip_gradients, global_norm, to_local, unshard
+    from autoplan.execute.parameters.gather import full_tensors
+    from autoplan.execute.tensor_parallel import Applied, applied
+    from autoplan.execute.vocabulary.losses import (
+        vocab_parallel_cross_entropy,
+        vocab_parallel_entropy,
+        vocab_parallel_logprobs,
+    )
+    from autoplan.execute.vocabulary.sampling import vocab_parallel_argmax, vocab_parallel_sample
+    from autoplan.execute.weights.load import load_weights
+    from autoplan.hf.stacks import layers
 
 __all__ = [
     "Applied",
@@ -60,25 +64,25 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Applied": "autoplan.execute.parallelize",
-    "applied": "autoplan.execute.parallelize",
+    "Applied": "autoplan.execute.tensor_parallel",
+    "applied": "autoplan.execute.tensor_parallel",
     "audit": "autoplan.check.audit",
-    "clip_gradients": "autoplan.execute.gradients",
-    "full_tensors": "autoplan.execute.gather",
-    "global_norm": "autoplan.execute.gradients",
-    "layers": "autoplan.stacks",
-    "load_plan": "autoplan.emit.plan_file",
-    "load_weights": "autoplan.execute.weights",
+    "clip_gradients": "autoplan.execute.data_parallel.gradients",
+    "full_tensors": "autoplan.execute.parameters.gather",
+    "global_norm": "autoplan.execute.data_parallel.gradients",
+    "layers": "autoplan.hf.stacks",
+    "load_plan": "autoplan.decide.written_plans.plan_file",
+    "load_weights": "autoplan.execute.weights.load",
     "parallelize": "autoplan.api",
     "plan": "autoplan.api",
-    "to_local": "autoplan.execute.gradients",
-    "unshard": "autoplan.execute.gradients",
-    "verify": "autoplan.check.verify",
-    "vocab_parallel_argmax": "autoplan.execute.sampling",
-    "vocab_parallel_cross_entropy": "autoplan.execute.losses",
-    "vocab_parallel_entropy": "autoplan.execute.losses",
-    "vocab_parallel_logprobs": "autoplan.execute.losses",
-    "vocab_parallel_sample": "autoplan.execute.sampling",
+    "to_local": "autoplan.execute.data_parallel.gradients",
+    "unshard": "autoplan.execute.data_parallel.gradients",
+    "verify": "autoplan.check.verify.verify",
+    "vocab_parallel_argmax": "autoplan.execute.vocabulary.sampling",
+    "vocab_parallel_cross_entropy": "autoplan.execute.vocabulary.losses",
+    "vocab_parallel_entropy": "autoplan.execute.vocabulary.losses",
+    "vocab_parallel_logprobs": "autoplan.execute.vocabulary.losses",
+    "vocab_parallel_sample": "autoplan.execute.vocabulary.sampling",
 }
 
 

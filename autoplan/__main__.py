@@ -1,6 +1,6 @@
 """`python -m autoplan`."""
 
-from autoplan.cli import main
+from autoplan.cli.app import main
 
 if __name__ == "__main__":
     main()

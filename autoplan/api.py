@@ -20,27 +20,27 @@ from transformers import PretrainedConfig
 
 from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_any, capture_fake
-from autoplan.capture.expert_counts import without_namesakes
-from autoplan.capture.inputs import make_inputs
-from autoplan.capture.reference_path import kernel_note
-from autoplan.capture.source import Source, resolve
 from autoplan.check.audit.gate import refuse_disproven, refuse_wrong
 from autoplan.check.prove import prove_graph, prove_ranks, sequence_findings, settle_means
-from autoplan.decide.choices import Choices
-from autoplan.decide.chosen import plan_chosen, solve_chosen
-from autoplan.decide.constraints import same_in_folded_blocks
-from autoplan.decide.experts import check_expert_size, expert_findings, experts_of
-from autoplan.decide.folding import same_in_like_blocks
-from autoplan.dialects.read import PlanSource, read_source
-from autoplan.errors import AutoplanError, CaptureError, IndivisibleError
-from autoplan.execute.checkpoint_choice import Request, checkpoint_blocks
-from autoplan.execute.fsdp import DataParallel, shard_data_parallel
-from autoplan.execute.mesh_dims import read_mesh
-from autoplan.execute.optimizer_state import mark_parameters
-from autoplan.execute.parallelize import apply_plan, check_matches, record, tp_mesh_of, undo_all
-from autoplan.execute.restore import undoing
-from autoplan.requirements import check_versions
-from autoplan.stacks import layers
+from autoplan.common.errors import AutoplanError, CaptureError, IndivisibleError
+from autoplan.common.requirements import check_versions
+from autoplan.common.undo import undoing
+from autoplan.decide.plan.chosen import plan_chosen, solve_chosen
+from autoplan.decide.plan.experts import check_expert_size, expert_findings, experts_of
+from autoplan.decide.plan.folding import same_in_like_blocks
+from autoplan.decide.written_plans.choices import Choices
+from autoplan.decide.written_plans.constraints import same_in_folded_blocks
+from autoplan.decide.written_plans.read import PlanSource, read_source
+from autoplan.execute.checkpointing.choose import Request, checkpoint_blocks
+from autoplan.execute.data_parallel.fsdp import DataParallel, shard_data_parallel
+from autoplan.execute.data_parallel.mesh_dims import read_mesh
+from autoplan.execute.parameters.optimizer_state import mark_parameters
+from autoplan.execute.tensor_parallel import apply_plan, check_matches, record, tp_mesh_of, undo_all
+from autoplan.hf.expert_counts import without_namesakes
+from autoplan.hf.inputs.make import make_inputs
+from autoplan.hf.source import Source, resolve
+from autoplan.hf.stacks import layers
+from autoplan.patches.kernels import kernel_note
 from autoplan.values import Finding, Means, Plan
 
 __all__ = ["capture_source", "parallelize", "plan", "plan_source", "solve_source"]

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from autoplan.analyse.axes import Axes
-from autoplan.analyse.terms import Term, find, layout, leaves
-from autoplan.layout import Layout
+from autoplan.analyse.infer import Axes
+from autoplan.axes.terms import Term, find, layout, leaves
+from autoplan.common.layout import Layout
 from autoplan.values import Ref, Trace
 
 __all__ = ["Shards", "refs", "refs_with_paths"]

@@ -12,18 +12,24 @@ from dataclasses import dataclass, field, replace
 from math import gcd, prod
 from typing import Any
 
-from autoplan.analyse.axes import Axes, infer_axes
-from autoplan.analyse.callflow import CallFlow
-from autoplan.analyse.demands import NO_DEMANDS, Demands
-from autoplan.analyse.edits import Edits, solve_edits
-from autoplan.analyse.heads import gathered_leaves, head_sites, products_to_gather, refuse_homeless_logits, vocabularies
-from autoplan.analyse.scoped import DRAWS, Scope, scope
-from autoplan.analyse.sequence import SequencePlacement, place_sequence, sequence_hooks
+from autoplan.analyse.infer import Axes, infer_axes
+from autoplan.analyse.placement.callflow import CallFlow
+from autoplan.analyse.placement.calls import DRAWS, Scope, scope
+from autoplan.analyse.placement.sums import Placement, place
+from autoplan.analyse.sequence.parallel import SequencePlacement, place_sequence, sequence_hooks
 from autoplan.analyse.shards import Shards
-from autoplan.analyse.sites import Placement, place
-from autoplan.analyse.splits import Choice, choose, occurrences
-from autoplan.analyse.terms import Term, find, leaves
-from autoplan.layout import Layout
+from autoplan.analyse.splits.choose import Choice, choose, occurrences
+from autoplan.analyse.splits.integer_edits import Edits, solve_edits
+from autoplan.analyse.splits.model_ends import (
+    gathered_leaves,
+    head_sites,
+    products_to_gather,
+    refuse_homeless_logits,
+    vocabularies,
+)
+from autoplan.analyse.splits.requests import NO_DEMANDS, Demands
+from autoplan.axes.terms import Term, find, leaves
+from autoplan.common.layout import Layout
 from autoplan.values import ClassFact, Edit, HookSite, ParameterFact, ParameterRule, Runtime, Trace
 
 __all__ = ["Solution", "solve"]

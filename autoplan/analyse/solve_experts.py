@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
-from autoplan.analyse.axes import infer_axes
-from autoplan.analyse.demands import NO_DEMANDS, Demands
-from autoplan.analyse.experts import ExpertStack, boxed, expert_edits, find_experts, split_stacks
+from autoplan.analyse.infer import infer_axes
 from autoplan.analyse.solve import Solution, solve
+from autoplan.analyse.splits.experts import ExpertStack, boxed, expert_edits, find_experts, split_stacks
+from autoplan.analyse.splits.requests import NO_DEMANDS, Demands
 from autoplan.values import Trace
 
 __all__ = ["Experts", "solve_experts"]

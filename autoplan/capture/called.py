@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from autoplan.capture.reference_path import where_it_runs
+from autoplan.patches.kernels import where_it_runs
 
 __all__ = ["PART", "call", "calls_the_model"]
 

@@ -20,11 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoplan.capture.dry_run import quiet
 from autoplan.capture.fold import fold
-from autoplan.capture.idle import with_idle_members
+from autoplan.capture.idle_experts import with_idle_members
 from autoplan.capture.known_values import KnownValues
-from autoplan.capture.random_values import untouched_randomness
 from autoplan.capture.recorder import Recording, record
-from autoplan.errors import CaptureError
+from autoplan.common.errors import CaptureError
+from autoplan.common.random_values import untouched_randomness
 from autoplan.values import Trace
 
 __all__ = ["Captured", "capture_any", "capture_fake", "capture_real"]

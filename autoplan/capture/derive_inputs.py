@@ -20,9 +20,9 @@ from torch import nn
 from autoplan.capture.consumers import Want, Watch
 from autoplan.capture.draw import Draw
 from autoplan.capture.dry_run import SMALL, depends_on_data, own, quiet, with_storage, without_storage
-from autoplan.capture.dtypes import working_dtype
-from autoplan.capture.random_values import untouched_randomness
-from autoplan.errors import CaptureError
+from autoplan.common.dtypes import working_dtype
+from autoplan.common.errors import CaptureError
+from autoplan.common.random_values import untouched_randomness
 
 __all__ = ["derive"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autoplan.errors import SourceError
+from autoplan.common.errors import SourceError
 
 __all__ = ["Draw", "evaluate"]
 

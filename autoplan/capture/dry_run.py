@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 from autoplan.capture.consumers import tensors_within
 from autoplan.capture.fold import fold
 from autoplan.capture.known_values import KnownValues
-from autoplan.capture.random_values import untouched_randomness
-from autoplan.capture.reference_path import on_reference_path
-from autoplan.capture.uncached import uncached_functions
+from autoplan.common.random_values import untouched_randomness
+from autoplan.patches.kernels import on_reference_path
+from autoplan.patches.uncached import uncached_functions
 
 __all__ = [
     "SMALL",

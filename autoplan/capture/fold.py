@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoplan.errors import CaptureError
+from autoplan.common.errors import CaptureError
 from autoplan.values import Fold
 
 __all__ = ["Folded", "fold", "kinds_of"]

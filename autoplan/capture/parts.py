@@ -28,7 +28,7 @@ from autoplan.capture.derive_inputs import derive
 from autoplan.capture.dry_run import Twin, tried
 from autoplan.capture.fold import CONTAINERS
 from autoplan.capture.recorder import flatten_tensors
-from autoplan.errors import CaptureError
+from autoplan.common.errors import CaptureError
 
 __all__ = ["part_entries"]
 

@@ -22,11 +22,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from autoplan.capture.called import call
-from autoplan.capture.code_place import call_name, code_place
 from autoplan.capture.known_values import KnownValues
 from autoplan.capture.traced_ints import Escapes, TracedInt, integer_attributes, trace_attributes
-from autoplan.capture.uncached import uncached_functions
-from autoplan.errors import CaptureError
+from autoplan.common.code_place import call_name, code_place
+from autoplan.common.errors import CaptureError
+from autoplan.patches.uncached import uncached_functions
 from autoplan.values import Call, Fold, ModuleVisit, Op, Ref, Symbolic, TensorInfo, Trace
 
 __all__ = ["Recording", "flatten_tensors", "record", "signature_names"]

@@ -15,13 +15,13 @@ from torch import nn
 
 from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_real
-from autoplan.capture.dtypes import inputs_in, working_dtype
-from autoplan.capture.inputs import make_inputs
-from autoplan.capture.source import Source
-from autoplan.decide.choices import Choices
-from autoplan.decide.chosen import choices_of_plan, solve_chosen
-from autoplan.decide.experts import experts_of
-from autoplan.errors import AutoplanError
+from autoplan.common.dtypes import inputs_in, working_dtype
+from autoplan.common.errors import AutoplanError
+from autoplan.decide.plan.chosen import choices_of_plan, solve_chosen
+from autoplan.decide.plan.experts import experts_of
+from autoplan.decide.written_plans.choices import Choices
+from autoplan.hf.inputs.make import make_inputs
+from autoplan.hf.source import Source
 from autoplan.values import Entry, Finding, Means, Plan, Proof, Trace
 
 __all__ = ["TRIED", "GraphProof", "prove_graph", "prove_ranks", "sequence_findings", "settle_means"]
@@ -50,8 +50,8 @@ def prove_graph(source: Source, plan: Plan, trace: Trace, choices: Choices | Non
 
     `trace` is what the model itself does: a clone that does less proves less, and a finding says so.
     """
-    from autoplan.check.permute import check_permutations
-    from autoplan.check.replay import replay
+    from autoplan.check.replay.permute import check_permutations
+    from autoplan.check.replay.replay import replay
 
     try:
         clone, entries, captured = _recorded_clone(source)
@@ -134,7 +134,7 @@ def settle_means(
 
     Findings say what had to be left out, or that nothing would do. Without a clone what is wanted stays.
     """
-    from autoplan.check.verify import verify_source
+    from autoplan.check.verify.verify import verify_source
 
     try:
         report = verify_source(
@@ -171,7 +171,7 @@ def _left_out(check: str, what: str) -> Finding:
 
 def prove_ranks(source: Source, plan: Plan) -> Plan:
     """Run the sharded tiny clone on simulated ranks and write the outcome into the plan."""
-    from autoplan.check.verify import verify_source
+    from autoplan.check.verify.verify import verify_source
 
     written = plan if choices_of_plan(plan) is not None else None
     tp_size, ep_size = (min(size, _TINY_TP) for size in (plan.tp_size, plan.ep_size))

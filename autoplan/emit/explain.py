@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from autoplan.common.errors import AutoplanError
+from autoplan.common.patterns import best_match, fold_names, is_under, matches, nearest
 from autoplan.emit.words import bytes_text, segment_text
-from autoplan.errors import AutoplanError
-from autoplan.patterns import best_match, fold_names, is_under, matches, nearest
 from autoplan.values import Entry, HookSite, Plan, Replicated, ScopedCall
 
 __all__ = ["explain", "local_name"]

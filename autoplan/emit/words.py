@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoplan.errors import AutoplanError
-from autoplan.layout import Layout
+from autoplan.common.errors import AutoplanError
+from autoplan.common.layout import Layout
 
 __all__ = ["bytes_text", "count", "layout_text", "ranges_text", "segment_text"]
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoplan.layout import chunk
+from autoplan.common.layout import chunk
 
 __all__ = [
     "RankGroup",

@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from autoplan.errors import AutoplanError
+from autoplan.common.errors import AutoplanError
+from autoplan.common.patterns import matches
 from autoplan.execute.collectives import RankGroup, all_gather_rows, take_rows, whole_order
-from autoplan.execute.held import Held, record_of
-from autoplan.execute.local_views import local_view
-from autoplan.patterns import matches
+from autoplan.execute.parameters.held import Held, record_of
+from autoplan.execute.parameters.local_views import local_view
 from autoplan.values import ParameterRule, Plan
 
 __all__ = ["make_reproducible"]

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from autoplan.errors import PlanMismatchError
-from autoplan.execute.parallelize import apply_plan, tp_mesh_of
+from autoplan.common.errors import PlanMismatchError
+from autoplan.execute.tensor_parallel import apply_plan, tp_mesh_of
 from autoplan.values import Entry, Plan
 
 __all__ = ["PlannedModel", "PlannedModule", "to_torch"]

@@ -7,11 +7,11 @@ over ranks; a *site* is a place in the running model where something is done (a 
 
 from dataclasses import replace
 
-from autoplan.values.done import Edit, ExpertSite, HeadSite, HookSite, Means, ParameterRule, Runtime, ScopedCall
-from autoplan.values.found import ClassFact, ParameterFact
-from autoplan.values.planned import Change, Entry, Obstacle, Plan, Proof, Replicated, Stack
-from autoplan.values.reported import Finding, Report, Score, Scoreboard, Traffic, Verdict
-from autoplan.values.traced import Call, Fold, ModuleVisit, Op, Ref, Symbolic, TensorInfo, Trace
+from autoplan.values.facts import ClassFact, ParameterFact
+from autoplan.values.findings import Finding, Report, Score, Scoreboard, Traffic, Verdict
+from autoplan.values.instructions import Edit, ExpertSite, HeadSite, HookSite, Means, ParameterRule, Runtime, ScopedCall
+from autoplan.values.plan import Change, Entry, Obstacle, Plan, Proof, Replicated, Stack
+from autoplan.values.trace import Call, Fold, ModuleVisit, Op, Ref, Symbolic, TensorInfo, Trace
 
 __all__ = [
     "Call",

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoplan
-from autoplan.execute.checkpoint_choice import checkpoint_blocks
-from autoplan.execute.parallelize import record
+from autoplan.execute.checkpointing.choose import checkpoint_blocks
+from autoplan.execute.tensor_parallel import record
 from autoplan.values import Plan
 
 

@@ -15,15 +15,15 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 import transformers
 from host_runs import Job, Outcome, run_jobs
 
 import autoplan
-from autoplan.capture.catalogue import architectures
-from autoplan.capture.source import resolve
-from autoplan.emit.hf import hf_entries
+from autoplan.emit.exports.hf import hf_entries
+from autoplan.hf.catalogue import architectures
+from autoplan.hf.source import resolve
 
 TARGETS = {"transformers": "hf", "torch": "torch", "automodel": "automodel"}
 BATCH = 12  # models per start of two processes

@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 from layer_law import LEAST, Found, examined
 
-from autoplan.capture.catalogue import architectures
+from autoplan.hf.catalogue import architectures
 
 MAPPINGS = ("causal_lm", "image_text", "seq2seq", "masked_lm", "speech")
 

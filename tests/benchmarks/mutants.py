@@ -2,10 +2,10 @@
 
     python tests/benchmarks/mutants.py [--only llama] [--places 3]
 
-Every kind of fault that a plan can hold (autoplan/check/faults.py) is planted into the inferred plans of tiny clones of
-a cross-section of architectures, at up to `--places` places of each. Printed is, by kind: how many mutants there are,
-how many the audit's static checks see without running anything, how many verify sees on two simulated ranks, and which
-ones nobody sees. Of these, a mutant is called equivalent when it is exact at tp 2 and 4 with two sets of weights (4
+Every kind of fault that a plan can hold (autoplan/check/verify/faults.py) is planted into the inferred plans of tiny
+clones of a cross-section of architectures, at up to `--places` places of each. Printed is, by kind: how many mutants
+there are, how many the audit's static checks see without running anything, how many verify sees on two simulated ranks, and
+which ones nobody sees. Of these, a mutant is called equivalent when it is exact at tp 2 and 4 with two sets of weights (4
 where the clone can be split so far). Measures, and asserts nothing.
 """
 
@@ -24,18 +24,18 @@ from typing import Any
 import torch
 
 from autoplan.analyse.solve import solve
-from autoplan.capture.random_values import randomise
-from autoplan.capture.source import resolve
 from autoplan.check.audit.auditor import subject_of
 from autoplan.check.audit.checks import CHECKS
 from autoplan.check.audit.lines import foreign_of
 from autoplan.check.audit.subject import Subject
-from autoplan.check.clone import Clone, clone_of
-from autoplan.check.faults import FAULTS, Fault
-from autoplan.check.sharded import check_sharding
-from autoplan.check.verify import sharding_of
-from autoplan.decide.planner import make_plan
-from autoplan.errors import AutoplanError
+from autoplan.check.verify.clone import Clone, clone_of
+from autoplan.check.verify.faults import FAULTS, Fault
+from autoplan.check.verify.sharded import check_sharding
+from autoplan.check.verify.verify import sharding_of
+from autoplan.common.errors import AutoplanError
+from autoplan.common.random_values import randomise
+from autoplan.decide.plan.planner import make_plan
+from autoplan.hf.source import resolve
 from autoplan.values import Plan, Runtime
 
 ARCHITECTURES = (

@@ -16,15 +16,15 @@ from pathlib import Path
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 from renamer import renamed_copy
 
-from autoplan.capture.catalogue import architectures
-from autoplan.capture.source import resolve
-from autoplan.check.clone import clone_of
-from autoplan.check.score import How, score, score_clone
-from autoplan.errors import AutoplanError
+from autoplan.check.scoreboard.score import How, score, score_clone
+from autoplan.check.verify.clone import clone_of
+from autoplan.common.errors import AutoplanError
+from autoplan.hf.catalogue import architectures
+from autoplan.hf.source import resolve
 from autoplan.values import Score
 
 # Functions in a file that is not renamed run experts and towers by these names.

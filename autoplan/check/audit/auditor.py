@@ -19,8 +19,8 @@ from autoplan.check.audit.lines import ForeignPlan, foreign_of, read_foreign
 from autoplan.check.audit.subject import Settings, Subject
 from autoplan.check.audit.trial import Trial, try_on_ranks
 from autoplan.check.audit.verdicts import held_bytes, unsplit_share, verdicts
-from autoplan.decide.experts import experts_of
-from autoplan.errors import AutoplanError, PlanMismatchError
+from autoplan.common.errors import AutoplanError, PlanMismatchError
+from autoplan.decide.plan.experts import experts_of
 from autoplan.values import Finding, Means, Plan, Report
 
 __all__ = ["audit", "audit_source", "subject_of"]
@@ -53,7 +53,7 @@ def audit(
 
     `report.details["verdicts"]` says of each entry: same, dearer, different, wrong, or dead (it matches nothing).
     """
-    from autoplan.capture.source import resolve
+    from autoplan.hf.source import resolve
 
     source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
     settings = Settings(tokens, layers, gradient_norm, dtype)
@@ -104,10 +104,10 @@ def _findings(subject: Subject) -> Iterable[Finding]:
 
 def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAULT, *, run: bool = True) -> Subject:
     """Read the plan, analyse the model, run the plan."""
-    from autoplan.analyse.dataflow import dataflow
+    from autoplan.analyse.picture.dataflow import dataflow
     from autoplan.analyse.solve_experts import solve_experts
     from autoplan.api import capture_source
-    from autoplan.stacks import layers
+    from autoplan.hf.stacks import layers
 
     if not isinstance(tp_size, int) or tp_size < 1:
         raise AutoplanError(f"tp_size is {tp_size!r}", hint="give a whole number from 1 on")
@@ -155,7 +155,7 @@ def _read(source: Any, plan: Any, module: Any, tp_size: int) -> ForeignPlan:
 def _right(source: Any, plan: Plan, module: Any) -> Plan | None:
     """What the choices of a plan of ours give when everything but the choices is derived again."""
     from autoplan.api import plan_source
-    from autoplan.decide.chosen import choices_of_plan
+    from autoplan.decide.plan.chosen import choices_of_plan
 
     try:
         return plan_source(

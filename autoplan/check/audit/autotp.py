@@ -23,8 +23,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autoplan.check.sharded import Sharding
-from autoplan.dialects.deepspeed import COUNTS, heads_of, kind_of, spec_for
+from autoplan.check.verify.sharded import Sharding
+from autoplan.decide.written_plans.deepspeed import COUNTS, heads_of, kind_of, spec_for
 from autoplan.execute.collectives import RankGroup, all_reduce, copy_to_ranks, gather_over_ranks, sum_over_ranks
 
 __all__ = ["autotp_sharding", "not_imitated"]

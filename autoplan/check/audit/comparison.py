@@ -7,7 +7,7 @@ from typing import Any
 from autoplan.check.audit.auditor import subject_of
 from autoplan.check.audit.subject import Said, Subject, Weight
 from autoplan.check.audit.verdicts import held_bytes
-from autoplan.patterns import fold_names
+from autoplan.common.patterns import fold_names
 from autoplan.values import Finding, Report
 
 __all__ = ["compare_plans"]

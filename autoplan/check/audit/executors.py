@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from autoplan.check.sharded import Sharding
+from autoplan.check.verify.sharded import Sharding
 
 __all__ = ["torch_sharding", "transformers_sharding"]
 

@@ -12,7 +12,7 @@ from typing import Any
 from autoplan.check.audit.auditor import audit_source
 from autoplan.check.audit.lines import read_foreign
 from autoplan.check.prove import TRIED
-from autoplan.errors import PlanRefusedError
+from autoplan.common.errors import PlanRefusedError
 from autoplan.values import Finding, Plan
 
 __all__ = ["refuse_disproven", "refuse_wrong"]

@@ -16,14 +16,14 @@ from typing import Any, Literal
 
 import yaml
 
-from autoplan.decide.choices import ChoiceError
-from autoplan.decide.handwritten import plan_by_id
-from autoplan.dialects.deepspeed import is_deepspeed, read_deepspeed
-from autoplan.dialects.dotted import looks_dotted, plan_at
-from autoplan.dialects.torch_styles import read_styles
-from autoplan.dialects.transformers_plans import read_strings
-from autoplan.emit.plan_file import load_plan
-from autoplan.patterns import matches
+from autoplan.common.patterns import matches
+from autoplan.decide.written_plans.choices import ChoiceError
+from autoplan.decide.written_plans.deepspeed import is_deepspeed, read_deepspeed
+from autoplan.decide.written_plans.dotted import looks_dotted, plan_at
+from autoplan.decide.written_plans.handwritten import plan_by_id
+from autoplan.decide.written_plans.plan_file import load_plan
+from autoplan.decide.written_plans.torch_styles import read_styles
+from autoplan.decide.written_plans.transformers_plans import read_strings
 from autoplan.values import Plan
 
 __all__ = ["Dialect", "ForeignPlan", "Line", "foreign_of", "read_foreign"]

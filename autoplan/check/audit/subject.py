@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
-from autoplan.analyse.flow import Flow
+from autoplan.analyse.picture.flow import Flow
 from autoplan.analyse.solve import Solution
 from autoplan.check.audit.lines import ForeignPlan, Line
-from autoplan.decide.choices import CUTS
-from autoplan.decide.folding import Names, starred
-from autoplan.layout import Layout, chunk
-from autoplan.patterns import fold_names
+from autoplan.common.layout import Layout, chunk
+from autoplan.common.patterns import fold_names
+from autoplan.decide.plan.folding import Names, starred
+from autoplan.decide.written_plans.choices import CUTS
 from autoplan.values import Finding, ParameterFact, Plan, Report, Stack
 
 __all__ = ["Level", "Said", "Settings", "Subject", "Weight"]
@@ -137,7 +137,7 @@ class Subject:
         return Said(None)
 
     def _said_by_ours(self, names: tuple[str, ...], fact: ParameterFact) -> Said:
-        from autoplan.patterns import best_match
+        from autoplan.common.patterns import best_match
 
         assert self.plan.plan is not None
         line = next((line for name in names if (line := self.plan.line_for(name)) is not None), None)

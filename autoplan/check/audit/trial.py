@@ -1,7 +1,7 @@
 """The plan, carried out by its own library (DeepSpeed's is imitated) on simulated ranks, against the unsharded model.
 
 A tiny clone in double precision runs forward and backward under the plan; outputs and every gradient are compared
-(`check/sharded.py`). This is what decides between a suspicion and an error.
+(`check/verify/sharded.py`). This is what decides between a suspicion and an error.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 from autoplan.check.audit.autotp import autotp_sharding, not_imitated
 from autoplan.check.audit.executors import torch_sharding, transformers_sharding
 from autoplan.check.audit.lines import ForeignPlan
-from autoplan.check.sharded import Sharding
-from autoplan.decide.folding import starred
-from autoplan.errors import AutoplanError
+from autoplan.check.verify.sharded import Sharding
+from autoplan.common.errors import AutoplanError
+from autoplan.decide.plan.folding import starred
 from autoplan.values import Plan, Report
 
 __all__ = ["Trial", "sharding_for", "try_on_ranks"]
@@ -42,8 +42,8 @@ class Trial:
 
 def try_on_ranks(source: Any, plan: ForeignPlan, tp_size: int, right: Plan | None = None) -> Trial:
     """Run the plan on a tiny clone, at `tp_size` where the clone is the model itself, else at 2."""
-    from autoplan.check.clone import clone_of
-    from autoplan.check.sharded import check_sharding
+    from autoplan.check.verify.clone import clone_of
+    from autoplan.check.verify.sharded import check_sharding
 
     if not plan.lines or tp_size == 1:
         return Trial(reason="there is nothing to run")
@@ -67,7 +67,7 @@ def try_on_ranks(source: Any, plan: ForeignPlan, tp_size: int, right: Plan | Non
 def sharding_for(plan: ForeignPlan) -> Sharding:
     """How the plan's own library carries it out."""
     if plan.plan is not None:
-        from autoplan.check.verify import sharding_of
+        from autoplan.check.verify.verify import sharding_of
 
         return sharding_of(plan.plan)
     return _LIBRARIES[plan.dialect](plan.raw)
@@ -96,12 +96,12 @@ def _noticing(sharding: Sharding, thawed: dict[str, None]) -> Sharding:
 
 
 def _try_ours(clone: Any, source: Any, foreign: ForeignPlan, same: bool, right: Plan | None) -> Trial:
-    from autoplan.check.verify import mesh_of, verify_source
+    from autoplan.check.verify.verify import mesh_of, verify_source
 
     plan = foreign.plan
     assert plan is not None
     if same:
-        from autoplan.check.sharded import check_sharding
+        from autoplan.check.verify.sharded import check_sharding
 
         checks = ("parameters", *_CHECKS)
         how: Any = {"checks": checks, "dims": mesh_of(plan)}

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from autoplan.check.audit.lines import Line
 from autoplan.check.audit.subject import Subject, Weight
-from autoplan.patterns import is_under, matches
+from autoplan.common.patterns import is_under, matches
 from autoplan.values import Finding
 
 __all__ = ["held_bytes", "unsplit_share", "verdicts"]

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoplan.check.audit.subject import Level, Subject, Weight
-from autoplan.decide.folding import starred
+from autoplan.common.patterns import is_under
+from autoplan.decide.plan.folding import starred
 from autoplan.emit.words import bytes_text
-from autoplan.patterns import is_under
 from autoplan.values import Finding
 
 NAME = "coverage"

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from autoplan.analyse.flow import Node, node_of
+from autoplan.analyse.picture.flow import Node, node_of
 from autoplan.check.audit.subject import Subject, Weight
-from autoplan.decide.folding import starred
+from autoplan.decide.plan.folding import starred
 from autoplan.values import Finding
 
 NAME = "edges"

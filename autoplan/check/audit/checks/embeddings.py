@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autoplan.analyse.flow import node_of
+from autoplan.analyse.picture.flow import node_of
 from autoplan.check.audit.subject import Subject
 from autoplan.emit.words import bytes_text
 from autoplan.values import Finding

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoplan.check.audit.subject import Subject
-from autoplan.decide.folding import starred
+from autoplan.decide.plan.folding import starred
 from autoplan.values import Finding
 
 NAME = "frozen"

@@ -41,8 +41,8 @@ def _norms(subject: Subject, clone: Any, function: Any) -> tuple[float, list[flo
     import copy
 
     from autoplan.check.audit.trial import sharding_for
-    from autoplan.check.ranks import one_compute_thread, run_ranks
-    from autoplan.check.subject import Subject as Running
+    from autoplan.check.ranks.run import one_compute_thread, run_ranks
+    from autoplan.check.verify.subject import Subject as Running
 
     assert subject.numbers is not None
     size = subject.numbers.tp_size
@@ -62,7 +62,7 @@ def _on_rank(rank: int, *, models: list[Any], entry: Any, sharding: Any, functio
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from autoplan.check.subject import Subject as Running
+    from autoplan.check.verify.subject import Subject as Running
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = sharding.shard(models[rank], mesh)

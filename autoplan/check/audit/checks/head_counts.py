@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoplan.check.audit.subject import Subject, Weight
-from autoplan.patterns import matches
+from autoplan.common.patterns import matches
 from autoplan.values import Edit, Finding
 
 NAME = "head-counts"

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from autoplan.check.audit.subject import Level, Subject
-from autoplan.errors import AutoplanError
-from autoplan.patterns import matches, nearest
+from autoplan.common.errors import AutoplanError
+from autoplan.common.patterns import matches, nearest
 from autoplan.values import Finding, Stack
 
 NAME = "layers"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoplan.check.audit.subject import Subject, Weight
-from autoplan.layout import Layout
+from autoplan.common.layout import Layout
 from autoplan.values import Finding
 
 NAME = "layouts"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoplan.check.audit.subject import Subject
-from autoplan.patterns import fold_names
+from autoplan.common.patterns import fold_names
 from autoplan.values import Finding
 
 NAME = "numbers"

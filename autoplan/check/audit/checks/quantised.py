@@ -70,8 +70,8 @@ def _cut(subject: Subject, name: str) -> Said | None:
         return subject.by_name[name].said
     if subject.plan.plan is None:
         return None
-    from autoplan.layout import Layout
-    from autoplan.patterns import best_match
+    from autoplan.common.layout import Layout
+    from autoplan.common.patterns import best_match
 
     rule = best_match(subject.plan.plan.runtime.parameters, name)
     if rule is None or rule.dim is None or rule.layout is None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from autoplan.check.audit.subject import Subject
-from autoplan.errors import AutoplanError
+from autoplan.common.errors import AutoplanError
 from autoplan.values import Finding
 
 NAME = "rounding"
@@ -39,9 +39,9 @@ def _spread(subject: Subject, clone: Any, dtype: str) -> tuple[float, float]:
     """The largest errors of outputs and gradients in another precision."""
     import torch
 
-    from autoplan.capture.dtypes import cast_numbers, inputs_in
     from autoplan.check.audit.trial import sharding_for
-    from autoplan.check.sharded import check_sharding
+    from autoplan.check.verify.sharded import check_sharding
+    from autoplan.common.dtypes import cast_numbers, inputs_in
 
     wanted = getattr(torch, dtype, None)
     if not isinstance(wanted, torch.dtype):

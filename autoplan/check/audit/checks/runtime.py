@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from autoplan.check.audit.subject import Subject
-from autoplan.patterns import matches
+from autoplan.common.patterns import matches
 from autoplan.values import Finding
 
 NAME = "runtime"

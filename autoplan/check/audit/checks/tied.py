@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoplan.check.audit.subject import Subject
-from autoplan.decide.choices import CUTS
+from autoplan.decide.written_plans.choices import CUTS
 from autoplan.values import Finding
 
 NAME = "tied"

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-from autoplan.analyse.terms import factors, find, segments
+from autoplan.axes.terms import factors, find, segments
 from autoplan.check.audit.subject import Subject, Weight
-from autoplan.layout import Layout
+from autoplan.common.layout import Layout
 from autoplan.values import Finding
 
 NAME = "units"

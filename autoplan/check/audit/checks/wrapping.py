@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autoplan.analyse.obstacles import obstacles
+from autoplan.analyse.picture.obstacles import obstacles
 from autoplan.check.audit.subject import Subject
-from autoplan.decide.choices import CUTS
-from autoplan.decide.folding import starred
+from autoplan.decide.plan.folding import starred
+from autoplan.decide.written_plans.choices import CUTS
 from autoplan.values import Finding
 
 NAME = "wrapping"

@@ -1,0 +1,219 @@
+"""What every dimension of every tensor of a trace is: one pass over the ops, first to last.
+
+Each op is read by the rule of its family (`op_rules`), which relates the dims of what went in to those of what came out
+and leaves events on them. Nobody's name is asked: a head axis is whatever the model treats as one. Two promises hold
+throughout: an op without an exact rule marks every axis it touches as opaque, and a link that cannot be expressed marks
+both of its sides, so that what looks free to split is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from autoplan.axes.algebra import Conflict
+from autoplan.axes.events import Event
+from autoplan.axes.terms import Term, find, is_data, leaf, leaves, segments, show
+from autoplan.ops.rules import Site, State, refs, rule_for
+from autoplan.ops.rules.site import Dims
+from autoplan.values import Op, Ref, Trace
+
+__all__ = ["Axes", "infer_axes"]
+
+_READS_ONLY_SHAPE = frozenset({"_assert_tensor_metadata", "sym_size", "sym_numel", "sym_stride", "sym_storage_offset"})
+_RANDOM_SOURCES = frozenset({"rand", "randn", "randint", "randperm", "multinomial"})
+
+
+@dataclass
+class Axes:
+    """The outcome. `dims` has every tensor of the trace; terms are settled: leaves carry all their events.
+
+    `conflicts` are those that touch an axis of a weight; the `harmless` ones lie between others (positions, mostly).
+    `weights` are parameters, views of them, and what is computed from a quantised weight and its companions alone;
+    `sources` says of which parameter (or buffer, if that is where a quantised weight is kept), and `companions`, by
+    weight, what was computed with it. `static` are tensors made in forward from nothing but constants, equal in every
+    run, `identities` identity matrices whose rows and columns are one axis; `marked_by` says which op left which event;
+    `unknown` counts ops that were treated as opaque.
+    """
+
+    dims: dict[int, tuple[Term, ...]]
+    conflicts: list[Conflict] = field(default_factory=list)
+    harmless: list[Conflict] = field(default_factory=list)
+    unknown: Counter[str] = field(default_factory=Counter)
+    weights: set[int] = field(default_factory=set)
+    sources: dict[int, int] = field(default_factory=dict)
+    static: set[int] = field(default_factory=set)
+    identities: set[int] = field(default_factory=set)
+    companions: dict[int, set[int]] = field(default_factory=dict)
+    marked_by: list[tuple[int, str, Term]] = field(default_factory=list)  # (op index, event, term), as it happened
+    gathered: frozenset[int] = frozenset()  # ops after which an all-gather was decided
+
+    def of(self, tensor: int) -> tuple[Term, ...]:
+        """The terms of a tensor, one per dim."""
+        return self.dims[tensor]
+
+    def is_stored_weight(self, tensor: int) -> bool:
+        """Is it a weight itself, rather than a view of one?"""
+        return self.sources.get(tensor) == tensor
+
+
+def infer_axes(trace: Trace, gathered: frozenset[int] = frozenset()) -> Axes:
+    """Read a trace. After the ops whose index is in `gathered`, output dims that came from a weight start anew."""
+    reader = _Reader(trace)
+    for index, op in enumerate(trace.ops):
+        reader.read(index, op, index in gathered)
+    return replace(reader.finish(), gathered=gathered)
+
+
+class _Reader:
+    """Reads ops in order; what is known so far is in `state`."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.state = State(trace)
+        self.unknown: Counter[str] = Counter()
+        self.views: dict[int, int] = {}  # view -> the tensor whose elements it shows
+        self.shown_by: defaultdict[int, list[int]] = defaultdict(list)
+        self.kept: dict[int, frozenset[int]] = {}  # what is made of parameters, buffers and constants alone: of which
+        self.companions: defaultdict[int, set[int]] = defaultdict(set)
+        for tensor, info in enumerate(trace.tensors):
+            if info.kind == "parameter" or info.quantised:
+                self.state.sources[tensor] = tensor
+            if info.kind in ("parameter", "buffer", "constant"):
+                self.kept[tensor] = frozenset() if info.kind == "constant" else frozenset((tensor,))
+            if info.kind == "constant":
+                self.state.static.add(tensor)
+
+    def read(self, index: int, op: Op, gathered: bool) -> None:
+        state = self.state
+        inputs, outputs = list(refs((op.args, op.kwargs))), list(refs(op.outputs))
+        state.algebra.place = (index, op.name, op.module)
+        state.gathered = gathered
+        rule = rule_for(op.name)
+        site = Site(op, state, inputs, outputs)
+        answer = rule.function(site) if rule and outputs else None
+        self._update_static(op, inputs, outputs)
+        if answer is None:
+            if op.name in _READS_ONLY_SHAPE:
+                return
+            answer = self._opaque(op, inputs, outputs)
+        elif rule and rule.view and inputs:
+            self._note_view(inputs[0], outputs)
+        self._update_dequantised(op, inputs, outputs)
+        self._record(outputs, answer)
+
+    def _opaque(self, op: Op, inputs: Sequence[Ref], outputs: Sequence[Ref]) -> list[Dims | None]:
+        """No exact rule: every axis that goes in or comes out is marked."""
+        algebra = self.state.algebra
+        given = [self.state.terms(ref.id) for ref in inputs]
+        for term in (term for dims in given for term in dims):
+            algebra.mark(term, Event.OPAQUE)
+        if any(term.size > 1 for dims in given for term in dims):
+            self.unknown[op.name] += 1
+        answer: list[Dims | None] = []
+        for ref in outputs:
+            shape = self.trace.tensors[ref.id].shape
+            alike = next((dims for dims in given if [term.size for term in dims] == list(shape)), None)
+            answer.append(alike)
+        return answer
+
+    def _record(self, outputs: Sequence[Ref], answer: Sequence[Dims | None]) -> None:
+        """Keep what the rule said. An output that is known already (in place, or the input itself) is that input."""
+        algebra = self.state.algebra
+        for position, ref in enumerate(outputs):
+            shape = self.trace.tensors[ref.id].shape
+            dims = answer[position] if position < len(answer) else None
+            if dims is not None and tuple(term.size for term in dims) != shape:
+                algebra.conflict("shape", ", ".join(map(show, dims)), str(shape), dims, Event.OPAQUE)
+                dims = None
+            if dims is None:
+                dims = [leaf(size) for size in shape]
+                for term in dims:
+                    algebra.mark(term, Event.OPAQUE)
+            known = self.state.dims.get(ref.id)
+            if known is None:
+                self.state.dims[ref.id] = dims
+                continue
+            for old, new in zip(known, dims, strict=True):
+                algebra.unify(old, new)
+
+    def _note_view(self, source: Ref, outputs: Iterable[Ref]) -> None:
+        root = self.views.get(source.id, source.id)
+        parameter = self.state.sources.get(source.id)
+        for ref in outputs:
+            if ref.id != source.id and ref.id not in self.views:
+                self.views[ref.id] = root
+                self.shown_by[root].append(ref.id)
+            if parameter is not None:
+                self.state.sources.setdefault(ref.id, parameter)
+
+    def _update_dequantised(self, op: Op, inputs: Sequence[Ref], outputs: Sequence[Ref]) -> None:
+        """A quantised weight times its scales is the weight, at any step on the way there."""
+        made = {ref.id for ref in outputs}
+        if not inputs or not all(ref.id in self.kept for ref in inputs) or op.name in _RANDOM_SOURCES:
+            for tensor in made:
+                self.kept.pop(tensor, None)
+            return
+        roots = frozenset(root for ref in inputs for root in self.kept[ref.id])
+        self.kept |= dict.fromkeys(made, roots)
+        sources = [self.state.sources[ref.id] for ref in inputs if ref.id in self.state.sources]
+        quantised = next((source for source in sources if self.trace.tensors[source].quantised), None)
+        if quantised is not None:
+            self.companions[quantised] |= roots - {quantised}
+            for tensor in made:
+                self.state.sources.setdefault(tensor, quantised)
+
+    def _update_static(self, op: Op, inputs: Sequence[Ref], outputs: Sequence[Ref]) -> None:
+        """Made of constants only; what is overwritten with something else is constant no more."""
+        static = self.state.static
+        if all(ref.id in static for ref in inputs) and op.name not in _RANDOM_SOURCES:
+            static.update(ref.id for ref in outputs)
+            return
+        for ref in outputs:
+            if ref.id in static:
+                root = self.views.get(ref.id, ref.id)
+                static.difference_update((ref.id, root, *self.shown_by[root]))
+
+    def finish(self) -> Axes:
+        state = self.state
+        for term in state.contracted.values():
+            _mark_mixed(state, find(term))
+        state.algebra.settle()
+        dims = {i: tuple(find(term) for term in state.terms(i)) for i in range(len(self.trace.tensors))}
+        in_weights = {axis.id for i in state.sources for term in dims[i] for axis in leaves(term)}
+        conflicts: tuple[list[Conflict], list[Conflict]] = [], []
+        for conflict in state.algebra.conflicts:
+            harmless = in_weights.isdisjoint(axis.id for term in conflict.terms for axis in leaves(term))
+            conflicts[harmless].append(conflict)
+        return Axes(
+            dims,
+            *conflicts,
+            self.unknown,
+            set(state.sources),
+            state.sources,
+            state.static,
+            state.identities,
+            dict(self.companions),
+            state.algebra.marked_by,
+        )
+
+
+def _mark_mixed(state: State, term: Term) -> None:
+    """Inside what is summed over, find concatenations that carry an axis in some segments and not in others.
+
+    Were that axis split, each rank would add the other segments whole, and the sum would hold them several times.
+    """
+    todo, seen = [term], set[int]()
+    while todo:
+        node = find(todo.pop())
+        if node.id in seen or not node.parts or is_data(node):
+            continue
+        seen.add(node.id)
+        todo.extend(node.parts)
+        if node.kind == "concatenation":
+            carried = [leaves(part) for part in segments(node)]
+            counts = Counter(axis.id for axes in carried for axis in axes)
+            for axis in (axis for axes in carried for axis in axes):
+                if counts[axis.id] < len(carried):
+                    state.algebra.mark(axis, Event.CONTRACT_MIXED)

@@ -1,0 +1,270 @@
+"""The dataflow of a run, contracted to what a person would draw on a whiteboard: a networkx graph of few boxes.
+
+A trace has thousands of ops; a picture of a block has ten boxes. Roles are recognised on the picture, so this file
+draws it. What is contracted, and what stays:
+
+- an elementwise op or a view with one data source is passed through (an activation function, a cast, a transpose);
+- several sources that all come from one box and keep its size are one value again (rotary embedding, x * sigmoid(x));
+- a weight contraction, a lookup, a convolution, a norm, an attention, a scan each become one box with its parameters;
+- `split`, `cat`, and two-source joins (`mul`, `add`) stay: with splits contracted away a packed gate-up projection
+  looks like a plain one;
+- constants (masks, rotary tables, positions) are not drawn.
+
+A write into a view changes the whole tensor, so the tensor that the view looks into is a `write` box from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import prod
+
+from autoplan.analyse.picture.drawing import CONSTANT, Canvas, Value, refs
+from autoplan.analyse.picture.flow import Flow, Node
+from autoplan.analyse.picture.regions import collapse_scans, prune
+from autoplan.analyse.picture.weight_views import View, dequantised, follow_view
+from autoplan.analyse.picture.weighted_boxes import (
+    CONTRACTIONS,
+    contraction,
+    convolution,
+    fused_attention,
+    fused_norm,
+    lookup,
+    weighted,
+)
+from autoplan.values import Op, Ref, Trace
+
+__all__ = ["dataflow"]
+
+_SPLITS = {"split", "split_with_sizes", "chunk", "unbind", "slice", "select", "narrow"}
+_VIEWS = _SPLITS | {"view", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand"}
+_VIEWS |= {"alias", "detach", "diagonal"}
+_STATISTICS = {"mean", "var", "var_mean", "std", "std_mean", "linalg_vector_norm", "norm"}
+_FUSED_NORMS = {"native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm", "native_group_norm"}
+_FUSED_ATTENTION = ("_scaled_dot_product", "scaled_dot_product")
+_NONLINEAR = {
+    *("relu", "gelu", "silu", "sigmoid", "tanh", "softplus", "mish", "elu", "leaky_relu", "hardtanh", "hardswish"),
+    *("exp", "erf", "relu6", "selu", "celu", "threshold", "hardsigmoid", "log_sigmoid_forward", "prelu"),
+}
+_JOINS = {"mul": "mul", "mul_": "mul", "div": "mul", "div_": "mul", "cat": "cat", "stack": "cat"}
+_KINDS = {
+    "softmax": ("_softmax", "_safe_softmax", "softmax"),
+    "topk": ("topk", "sort", "argmax"),
+    "cumsum": ("cumsum", "cumprod", "logcumsumexp", "linalg_solve_triangular"),
+    "sum": ("sum", "amax"),
+    "pick": ("index", "index_select", "gather"),
+    "scatter": ("scatter", "scatter_add", "index_add", "index_put"),
+}
+_NAMED = {name + in_place: kind for kind, names in _KINDS.items() for name in names for in_place in ("", "_")}
+
+
+def dataflow(trace: Trace) -> Flow:
+    """Draw the picture of a trace."""
+    artist = _Artist(trace)
+    for op in trace.ops:
+        artist.draw(op)
+    artist.draw_outputs()
+    flow = artist.canvas.flow
+    prune(flow)
+    collapse_scans(flow)
+    prune(flow)
+    flow.graph["tensors"] = artist.boxes_of_borders()
+    return flow
+
+
+class _Artist:
+    """Follows the ops of a trace and draws them."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.canvas = Canvas(trace)
+        self.choices = self._expert_choices()
+
+    def _expert_choices(self) -> set[int]:
+        """Index tensors that pick among stacked (3-D) weights: what they pick of smaller ones are their biases."""
+        chosen: set[int] = set()
+        for op in self.trace.ops:
+            if op.name in ("index", "index_select") and isinstance(op.args[0], Ref):
+                source = self.trace.tensors[op.args[0].id]
+                if source.kind == "parameter" and len(source.shape) > 2:
+                    chosen.update(refs(op.args[1:]))
+        return chosen
+
+    def draw(self, op: Op) -> None:
+        """One op: its results get values, written views change their base."""
+        canvas, outputs = self.canvas, list(refs(op.outputs))
+        if not outputs:
+            return
+        tensors = list(refs(op.args[1:2])) if op.name == "copy_" else list(dict.fromkeys(refs((op.args, op.kwargs))))
+        if op.name in _VIEWS and tensors:
+            for output in outputs:
+                canvas.bases[output] = canvas.bases.get(tensors[0], tensors[0])
+        results = self._results(op, tensors, outputs)
+        in_place = op.name.endswith("_") and not op.name.endswith("__")
+        for output, result in zip(outputs, results, strict=False):
+            if in_place and canvas.bases.get(output, output) != output:
+                self._write(op, canvas.bases[output], output, result)
+            canvas.values[output] = result
+            if result.node is not None:
+                canvas.measure(result.node, output)
+
+    def _write(self, op: Op, base: int, view: int, result: Value) -> None:
+        """A view was written to: its base holds the new value from now on, beside what it held."""
+        canvas = self.canvas
+        before, after = canvas.value(base), canvas.box_of(result)
+        canvas.written.add(base)
+        if after is None or (before.node is not None and before.node in canvas.ancestry(after)):
+            return
+        if prod(canvas.shape(view)) == prod(canvas.shape(base)):
+            canvas.values[base] = result
+            return
+        target = before.node
+        if target is None or canvas.node(target).kind != "write" or canvas.flow.out_degree(target):
+            target = canvas.add(Node("write", op.module), () if before.node is None else (before.node,))
+        canvas.join(after, target)
+        canvas.values[base] = Value(node=target)
+
+    def _results(self, op: Op, tensors: list[int], outputs: list[int]) -> list[Value]:
+        canvas = self.canvas
+        values = [canvas.value(tensor) for tensor in tensors]
+        weights = [value.weight for value in values if value.weight is not None]
+        data = [tensor for tensor, value in zip(tensors, values, strict=True) if value.node is not None]
+        if op.name in ("embedding", "index", "index_select"):
+            found = lookup(canvas, op, tensors, self.choices)
+            if found is not None:
+                return [found]
+        if op.name.endswith("_like") or op.name.startswith("new_"):
+            return [CONSTANT] * len(outputs)
+        if not data and not weights:
+            reshaped = len(values) == 1 and values[0].from_input and op.name in _VIEWS | {"_to_copy", "clone"}
+            return [Value(from_input=reshaped)] * len(outputs)
+        if op.name in CONTRACTIONS:
+            return [contraction(canvas, op)] * len(outputs)
+        stored = next((view for view in weights if self.trace.tensors[view.parameter].quantised), None)
+        if not data and stored is not None:
+            return [Value(weight=self._dequantised(op, stored, weights, tensors, output)) for output in outputs]
+        if not data and len({view.parameter for view in weights}) == 1:
+            source = next(t for t, value in zip(tensors, values, strict=True) if value.weight is not None)
+            before = canvas.shape(source)
+            return [Value(weight=follow_view(op, weights[0], before, canvas.shape(output))) for output in outputs]
+        if data:
+            special = self._special(op, data[0], outputs)
+            if special is not None:
+                return special
+        return [self._general(op, tensors, output) for output in outputs]
+
+    def _dequantised(self, op: Op, stored: View, weights: list[View], tensors: list[int], output: int) -> View:
+        canvas, view = self.canvas, stored
+        if len({view.parameter for view in weights}) == 1:
+            source = next(t for t in tensors if canvas.value(t).weight is stored)
+            view = follow_view(op, stored, canvas.shape(source), canvas.shape(output))
+        return dequantised(view, weights, canvas.shape(stored.parameter), canvas.shape(output))
+
+    def _special(self, op: Op, data: int, outputs: list[int]) -> list[Value] | None:
+        """Ops with a drawing of their own."""
+        if op.name in ("convolution", "_convolution"):
+            drawn = convolution(self.canvas, op)
+            return None if drawn is None else [drawn]
+        if op.name in _FUSED_NORMS or "batch_norm" in op.name:
+            return [fused_norm(self.canvas, op)] * len(outputs)
+        if op.name.startswith(_FUSED_ATTENTION):
+            return [fused_attention(self.canvas, op)] * len(outputs)
+        if op.name in _SPLITS:
+            return [self._split(op, data, output) for output in outputs]
+        if op.name == "glu":
+            source = self.canvas.value(data).node
+            assert source is not None
+            halves = [self.canvas.add(Node("split", op.module), (source,)) for _ in range(2)]
+            return [self.canvas.new("mul", op, halves)]
+        return None
+
+    def _split(self, op: Op, tensor: int, output: int) -> Value:
+        source = self.canvas.value(tensor)
+        if source.node is None or prod(self.canvas.shape(tensor)) == prod(self.canvas.shape(output)):
+            return source
+        return self.canvas.new("split", op, (source.node,))
+
+    def _general(self, op: Op, tensors: list[int], output: int) -> Value:
+        """Elementwise ops, reductions, joins: what is left."""
+        canvas = self.canvas
+        boxes = self._sources(op, tensors)
+        views: list[View] = [v for v in (canvas.value(tensor).weight for tensor in tensors) if v is not None]
+        if op.name in ("cat", "stack", "where") or (views and not boxes):
+            boxes += [canvas.parameter_box(view) for view in views]
+            views = []
+        boxes = list(dict.fromkeys(boxes))
+        if not boxes:
+            return CONSTANT
+        if op.name in _STATISTICS or op.name in _NAMED:
+            return canvas.new(_NAMED.get(op.name, "statistic"), op, boxes)
+        if views and len(boxes) == 1:
+            return weighted(canvas, op, boxes[0], views)
+        boxes += [canvas.parameter_box(view) for view in views]
+        activated = op.name.rstrip("_") in _NONLINEAR or any(canvas.value(tensor).activated for tensor in tensors)
+        if len(boxes) == 1:
+            return Value(node=boxes[0], activated=activated)
+        result = self._together(op, boxes, output)
+        assert result.node is not None
+        if result.node in boxes:
+            return replace(result, activated=activated)
+        if canvas.node(result.node).kind == "mul":
+            for tensor in tensors:
+                source = canvas.value(tensor)
+                if source.node is not None and source.activated:
+                    canvas.join(source.node, result.node, "activated")
+        return result
+
+    def _sources(self, op: Op, tensors: Iterable[int]) -> list[int]:
+        """Data sources; masks and indices made from data do not count beside values that carry gradient."""
+        drawn = [(tensor, self.canvas.value(tensor).node) for tensor in tensors]
+        carrying = [box for tensor, box in drawn if box is not None and self.trace.tensors[tensor].differentiable]
+        keeps_indices = _NAMED.get(op.name) in ("pick", "scatter")
+        return carrying if carrying and not keeps_indices else [box for _, box in drawn if box is not None]
+
+    def _together(self, op: Op, boxes: list[int], output: int) -> Value:
+        """Several sources: parts of one value come together again, or values meet."""
+        canvas = self.canvas
+        lines = [canvas.ancestry(box) for box in boxes]
+        common = [box for box in lines[0] if all(box in line for line in lines[1:])]
+        plain = [box for box in boxes if canvas.node(box).kind != "statistic"]
+        if common and plain and len(plain) < len(boxes):
+            return self._normalised(op, plain[0])
+        if len(plain) == 1 and len(boxes) == 2 and self._scaled_before_norm(plain[0], boxes):
+            return canvas.change(plain[0], replace(canvas.node(plain[0]), kind="norm"))
+        size = prod(canvas.shape(output))
+        whole = next((box for box in common if canvas.size(box) == size), None)
+        if whole is not None:
+            return Value(node=whole)
+        sums = op.name.startswith(("add", "sub", "rsub"))
+        if sums and common:  # halves of a rotation, before they are put together again
+            return canvas.new("split", op, common[:1])
+        return canvas.new(_JOINS.get(op.name, "add" if sums else "mix"), op, boxes)
+
+    def _scaled_before_norm(self, scaled: int, boxes: list[int]) -> bool:
+        """(w * x) * rsqrt(mean(x * x)): the weight came before the statistic."""
+        canvas = self.canvas
+        statistic = next(box for box in boxes if box != scaled)
+        sources = set(canvas.flow.predecessors(scaled))
+        return canvas.node(scaled).kind == "scale" and sources <= set(canvas.ancestry(statistic)[1:])
+
+    def _normalised(self, op: Op, source: int) -> Value:
+        """x * rsqrt(mean(x * x)): a norm, with its weight still to come."""
+        known = self.canvas.node(source)
+        if known.kind == "norm" and not known.parameters:
+            return Value(node=source)
+        return self.canvas.new("norm", op, (source,))
+
+    def draw_outputs(self) -> None:
+        """One box for what leaves the model, and what flows into it."""
+        box = self.canvas.add(Node("output"))
+        for visit in self.trace.visits:
+            for path, tensor in visit.outputs if visit.parent is None else ():
+                source = self.canvas.value(tensor).node
+                if source is not None:
+                    self.canvas.join(source, box, str(path[0]) if path else "")
+
+    def boxes_of_borders(self) -> dict[int, int]:
+        """For tensors that enter or leave modules, the box whose value they hold."""
+        borders = (tensor for visit in self.trace.visits for _, tensor in (*visit.inputs, *visit.outputs))
+        boxes = ((tensor, self.canvas.value(tensor).node) for tensor in dict.fromkeys(borders))
+        return {tensor: box for tensor, box in boxes if box is not None and box in self.canvas.flow}

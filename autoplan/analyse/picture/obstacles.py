@@ -1,0 +1,108 @@
+"""What stands in the way of others: modules that a library which wraps their call cannot cut, though we can.
+
+transformers and torch cut a linear layer by wrapping its forward: the weight becomes a DTensor, and what leaves is a
+view of one. That breaks where the code around the module does more than call it:
+
+    edited    the output is changed in place (`x += …`), which autograd forbids for such a view
+    read      another module's code reads the weight by itself (`F.linear(x, self.proj.weight)`), and finds a DTensor
+    shape     the weight is no [out, in] matrix of a module that says how wide it is (a convolution, a class of its own)
+    count     a module above reads an integer of its own that must keep its value: some libraries divide whatever is
+              called `num_heads` above a layer that they cut
+
+All are read off the trace. They hinder exports only; nothing here decides what is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from autoplan.analyse.picture.drawing import refs
+from autoplan.values import Obstacle, Ref, Symbolic, Trace
+
+__all__ = ["obstacles"]
+
+_VIEWS = frozenset(
+    ("view", "_unsafe_view", "_reshape_alias", "alias", "detach", "t", "transpose", "permute", "movedim", "expand")
+    + ("unsqueeze", "squeeze", "select", "slice", "narrow", "split", "split_with_sizes", "chunk", "unbind", "unfold")
+    + ("as_strided", "diagonal", "view_as_real", "view_as_complex", "real", "imag")
+)
+_WIDTHS = ({"in_features", "out_features"}, {"num_embeddings", "embedding_dim"})
+
+
+def obstacles(trace: Trace, modules: Iterable[str]) -> tuple[Obstacle, ...]:
+    """Those of these modules, each kind of obstacle once for each."""
+    asked = dict.fromkeys(modules)
+    found = [*_edited(trace, asked), *_read_elsewhere(trace, asked), *_odd_shapes(trace, asked), *_counts(trace, asked)]
+    return tuple(dict.fromkeys(found))
+
+
+def _edited(trace: Trace, modules: dict[str, None]) -> Iterator[Obstacle]:
+    """Outputs that are written to, themselves or through a view, by code outside the module."""
+    bases: dict[int, int] = {}
+    for op in trace.ops:
+        if op.name in _VIEWS and op.args and isinstance(op.args[0], Ref):
+            source = bases.get(op.args[0].id, op.args[0].id)
+            bases.update((output, source) for output in refs(op.outputs) if output != source)
+    makers: dict[int, dict[str, None]] = {}
+    for visit in trace.visits:
+        for _, tensor in visit.outputs if visit.module in modules else ():
+            makers.setdefault(bases.get(tensor, tensor), {})[visit.module] = None
+    for op in trace.ops:
+        if op.name.endswith("_") and not op.name.endswith("__") and op.args and isinstance(op.args[0], Ref):
+            for module in makers.get(bases.get(op.args[0].id, op.args[0].id), ()):
+                if not _is_in(op.module, module):
+                    yield Obstacle(module, "edited", f"its output is changed in place by {op.module or 'the model'}")
+
+
+def _read_elsewhere(trace: Trace, modules: dict[str, None]) -> Iterator[Obstacle]:
+    owners = {
+        index: {name.rpartition(".")[0] for name in tensor.names}
+        for index, tensor in enumerate(trace.tensors)
+        if tensor.kind == "parameter"
+    }
+    for op in trace.ops:
+        for tensor in refs((op.args, op.kwargs)):
+            for module in owners.get(tensor, ()):
+                if module in modules and not any(_is_in(op.module, owner) for owner in owners[tensor]):
+                    yield Obstacle(module, "read", f"its weight is read by the code of {op.module or 'the model'}")
+
+
+def _odd_shapes(trace: Trace, modules: dict[str, None]) -> Iterator[Obstacle]:
+    for tensor in trace.tensors:
+        for name in tensor.names if tensor.kind == "parameter" else ():
+            module, _, own = name.rpartition(".")
+            if module not in modules or own != "weight" or len(tensor.shape) < 2:
+                continue
+            if len(tensor.shape) != 2:
+                yield Obstacle(module, "shape", f"its weight has {len(tensor.shape)} dims: it is no linear layer")
+            elif not any(widths <= trace.attributes.get(module, {}).keys() for widths in _WIDTHS):
+                yield Obstacle(module, "shape", "its module does not say how wide it is: it is no linear layer")
+
+
+def _counts(trace: Trace, modules: dict[str, None]) -> Iterator[Obstacle]:
+    """Integers that modules above these read of themselves. (Whether a plan divides them is not asked here.)"""
+    above = {module[:place] for module in modules for place, letter in enumerate(module) if letter == "."}
+    read: list[Any] = [(call.args, call.kwargs) for call in trace.calls]
+    read += [origin for origin, _ in trace.escapes] + [(left, right) for _, left, right, _ in trace.comparisons]
+    for module, attribute in dict.fromkeys(found for value in read for found in _attributes_in(value)):
+        if module in above and not attribute.startswith("config."):
+            yield Obstacle(module, "count", f"its code reads {attribute}", attribute)
+
+
+def _attributes_in(value: Any) -> Iterator[tuple[str, str]]:
+    """(module, attribute) of the integers mentioned in recorded arguments."""
+    if isinstance(value, Symbolic):
+        value = value.origin
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        if len(value) == 4 and value[0] == "attr":
+            yield value[1], value[2]
+        else:
+            for item in value:
+                yield from _attributes_in(item)
+
+
+def _is_in(module: str, outer: str) -> bool:
+    return module == outer or module.startswith(f"{outer}.") or not outer

@@ -1,0 +1,343 @@
+"""What only the function mode can do: literals that no stored integer explains, sums amid a module's own Python.
+
+A scoped call is known by its module, the torch function, and its place in the code: other calls may come and go, and
+loops have more rounds or fewer (masks are made in some runs only, experts that no token chose are left out). Whatever
+comes to that place must need the same, in every round and in every run of the module, or it is refused.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+from autoplan.analyse.placement.callflow import CallFlow
+from autoplan.analyse.placement.reductions import gathered_dim, lengths_in, reduced_dims, scaled_dims
+from autoplan.analyse.placement.sums import Placement
+from autoplan.analyse.shards import Shards, refs
+from autoplan.analyse.splits.equal_pieces import pieces_given
+from autoplan.analyse.splits.integer_edits import Edits
+from autoplan.analyse.splits.literal_sizes import made_in_shares, made_whole
+from autoplan.axes.terms import Term, find, leaves
+from autoplan.values import Call, Ref, ScopedCall, Trace
+
+__all__ = ["DRAWS", "RANDOM_CALLS", "Scope", "scope"]
+
+SOMETIMES = ("sometimes", True)  # in a call's details: a run of the module may leave it out
+
+_Place = tuple[str, str, str]  # module, function, place in the code
+# What draws random numbers always, in eval mode too; and what does so in training, where a rate says so.
+DRAWS = frozenset(
+    [
+        "rand", "randn", "randint", "randperm", "normal", "poisson", "binomial", "bernoulli", "multinomial",
+        "rand_like", "randn_like", "randint_like", "bernoulli_", "normal_", "uniform_", "exponential_",
+        "log_normal_", "geometric_", "cauchy_", "random_", "gumbel_softmax",
+    ]
+)  # fmt: skip
+RANDOM_CALLS = DRAWS | frozenset(
+    [
+        "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
+        "feature_alpha_dropout", "native_dropout", "rrelu", "scaled_dot_product_attention",
+        "multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu",
+    ]
+)  # fmt: skip
+
+
+@dataclass
+class Scope:
+    """Scoped calls with the tensors that made them necessary, modules with random draws, and refusals."""
+
+    calls: tuple[ScopedCall, ...] = ()
+    tensors: tuple[tuple[int, ...], ...] = ()
+    random: tuple[str, ...] = ()
+    random_whole: tuple[str, ...] = ()
+    refusals: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+
+
+def scope(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits) -> Scope:
+    """Collect what is left for the function mode."""
+    result = Scope()
+    wanted = _wanted(shards, flow, placement, edits, result)
+    for indices, built in _by_place(flow, wanted, shards):
+        blame = tuple(t for index in indices if index in wanted for t in _blame_of(index, flow, shards))
+        if built is None:
+            call = shards.trace.calls[indices[0]]
+            result.refusals.append((f"{call.name} in {call.module} needs different work from run to run", blame))
+        else:
+            result.calls += (built,)
+            result.tensors += (blame,)
+    result.random, result.random_whole = _random_modules(shards, flow)
+    for module, left, right, _ in edits.broken_comparisons:
+        blame = tuple(_sizes_in(left) | _sizes_in(right))
+        result.refusals.append((f"Python in {module or 'the model'} compares sizes that a split changes", blame))
+    return result
+
+
+def _by_place(
+    flow: CallFlow, wanted: dict[int, ScopedCall], shards: Shards
+) -> Iterator[tuple[list[int], ScopedCall | None]]:
+    """Calls at one place, with the work that all of them need; None where they need different work.
+
+    If not all need the same, they are told apart by the round of a loop, by how many dims their value has (one dropout
+    may serve attention weights and the stream), or by how wide it is (an MLP's inner width and the stream).
+    """
+    trace = flow.trace
+    runs = Counter(visit.module for visit in trace.visits)
+    for rounds in _rounds(trace, {_place_of(trace.calls[index]) for index in wanted}):
+        for mark, indices in _told_apart(rounds, wanted, flow, shards):
+            built = _most(indices, wanted)
+            if not _agree(indices, wanted, flow):
+                yield indices, None
+            elif built is not None:
+                skipped = len({trace.calls[index].visit for index in indices}) < runs[built.pattern]
+                skipped = skipped or mark.startswith(("@", "!"))
+                sometimes = (SOMETIMES,) if skipped or built.pattern in flow.branching else ()
+                yield indices, replace(built, place=built.place + mark, details=(*built.details, *sometimes))
+
+
+def _told_apart(
+    rounds: list[list[int]], wanted: dict[int, ScopedCall], flow: CallFlow, shards: Shards
+) -> Iterable[tuple[str, list[int]]]:
+    """The calls of one place in groups that agree, if there is a way, each with the mark that its place bears."""
+    together = [index for indices in rounds for index in indices]
+    by_dims: dict[str, list[int]] = defaultdict(list)
+    for index in together:
+        by_dims[_dims_mark(flow.trace, index)].append(index)
+    by_round = [(f"#{number + 1}", indices) for number, indices in enumerate(rounds)]
+    for way in ([("", together)], by_round, list(by_dims.items())):
+        if all(_agree(indices, wanted, flow) for _, indices in way):
+            return way
+    by_width = _by_width(together, wanted, shards)
+    return by_width if all(_agree(indices, wanted, flow) for _, indices in by_width) else by_round
+
+
+def _dims_mark(trace: Trace, index: int) -> str:
+    first = next(iter(trace.calls[index].args), None)
+    return f"@{len(trace.tensors[first.id].shape)}" if isinstance(first, Ref) else "@"
+
+
+def _by_width(together: list[int], wanted: dict[int, ScopedCall], shards: Shards) -> list[tuple[str, list[int]]]:
+    """Calls with work to do apart from those without, where these have values of one width that the weights fix, and no
+    rank's piece of the others is as wide."""
+    with_work = [index for index in together if index in wanted]
+    without = [index for index in together if index not in wanted]
+    widths = {_width(index, shards, 0) for index in without}
+    pieces = {_width(index, shards, rank) for index in with_work for rank in range(shards.tp)}
+    if len(widths) != 1 or None in widths | pieces or widths & pieces:
+        return [("", together)]
+    return [(f"!{next(iter(widths))}", with_work), ("", without)]
+
+
+def _width(index: int, shards: Shards, rank: int) -> int | None:
+    """How wide a rank's part of a call's first argument is; None where that depends on what the model is given."""
+    first = next(iter(shards.trace.calls[index].args), None)
+    terms = shards.axes.of(first.id) if isinstance(first, Ref) else ()
+    if not terms or not {find(leaf) for leaf in leaves(terms[-1])} <= _axes_of_weights(shards):
+        return None
+    return shards.local_size(terms[-1], rank)
+
+
+def _axes_of_weights(shards: Shards) -> set[Term]:
+    weights = (number for number, info in enumerate(shards.trace.tensors) if info.kind == "parameter")
+    return {find(leaf) for number in weights for term in shards.axes.of(number) for leaf in leaves(term)}
+
+
+def _agree(indices: list[int], wanted: dict[int, ScopedCall], flow: CallFlow) -> bool:
+    """Do these calls need the same work? Where no gradient comes back, summing it is no work."""
+    most = _most(indices, wanted)
+    if most is None:
+        return True
+    forward = replace(most, copies=())
+    needed = forward if forward.arguments or forward.reduce or forward.cuts or forward.details else None
+    return all(
+        wanted.get(index) == most or not flow.passes_gradients(index) and wanted.get(index) == needed
+        for index in indices
+    )
+
+
+def _most(indices: list[int], wanted: dict[int, ScopedCall]) -> ScopedCall | None:
+    """The work of the call that needs most."""
+    found = [wanted[index] for index in indices if index in wanted]
+    return max(found, key=lambda call: len(call.copies), default=None)
+
+
+def _rounds(trace: Trace, places: set[_Place]) -> Iterable[list[list[int]]]:
+    """For each place the calls that came to it, by how often their run of the module had been there before."""
+    found: dict[_Place, list[list[int]]] = {}
+    before: Counter[tuple[_Place, int]] = Counter()
+    for index, call in enumerate(trace.calls):
+        if (place := _place_of(call)) in places:
+            rounds, number = found.setdefault(place, []), before[place, call.visit]
+            before[place, call.visit] += 1
+            if number == len(rounds):
+                rounds.append([])
+            rounds[number].append(index)
+    return found.values()
+
+
+def _place_of(call: Call) -> _Place:
+    return call.module, call.name, call.place
+
+
+def _split_in(index: int, flow: CallFlow, shards: Shards) -> tuple[int, ...]:
+    return tuple(t for t in (*flow.inputs[index], *flow.outputs[index]) if shards.is_split(t))
+
+
+def _blame_of(index: int, flow: CallFlow, shards: Shards) -> tuple[int, ...]:
+    """Split tensors that made a call need work: its own, or those its outputs run into next."""
+    return _split_in(index, flow, shards) or tuple(
+        t for made in flow.outputs[index] for use in flow.uses[made] for t in _split_in(use, flow, shards)
+    )
+
+
+def _wanted(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits, result: Scope) -> dict[int, ScopedCall]:
+    arguments: dict[int, list[tuple[tuple[Any, ...], Any]]] = defaultdict(list)
+    for requirement in edits.left:
+        arguments[requirement.call].append((requirement.path, (requirement.seen, requirement.want)))
+    cuts = _cuts(shards, flow, result)
+    draws = _mixed_draws(shards, flow)
+    pieces = {
+        index: given
+        for index, call in enumerate(shards.trace.calls)
+        if (given := pieces_given(call, shards)) is not None
+    }
+    indices = (
+        set(arguments)
+        | set(placement.inside_reductions)
+        | set(placement.inside_copies)
+        | set(cuts)
+        | draws
+        | set(pieces)
+    )
+    for index in placement.inside_scales:
+        result.refusals.append(("whole rows of a partly split value, inside a module", _split_in(index, flow, shards)))
+    found = {}
+    for index in sorted(indices):
+        call = shards.trace.calls[index]
+        copies = tuple(path for t in sorted(placement.inside_copies.get(index, ())) for path in flow.path_of(index, t))
+        details = _details(call, placement.inside_reductions.get(index), shards)
+        details += (("random", "split"),) if index in draws else ()
+        details += (("dim", pieces[index][0]), ("pieces", pieces[index][1])) if index in pieces else ()
+        found[index] = ScopedCall(
+            call.module, call.place, call.name, tuple(arguments.get(index, ())), copies,
+            placement.inside_reductions.get(index), cuts.get(index, ()), details,
+        )  # fmt: skip
+        if placement.inside_reductions.get(index) in ("sum", "mean") and len(flow.outputs[index]) != 1:
+            result.refusals.append(
+                (f"a sum in {call.name}, which returns several values", _split_in(index, flow, shards))
+            )
+    return found
+
+
+def _cuts(shards: Shards, flow: CallFlow, result: Scope) -> dict[int, tuple[tuple[int, int, str], ...]]:
+    """Values made whole in forward along a split axis: run as written, keep this rank's share."""
+    cuts: dict[int, tuple[tuple[int, int, str], ...]] = {}
+    for index, call in enumerate(shards.trace.calls):
+        if any(shards.is_split(t) for t in flow.inputs[index]):
+            for tensor in flow.inputs[index]:
+                info = shards.trace.tensors[tensor]
+                if info.kind in ("constant", "input") and shards.is_split(tensor):
+                    result.refusals.append((f"a ready-made constant meets a split axis in {call.module}", (tensor,)))
+            continue
+        if made_in_shares(call, shards):
+            continue
+        found = [
+            (position, dim, str(layout))
+            for position, tensor in enumerate(flow.outputs[index])
+            for dim, layout in enumerate(shards.layouts(tensor))
+            if layout is not None and tensor not in flow.inputs[index]
+        ]
+        if (
+            found
+            and made_whole(call, shards)
+            or found
+            and call.name not in ("expand", "broadcast_to", "repeat", "repeat_interleave", "tile")
+        ):
+            cuts[index] = tuple(found)
+    return cuts
+
+
+def _details(call: Call, reduction: str | None, shards: Shards) -> tuple[tuple[str, Any], ...]:
+    """What the function mode must know to carry out a reduction."""
+    if reduction == "norm":
+        return _norm_details(call, shards.trace)
+    if reduction == "spread":
+        return _spread_details(call, shards)
+    if reduction == "length":
+        return _length_details(call, shards)
+    if reduction in ("embedding", "row"):
+        return (("rows", next(shards.trace.tensors[a.id].shape[0] for a in call.args if shards.is_split(a.id))),)
+    if reduction == "gather" and (product := gathered_dim(call, shards)) is not None:
+        return (("layout", product[0]), ("dim", product[1]))
+    return ()
+
+
+def _norm_details(call: Call, trace: Trace) -> tuple[tuple[str, Any], ...]:
+    """Of a norm: over how many numbers it runs, in how many dims."""
+    dims = len(call.args[1] if len(call.args) > 1 else call.kwargs["normalized_shape"])
+    shape = trace.tensors[next(refs(call.args))].shape
+    return (("count", prod(shape[len(shape) - dims :])), ("dims", dims))
+
+
+def _spread_details(call: Call, shards: Shards) -> tuple[tuple[str, Any], ...]:
+    """Of a variance: its dims from the end, whether they stay as dims of 1, what is taken off the count, and how many
+    positions each rank holds."""
+    op = next(op for op in shards.trace.ops[slice(*call.ops)] if op.name in ("var", "std"))
+    source, correction = op.args[0].id, op.kwargs.get("correction")
+    shape = shards.trace.tensors[source].shape
+    dims = sorted(dim % len(shape) - len(shape) for dim in reduced_dims(op, shards))
+    held = tuple(
+        prod(n for dim, n in enumerate(shards.local_shape(source, rank)) if dim - len(shape) in dims)
+        for rank in range(shards.tp)
+    )
+    kept = len(shards.trace.tensors[next(refs(op.outputs))].shape) == len(shape)
+    return (("dims", tuple(dims)), ("keepdim", kept), ("correction", 1 if correction is None else correction),
+            ("held", held))  # fmt: skip
+
+
+def _length_details(call: Call, shards: Shards) -> tuple[tuple[str, Any], ...]:
+    """Of a vector norm: its dims from the end, and whether they stay as dims of 1."""
+    op, _ = lengths_in(call, shards.trace)
+    rank = len(shards.axes.of(op.args[0].id))
+    dims = (reduced_dims if op.name == "linalg_vector_norm" else scaled_dims)(op, shards)
+    kept = len(shards.trace.tensors[next(refs(op.outputs))].shape) == rank
+    return (("dims", tuple(sorted(dim % rank - rank for dim in dims))), ("keepdim", kept))
+
+
+def _random_calls(shards: Shards, flow: CallFlow) -> dict[str, dict[bool, list[int]]]:
+    """Random calls by module, apart by whether they act on split values."""
+    found: dict[str, dict[bool, list[int]]] = defaultdict(lambda: {True: [], False: []})
+    for index, call in enumerate(shards.trace.calls):
+        if call.name in RANDOM_CALLS:
+            found[call.module][any(shards.is_split(t) for t in flow.inputs[index])].append(index)
+    return found
+
+
+def _random_modules(shards: Shards, flow: CallFlow) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Modules whose draws act on split values; and where draws act on whole ones: the model itself, if anywhere, so
+    that its ranks agree on their numbers, and modules inside the first kind."""
+    calls = _random_calls(shards, flow)
+    split = tuple(sorted(m for m, kinds in calls.items() if kinds[True] and not kinds[False]))
+    whole = [m for m, kinds in calls.items() if kinds[False]]
+    inside = {m for m in whole if not calls[m][True] and any(m.startswith(f"{s}.") for s in split)}
+    return split, tuple(sorted(inside | ({""} if whole else set())))
+
+
+def _mixed_draws(shards: Shards, flow: CallFlow) -> set[int]:
+    """Draws on split values in modules that also draw on whole ones: each needs a stream of its own."""
+    mixed = [kinds for kinds in _random_calls(shards, flow).values() if kinds[True] and kinds[False]]
+    return {index for kinds in mixed for index in kinds[True]}
+
+
+def _sizes_in(value: Any) -> set[int]:
+    origin = getattr(value, "origin", None)
+    found: set[int] = set()
+    todo = [origin] if origin else []
+    while todo:
+        part = todo.pop()
+        if part[0] == "size":
+            found.add(part[1])
+        todo += [p for p in part[1:] if isinstance(p, tuple)]
+    return found

@@ -1,0 +1,119 @@
+"""Where a partial sum can wait until the ranks are asked for their parts.
+
+A value that is a part of a sum stays one through every step that is linear in it: a view, a product with a whole value,
+a bias of which each rank adds its share, even in place. It may so travel to where its module returns it, or to where
+another module reads it, and be summed there by a hook: the same hook whichever way the steps between are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+from typing import Literal
+
+from autoplan.analyse.placement.callflow import Border, CallFlow
+from autoplan.analyse.shards import Shards
+from autoplan.values import Call, Ref
+
+__all__ = ["SUMS", "Way", "follow_down", "is_linear", "step_of"]
+
+# Calls through which a partial sum may travel: linear in it, other operands whole.
+_LINEAR = frozenset({
+    "mul", "__mul__", "__rmul__", "mul_", "div", "__truediv__", "neg", "__neg__", "sum", "expand", "__getitem__",
+    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute", "movedim", "swapaxes",
+    "contiguous", "to", "type", "type_as", "float", "half", "bfloat16",
+})  # fmt: skip
+SUMS = frozenset({"add", "add_", "__add__", "__iadd__", "__radd__"})  # with a bias, which is added in shares
+# A bias stays one when its rows are selected and viewed.
+_SAME_ROWS = frozenset({"__getitem__", "index_select", "view", "reshape", "unsqueeze", "to", "type", "expand"})
+_QUOTIENTS = ("div", "__truediv__")
+_STEPS = 10
+
+
+Side = Literal["output", "input"]
+
+
+@dataclass
+class Way:
+    """A way down: the calls on it, the values it passes, the biases added on it, and the border where it ends."""
+
+    border: Border | None = None
+    side: Side = "output"  # of the border's module
+    path: list[int] = field(default_factory=list)
+    values: set[int] = field(default_factory=set)
+    biases: list[int] = field(default_factory=list)
+    added: set[int] = field(default_factory=set)  # the biases as they are when they are added
+
+
+def follow_down(
+    tensor: int,
+    made: int,
+    flow: CallFlow,
+    shards: Shards,
+    reductions: Container[int],
+    border_out: Callable[[int, int], Border | None],
+    border_in: Callable[[int, int], Border | None],
+) -> Way | None:
+    """Follow a partial value, made by a call, down to a module's output, or to the input of one that alone reads it."""
+    way = Way(values={tensor})
+    for _ in range(_STEPS):
+        uses = [use for use in flow.uses[tensor] if use > made]
+        step = min(uses, default=None)
+        added = None if step is None else step_of(step, tensor, len(uses), flow, shards, reductions)
+        if step is None or added is None:
+            return _ended(way, "input", border_in(tensor, made))
+        way.path.append(step)
+        way.biases += added.values()
+        way.added |= added.keys()
+        made, tensor = step, flow.outputs[step][0]
+        way.values.add(tensor)
+        border = border_out(tensor, made)
+        if border is not None:
+            return _ended(way, "output", border)
+    return None
+
+
+def _ended(way: Way, side: Side, border: Border | None) -> Way | None:
+    way.side, way.border = side, border
+    return None if border is None else way
+
+
+def step_of(
+    call: int, tensor: int, uses: int, flow: CallFlow, shards: Shards, reductions: Container[int]
+) -> dict[int, int] | None:
+    """May a partial value pass this call, its next reader? Then what is added to it on the way: value -> bias."""
+    name = flow.trace.calls[call].name
+    if call in reductions or len(flow.outputs[call]) != 1:
+        return None
+    if uses != 1 and flow.outputs[call] != [tensor]:  # read by others too, unless they read what is written in place
+        return None
+    others = [t for t in flow.inputs[call] if t != tensor]
+    if any(shards.is_split(t) for t in others):
+        return None
+    if name in SUMS:
+        found = {t: _bias_behind(t, flow, shards) for t in others}
+        biases = {t: bias for t, bias in found.items() if bias is not None}
+        return biases if others and len(biases) == len(others) else None
+    return {} if is_linear(flow.trace.calls[call], tensor) else None
+
+
+def is_linear(call: Call, tensor: int) -> bool:
+    """Is the call's one result linear in the value, all else being whole?"""
+    return call.name in _LINEAR and (call.name not in _QUOTIENTS or call.args[0] == Ref(tensor))
+
+
+def _bias_behind(tensor: int, flow: CallFlow, shards: Shards) -> int | None:
+    """The parameter of which a value is a view or a selection of rows, if nothing else reads either."""
+    for _ in range(_STEPS):
+        if len(flow.uses[tensor]) != 1 or shards.is_split(tensor):
+            return None
+        if flow.trace.tensors[tensor].kind == "parameter":
+            return tensor
+        made = flow.producer.get(tensor)
+        if made is None or flow.trace.calls[made].name not in _SAME_ROWS or tensor in flow.rewritten:
+            return None
+        sources = [t for t in flow.inputs[made] if t in flow.carries]
+        if len(sources) != 1:
+            return None
+        tensor = sources[0]
+    return None

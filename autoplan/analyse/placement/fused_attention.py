@@ -1,0 +1,71 @@
+"""`multi_head_attention_forward`: one call that projects, attends and projects back, told its number of heads.
+
+It cuts its packed weight into three by itself, so no rank could call it with a share of the heads; but what it does is
+known, and a rank can do it on its own heads (`execute/calls/fused_attention.py`). This says whether a split is just
+that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from autoplan.analyse.shards import Shards, refs
+from autoplan.values import Call, Ref, Symbolic
+
+__all__ = ["FUSED_ATTENTION", "argument", "obstacle"]
+
+FUSED_ATTENTION = "multi_head_attention_forward"
+_ORDER = (
+    *("query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v"),
+    *("add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask"),
+    *("need_weights", "attn_mask", "use_separate_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
+    *("static_k", "static_v", "average_attn_weights", "is_causal"),
+)
+_CUT = ("in_proj_weight", "in_proj_bias", "out_proj_weight")
+_ABSENT = ("bias_k", "bias_v", "add_zero_attn", "dropout_p", "use_separate_proj_weight", "static_k", "static_v")
+
+
+def argument(call: Call, name: str, default: Any = None) -> Any:
+    place = _ORDER.index(name)
+    return call.args[place] if len(call.args) > place else call.kwargs.get(name, default)
+
+
+def obstacle(call: Call, shards: Shards) -> str:
+    """Why ranks cannot run this call on their heads, or an empty string."""
+    given = [name for name in _ABSENT if argument(call, name) not in (None, False, 0, 0.0)]
+    if given:
+        return f"{call.name} with {given[0]} is not known on a share of the heads"
+    mask = argument(call, "attn_mask")
+    if isinstance(mask, Ref) and len(shards.trace.tensors[mask.id].shape) > 2:
+        return f"{call.name} has a mask for each head"
+    if argument(call, "average_attn_weights", True) is False:
+        return f"{call.name} hands out the weights of each head"
+    cut = [argument(call, name) for name in _CUT]
+    others = {ref for ref in refs((call.args, call.kwargs, call.outputs))} - {w.id for w in cut if isinstance(w, Ref)}
+    if any(map(shards.is_split, others)):
+        return f"{call.name} is given shares of something else than its weights"
+    packed, _, out = cut
+    width, heads = shards.trace.tensors[out.id].shape[1], _number(argument(call, "num_heads"))
+    for rank in range(shards.tp):
+        mine, own = _rows(shards, packed.id, 0, rank), _rows(shards, out.id, 1, rank)
+        if mine != [part * width + row for part in range(3) for row in own] or not _whole(own, width // heads):
+            return f"{call.name} cuts its packed weight by itself, and not between heads"
+    return ""
+
+
+def _rows(shards: Shards, tensor: int, dim: int, rank: int) -> list[int]:
+    layout = shards.layouts(tensor)[dim]
+    return list(layout.rows(rank, shards.tp)) if layout is not None else []
+
+
+def _whole(rows: Sequence[int], width: int) -> bool:
+    """Do the rows come in whole heads?"""
+    chunks = [list(rows[i : i + width]) for i in range(0, len(rows), width)]
+    return bool(rows) and all(
+        chunk[0] % width == 0 and chunk == list(range(chunk[0], chunk[0] + width)) for chunk in chunks
+    )
+
+
+def _number(value: Any) -> int:
+    return value.value if isinstance(value, Symbolic) else int(value)

@@ -1,0 +1,155 @@
+"""Branches of a block that run side by side and are added to each other: one sum over ranks for all of them.
+
+The problem: in a parallel block attention and feed-forward read the same value, and the block's own code adds what both
+return to the stream. Each owes a sum, and no module returns what they are together, so no hook could pay for both.
+But addition does not mind where a part comes in: the first branch gives zeros instead of its part, the next one adds
+the part that was withheld to its own, and is summed. Whatever the block adds between, and in whichever order, what
+comes out is the same.
+
+A sum is moved outwards to where its value has the shape in which it is added (experts return rows of tokens, the
+module around them a batch). All this needs a way of nothing but additions from each branch to where they meet, in the
+code of one module, and nobody else who reads what is on the way. A dropout there would have drawn other numbers for
+each branch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from autoplan.analyse.placement.callflow import Border, CallFlow
+from autoplan.analyse.placement.deferred_sums import SUMS
+from autoplan.values import Call
+
+__all__ = ["Pair", "pairs_of_branches"]
+
+_STEPS = 4
+_VIEWS = ("view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten")
+BorderOut = Callable[[int, int], Border | None]
+_RANDOM = ("dropout", "dropout_", "alpha_dropout", "feature_dropout")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two branches that follow each other in the code of a block: where they are returned, and the block."""
+
+    first: Border
+    last: Border
+    block: str
+
+    @property
+    def doors(self) -> tuple[object, ...]:
+        return self.first.module, self.first.path, self.last.module, self.last.path, self.block
+
+
+def pairs_of_branches(
+    flow: CallFlow, sums: Iterable[Border], leaving: BorderOut
+) -> tuple[tuple[Pair, ...], dict[Border, Border]]:
+    """Of all sums at modules' outputs, those that can be paid by the next: the same in every run of their modules.
+
+    And the borders to which sums of these pairs must be moved.
+    """
+    arriving: dict[int, list[Border]] = defaultdict(list)
+    moved = {border: _outwards(flow, border, leaving) for border in sums}
+    for border in moved.values():
+        for call in _additions(flow, border):
+            arriving[call].append(border)
+    found: dict[Border, Pair] = {}
+    for call in sorted(arriving):
+        for pair in _in_turn(flow.trace.calls[call], arriving[call]):
+            found.setdefault(pair.first, pair)
+    pairs = tuple(_even(flow, _apart(found.values())))
+    used = {border for pair in pairs for border in (pair.first, pair.last)}
+    return pairs, {old: new for old, new in moved.items() if new in used and old != new}
+
+
+def _outwards(flow: CallFlow, border: Border, leaving: BorderOut) -> Border:
+    """Where a module around returns the value in another shape that nothing but views gave it."""
+    tensor, made = dict(flow.trace.visits[border.visit].outputs)[border.path], border.last - 1
+    found = border
+    for _ in range(_STEPS):
+        uses = [use for use in flow.uses[tensor] if use > made]
+        if len(uses) != 1 or flow.trace.calls[uses[0]].name not in _VIEWS or tensor in flow.final:
+            break
+        if len(flow.outputs[uses[0]]) != 1:
+            break
+        tensor, made = flow.outputs[uses[0]][0], uses[0]
+        found = leaving(tensor, made) or found
+    return found
+
+
+def _in_turn(meeting: Call, borders: list[Border]) -> Iterator[Pair]:
+    """Each branch with the one that runs after it."""
+    borders = sorted(borders, key=lambda border: border.last)
+    for first, last in zip(borders, borders[1:], strict=False):
+        if first.last <= last.first:
+            yield Pair(first, last, meeting.module)
+
+
+def _additions(flow: CallFlow, border: Border) -> list[int]:
+    """The additions through which a value goes, as long as nothing else reads it or what it has become."""
+    visit = flow.trace.visits[border.visit]
+    tensor, made = dict(visit.outputs)[border.path], border.last - 1
+    block: tuple[str, int] | None = None
+    found: list[int] = []
+    for _ in range(_STEPS):
+        uses = [use for use in flow.uses[tensor] if use > made]
+        step = min(uses, default=None)
+        if step is None or not _is_alone(flow, tensor, step, uses) or _is_dropped(flow, tensor, made, step):
+            break
+        call = flow.trace.calls[step]
+        block = block or (call.module, call.visit)
+        if call.name not in SUMS or "alpha" in call.kwargs or block != (call.module, call.visit):
+            break
+        if call.module in flow.branching or step < border.last:
+            break
+        found.append(step)
+        shape = flow.trace.tensors[tensor].shape
+        tensor, made = flow.outputs[step][0], step
+        if flow.trace.tensors[tensor].shape != shape:
+            break
+    return found
+
+
+def _is_alone(flow: CallFlow, tensor: int, step: int, uses: list[int]) -> bool:
+    """Is the call the only one to see the value, or does it write its result into it?"""
+    written = flow.outputs[step] == [tensor]
+    if len(flow.outputs[step]) != 1 or (len(uses) > 1 and not written):
+        return False
+    later = any(border.last > step for border in flow.leaving.get(tensor, ()))
+    return not later or written
+
+
+def _is_dropped(flow: CallFlow, tensor: int, made: int, step: int) -> bool:
+    """Does a dropout act on the value before the call? In evaluation it hands the value on as it is."""
+    return any(
+        call.name in _RANDOM and tensor in flow.inputs[index] and _probability(call) != 0.0
+        for index, call in enumerate(flow.trace.calls[made:step], made)
+    )
+
+
+def _probability(call: Call) -> object:
+    return call.args[1] if len(call.args) > 1 else call.kwargs.get("p")
+
+
+def _apart(pairs: Iterable[Pair]) -> Iterator[Pair]:
+    """Pairs of which none begins before another has ended: a block withholds one value at a time."""
+    busy: dict[str, int] = {}
+    for pair in sorted(pairs, key=lambda pair: pair.first.last):
+        if pair.first.last >= busy.get(pair.block, 0):
+            busy[pair.block] = pair.last.last
+            yield pair
+
+
+def _even(flow: CallFlow, pairs: Iterable[Pair]) -> Iterator[Pair]:
+    """Pairs that every run of both their modules makes: a hook acts on every run."""
+    by_doors: dict[tuple[object, ...], list[Pair]] = defaultdict(list)
+    for pair in pairs:
+        by_doors[pair.doors].append(pair)
+    for alike in by_doors.values():
+        one = alike[0]
+        firsts = set(flow.runs_through(one.first.module, "output", one.first.path))
+        lasts = set(flow.runs_through(one.last.module, "output", one.last.path))
+        if {pair.first.visit for pair in alike} == firsts and {pair.last.visit for pair in alike} == lasts:
+            yield from alike

@@ -1,0 +1,126 @@
+"""What readers of whole values owe backward, and how a debt moves upstream until it can be paid.
+
+An edge value → call is partial when each rank computes only its share of that gradient. All partial edges of a value
+need one sum. When all gradient readers of a value are partial, the debt can be pushed upstream through the call that
+made it, merging with its siblings, until it sits on a parameter, a module output or a module input.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from autoplan.analyse.placement.boundaries import Doors
+from autoplan.analyse.placement.callflow import Border, CallFlow
+from autoplan.analyse.shards import Shards
+
+__all__ = ["Debts"]
+
+_NEARBY = 16  # calls that a debt passes on its way to where it is merged with others
+_ANY_NUMBER = 10**6
+_MATRIX = 2  # dims of a parameter whose gradient is too large to sum instead of an activation's
+
+
+class Debts:
+    """The partial edges of every value, and what may be done with them."""
+
+    def __init__(self, shards: Shards, flow: CallFlow, doors: Doors, reductions: dict[int, str]) -> None:
+        self.shards, self.flow, self.doors, self.reductions = shards, flow, doors, reductions
+        self.trace = shards.trace
+        self.partial: dict[int, set[int]] = defaultdict(set)  # value -> calls whose gradient for it is partial
+        self.pushed: set[int] = set()
+        self.uses = {v: flow.gradient_uses(v) for v in flow.uses}
+
+    def cover(self, tensor: int) -> list[Border]:
+        """Module inputs behind which all readers of the value, together, are exactly the partial ones."""
+        return self.doors.before(tensor, self.partial[tensor], self.uses.get(tensor, set()))
+
+    def call_passes(self, index: int) -> bool:
+        """May a debt be pushed from a call's outputs to its inputs?"""
+        call = self.trace.calls[index]
+        outputs = self.flow.outputs[index]
+        mixed = any(self.shards.is_mixed(t) for t in outputs)
+        if call.module in self.flow.branching:
+            return False
+        if index in self.reductions or call.name == "__setitem__" or any(t in self.flow.rewritten for t in outputs):
+            return False
+        if not mixed and any(self.shards.is_split(t) and not self.shards.is_mixed(t) for t in self.flow.inputs[index]):
+            return False
+        large = any(self._is_matrix(t) and not self.shards.is_split(t) for t in self.flow.inputs[index])
+        return mixed or not large
+
+    def _is_matrix(self, tensor: int) -> bool:
+        info = self.trace.tensors[tensor]
+        source = self.shards.axes.sources.get(tensor)
+        weight = info.kind == "parameter" or (source is not None and self.trace.tensors[source].quantised)
+        return weight and len(info.shape) >= _MATRIX
+
+    def settled(self, tensor: int) -> bool:
+        """Nothing flows back to the value that this placement would have to sum."""
+        return tensor not in self.flow.carries or not self.shards.has_whole_part(tensor)
+
+    def can_owe(self, tensor: int, after: int) -> bool:
+        """Is every gradient that reaches the (whole part of the) value partial, or can it be made so?"""
+        return self._can_owe(tensor, after, {}, _ANY_NUMBER)
+
+    def passes_soon(self, index: int, known: dict[int, bool]) -> bool:
+        """Does a debt come up through this call from nearby? `known` are answers to this question so far."""
+        return self._can_pass(index, known, _NEARBY)
+
+    def _can_owe(self, tensor: int, after: int, known: dict[int, bool], steps: int) -> bool:
+        uses = self.uses.get(tensor, set())
+        if tensor in self.flow.final or not uses or any(u <= after for u in uses):
+            return False
+        return all(u in self.partial.get(tensor, ()) or self._can_pass(u, known, steps) for u in uses)
+
+    def _can_pass(self, index: int, known: dict[int, bool], steps: int) -> bool:
+        if index not in known:
+            outputs = [t for t in self.flow.outputs[index] if not self.settled(t)]
+            whole = [t for t in self.flow.outputs[index] if t in self.flow.carries]
+            known[index] = steps > 0 and self.call_passes(index) and bool(whole) and all(
+                self._can_owe(t, index, known, steps - 1) for t in outputs
+            )  # fmt: skip
+        return known[index]
+
+    def push(self, index: int) -> None:
+        """Move the debts of a call's outputs to its inputs."""
+        for tensor in self.flow.outputs[index]:
+            if self.settled(tensor):
+                continue
+            for use in self.uses.get(tensor, set()):
+                if use not in self.partial.get(tensor, set()):
+                    self.push(use)
+            self.partial.pop(tensor, None)
+            self.pushed.add(tensor)
+        for tensor in self.flow.inputs[index]:
+            if tensor in self.flow.carries and self.shards.has_whole_part(tensor):
+                self.partial[tensor].add(index)
+
+    def push_inside(self) -> None:
+        """Push debts that no module border can pay, the latest first."""
+        stuck: set[int] = set()
+        while True:
+            candidates = [
+                (self.flow.producer[t], t)
+                for t, calls in self.partial.items()
+                if calls and t not in stuck and t in self.flow.producer and self.where(t) == "inside"
+            ]
+            if not candidates:
+                return
+            producer, tensor = max(candidates)
+            outputs = [t for t in self.flow.outputs[producer] if not self.settled(t)]
+            if self.call_passes(producer) and all(self.can_owe(t, producer) for t in outputs):
+                self.push(producer)
+            else:
+                stuck.add(tensor)
+
+    def where(self, tensor: int) -> str:
+        """Where the sum of a value's partial gradients can sit: "parameter", "output", "input" or "inside"."""
+        calls, uses = self.partial[tensor], self.uses.get(tensor, set())
+        if any(self.trace.calls[use].module in self.flow.branching for use in uses):
+            return "inside"
+        complete = uses <= calls
+        if self.trace.tensors[tensor].kind == "parameter":
+            return "parameter" if complete else ("input" if self.cover(tensor) else "inside")
+        if complete and tensor not in self.flow.final and self.doors.made_at(tensor):
+            return "output"
+        return "input" if self.cover(tensor) else "inside"

@@ -1,0 +1,353 @@
+"""Where ranks talk: every sum that a set of splits owes, put in as few places as possible.
+
+Forward: a call that sums over a split axis leaves a partial value; the sum sits where the value leaves a module, at
+once or after linear steps.
+
+Backward: an edge value → call is *partial* when the value (or the part of it that every rank holds) enters a call whose
+result is split: each rank sees only its share of that gradient. All partial edges of a value need one sum. When all
+gradient readers of a value are partial the debt can be pushed upstream through the call that made it, merging with its
+siblings, until it sits on a parameter, a module output or a module input. Debts of a partly split value (a fused
+projection whose shared key every rank holds) are always pushed through the projection: its input owes a sum anyway, and
+its whole rows get theirs summed in the parameter. Where that is impossible the gradient is scaled by 1/tp instead.
+
+In a module whose Python branches on the values of tensors (a loop over the experts that were hit) another run may have
+other readers: there debts stay on their edges.
+
+What cannot be placed by hooks is handed to the scoped function mode; what that cannot do either is refused.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from autoplan.analyse.placement.boundaries import Door, Doors
+from autoplan.analyse.placement.callflow import Border, CallFlow
+from autoplan.analyse.placement.deferred_sums import Way, follow_down
+from autoplan.analyse.placement.joined_sums import shared_sums
+from autoplan.analyse.placement.parallel_branches import pairs_of_branches
+from autoplan.analyse.placement.partial_gradients import Debts
+from autoplan.analyse.placement.reductions import gathered_dim, reduction_of, row_bias_of
+from autoplan.analyse.placement.shared_entries import merge_entries
+from autoplan.analyse.shards import Shards
+from autoplan.values import Ref
+
+__all__ = ["Placement", "Refusal", "place"]
+
+_BACKWARD = ("copy", "scale")  # what a hook does to gradients only
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Something that no mechanism can place: the call's index and why, and the tensors whose split is to blame."""
+
+    call: int
+    why: str
+    tensors: tuple[int, ...]
+
+
+@dataclass
+class Placement:
+    """All sites by where they sit. Borders belong to module outputs and inputs; calls to the function mode."""
+
+    outputs: dict[tuple[Border, str], tuple[int | None, str | None]] = field(default_factory=dict)
+    inputs: dict[tuple[Border, str], None] = field(default_factory=dict)  # "copy", "reduce" or "scale"
+    summed_parameters: set[int] = field(default_factory=set)
+    shared_parameters: set[int] = field(default_factory=set)
+    divided_biases: set[int] = field(default_factory=set)
+    blocks: set[str] = field(default_factory=set)  # whose branches are summed together
+    embeddings: dict[int, Border] = field(default_factory=dict)
+    inside_reductions: dict[int, str] = field(default_factory=dict)
+    inside_copies: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    inside_scales: dict[int, int] = field(default_factory=dict)
+    reductions: dict[int, str] = field(default_factory=dict)
+    refusals: list[Refusal] = field(default_factory=list)
+
+
+def place(shards: Shards, flow: CallFlow, gathered: frozenset[int]) -> Placement:
+    """Place every sum owed by the splits.
+
+    A hook acts on every run of its module. A door at which only some of the runs owe something is closed, and
+    everything is placed again.
+    """
+    closed: set[Door] = set()
+    while True:
+        result = _Placer(shards, flow, gathered, closed).solve()
+        uneven = _uneven_doors(result, flow) - closed
+        if not uneven:
+            return result
+        closed |= uneven
+
+
+def _uneven_doors(result: Placement, flow: CallFlow) -> set[Door]:
+    """Doors whose work differs between runs of the module. What is done to gradients only, is nothing without one."""
+    work: dict[Door, dict[int, set[tuple[str, str | None]]]] = defaultdict(lambda: defaultdict(set))
+    for (border, action), (_, layout) in result.outputs.items():
+        work[border.module, "output", border.path][border.visit].add((action, layout))
+    for border, action in result.inputs:
+        work[border.module, "input", border.path][border.visit].add((action, None))
+    found = set()
+    for door, by_visit in work.items():
+        runs = flow.runs_through(*door)
+        most = max(by_visit.values(), key=len)
+        for run, tensor in runs.items():
+            expected = most if tensor in flow.carries else {item for item in most if item[0] not in _BACKWARD}
+            if by_visit.get(run, set()) != expected:
+                found.add(door)
+    return found
+
+
+class _Placer:
+    def __init__(self, shards: Shards, flow: CallFlow, gathered: frozenset[int], closed: set[Door]) -> None:
+        self.shards, self.flow, self.result = shards, flow, Placement()
+        self.trace = shards.trace
+        self.reductions: dict[int, str] = {}
+        self.doors = Doors(flow, closed)
+        self.debts = Debts(shards, flow, self.doors, self.reductions)
+        self._shared: dict[int, Way] = {}
+        for index in range(len(self.trace.calls)):
+            self._read_call(index, gathered)
+        self.result.reductions = self.reductions
+
+    # ------------------------------------------------------------------ what each call owes
+
+    def _read_call(self, index: int, gathered: frozenset[int]) -> None:
+        call, shards = self.trace.calls[index], self.shards
+        inputs = self.flow.inputs[index]
+        if split := tuple(t for t in self.flow.unseen.get(index, ()) if shards.is_split(t)):
+            text = f"no call is seen to hand on its values, as under torch.vmap ({call.name} in {call.module})"
+            self.result.refusals.append(Refusal(index, text, split))
+        if not any(shards.is_split(t) for t in (*inputs, *self.flow.outputs[index])):
+            return
+        reduction = reduction_of(call, shards, gathered)
+        if reduction and reduction.startswith("refused"):
+            self._refuse(index, reduction.removeprefix("refused: "))
+        elif reduction:
+            self.reductions[index] = reduction
+        bias = row_bias_of(call, reduction)
+        splits = any(shards.is_split(t) for t in self.flow.outputs[index])
+        if not (splits or reduction) or not self.flow.passes_gradients(index):
+            return
+        for tensor in inputs:
+            if shards.is_split(tensor) or tensor == bias or tensor not in self.flow.carries:
+                continue
+            self.debts.partial[tensor].add(index)
+
+    def _refuse(self, index: int, why: str) -> None:
+        tensors = tuple(t for t in (*self.flow.inputs[index], *self.flow.outputs[index]) if self.shards.is_split(t))
+        call = self.trace.calls[index]
+        self.result.refusals.append(Refusal(index, f"{why} ({call.name} in {call.module or 'the model'})", tensors))
+
+    # ------------------------------------------------------------------ the order of work
+
+    def solve(self) -> Placement:
+        self._place_forward_sums()
+        self._join_branches()
+        self._push_out_of_mixed()
+        self.debts.push_inside()
+        for border in merge_entries(self.debts):
+            self.result.inputs[(border, "scale")] = None
+        self._place_gradient_sums()
+        return self.result
+
+    # ------------------------------------------------------------------ forward sums
+
+    def _place_forward_sums(self) -> None:
+        self._shared = shared_sums(self.flow, self.shards, self.reductions, self.doors.leaving)
+        for index, kind in self.reductions.items():
+            if kind == "norm":
+                self.result.inside_reductions[index] = kind
+                self._norm_statistics(index)
+                continue
+            output = next((t for t in self.flow.outputs[index]), None)
+            if output is None:
+                self._refuse(index, "a sum over a split axis written in place")
+                continue
+            if kind in ("attention", "spread", "length", "row"):
+                self.result.inside_reductions[index] = kind
+            elif kind == "embedding":
+                self._place_embedding(index, output)
+            elif kind == "gather":
+                self._place_gather(index, output)
+            else:
+                self._place_sum(index, output, kind)
+        for index in self.reductions:
+            self._place_bias(index)
+
+    def _join_branches(self) -> None:
+        """Branches that the block adds to each other are summed together, where the last of them is returned."""
+        outputs = self.result.outputs
+        sums = [border for border, action in outputs if action == "reduce"]
+        pairs, moved = pairs_of_branches(self.flow, sums, self.doors.leaving)
+        for old, new in moved.items():
+            outputs[new, "reduce"] = outputs.pop((old, "reduce"))
+        for pair in pairs:
+            del outputs[pair.first, "reduce"]
+            outputs[pair.first, "withhold"] = outputs[pair.last, "join"] = (None, None)
+            self.result.blocks.add(pair.block)
+
+    def _norm_statistics(self, index: int) -> None:
+        """A distributed norm sums its statistics forward and backward itself; its whole inputs owe nothing new."""
+        for tensor in self.flow.inputs[index]:
+            if not self.shards.is_split(tensor) and index in self.debts.partial.get(tensor, ()):
+                self._refuse(index, "a norm over a split axis with a weight that is whole")
+
+    def _place_embedding(self, index: int, output: int) -> None:
+        call = self.trace.calls[index]
+        ids = call.args[0].id if isinstance(call.args[0], Ref) else None
+        border = next(
+            (b for b in self.flow.entering.get(ids if ids is not None else -1, []) if b.module == call.module
+             and b.first <= index < b.last and self.trace.visits[b.visit].visit == call.visit), None
+        )  # fmt: skip
+        leaving = self.doors.leaving(output, index)
+        way = self._follow_down(output, index) if leaving is None else None
+        if way is not None and way.side == "output" and not way.biases:
+            leaving = way.border
+        if border is None or leaving is None or leaving.module != call.module or leaving.path != ():
+            if call.name == "embedding":
+                self.result.inside_reductions[index] = "embedding"
+            else:
+                self._refuse(index, "a table looked up by rows outside a module of its own")
+            return
+        self._multiplied(way)
+        self.result.embeddings[index] = border
+
+    def _place_gather(self, index: int, output: int) -> None:
+        call = self.trace.calls[index]
+        border = self.doors.leaving(output, index)
+        product = gathered_dim(call, self.shards)
+        if product is None:
+            self._refuse(index, "a product to gather that is neither a matrix product nor a convolution")
+            return
+        if border is None or border.module != call.module:
+            self.result.inside_reductions[index] = "gather"
+            return
+        layout, dim = product
+        self.result.outputs[(border, "gather")] = (dim, layout)
+
+    def _place_sum(self, index: int, output: int, kind: str) -> None:
+        if kind == "sum" and self._bias_is_read_elsewhere(index):
+            self.result.inside_reductions[index] = kind  # where the call can be given the bias once
+            return
+        way = self._shared.get(index)
+        border = None if way is not None else self.doors.leaving(output, index)
+        if way is None and border is None and kind == "sum":
+            way = self._follow_down(output, index)
+        if border is not None:
+            self.result.outputs[(border, "reduce" if kind == "sum" else "mean")] = (None, None)
+        elif way is None or way.border is None:
+            self.result.inside_reductions[index] = kind
+        elif way.side == "output":
+            self.result.outputs[(way.border, "reduce")] = (None, None)
+        else:
+            self.result.inputs[(way.border, "reduce")] = None
+        self._multiplied(way)
+
+    def _follow_down(self, tensor: int, made: int) -> Way | None:
+        return follow_down(tensor, made, self.flow, self.shards, self.reductions, self.doors.leaving, self.doors.taking)
+
+    def _multiplied(self, way: Way | None) -> None:
+        """What multiplies a partial value gets a partial gradient; what is added to it is added in shares."""
+        if way is None:
+            return
+        self.result.divided_biases.update(way.biases)
+        for step in way.path:
+            for tensor in self.flow.inputs[step]:
+                if tensor in self.flow.carries and tensor not in way.values and tensor not in way.added:
+                    self.debts.partial[tensor].add(step)
+
+    def _place_bias(self, index: int) -> None:
+        """A bias beside a partial sum is divided, if all who read it are such sums (one module, run several times)."""
+        bias = self._bias_beside_sum(index)
+        if bias is None:
+            return
+        if self._bias_is_read_elsewhere(index):
+            self._refuse(index, "a bias beside a partial sum that is not a parameter of its own")
+        else:
+            self.result.divided_biases.add(bias)
+
+    def _bias_is_read_elsewhere(self, index: int) -> bool:
+        """Is what a call adds to a partial sum more than that: no parameter of its own, or read by others, too?"""
+        bias = self._bias_beside_sum(index)
+        return bias is not None and (
+            self.trace.tensors[bias].kind != "parameter"
+            or any(self._bias_beside_sum(use) != bias for use in self.flow.uses[bias])
+        )
+
+    def _bias_beside_sum(self, index: int) -> int | None:
+        """The bias that a call adds to a partial sum, which is summed further on."""
+        if index in self.result.inside_reductions:
+            return None
+        return row_bias_of(self.trace.calls[index], self.reductions.get(index))
+
+    def _push_out_of_mixed(self) -> None:
+        """Settle the whole rows of partly split values, latest first."""
+        made = sorted(
+            ((p, t) for t, p in self.flow.producer.items() if self.shards.is_mixed(t) and t in self.flow.carries),
+            reverse=True,
+        )
+        for producer, tensor in made:
+            if tensor in self.debts.pushed:
+                continue
+            outputs = [t for t in self.flow.outputs[producer] if not self.debts.settled(t)]
+            if not self.debts.uses.get(tensor) or not any(t in self.flow.carries for t in self.flow.inputs[producer]):
+                continue
+            if self.debts.call_passes(producer) and all(self.debts.can_owe(t, producer) for t in outputs):
+                self.debts.push(producer)
+            else:
+                self._scale_mixed(producer, tensor)
+
+    def _scale_mixed(self, producer: int, tensor: int) -> None:
+        """Every rank has the full gradient of the whole rows: 1/tp of it is a part, and parts can be summed."""
+        uses = self.debts.uses[tensor]
+        if any(u in self.debts.partial.get(tensor, ()) for u in uses):
+            self._refuse(producer, "whole rows of a partly split value with partial and full gradients")
+            return
+        for use in uses:  # what left the mixed value downstream must not owe anything unpaid upstream
+            if any(t in self.debts.pushed for t in self.flow.outputs[use]):
+                self._refuse(producer, "a debt that cannot pass a partly split value")
+                return
+        border = self.doors.leaving(tensor, producer)
+        dim = next(d for d, found in enumerate(self.shards.layouts(tensor)) if found is not None)
+        layout = str(self.shards.layouts(tensor)[dim])
+        if border is None:
+            self.result.inside_scales[producer] = tensor
+        else:
+            self.result.outputs[(border, "scale")] = (dim - len(self.trace.tensors[tensor].shape), layout)
+        for other in self.flow.inputs[producer]:
+            if other in self.flow.carries and self.shards.has_whole_part(other):
+                self.debts.partial[other].add(producer)
+
+    def _place_gradient_sums(self) -> None:
+        for tensor, calls in self.debts.partial.items():
+            if not calls:
+                continue
+            if self.trace.tensors[tensor].kind == "parameter":
+                self._place_on_parameter(tensor, calls)
+                continue
+            where = self.debts.where(tensor)
+            if where == "output":
+                border = self.doors.made_at(tensor)
+                assert border is not None
+                self.result.outputs[(border, "copy")] = (None, None)
+            elif where == "input":
+                for border in self.debts.cover(tensor):
+                    self.result.inputs[(border, "copy")] = None
+            elif self.shards.is_mixed(tensor):
+                self._refuse(min(calls), "a partial gradient of whole rows with nowhere to go")
+            else:
+                for call in calls:
+                    self.result.inside_copies[call].add(tensor)
+
+    def _place_on_parameter(self, tensor: int, calls: set[int]) -> None:
+        uses = self.debts.uses.get(tensor, set())
+        if self.shards.is_mixed(tensor):
+            if uses <= calls:
+                self.result.shared_parameters.add(tensor)
+            else:
+                self._refuse(min(calls), "a partly split parameter with partial and full gradients")
+        elif uses <= calls:
+            self.result.summed_parameters.add(tensor)
+        else:
+            for call in calls:
+                self.result.inside_copies[call].add(tensor)

@@ -1,0 +1,95 @@
+"""Sequence parallelism: between the split regions, ranks share out positions instead of all doing the same.
+
+Under tensor parallelism every rank holds the whole residual stream, and computes every norm and residual addition on
+all of it. Here the stream is cut along the sequence from the input of the first block on. A sum that left a region
+becomes a reduce-scatter, a whole value that entered one an all-gather: the same bytes on the wire, 1/tp of the memory.
+
+Which calls may run on a share of the positions is read off the trace: those whose ops left no event on the sequence
+axis (they treat each position by itself), on values that carry the axis once. Everything else gets the whole sequence
+back: a value is gathered at the border of the module that needs it, and what such a module returns is cut again.
+
+Parameters used on shares (norms, scales) see some of the positions, so their gradients are summed over ranks. Where
+the borders cannot be found the plan stays without sequence parallelism and says which op is to blame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import reduce
+
+from autoplan.analyse.placement.callflow import Border, CallFlow
+from autoplan.analyse.placement.sums import Placement
+from autoplan.analyse.sequence.stream import SequencePlacement, Stream
+from autoplan.analyse.shards import Shards
+from autoplan.values import HookSite
+
+__all__ = ["SequencePlacement", "place_sequence", "sequence_hooks"]
+
+
+def place_sequence(
+    shards: Shards, flow: CallFlow, placement: Placement, stacks: Iterable[tuple[str, ...]]
+) -> SequencePlacement:
+    """Cut the residual stream of every stack of blocks along its sequence; one that cannot be stays whole."""
+    found: list[SequencePlacement] = []
+    refused: list[tuple[str, str]] = []
+    without: list[str] = []
+    for number, names in enumerate(blocks for blocks in stacks if blocks):
+        stream = Stream(shards, flow, placement, names).run()
+        if stream is None:
+            without.append(f"nothing that {names[0]} takes in has a dim of positions")
+            continue
+        if stream.reason:
+            refused.append((names[0].rpartition(".")[0], stream.reason))
+            continue
+        stream.name_borders(f"s{number}")
+        found.append(stream)
+    if not found:
+        none = "the model has no repeated blocks whose stream could be cut"
+        reasons = [why for _, why in refused] or without or [none]
+        return SequencePlacement(reason="; ".join(dict.fromkeys(reasons)))
+    result = reduce(_merged, found)
+    result.whole += [f"all of {stack or 'the stack'}: {why}" for stack, why in refused]
+    return result
+
+
+def _merged(a: SequencePlacement, b: SequencePlacement) -> SequencePlacement:
+    a.names.update(b.names)
+    a.scatters.update(b.scatters)
+    a.gathers.update(b.gathers)
+    a.gather_sums.update(b.gather_sums)
+    a.reduce_scatters.update(b.reduce_scatters)
+    a.shares.update(b.shares)
+    a.summed_parameters |= b.summed_parameters
+    a.random |= b.random
+    a.whole += b.whole
+    return a
+
+
+def sequence_hooks(placement: Placement, cut: SequencePlacement) -> tuple[HookSite, ...]:
+    """All hooks of a placement, with sums and copies of the stream turned into moves along the sequence."""
+    found: dict[HookSite, None] = {}
+
+    def add(border: Border, side: str, action: str, dim: int | None, layout: str | None) -> None:
+        found[HookSite(border.module, side, border.path, action, dim, layout)] = None  # type: ignore[arg-type]
+
+    for (border, action), (dim, layout) in placement.outputs.items():
+        if action == "reduce" and border in cut.reduce_scatters:
+            add(border, "output", "reduce_scatter", cut.reduce_scatters[border], cut.names[border])
+        elif action == "withhold" and border in cut.reduce_scatters:
+            add(border, "output", "withhold", cut.reduce_scatters[border], cut.names[border])
+        elif action == "copy" and (border, "output") in cut.gather_sums:
+            add(border, "output", "gather_sum", cut.gather_sums[border, "output"], cut.names[border])
+        else:
+            add(border, "output", action, dim, layout)
+    for border, action in placement.inputs:
+        if action == "copy" and (border, "input") in cut.gather_sums:
+            add(border, "input", "gather_sum", cut.gather_sums[border, "input"], cut.names[border])
+        else:
+            add(border, "input", action, None, None)
+    for (border, side), dim in cut.scatters.items():
+        add(border, side, "scatter", dim, cut.names[border])
+    for (border, side), dim in cut.gathers.items():
+        add(border, side, "gather_whole", dim, cut.names[border])
+    for border, dim in cut.shares.items():
+        add(border, "output", "share", dim, cut.names[border])
+    return tuple(found)

@@ -1,0 +1,350 @@
+"""One stack's stream, followed through the calls in order: what is cut along the sequence, and at which borders.
+
+The walk starts where the first block takes the stream in, in every run of the model that goes through the stack.
+Whenever a call needs the whole sequence, or meets a value that is whole, a border is added and the walk begins again,
+until nothing is left to add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoplan.analyse.placement.callflow import Border
+from autoplan.analyse.sequence.positions import Positions, integers
+from autoplan.analyse.sequence.stream_state import Again, CutStream, Refused, SequencePlacement
+from autoplan.analyse.splits.literal_sizes import evaluate
+from autoplan.axes.terms import Term
+from autoplan.values import ModuleVisit, Symbolic
+
+__all__ = ["SequencePlacement", "Stream"]
+
+_ROUNDS = 200
+_MAKERS = 4  # calls to go back in search of what can be cut
+_INDEXING = ("__getitem__", "narrow", "select", "index_select")
+_PARTING = ("split", "split_with_sizes", "tensor_split", "chunk", "unbind", "unsafe_chunk", "unsafe_split")
+_SCATTERING = ("scatter", "index_add", "index_copy", "index_reduce")  # along their second argument
+_ALIKE = ("expand", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full")  # the same at every position
+_RANDOM = ("dropout", "dropout_", "alpha_dropout")
+
+
+class Stream(CutStream):
+    """Follows one stack's stream through the calls, in order."""
+
+    # ------------------------------------------------------------------ where it starts
+
+    def run(self) -> SequencePlacement | None:
+        """The placement, if any run of the model goes through the stack with a sequence."""
+        visits = [(i, v) for i, v in enumerate(self.trace.visits) if v.module in self.names]
+        sequences = []
+        for root in (v for v in self.trace.visits if v.parent is None):
+            inside = [(i, v) for i, v in visits if root.calls[0] <= v.calls[0] < root.calls[1]]
+            for start, tensor, axis in self._starts(inside):
+                self.starts[start] = tensor
+                sequences.append(axis)
+        if not self.starts:
+            return None
+        self.positions = Positions(self.shards, sequences)
+        self.first_call = min(start.first for start in self.starts)
+        self.last_call = max(v.calls[1] for _, v in visits)
+        return self._settle()
+
+    def _starts(self, blocks: list[tuple[int, ModuleVisit]]) -> Iterator[tuple[Border, int, Term]]:
+        """Where the stack is entered, perhaps again and again: the border, the stream's value there, its sequence."""
+        first = [(number, visit) for number, visit in blocks if visit.module == blocks[0][1].module]
+        returned = {tensor for _, visit in blocks for _, tensor in visit.outputs}
+        paths = (p for _, v in first for p, t in v.inputs if t in self.flow.carries and self._axis(t) is not None)
+        path = next(paths, None)
+        for number, visit in first:
+            tensor = dict(visit.inputs).get(path) if path is not None else None
+            axis = None if tensor is None or tensor in returned else self._axis(tensor)
+            if tensor is not None and axis is not None:
+                yield Border(number, visit.module, path or (), *visit.calls), tensor, axis
+
+    def _axis(self, tensor: int) -> Term | None:
+        return Positions.of(self.shards.axes.of(tensor))
+
+    def _settle(self) -> SequencePlacement:
+        try:
+            for _ in range(_ROUNDS):
+                try:
+                    return self._walk()
+                except Again:
+                    continue
+        except Refused as refused:
+            return SequencePlacement(reason=str(refused))
+        return SequencePlacement(reason="the borders of the stream did not settle")
+
+    # ------------------------------------------------------------------ the walk
+
+    def _walk(self) -> SequencePlacement:
+        self.cut: set[int] = set()
+        self.index_borders()
+        result = self.result
+        result.summed_parameters.clear()
+        result.random.clear()
+        for start, origin in self.starts.items():
+            start_dim = self.positions.plain_dim(origin)
+            if start_dim is None:
+                raise Refused("the stream's sequence is merged with another dim where the first block begins")
+            result.scatters[(start, "input")] = start_dim
+        scattered_out = {self.tensor_at(b, "output") for b, side in result.scatters if side == "output"}
+        scattered_in = [(self.tensor_at(b, "input"), b) for b, side in result.scatters if side == "input"]
+        for index in range(self.first_call, len(self.trace.calls)):
+            self._visit(index, scattered_in)
+            for tensor in self.flow.outputs[index]:
+                if tensor in scattered_out:
+                    self.cut.add(tensor)
+        self.finish()
+        return result
+
+    def _visit(self, index: int, scattered_in: list[tuple[int, Border]]) -> None:
+        call, flow = self.trace.calls[index], self.flow
+        inputs, outputs = flow.inputs[index], flow.outputs[index]
+        cut = [t for t in inputs if self._cut_here(t, index, scattered_in)]
+        if not cut:
+            if self._told_a_share(index) and self._alike(index):
+                self._note_gradients(index, inputs, cut)
+                self.cut.update(t for t in outputs if self.positions.dims_of(t))
+                return
+            if self._told_a_share(index):
+                reason = f"{call.name} in {call.module or 'the model'} is told the length of a share"
+                self._gather_around(index, reason)
+                raise Refused(reason)
+            self._cut_sums(index, outputs)
+            return
+        if flow.is_identity(index):
+            return
+        reason = self._crosses(index, cut)
+        if reason:
+            for tensor in cut:
+                self._make_whole(tensor, index, reason)
+            return
+        for tensor in inputs:
+            if tensor in cut or not self.positions.dims_of(tensor):
+                continue
+            self._cut_partner(tensor, index, cut)
+        self._note_gradients(index, inputs, cut)
+        if call.name in _RANDOM:
+            self.result.random.add(call.module)
+        self.cut.update(t for t in outputs if self.positions.dims_of(t))
+
+    def _cut_here(self, tensor: int, index: int, scattered_in: list[tuple[int, Border]]) -> bool:
+        if any(t == tensor and b.first <= index < b.last and b not in self.starts for t, b in scattered_in):
+            return True
+        return self.is_cut(tensor, index)
+
+    def _cut_sums(self, index: int, outputs: list[int]) -> None:
+        """A partial sum that leaves a region of the stack is scattered as it is summed."""
+        if index >= self.last_call:
+            return
+        for tensor in outputs:
+            for border in self.flow.leaving.get(tensor, []):
+                if (
+                    border in self.reduces
+                    and border.first <= index < border.last
+                    and self._is_written(tensor, index, border)
+                ):
+                    dim = self.positions.plain_dim(tensor)
+                    if dim is not None and self._in_stack(border):
+                        self.result.reduce_scatters[border] = dim
+                        self.cut.add(tensor)
+
+    def _is_written(self, tensor: int, index: int, border: Border) -> bool:
+        """Is the value what the module returns once this call is done, nothing being added in place later?"""
+        return not any(tensor in self.flow.outputs[later] for later in range(index + 1, border.last))
+
+    def _in_stack(self, border: Border) -> bool:
+        visit: int | None = border.visit
+        while visit is not None:
+            if self.trace.visits[visit].module in self.names:
+                return True
+            visit = self.trace.visits[visit].parent
+        return False
+
+    # ------------------------------------------------------------------ can a call run on a share?
+
+    def _crosses(self, index: int, cut: list[int]) -> str:
+        """Why a call needs the whole sequence, or an empty string."""
+        call = self.trace.calls[index]
+        for op in range(*call.ops):
+            if self.positions.crossed_by(op):
+                return f"{self.trace.ops[op].name} in {call.module or 'the model'} reads across the sequence"
+        if call.name in _INDEXING and self.positions.picks(index, cut):
+            return f"{call.name} in {call.module or 'the model'} picks positions"
+        if call.name in _PARTING and self._parts(index, cut):
+            return f"{call.name} in {call.module or 'the model'} parts positions"
+        if self._scatters(index, cut):
+            return f"{call.name} in {call.module or 'the model'} writes positions to places of their own"
+        for tensor in (*self.flow.inputs[index], *self.flow.outputs[index]):
+            if len(self.positions.dims_of(tensor)) > 1:
+                return f"{call.name} in {call.module or 'the model'} meets two positions at once"
+        if index in self.placement.reductions or any(self.shards.is_split(t) for t in self.flow.outputs[index]):
+            return f"{call.name} in {call.module or 'the model'} enters a split region"
+        if not self._sizes_follow(index, cut):
+            return f"{call.name} in {call.module or 'the model'} is told the length of the sequence"
+        return ""
+
+    def _parts(self, index: int, cut: list[int]) -> bool:
+        """Is a sequence taken apart, into pieces of so many positions, or of one?"""
+        call = self.trace.calls[index]
+        place = 1 if call.name == "unbind" else 2
+        dim = call.args[place] if len(call.args) > place else call.kwargs.get("dim", 0)
+        whole = [t for t in cut if dim % len(self.trace.tensors[t].shape) in self.positions.dims_of(t)]
+        sizes = {self.trace.tensors[t].shape for t in self.flow.outputs[index]}
+        return any(sizes != {self.trace.tensors[t].shape} for t in whole)
+
+    def _scatters(self, index: int, cut: list[int]) -> bool:
+        """Does a call write what it reads along the sequence elsewhere, and so add several positions together?"""
+        call = self.trace.calls[index]
+        dim = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim")
+        if not call.name.startswith(_SCATTERING) or not isinstance(dim, int):
+            return False
+        return any(dim % len(self.trace.tensors[t].shape) in self.positions.dims_of(t) for t in cut)
+
+    def _sizes_follow(self, index: int, cut: list[int]) -> bool:
+        """Do the sizes that Python passes shrink by themselves when the cut inputs do?"""
+        call = self.trace.calls[index]
+        for tensor in self.flow.outputs[index]:
+            shape = self.trace.tensors[tensor].shape
+            for item in integers((call.args, call.kwargs)):
+                if isinstance(item, Symbolic) and item.value in shape and self.positions.depends_on_length(item):
+                    value = evaluate(item.origin, lambda t, d: self._local_size(t, d, index), lambda _: None)
+                    if value == item.value:
+                        return False
+        return True
+
+    def _told_a_share(self, index: int) -> bool:
+        """Does a call on whole values get a length that was read from a cut one?"""
+        call = self.trace.calls[index]
+        return any(
+            isinstance(item, Symbolic) and self.positions.depends_on_length(item)
+            and evaluate(item.origin, lambda t, d: self._local_size(t, d, index), lambda _: 1)
+            != evaluate(item.origin, lambda t, d: self.trace.tensors[t].shape[d], lambda _: 1)
+            for item in integers((call.args, call.kwargs))
+        )  # fmt: skip
+
+    def _alike(self, index: int) -> bool:
+        """Does a call make the same for every position, of nothing that has positions? Then a share of it is one."""
+        inputs = self.flow.inputs[index]
+        carrying = [t for t in inputs if t in self.flow.carries]
+        return (
+            self.trace.calls[index].name in _ALIKE
+            and not any(self.positions.dims_of(t) for t in inputs)
+            and all(self._made_of(t, index) is not None for t in carrying)
+        )
+
+    def _local_size(self, tensor: int, dim: int, index: int) -> int:
+        size = self.trace.tensors[tensor].shape[dim]
+        cut = self.is_cut(tensor, index)
+        return (
+            -size if cut and self.positions.has(self.shards.axes.of(tensor)[dim]) else size
+        )  # any other number will do
+
+    # ------------------------------------------------------------------ borders
+
+    def _make_whole(self, tensor: int, index: int, reason: str) -> None:
+        """Gather a value for a call: at the module that takes it in, else where it is returned."""
+        dim = self.positions.plain_dim(tensor)
+        if dim is not None:
+            entering = [b for b in self.flow.entering.get(tensor, []) if b.first <= index < b.last]
+            for border in sorted(entering, key=lambda b: b.last - b.first):
+                handed_on = self.flow.passes_through(tensor, border)
+                if border.module not in self.names and border not in self.starts and not handed_on:
+                    twins = [b for b in entering if b.visit == border.visit]  # one value under several names
+                    self._add(self.result.gathers, [(twin, "input") for twin in twins], dim, reason)
+            producer = self.flow.producer.get(tensor, -1)
+            leaving = [b for b in self.flow.leaving.get(tensor, []) if b.first <= producer < b.last <= index]
+            for border in sorted(leaving, key=lambda b: b.last - b.first):
+                if tensor not in self.starts.values():
+                    self._add(self.result.gathers, [(border, "output")], dim, reason)
+        self._gather_around(index, reason)
+        maker = self.flow.producer.get(tensor)
+        if maker is not None and maker > self.first_call:
+            for source in self.flow.inputs[maker]:
+                if self.positions.dims_of(source) and self.is_cut(source, maker):
+                    self._make_whole(source, maker, reason)
+        raise Refused(f"{reason}, and no module border lies before it")
+
+    def _gather_around(self, index: int, reason: str) -> None:
+        """Give the whole sequence to the innermost module around a call that takes in a cut value."""
+        around = [(i, v) for i, v in enumerate(self.trace.visits) if v.calls[0] <= index < v.calls[1]]
+        for number, visit in sorted(around, key=lambda item: item[1].calls[1] - item[1].calls[0]):
+            if visit.module in self.names or visit.parent is None:
+                return
+            for _, tensor in visit.inputs:
+                dim = self.positions.plain_dim(tensor)
+                if dim is not None and self.is_cut(tensor, *visit.calls):
+                    twins = [p for p, t in visit.inputs if t == tensor]
+                    borders = [Border(number, visit.module, twin, *visit.calls) for twin in twins]
+                    self._add(self.result.gathers, [(border, "input") for border in borders], dim, reason)
+
+    def _add(self, where: dict[tuple[Border, str], int], keys: list[tuple[Border, str]], dim: int, reason: str) -> None:
+        if any(key in where or (key[0].module, key[1], key[0].path) in self.closed for key in keys):
+            return
+        where.update(dict.fromkeys(keys, dim))
+        if reason:
+            self.result.whole.append(f"{keys[0][0].module}: {reason}")
+        raise Again
+
+    def _cut_partner(self, tensor: int, index: int, cut: list[int]) -> None:
+        """A whole value meets a cut one: cut it too, or what it was made of, else make the other whole."""
+        call = self.trace.calls[index]
+        source, reader = tensor, index
+        for _ in range(_MAKERS):
+            self._cut_at_border(source, reader)
+            reader = self.flow.producer.get(source, -1)
+            sources = self.flow.inputs[reader] if reader >= self.first_call else []
+            sources = [t for t in sources if self.positions.dims_of(t)]
+            if len(sources) != 1 or self.is_cut(sources[0], reader) or self._crosses(reader, sources):
+                break
+            source = sources[0]
+        for value in cut:
+            self._make_whole(value, index, f"{call.name} in {call.module or 'the model'} meets a whole value")
+
+    def _cut_at_border(self, tensor: int, index: int) -> None:
+        """Cut a value where a module returns it or takes it in."""
+        dim = self.positions.plain_dim(tensor)
+        producer = self.flow.producer.get(tensor, -1)
+        if dim is None:
+            return
+        leaving = [b for b in self.flow.leaving.get(tensor, []) if b.first <= producer < b.last <= index]
+        for border in sorted(leaving, key=lambda b: b.last - b.first):
+            if self._all_after(border, tensor) and (border, "output") not in self.result.gathers:
+                self._add(self.result.scatters, [(border, "output")], dim, "")
+        entering = [b for b in self.flow.entering.get(tensor, []) if b.first <= index < b.last]
+        for border in sorted(entering, key=lambda b: b.last - b.first):
+            if border.module not in self.names or any(border.visit == start.visit for start in self.starts):
+                self._add(self.result.scatters, [(border, "input")], dim, "")
+
+    def _all_after(self, border: Border, tensor: int) -> bool:
+        """Do all read the value behind the border, and where the walk sees them?"""
+        return all(use >= max(border.last, self.first_call) for use in self.flow.uses[tensor])
+
+    def _note_gradients(self, index: int, inputs: list[int], cut: list[int]) -> None:
+        """What a call on shares reads besides positions gets a part of its gradient on each rank."""
+        for tensor in inputs:
+            if tensor in cut or self.positions.dims_of(tensor) or tensor not in self.flow.carries:
+                continue
+            parameters = self._made_of(tensor, index)
+            if parameters is None:
+                call = self.trace.calls[index]
+                for value in cut:
+                    self._make_whole(value, index, f"{call.name} in {call.module} uses a value that others use whole")
+            else:
+                self.result.summed_parameters |= parameters
+
+    def _made_of(self, tensor: int, reader: int) -> set[int] | None:
+        """The parameters a value was made of for this reader alone; None when someone else reads it too."""
+        if self.trace.tensors[tensor].kind == "parameter":
+            return {tensor}
+        producer = self.flow.producer.get(tensor)
+        if producer is None or self.flow.gradient_uses(tensor) != {reader} or tensor in self.flow.final:
+            return None
+        found: set[int] = set()
+        for source in self.flow.inputs[producer]:
+            if source in self.flow.carries:
+                made = None if self.positions.dims_of(source) else self._made_of(source, producer)
+                if made is None:
+                    return None
+                found |= made
+        return found

@@ -1,0 +1,294 @@
+"""Which axis classes can be split, and which are.
+
+A class can be split when nothing on its way forbids it, it sits in weights and is contracted with one (so that cutting
+it pays), and it is neither input data nor the residual stream. The residual is recognised by what it is, `x + f(x)`
+where f goes through a weight, not by a name or by being frequent. Among the candidates the ones that hold most bytes
+win; a weight is cut once.
+
+The vocabulary is a case of its own: rows of a table that is looked up, columns of the head whose product leaves the
+model. It may be cut unevenly.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from math import gcd, prod
+
+from autoplan.analyse.infer import Axes
+from autoplan.analyse.shards import refs
+from autoplan.axes.events import FORBIDDING
+from autoplan.axes.terms import Term, factors, find, leaves
+from autoplan.common.layout import chunk
+from autoplan.values import Op, Trace
+
+__all__ = ["Choice", "Occurrences", "choose", "occurrences", "residual_leaves"]
+
+# Events that allow a split at a price: classes without them go first.
+PRICE = {"contract_a": 4, "reduce_lin": 2, "norm": 2, "spread": 4, "length": 4, "created": 1, "const": 1}
+FREE = frozenset({"contract_w", "batch_w", "batch_a", "free_a", "conv_group", "random", "experts"})
+_OTHER_PRICE = 2
+_WORTHWHILE = 16  # rows: a narrower dim saves less than the sum it costs
+_DEAR = 3  # a class this dear goes after all cheaper ones, whatever it holds
+# A norm written out, over the width of values that products mix.
+_TOO_DEAR = (frozenset({"spread", "free_a"}), frozenset({"length", "free_a"}))
+
+Occurrences = dict[Term, dict[int, set[int]]]
+
+
+@dataclass
+class Choice:
+    """The split leaves with their marks, and for every other candidate why not."""
+
+    marks: dict[Term, str] = field(default_factory=dict)
+    reasons: dict[Term, str] = field(default_factory=dict)
+    indivisible: dict[Term, int] = field(default_factory=dict)
+    partners: dict[Term, Term] = field(default_factory=dict)  # query heads that follow key/value heads, see `_partner`
+    vocabularies: set[Term] = field(default_factory=set)
+
+    def mark_vocabulary(self, leaf: Term) -> None:
+        self.marks[leaf] = "!"
+        self.vocabularies.add(leaf)
+        self.reasons.pop(leaf, None)
+
+
+def occurrences(trace: Trace, axes: Axes) -> Occurrences:
+    """For every leaf the parameters it sits in, and in which dims."""
+    found: Occurrences = defaultdict(dict)
+    for tensor in range(len(trace.tensors)):
+        if not axes.is_stored_weight(tensor):
+            continue
+        for dim, term in enumerate(axes.of(tensor)):
+            for leaf in leaves(term):
+                found[find(leaf)].setdefault(tensor, set()).add(dim)
+    return found
+
+
+def residual_leaves(trace: Trace, axes: Axes) -> set[Term]:
+    """Leaves of the residual stream: dims shared by both sides of `x + f(x)` when f goes through a weight."""
+    same = _Sameness(trace, axes)
+    reached: dict[int, int] = defaultdict(int)  # tensor -> bit set of ancestors
+    through: dict[int, int] = defaultdict(int)  # the same, on paths through a contraction with a weight
+    found: set[Term] = set()
+    for op in trace.ops:
+        mentioned = tuple(refs((op.args, tuple(op.kwargs.values()))))
+        inputs = [same.root(t) for t in mentioned if t not in axes.weights]
+        outputs = [same.root(t) for t in refs(op.outputs)]
+        if op.name in ("add", "add_") and len(inputs) >= 2:
+            left, right = inputs[0], inputs[1]
+            if through[right] >> left & 1 or through[left] >> right & 1:
+                shared = {find(x) for t in axes.of(left) for x in leaves(t)}
+                found |= shared & {find(x) for t in axes.of(right) for x in leaves(t)}
+        weighted = _contracts_weight(op, mentioned, trace, axes)
+        above = through_above = 0
+        for tensor in inputs:
+            above |= reached[tensor] | 1 << tensor
+            through_above |= through[tensor]
+        for tensor in outputs:
+            if tensor not in inputs:  # in place, or one and the same value: it is no ancestor of itself
+                reached[tensor] |= above
+                through[tensor] |= above if weighted else through_above
+    return {leaf for leaf in found if not leaf.data}
+
+
+class _Sameness:
+    """Values that are one value cast, copied, scaled by a number or shifted: the stream in another dtype is the stream.
+
+    Scaled channel by channel it is not: `f(x) + D * x`, inside a mixer, is no stream.
+    """
+
+    _COPIES = frozenset(
+        [
+            "_to_copy",
+            "clone",
+            "alias",
+            "detach",
+            "lift_fresh",
+            "view",
+            "_unsafe_view",
+            "native_dropout",
+            "mul",
+            "div",
+            "add",
+            "sub",
+        ]
+    )
+
+    def __init__(self, trace: Trace, axes: Axes) -> None:
+        self._root: dict[int, int] = {}
+        for op in trace.ops:
+            mentioned = list(refs((op.args, tuple(op.kwargs.values()))))
+            active = [t for t in mentioned if t not in axes.weights and trace.tensors[t].kind != "constant"]
+            outputs = list(refs(op.outputs))
+            if op.name not in self._COPIES or len(active) != 1 or not outputs or outputs[0] == active[0]:
+                continue
+            if op.name == "mul" and any(prod(trace.tensors[t].shape) > 1 for t in mentioned if t in axes.weights):
+                continue
+            if trace.tensors[outputs[0]].shape == trace.tensors[active[0]].shape:
+                self._root.setdefault(outputs[0], self.root(active[0]))
+
+    def root(self, tensor: int) -> int:
+        return self._root.get(tensor, tensor)
+
+
+def _contracts_weight(op: Op, tensors: tuple[int, ...], trace: Trace, axes: Axes) -> bool:
+    """Does the op mix the features of a value? A convolution of each channel by itself does not."""
+    if op.name == "convolution" and trace.tensors[op.args[1].id].shape[1] == 1 and op.args[8] > 1:
+        return False
+    return op.name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "mv", "experts") and any(
+        tensor in axes.weights for tensor in tensors
+    )
+
+
+def choose(
+    trace: Trace, axes: Axes, tp: int, *, refused: dict[Term, str], vocabularies: set[Term] | None = None
+) -> Choice:
+    """Pick the classes to split at `tp`. `refused` are leaves an earlier round could not place, with reasons."""
+    choice = Choice()
+    found = occurrences(trace, axes)
+    residual = residual_leaves(trace, axes)
+    inside = _inside_blocks(axes)
+    taken: set[int] = set()
+    candidates, rivalled = [], list[Term]()
+    for leaf, places in found.items():
+        reason = _why_not(leaf, places, trace, residual, refused)
+        if reason:
+            choice.reasons[leaf] = reason
+            continue
+        if leaf in inside:
+            choice.reasons[leaf] = "it runs inside a block of numbers that share one scale"
+            continue
+        weights = [t for t in places if len(trace.tensors[t].shape) >= 2]
+        held = sum(prod(trace.tensors[t].shape) for t in weights)
+        price = sum(0 if e in FREE else PRICE.get(e, _OTHER_PRICE) for e in leaf.events)
+        candidates.append((price > _DEAR, -held, price, leaf))
+    for leaf in sorted(vocabularies or (), key=lambda x: -x.size):
+        if leaf in refused:
+            choice.reasons[leaf] = refused[leaf]
+        elif not chunk(leaf.size, tp, tp - 1):
+            choice.reasons[leaf] = f"{leaf.size} rows leave one of {tp} ranks with none"
+        elif _rivalled(leaf, candidates, found, trace, tp):
+            rivalled.append(leaf)
+        else:
+            choice.mark_vocabulary(leaf)
+            taken |= _weights_of(leaf, found, trace)
+    for _, _, _, leaf in sorted(candidates, key=lambda c: c[:3]):
+        weights_of = _weights_of(leaf, found, trace)
+        if leaf in choice.marks:
+            continue
+        if weights_of & taken:
+            choice.reasons[leaf] = "its weights are already split along another axis"
+            continue
+        partner = _partner(leaf, found, candidates, taken, trace, axes)
+        if partner is not None:
+            choice.partners[leaf] = partner
+        groups = gcd(leaf.size, tp)
+        if leaf.size % tp and groups > 1 and partner is not None and partner.size % (tp // groups) == 0:
+            choice.marks[leaf] = f"!{groups}@{tp // groups}"
+            choice.marks[partner] = f"!{tp // groups}@1"
+            taken |= weights_of
+        elif leaf.size % tp:
+            choice.reasons[leaf] = f"{leaf.size} does not divide by tp={tp}"
+            choice.indivisible[leaf] = leaf.size
+        else:
+            choice.marks[leaf] = "!"
+            taken |= weights_of
+    for leaf in rivalled:
+        if not _weights_of(leaf, found, trace) & taken:
+            choice.mark_vocabulary(leaf)
+        elif leaf not in choice.marks:
+            choice.reasons[leaf] = "its weights are split along another axis, for which ranks exchange less"
+    return choice
+
+
+def _rivalled(
+    rows: Term, candidates: list[tuple[bool, int, int, Term]], found: Occurrences, trace: Trace, tp: int
+) -> bool:
+    """Is a head narrower than what it reads, which can be split? Then its sum is cheaper than its input's gradient."""
+    held = sum(prod(trace.tensors[t].shape) for t in _weights_of(rows, found, trace))
+    return any(
+        not dear and -more > held and leaf.size > rows.size and leaf.size % tp == 0 and leaf is not rows
+        for dear, more, _, leaf in candidates
+        if _weights_of(leaf, found, trace) & _weights_of(rows, found, trace)
+    )
+
+
+def _inside_blocks(axes: Axes) -> set[Term]:
+    """Axes of quantised weights within blocks: a companion has one scale for a block, so it has only axes outside."""
+    found: set[Term] = set()
+    for weight, companions in axes.companions.items():
+        scaled = [{find(leaf) for term in axes.of(other) for leaf in leaves(term)} for other in companions]
+        for term in axes.of(weight):
+            parts = leaves(term)
+            for held in scaled:
+                outside = [place for place, leaf in enumerate(parts) if find(leaf) in held]
+                if outside:
+                    found |= {find(leaf) for leaf in parts[outside[0] :] if find(leaf) not in held}
+    return found
+
+
+def _partner(
+    leaf: Term,
+    found: Occurrences,
+    candidates: list[tuple[bool, int, int, Term]],
+    taken: set[int],
+    trace: Trace,
+    axes: Axes,
+) -> Term | None:
+    """The axis that splits on where `leaf` (key/value heads, fewer than ranks) cannot: query heads within a group.
+
+    Ranks form groups; each group holds some key/value heads, and its ranks share out the query heads of those.
+    """
+    mine = _weights_of(leaf, found, trace)
+    for _, _, _, other in candidates:
+        theirs = _weights_of(other, found, trace)
+        if other is leaf or not theirs or not theirs < mine or theirs & taken or "batch_a" not in other.events:
+            continue
+        if all(_follows(leaf, other, axes.of(t)) for t in theirs):
+            return other
+    return None
+
+
+def _follows(major: Term, minor: Term, terms: tuple[Term, ...]) -> bool:
+    """Does some dim run over `minor` right inside `major`?"""
+    for term in terms:
+        parts = [find(part) for part in factors(term)]
+        if major in parts and minor in parts and parts.index(minor) == parts.index(major) + 1:
+            return True
+    return False
+
+
+def _weights_of(leaf: Term, found: Occurrences, trace: Trace) -> set[int]:
+    return {tensor for tensor in found.get(leaf, ()) if len(trace.tensors[tensor].shape) >= 2}
+
+
+def _why_not(
+    leaf: Term, places: dict[int, set[int]], trace: Trace, residual: set[Term], refused: dict[Term, str]
+) -> str:
+    """The first reason against splitting a leaf, or an empty string."""
+    if leaf.data:
+        return "it follows the size of the input"
+    if leaf in residual:
+        return "it is the residual stream, which every rank holds whole"
+    against = sorted(leaf.events & FORBIDDING)
+    if against:
+        return f"an op reads across it ({', '.join(against)})"
+    dear = next((events for events in _TOO_DEAR if leaf.events >= events), None)
+    if dear is not None:
+        return f"each of its ops would owe a sum ({', '.join(sorted(dear))})"
+    if not leaf.events & {"contract_w", "batch_w"}:
+        return "no weight contracts it, so cutting it saves nothing"
+    if len([t for t in places if len(trace.tensors[t].shape) >= 2]) < 2:
+        return "it sits in one weight only, so nothing downstream shares the cut"
+    narrow = max(_width(trace.tensors[t].shape, d) for t, dims in places.items() for d in dims) < _WORTHWHILE
+    if narrow and "experts" not in leaf.events:
+        return f"all its dims are narrower than {_WORTHWHILE}: it would save less than it costs"
+    if any(len(dims) > 1 for dims in places.values()):
+        return "one weight has it on both dims"
+    return refused.get(leaf, "")
+
+
+def _width(shape: tuple[int, ...], dim: int) -> int:
+    """How wide the side of a weight is that a dim belongs to: heads and their width may have a dim each."""
+    others = sorted(size for d, size in enumerate(shape) if d != dim)
+    return shape[dim] * prod(others[:-1])

@@ -1,0 +1,207 @@
+"""Experts over ranks instead of inside: modules that hold a stack of experts, seen from outside as one op.
+
+Under expert parallelism a rank holds some of the experts, whole. What then happens inside the module is decided by the
+values of integers (which token goes to which expert), and no dimension of any tensor says so. But it need not be
+followed: what the module does for one token and one expert depends on no other, so from outside it is a sum over its
+experts. Such a module is put in a box here, one op between its inputs and its output, which has the experts' axis as
+the first dim of its weights. The rest of the analysis sees a contraction over that axis and treats it as any other.
+
+Two forms are known, both by structure alone: several weights of three dims or more with one leading size, and either
+
+    routed   tokens, integers (which experts) and weights of the same shape as these; what comes out is like the tokens
+    sorted   the tokens of every expert one after the other: the experts are the major part of the first dim
+
+A box takes the place of the recorded ops and calls without moving any other: their numbers stay what they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autoplan.analyse.infer import Axes
+from autoplan.analyse.placement.calls import RANDOM_CALLS
+from autoplan.analyse.shards import Shards, refs
+from autoplan.analyse.splits.literal_sizes import attributes_of, sizes_given
+from autoplan.axes.terms import factors, find, leaves
+from autoplan.ops.rules.experts import BOX, INSIDE
+from autoplan.values import Call, Edit, ExpertSite, ModuleVisit, Op, Ref, Trace
+
+__all__ = ["ExpertStack", "boxed", "expert_edits", "find_experts", "split_stacks"]
+
+_STACKED = 3  # dims of a weight that holds one matrix for each expert
+_INTEGERS = ("int64", "int32", "int16", "uint8")
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """A module that holds experts: the tensors of its weights, and what is to be done at its borders."""
+
+    stack: tuple[int, ...]
+    site: ExpertSite
+
+    @property
+    def module(self) -> str:
+        return self.site.pattern
+
+    @property
+    def experts(self) -> int:
+        return self.site.experts
+
+
+# ------------------------------------------------------------------------------------------------ recognising them
+
+
+def find_experts(trace: Trace, axes: Axes) -> tuple[ExpertStack, ...]:
+    """Every module of the trace whose experts can live on different ranks."""
+    visits: dict[str, list[ModuleVisit]] = {}
+    for visit in trace.visits:
+        visits.setdefault(visit.module, []).append(visit)
+    found = []
+    for module, runs in visits.items():
+        stack = _stack_of(module, trace)
+        forms = {_form(visit, stack, trace, axes) for visit in runs} if stack else set()
+        if len(forms) == 1 and None not in forms and _self_contained(module, stack, runs, trace):
+            form = next(form for form in forms if form is not None)
+            found.append(ExpertStack(stack, replace(form, pattern=module)))
+    return tuple(found)
+
+
+def _stack_of(module: str, trace: Trace) -> tuple[int, ...]:
+    """The module's own parameters with one slice for each expert; empty when there is no such leading dim."""
+    own = {
+        number: info.shape
+        for number, info in enumerate(trace.tensors)
+        if info.kind == "parameter" and any(name.rpartition(".")[0] == module for name in info.names)
+    }
+    counts = {shape[0] for shape in own.values() if len(shape) >= _STACKED}
+    stacked = [number for number, shape in own.items() if len(shape) >= 2]
+    if len(counts) != 1 or sum(len(own[number]) >= _STACKED for number in stacked) < 2:
+        return ()
+    (count,) = counts
+    return tuple(stacked) if count > 1 and all(own[number][0] == count for number in stacked) else ()
+
+
+def _form(visit: ModuleVisit, stack: tuple[int, ...], trace: Trace, axes: Axes) -> ExpertSite | None:
+    """Where tokens, indices and weights enter in one run of the module."""
+    shapes = {tensor: trace.tensors[tensor].shape for _, tensor in (*visit.inputs, *visit.outputs)}
+    if len(visit.outputs) != 1:
+        return None
+    (result, made), count = visit.outputs[0], trace.tensors[stack[0]].shape[0]
+    out = shapes[made]
+    floats = [(path, t) for path, t in visit.inputs if trace.tensors[t].differentiable]
+    integers = [(path, t) for path, t in visit.inputs if trace.tensors[t].dtype in _INTEGERS]
+    if len(floats) + len(integers) != len(visit.inputs):
+        return None
+    if len(floats) == 2 and len(integers) == 1:
+        index, chosen = integers[0]
+        tokens = [(p, t) for p, t in floats if shapes[t] == out and shapes[t][:-1] == shapes[chosen][:-1]]
+        weights = [(p, t) for p, t in floats if shapes[t] == shapes[chosen] and (p, t) not in tokens[:1]]
+        return ExpertSite("", count, tokens[0][0], index, weights[0][0], result) if tokens and weights else None
+    if len(floats) == 1 and not integers and shapes[floats[0][1]] == out and len(out) > 1:
+        experts = find(axes.of(stack[0])[0])
+        major = [factors(axes.of(t)[0])[:1] for t in (floats[0][1], made)]
+        sorted_by_expert = all(len(parts) == 1 and find(parts[0]) is experts for parts in major)
+        return ExpertSite("", count, floats[0][0], output=result) if sorted_by_expert else None
+    return None
+
+
+def _self_contained(module: str, stack: tuple[int, ...], runs: list[ModuleVisit], trace: Trace) -> bool:
+    """Are the weights read in there only, and does nothing inside draw random numbers?"""
+    spans = [_ops_of(visit, trace) for visit in runs]
+    if any(span is None for span in spans):
+        return False
+    inside = {number for span in spans if span is not None for number in range(*span)}
+    readers = (number for number, op in enumerate(trace.ops) if not set(stack).isdisjoint(refs((op.args, op.kwargs))))
+    calls = (trace.calls[number] for visit in runs for number in range(*visit.calls))
+    return all(number in inside for number in readers) and not any(call.name in RANDOM_CALLS for call in calls)
+
+
+def _ops_of(visit: ModuleVisit, trace: Trace) -> tuple[int, int] | None:
+    calls = [trace.calls[number] for number in range(*visit.calls)]
+    return (calls[0].ops[0], calls[-1].ops[1]) if calls and calls[0].ops[0] < calls[-1].ops[1] else None
+
+
+# ------------------------------------------------------------------------------------------------ the box
+
+
+def boxed(trace: Trace, stacks: Iterable[ExpertStack]) -> Trace:
+    """The trace with one op and one call for every run of these modules."""
+    ops, calls, visits = list(trace.ops), list(trace.calls), list(trace.visits)
+    known = {stack.module: stack for stack in stacks}
+    for number, visit in enumerate(trace.visits):
+        if visit.module in known:
+            _put_in_box(known[visit.module], visit, trace, ops, calls)
+        elif any(trace.visits[above].module in known for above in _above(number, trace)):
+            visits[number] = replace(visit, inputs=(), outputs=())
+    comparisons = tuple(item for item in trace.comparisons if item[0] not in known)
+    return replace(trace, ops=tuple(ops), calls=tuple(calls), visits=tuple(visits), comparisons=comparisons)
+
+
+def _above(visit: int, trace: Trace) -> Iterator[int]:
+    parent = trace.visits[visit].parent
+    while parent is not None:
+        yield parent
+        parent = trace.visits[parent].parent
+
+
+def _put_in_box(stack: ExpertStack, visit: ModuleVisit, trace: Trace, ops: list[Op], calls: list[Call]) -> None:
+    """One op where the output was made, one call where the module's last was; of the others nothing is left."""
+    span = _ops_of(visit, trace)
+    assert span is not None
+    output = Ref(visit.outputs[0][1])
+    inputs: dict[Any, Ref] = {path: Ref(tensor) for path, tensor in visit.inputs}
+    read = dict.fromkeys(t for number in range(*span) for t in refs((trace.ops[number].args, trace.ops[number].kwargs)))
+    others = tuple(Ref(t) for t in read if t not in stack.stack and trace.tensors[t].kind in ("parameter", "buffer"))
+    routing = tuple(inputs[path] for path in (stack.site.index, stack.site.weights) if path is not None)
+    args = (tuple(Ref(t) for t in stack.stack), inputs[stack.site.tokens], routing, others)
+    made = max(number for number in range(*span) if output.id in refs(trace.ops[number].outputs))
+    for number in range(*span):
+        ops[number] = replace(ops[number], name=INSIDE, args=(), kwargs={}, outputs=())
+    ops[made] = Op(BOX, "", args, {}, (output,), stack.module)
+    first, last = visit.calls
+    for number in range(first, last):
+        calls[number] = replace(calls[number], name=INSIDE, args=(), kwargs={}, outputs=(), ops=(span[1], span[1]))
+    calls[last - 1] = Call(BOX, stack.module, visit.visit, 0, args, {}, output, span)
+
+
+# ------------------------------------------------------------------------------------------------ what a rank does
+
+
+def split_stacks(stacks: Iterable[ExpertStack], shards: Shards) -> tuple[ExpertStack, ...]:
+    """Those whose experts did end up on different ranks."""
+    return tuple(stack for stack in stacks if all(shards.is_split(tensor) for tensor in stack.stack))
+
+
+def expert_edits(trace: Trace, axes: Axes, stacks: Iterable[ExpertStack], tp: int) -> tuple[Edit, ...]:
+    """How many experts a module believes to have, where it stores that.
+
+    The trace shows one implementation of its forward, and another may read what this one does not. So the attribute
+    is the one that has this value in every module of the class, and that gives no other dim its size.
+    """
+    stacks = tuple(stacks)
+    counting = {stack.module: _counting(trace, axes, stack) for stack in stacks}
+    alike: dict[str, set[str]] = {}
+    for stack in stacks:
+        alike.setdefault(trace.module_classes[stack.module], set(counting[stack.module])).intersection_update(
+            counting[stack.module]
+        )
+    return tuple(
+        Edit(stack.module, name, None, stack.experts, stack.experts // tp)
+        for stack in stacks
+        for name in sorted(alike[trace.module_classes[stack.module]])
+    )
+
+
+def _counting(trace: Trace, axes: Axes, stack: ExpertStack) -> set[str]:
+    """The module's own attributes that equal the number of its experts, and are not known to say something else."""
+    stored = trace.attributes.get(stack.module, {})
+    equal = {name for name, value in stored.items() if value == stack.experts and "." not in name}
+    experts = find(axes.of(stack.stack[0])[0])
+    for visit in trace.visits:
+        for call in trace.calls[slice(*visit.calls)] if visit.module == stack.module else ():
+            for dim, literal in sizes_given(call, trace):
+                if experts not in leaves(axes.of(next(refs(call.outputs)))[dim]):
+                    equal -= {attribute[2] for attribute in attributes_of(literal)}
+    return equal

@@ -1,0 +1,228 @@
+"""Which stored integers must become smaller on a rank, worked out from where each literal came from.
+
+Every literal that was computed from a stored attribute is an equation: evaluated with the edited attributes and the
+rank's own tensor sizes it must give what the rank needs there. That holds for literals along split dimensions (they
+shrink) and for all others (they stay). Equalities that the module's Python tests must keep their outcome, and an
+attribute that turned into a float is never edited: it would change numbers. What no edit solves is left over, for the
+scoped function mode or for a refusal.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import combinations, product
+from math import prod
+from typing import Any
+
+from autoplan.analyse.shards import Shards, refs
+from autoplan.analyse.splits.literal_sizes import Requirement, attributes_of, evaluate, made_whole, requirements
+from autoplan.values import Call, Edit, Symbolic
+
+__all__ = ["Edits", "solve_edits"]
+
+Attribute = tuple[Any, ...]  # ("attr", module, name, index)
+Values = tuple[int, ...]  # one number per rank
+
+_MOST_EDITS = 4  # attributes edited together in one module
+
+
+@dataclass
+class Edits:
+    """The solution: new values by attribute, and the requirements and comparisons that no edit meets."""
+
+    values: dict[Attribute, Values] = field(default_factory=dict)
+    left: list[Requirement] = field(default_factory=list)
+    broken_comparisons: list[tuple[str, Any, Any, bool]] = field(default_factory=list)
+
+    def as_edits(self) -> tuple[Edit, ...]:
+        found = []
+        for (_, module, name, index), values in self.values.items():
+            uniform = len(set(values)) == 1
+            found.append(Edit(module, name, index, 0, values[0], None if uniform else values))
+        return tuple(found)
+
+
+class _Equations:
+    """All equations of a trace that involve stored attributes, by module."""
+
+    def __init__(self, shards: Shards) -> None:
+        self.shards = shards
+        self.required = _all_requirements(shards)
+        self.old: dict[Attribute, int] = {}
+        self.of_module: dict[str, list[Requirement]] = defaultdict(list)
+        self.plain_left: list[Requirement] = []
+        self.fixed = {attribute for attribute, _ in shards.trace.escapes}
+        for requirement in self._everything():
+            modules = {attribute[1] for attribute in attributes_of(requirement.have)}
+            for module in modules:
+                self.of_module[module].append(requirement)
+            if not modules and not self.holds(requirement, {}):
+                self.plain_left.append(requirement)
+
+    def _everything(self) -> Iterator[Requirement]:
+        """Requirements, and the literals elsewhere that must stay what they are."""
+        wanted = {(r.call, r.path) for r in self.required}
+        yield from self.required
+        for index, call in enumerate(self.shards.trace.calls):
+            for path, item in (*_symbolics(call.args, ("args",)), *_symbolics(call.kwargs, ("kwargs",))):
+                if (index, path) in wanted:
+                    continue
+                if any(True for _ in attributes_of(item)):
+                    yield Requirement(index, path, item, (item.value,) * self.shards.tp)
+                elif not made_whole(call, self.shards) and not self._has_split(call):
+                    yield from self._of_a_share(index, path, item)
+
+    def _of_a_share(self, index: int, path: tuple[Any, ...], item: Symbolic) -> Iterator[Requirement]:
+        """A size that Python read from a value of which ranks have shares, and passes to a call on whole ones."""
+        values = {self.value(item, {}, rank) for rank in range(self.shards.tp)}
+        if values - {None, item.value}:
+            yield Requirement(index, path, item, (item.value,) * self.shards.tp)
+
+    def _has_split(self, call: Call) -> bool:
+        return any(map(self.shards.is_split, refs((call.args, call.kwargs, call.outputs))))
+
+    def value(self, have: Any, edits: dict[Attribute, Values], rank: int) -> int | None:
+        if not isinstance(have, Symbolic):
+            return int(have)
+
+        def attribute(origin: Attribute) -> int | None:
+            return edits[origin][rank] if origin in edits else self.original(origin)
+
+        return evaluate(have.origin, lambda tensor, dim: self._size(tensor, dim, rank), attribute)
+
+    def seen(self, requirement: Requirement, edits: dict[Attribute, Values]) -> tuple[int, ...]:
+        found = (self.value(requirement.have, edits, rank) for rank in range(self.shards.tp))
+        return tuple(requirement.old if value is None else value for value in found)
+
+    def original(self, attribute: Attribute) -> int | None:
+        if attribute not in self.old:
+            stored = self.shards.trace.attributes.get(attribute[1], {}).get(attribute[2])
+            if stored is None:
+                return None
+            self.old[attribute] = stored if attribute[3] is None else stored[attribute[3]]
+        return self.old[attribute]
+
+    def _size(self, tensor: int, dim: int, rank: int) -> int:
+        shape = self.shards.local_shape(tensor, rank)
+        return prod(shape) if dim < 0 else shape[dim]
+
+    def holds(self, requirement: Requirement, edits: dict[Attribute, Values]) -> bool:
+        return all(self.value(requirement.have, edits, r) == requirement.want[r] for r in range(self.shards.tp))
+
+    def same_outcome(self, comparison: tuple[str, Any, Any, bool], edits: dict[Attribute, Values]) -> bool:
+        _, left, right, result = comparison
+        if isinstance(left, float) or isinstance(right, float):
+            return True
+        for rank in range(self.shards.tp):
+            a, b = self.value(left, edits, rank), self.value(right, edits, rank)
+            if a is not None and b is not None and (a == b) != result:
+                return False
+        return True
+
+
+def _all_requirements(shards: Shards) -> list[Requirement]:
+    found = []
+    for index, call in enumerate(shards.trace.calls):
+        if not made_whole(call, shards):  # cut afterwards: its sizes stay
+            found += requirements(index, call, shards)
+    return found
+
+
+def _symbolics(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Symbolic]]:
+    if isinstance(value, Symbolic):
+        yield path, value
+    elif isinstance(value, tuple):
+        for index, item in enumerate(value):
+            yield from _symbolics(item, (*path, index))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _symbolics(item, (*path, key))
+    elif isinstance(value, slice):
+        for key in ("start", "stop", "step"):
+            yield from _symbolics(getattr(value, key), (*path, key))
+
+
+def solve_edits(shards: Shards) -> Edits:
+    """Find the smallest edits, module by module, that meet the most requirements and break none."""
+    equations = _Equations(shards)
+    solution = Edits(left=list(equations.plain_left))
+    comparisons: dict[str, list[tuple[str, Any, Any, bool]]] = defaultdict(list)
+    for comparison in shards.trace.comparisons:
+        modules = {a[1] for side in comparison[1:3] for a in attributes_of(side)}
+        for module in modules or {comparison[0]}:
+            comparisons[module].append(comparison)
+    for module in sorted(set(equations.of_module) | set(comparisons)):
+        _solve_module(equations, equations.of_module.get(module, []), comparisons.get(module, []), solution)
+    solution.left = [replace(left, seen=equations.seen(left, solution.values)) for left in solution.left]
+    return solution
+
+
+def _solve_module(
+    equations: _Equations, mine: list[Requirement], tests: list[tuple[str, Any, Any, bool]], solution: Edits
+) -> None:
+    edits: dict[Attribute, Values] = {}
+    if not all(equations.holds(r, edits) for r in mine) or not all(equations.same_outcome(t, edits) for t in tests):
+        edits = _best(equations, mine, tests)
+    solution.values.update(edits)
+    solution.left += [r for r in mine if not equations.holds(r, edits) and r not in solution.left]
+    solution.broken_comparisons += [t for t in tests if not equations.same_outcome(t, edits)]
+
+
+def _best(
+    equations: _Equations, mine: list[Requirement], tests: list[tuple[str, Any, Any, bool]]
+) -> dict[Attribute, Values]:
+    options = _options(equations, mine, tests)
+    held = [r for r in mine if equations.holds(r, {})]
+    kept = [t for t in tests if equations.same_outcome(t, {})]
+
+    def score(edits: dict[Attribute, Values]) -> int:
+        if not all(equations.holds(r, edits) for r in held) or not all(equations.same_outcome(t, edits) for t in kept):
+            return -1
+        return sum(equations.holds(r, edits) for r in mine) + sum(equations.same_outcome(t, edits) for t in tests)
+
+    best: dict[Attribute, Values] = {}
+    most = score(best)
+    for count in range(1, min(_MOST_EDITS, len(options)) + 1):
+        for attributes in combinations(options, count):
+            for values in product(*(options[a] for a in attributes)):
+                edits = dict(zip(attributes, values, strict=True))
+                reached = score(edits)
+                if reached > most:
+                    best, most = edits, reached
+        if most == len(mine) + len(tests):
+            break
+    return best
+
+
+def _options(
+    equations: _Equations, mine: list[Requirement], tests: list[tuple[str, Any, Any, bool]]
+) -> dict[Attribute, list[Values]]:
+    """For each attribute in an equation that fails, the values worth trying: scaled as the equation asks."""
+    options: dict[Attribute, dict[Values, None]] = defaultdict(dict)
+    tp = equations.shards.tp
+    for requirement in mine:
+        if equations.holds(requirement, {}):
+            continue
+        for attribute in attributes_of(requirement.have):
+            _add_option(equations, options, attribute, requirement.old, requirement.want)
+    for test in tests:
+        if not equations.same_outcome(test, {}):
+            for side in test[1:3]:
+                for attribute in attributes_of(side):
+                    _add_option(equations, options, attribute, tp, (1,) * tp)
+    return {attribute: list(values) for attribute, values in options.items()}
+
+
+def _add_option(
+    equations: _Equations, options: dict[Attribute, dict[Values, None]], attribute: Attribute, old: int, want: Values
+) -> None:
+    stored = equations.original(attribute)
+    if attribute in equations.fixed or not stored:
+        return
+    tp = equations.shards.tp
+    if old and all(stored * w % old == 0 for w in want):
+        options[attribute][tuple(stored * w // old for w in want)] = None
+    if stored % tp == 0:
+        options[attribute][(stored // tp,) * tp] = None

@@ -1,0 +1,366 @@
+"""Which integers a module's Python passes to torch, and what each must be on a rank.
+
+A recorded call has its literals with their origins (`values.Symbolic`). For every literal that follows a split
+dimension this module states a requirement: at this place, this rank must pass this number. Whether an edited
+attribute already makes it so is arithmetic on the origin (`evaluate`), nothing is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from autoplan.analyse.shards import Shards, refs
+from autoplan.analyse.splits.arguments import argument, is_integer, number
+from autoplan.analyse.splits.equal_pieces import parted_dim, pieces_given
+from autoplan.values import Call, Ref, Symbolic, Trace
+
+__all__ = [
+    "Requirement",
+    "attributes_of",
+    "evaluate",
+    "made_in_shares",
+    "made_whole",
+    "requirements",
+    "sizes_given",
+]
+
+Path = tuple[Any, ...]
+
+RESHAPES = frozenset({"view", "reshape", "expand", "broadcast_to", "_unsafe_view"})
+_FILLS = frozenset({"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty"})
+_MAKERS = frozenset(
+    [
+        "arange",
+        "linspace",
+        "logspace",
+        "tensor",
+        "as_tensor",
+        "eye",
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
+        "normal",
+        "tril_indices",
+        "triu_indices",
+        "hann_window",
+        "hamming_window",
+    ]
+)
+CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"})
+_GROUPS_AT = {"conv1d": 6, "conv2d": 6, "conv3d": 6, "conv_transpose1d": 6, "conv_transpose2d": 6}
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """At `path` in the arguments of call `call`, ranks must pass `want` (one number per rank); now it is `have`.
+
+    `seen` is what the Python of a sharded model passes there, with its shares' sizes and the integers that were edited.
+    """
+
+    call: int
+    path: Path
+    have: Any
+    want: tuple[int, ...]
+    seen: tuple[int, ...] = ()
+
+    @property
+    def old(self) -> int:
+        return self.have.value if isinstance(self.have, Symbolic) else int(self.have)
+
+    @property
+    def uniform(self) -> bool:
+        return len(set(self.want)) == 1
+
+
+def evaluate(
+    origin: tuple[Any, ...], size_of: Callable[[int, int], int], attribute: Callable[[tuple[Any, ...]], int | None]
+) -> int | None:
+    """The value of an origin on a rank, given local sizes and edited attributes. None: cannot be said."""
+    kind = origin[0]
+    if kind == "const":
+        return int(origin[1])
+    if kind == "attr":
+        return attribute(origin)
+    if kind == "size":
+        return size_of(origin[1], origin[2])
+    if kind == "numel":
+        return size_of(origin[1], -1)
+    values = [evaluate(part, size_of, attribute) for part in origin[1:]]
+    if any(value is None for value in values):
+        return None
+    left = values[0]
+    assert left is not None
+    if kind == "neg":
+        return -left
+    right = values[1]
+    assert right is not None
+    if kind == "pow":
+        return left**right if 0 <= right < 64 else None
+    if kind in ("floordiv", "mod"):
+        if right == 0:
+            return None
+        return left // right if kind == "floordiv" else left % right
+    return {"add": left + right, "sub": left - right, "mul": left * right}.get(kind)
+
+
+def attributes_of(have: Any) -> Iterator[tuple[Any, ...]]:
+    """The stored attributes an integer was computed from."""
+    if isinstance(have, Symbolic):
+        yield from _attributes(have.origin)
+
+
+def _attributes(origin: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    if origin[0] == "attr":
+        yield origin
+        return
+    for part in origin[1:]:
+        if isinstance(part, tuple):
+            yield from _attributes(part)
+
+
+def requirements(index: int, call: Call, shards: Shards) -> list[Requirement]:
+    """Every literal of a call that follows a split dimension."""
+    outputs = list(refs(call.outputs))
+    if call.name == "__setitem__":
+        outputs = [call.args[0].id]
+    inputs = list(refs((call.args, call.kwargs)))
+    if not any(shards.is_split(tensor) for tensor in (*inputs, *outputs)):
+        return []
+    name = call.name
+    if name in RESHAPES:
+        found = _reshape(call, outputs[0], shards)
+    elif name == "unflatten":
+        found = _unflatten(call, outputs[0], shards)
+    elif made_in_shares(call, shards):
+        found = _identity(call, outputs[0], shards) if name == "eye" else _fill(call, outputs[0], shards)
+    elif name in ("split", "split_with_sizes"):
+        found = _split(call, outputs, shards)
+    elif name == "narrow":
+        found = _narrow(call, shards)
+    elif name in ("__getitem__", "__setitem__"):
+        found = _getitem(call, shards)
+    elif name in ("repeat", "tile"):
+        found = _repeat(call, outputs[0], shards)
+    elif name == "repeat_interleave":
+        found = _repeat_interleave(call, outputs[0], shards)
+    elif name in CONVOLUTIONS:
+        found = _groups(call, shards, _GROUPS_AT[name])
+    elif name == "group_norm":
+        found = _groups(call, shards, 1)
+    else:
+        found = []
+    return [Requirement(index, path, have, want) for path, have, want in found]
+
+
+def made_in_shares(call: Call, shards: Shards) -> bool:
+    """Does this call make a rank's share of its value when it is told the share's sizes?"""
+    return call.name in _FILLS or (call.name == "eye" and not shards.axes.identities.isdisjoint(refs(call.outputs)))
+
+
+def made_whole(call: Call, shards: Shards) -> bool:
+    """Must this call make all of its value, of which a rank then keeps its share? Its sizes stay."""
+    return call.name in _MAKERS and not made_in_shares(call, shards)
+
+
+Found = list[tuple[Path, Any, tuple[int, ...]]]
+
+
+def _sizes(call: Call, first: int, *names: str) -> list[tuple[Path, Any]]:
+    """Sizes given as a tuple or as trailing integers."""
+    path, value = argument(call, first, *names)
+    if isinstance(value, tuple):
+        return [((*path, i), item) for i, item in enumerate(value)]
+    return [(("args", i), item) for i, item in enumerate(call.args) if i >= first and is_integer(item)]
+
+
+def _local(shards: Shards, tensor: int, dim: int) -> tuple[int, ...]:
+    term = shards.axes.of(tensor)[dim]
+    return tuple(shards.local_size(term, rank) for rank in range(shards.tp))
+
+
+def sizes_given(call: Call, trace: Trace) -> list[tuple[int, Any]]:
+    """The sizes that a reshaping call is told, by the dim of its output that they are of."""
+    outputs = list(refs(call.outputs))
+    if call.name not in RESHAPES or not outputs:
+        return []
+    sizes = _sizes(call, 1, "shape", "size")
+    return [(dim, item) for dim, (_, item) in enumerate(sizes)] if _covers(sizes, outputs[0], trace) else []
+
+
+def _covers(sizes: list[tuple[Path, Any]], output: int, trace: Trace) -> bool:
+    return len(sizes) == len(trace.tensors[output].shape)
+
+
+def _reshape(call: Call, output: int, shards: Shards) -> Found:
+    sizes = _sizes(call, 1, "shape", "size")
+    if not _covers(sizes, output, shards.trace):
+        return []
+    return [
+        (path, item, _local(shards, output, dim))
+        for dim, (path, item) in enumerate(sizes)
+        if is_integer(item) and number(item) != -1
+    ]
+
+
+def _unflatten(call: Call, output: int, shards: Shards) -> Found:
+    _, dim = argument(call, 1, "dim")
+    path, sizes = argument(call, 2, "sizes")
+    start = number(dim) % len(shards.trace.tensors[call.args[0].id].shape)
+    return [((*path, i), item, _local(shards, output, start + i)) for i, item in enumerate(sizes) if number(item) != -1]
+
+
+def _fill(call: Call, output: int, shards: Shards) -> Found:
+    sizes = _sizes(call, 1 if call.name.startswith("new_") else 0, "size")
+    if len(sizes) != len(shards.trace.tensors[output].shape):
+        return []
+    return [(path, item, _local(shards, output, dim)) for dim, (path, item) in enumerate(sizes) if is_integer(item)]
+
+
+def _identity(call: Call, output: int, shards: Shards) -> Found:
+    """Rows, and columns where they are told."""
+    sizes = [(path, item) for path, item in (argument(call, 0, "n"), argument(call, 1, "m")) if is_integer(item)]
+    return [(path, item, _local(shards, output, dim)) for dim, (path, item) in enumerate(sizes)]
+
+
+def _split(call: Call, outputs: list[int], shards: Shards) -> Found:
+    path, sections = argument(call, 1, "split_size_or_sections", "split_size", "split_sizes")
+    wanted = [_local(shards, output, parted_dim(call, shards)) for output in outputs]
+    if isinstance(sections, tuple):
+        return [((*path, i), item, wanted[i]) for i, item in enumerate(sections)]
+    return [] if pieces_given(call, shards) else [(path, sections, wanted[0])]
+
+
+def _narrow(call: Call, shards: Shards) -> Found:
+    tensor = call.args[0].id
+    _, given = argument(call, 1, "dim")
+    dim = number(given) % len(shards.trace.tensors[tensor].shape)
+    if shards.layout_of(shards.axes.of(tensor)[dim]) is None:
+        return []
+    start_path, start = argument(call, 2, "start")
+    length_path, length = argument(call, 3, "length")
+    if not is_integer(start) or not is_integer(length):
+        return []
+    low = _bounds(shards, tensor, dim, number(start))
+    high = _bounds(shards, tensor, dim, number(start) + number(length))
+    width = tuple(h - lo for h, lo in zip(high, low, strict=True))
+    return [(start_path, start, low), (length_path, length, width)]
+
+
+def _bounds(shards: Shards, tensor: int, dim: int, bound: int) -> tuple[int, ...]:
+    term = shards.axes.of(tensor)[dim]
+    return tuple(shards.held_below(term, rank, bound) for rank in range(shards.tp))
+
+
+def _getitem(call: Call, shards: Shards) -> Found:
+    """Slice bounds and single indices along split dims; negative ones stay relative to the end."""
+    tensor = call.args[0].id
+    path, index = argument(call, 1)
+    items = index if isinstance(index, tuple) else (index,)
+    rank = len(shards.trace.tensors[tensor].shape)
+    found: Found = []
+    for position, dim, item in indexed_dims(items, rank, shards):
+        here = (*path, position) if isinstance(index, tuple) else path
+        if dim >= rank or shards.layout_of(shards.axes.of(tensor)[dim]) is None:
+            continue
+        size = shards.trace.tensors[tensor].shape[dim]
+        if isinstance(item, slice) and item.step not in (None, 1):
+            continue  # a step deals with positions inside a unit: what it says stays
+        if isinstance(item, slice):
+            for key in ("start", "stop"):
+                bound = _number_in(getattr(item, key), call, shards)
+                if is_integer(bound) and abs(number(bound)) < 2**31:
+                    found.append(((*here, key), bound, _index(shards, tensor, dim, number(bound), size)))
+        elif is_integer(item) and not _is_row(tensor, dim, shards):
+            found.append((here, item, _index(shards, tensor, dim, number(item), size)))
+        elif isinstance(item, tuple) and all(is_integer(i) for i in item):
+            for i, inner in enumerate(item):
+                found.append(((*here, i), inner, _index(shards, tensor, dim, number(inner), size)))
+    return found
+
+
+def _number_in(bound: Any, call: Call, shards: Shards) -> Any:
+    """A bound that is a number in a tensor was read out of it on the way."""
+    if not isinstance(bound, Ref):
+        return bound
+    read = (op for op in shards.trace.ops[slice(*call.ops)] if op.name == "_local_scalar_dense" and op.args[0] == bound)
+    return next((value for op in read for value in op.outputs if is_integer(value)), None)
+
+
+def _is_row(tensor: int, dim: int, shards: Shards) -> bool:
+    """A row of a table that is dealt out: its number stays, the rank that has the row answers."""
+    return dim == 0 and shards.axes.is_stored_weight(tensor)
+
+
+def _index(shards: Shards, tensor: int, dim: int, bound: int, size: int) -> tuple[int, ...]:
+    """An index or bound as it must be written on each rank."""
+    if bound >= size:  # beyond the end stays beyond the end
+        return (bound,) * shards.tp
+    local = _bounds(shards, tensor, dim, bound + size if bound < 0 else bound)
+    if bound >= 0:
+        return local
+    ends = _local(shards, tensor, dim)
+    return tuple(low - end for low, end in zip(local, ends, strict=True))
+
+
+def indexed_dims(items: tuple[Any, ...], rank: int, shards: Shards) -> Iterator[tuple[int, int, Any]]:
+    """(position in the index, dim of the tensor, item) for an indexing expression."""
+
+    def width(item: Any) -> int:
+        if item is None or item is Ellipsis or isinstance(item, bool):
+            return 0
+        if isinstance(item, Ref) and shards.trace.tensors[item.id].dtype == "bool":
+            return len(shards.trace.tensors[item.id].shape)
+        return 1
+
+    used = sum(width(item) for item in items)
+    dim = 0
+    for position, item in enumerate(items):
+        if item is Ellipsis:
+            dim += rank - used
+            continue
+        if width(item):
+            yield position, dim, item
+        dim += width(item)
+
+
+def _repeat(call: Call, output: int, shards: Shards) -> Found:
+    tensor = call.args[0].id
+    counts = _sizes(call, 1, "repeats", "dims")
+    pad = len(counts) - len(shards.trace.tensors[tensor].shape)
+    found: Found = []
+    for dim, (path, count) in enumerate(counts):
+        out = _local(shards, output, dim)
+        own = _local(shards, tensor, dim - pad) if dim >= pad else (1,) * shards.tp
+        if all(size and not o % size for o, size in zip(out, own, strict=True)):
+            found.append((path, count, tuple(o // size for o, size in zip(out, own, strict=True))))
+    return found
+
+
+def _repeat_interleave(call: Call, output: int, shards: Shards) -> Found:
+    path, count = argument(call, 1, "repeats")
+    _, given = argument(call, 2, "dim")
+    if not is_integer(count) or given is None:
+        return []
+    tensor = call.args[0].id
+    dim = number(given) % len(shards.trace.tensors[tensor].shape)
+    out, own = _local(shards, output, dim), _local(shards, tensor, dim)
+    if any(size == 0 or o % size for o, size in zip(out, own, strict=True)):
+        return []
+    return [(path, count, tuple(o // size for o, size in zip(out, own, strict=True)))]
+
+
+def _groups(call: Call, shards: Shards, position: int) -> Found:
+    """The groups of a convolution or group norm shrink with the channels, unless each group keeps some of them."""
+    path, groups = argument(call, position, "groups", "num_groups")
+    if groups is None or number(groups) == 1:
+        return []
+    tensor = call.args[0].id
+    size = shards.trace.tensors[tensor].shape[1]
+    local = _local(shards, tensor, 1)
+    if call.name in ("conv1d", "conv2d", "conv3d"):
+        in_group = _local(shards, argument(call, 1, "weight")[1].id, 1)
+        return [(path, groups, tuple(n // own for n, own in zip(local, in_group, strict=True)))]
+    return [(path, groups, tuple(number(groups) * n // size for n in local))]

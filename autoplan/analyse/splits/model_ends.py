@@ -1,0 +1,289 @@
+"""The two ends of a model: tables looked up by token, heads whose product leaves the model, products worth gathering.
+
+The vocabulary axis is not contracted with anything: it is a row of a table and a column of a head. It can be dealt out
+when nothing in the forward reads across it. Where something does (a softmax in forward, a norm after a dense layer)
+the product can still be computed in parts and gathered at once: the weight is split, everything after sees it whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from autoplan.analyse.infer import Axes
+from autoplan.analyse.placement.callflow import Border, CallFlow
+from autoplan.analyse.placement.reductions import CONVOLUTIONS, PRODUCTS
+from autoplan.analyse.placement.sums import Placement, Refusal
+from autoplan.analyse.shards import Shards
+from autoplan.analyse.splits.low_rank import branch_weights
+from autoplan.analyse.splits.requests import NO_DEMANDS, Demands
+from autoplan.axes.events import FORBIDDING
+from autoplan.axes.terms import Term, find, leaves
+from autoplan.common.layout import Layout
+from autoplan.values import HeadSite, HookSite, Op, Ref, Trace
+
+__all__ = [
+    "gathered_leaves",
+    "gathered_product",
+    "head_sites",
+    "products_to_gather",
+    "refuse_homeless_logits",
+    "vocabularies",
+]
+
+_WORTH_GATHERING = 0.004  # share of all matrix elements below which a whole weight is not worth an all-gather
+_LARGE_TABLE = 0.5  # of the largest table: smaller ones (positions, types) stay whole
+_VOCABULARY = 8192  # columns from which an uneven cut does not matter
+_LOOKED_UP = "embed_index"
+_PARTS = frozenset(
+    ("select", "slice", "split", "split_with_sizes", "unbind", "view", "_unsafe_view", "reshape", "unsqueeze")
+    + ("squeeze", "expand", "repeat", "repeat_interleave", "clone")
+)
+_PRODUCT = "free_a"  # a free dim of a product: of a head whose weight is worked on first
+
+
+def vocabularies(trace: Trace, axes: Axes) -> set[Term]:
+    """Leaves that are rows of a large table or columns of a head, and that nothing reads across."""
+    found = {leaf for leaf in _table_rows(trace, axes) | _head_columns(trace, axes)}
+    return {leaf for leaf in found if not (leaf.events & FORBIDDING) - {_LOOKED_UP} and not leaf.data}
+
+
+def _table_rows(trace: Trace, axes: Axes) -> set[Term]:
+    given = _given_ids(trace)
+    tables = [op.args[0].id for op in trace.ops if op.name == "embedding" and op.args[0].id in axes.weights
+              and op.args[1].id in given]  # fmt: skip
+    largest = max((prod(trace.tensors[t].shape) for t in tables), default=0)
+    found = set()
+    for table in tables:
+        rows = leaves(axes.of(table)[0])
+        large = prod(trace.tensors[table].shape) >= _LARGE_TABLE * largest
+        if large and len(rows) == 1 and rows[0].size == trace.tensors[table].shape[0]:
+            found.add(find(rows[0]))
+    return found
+
+
+def _given_ids(trace: Trace) -> set[int]:
+    """The model's inputs, parts of them (ids of several codebooks come in one tensor) and copies (once a frame)."""
+    found = {tensor for tensor, info in enumerate(trace.tensors) if info.kind == "input"}
+    for op in trace.ops:
+        if op.name in _PARTS and isinstance(op.args[0], Ref) and op.args[0].id in found:
+            found |= {output.id for output in op.outputs}
+    return found
+
+
+def _head_columns(trace: Trace, axes: Axes) -> set[Term]:
+    """Leaves of a weight's dim that make up a whole last dim of something the model returns."""
+    in_weights = {
+        find(leaf)
+        for tensor, info in enumerate(trace.tensors)
+        if info.kind == "parameter" and len(info.shape) >= 2
+        for leaf in leaves(axes.of(tensor)[0])
+    }
+    found = set()
+    for visit in trace.visits:
+        if visit.module == "":
+            for _, tensor in visit.outputs:
+                terms = axes.of(tensor)
+                last = leaves(terms[-1]) if len(terms) >= 2 else []
+                if len(last) == 1 and find(last[0]) in in_weights and not last[0].events - {_LOOKED_UP, _PRODUCT}:
+                    found.add(find(last[0]))
+    return found
+
+
+def products_to_gather(
+    trace: Trace, axes: Axes, shards: Shards, tp: int, indivisible: Container[Term], demands: Demands = NO_DEMANDS
+) -> set[int]:
+    """Matrix products and convolutions of something whole with a large weight that stayed whole: their outputs may be
+    split and gathered at once.
+
+    A weight that stayed whole because its units do not divide stays so: the plan lists it with the sizes that would do.
+    """
+    total = sum(prod(t.shape) for t in trace.tensors if t.kind == "parameter" and len(t.shape) >= 2)
+    wanted = set()
+    products = {index: found for index, op in enumerate(trace.ops) if (found := product_weight(op, axes)) is not None}
+    branches = branch_weights(axes, {weight for weight, _ in products.values() if len(axes.of(weight)) == 2})
+    ends = _ends_of_products(trace, axes, products)
+    for index, (weight, out) in products.items():
+        inputs = {ref.id for ref in trace.ops[index].args if isinstance(ref, Ref)} - axes.weights
+        if index not in ends or weight in branches or any(map(shards.is_split, inputs)):
+            continue
+        if _root_is_split(weight, axes, shards):
+            continue
+        if not demands.may_gather(trace.tensors[axes.sources[weight]].names):
+            continue
+        shape, stored = trace.tensors[weight].shape, trace.tensors[axes.sources[weight]].shape
+        odd = any(find(leaf) in indivisible for term in axes.of(weight) for leaf in leaves(term))
+        size = min(prod(shape), prod(stored))
+        if size >= _WORTH_GATHERING * total and not odd and (shape[out] % tp == 0 or shape[out] >= _VOCABULARY):
+            wanted.add(ends[index])
+    return wanted
+
+
+def _ends_of_products(trace: Trace, axes: Axes, products: Container[int]) -> dict[int, int]:
+    """For each product the op whose result is what its call returns: itself, or the one that adds the call's bias.
+
+    What else a call adds is whole on every rank: such a product has no place for a gather.
+    """
+    found: dict[int, int] = {}
+    for call in trace.calls:
+        if call.name in CONVOLUTIONS:
+            found.update((index, index) for index in range(*call.ops))
+        elif call.name in PRODUCTS:
+            added = [index for index in range(*call.ops) if trace.ops[index].name in ("add", "add_")]
+            alone = len(added) == 1 and added_bias(trace.ops[added[0]], axes) is not None
+            for index in filter(products.__contains__, range(*call.ops)):
+                if alone and index < added[0]:
+                    found[index] = added[0]
+                elif index >= max(added, default=index):
+                    found[index] = index
+    return found
+
+
+def added_bias(op: Op, axes: Axes) -> int | None:
+    """The parameter of one dim that an op adds to what is no parameter."""
+    if op.name != "add" or len(op.args) != 2 or not all(isinstance(arg, Ref) for arg in op.args):
+        return None
+    value, bias = (arg.id for arg in op.args)
+    stored = axes.is_stored_weight(bias) and len(axes.of(bias)) == 1
+    return bias if stored and value not in axes.weights else None
+
+
+def product_weight(op: Op, axes: Axes) -> tuple[int, int] | None:
+    """The weight in a product with an activation (transposed, in a matrix product), and its dim that the result has."""
+    if op.name in ("mm", "addmm"):
+        (other, weight), out = op.args[-2:], 1
+    elif op.name == "bmm" and _stretched(op.args[1], axes):
+        (other, weight), out = op.args[:2], -1
+    elif op.name == "convolution" and not op.args[6] and op.args[8] == 1:  # not transposed, one group
+        (other, weight), out = op.args[:2], 0
+    else:
+        return None
+    if not isinstance(weight, Ref) or not isinstance(other, Ref):
+        return None
+    return (weight.id, out) if weight.id in axes.weights and other.id not in axes.weights else None
+
+
+def gathered_product(op: Op, axes: Axes) -> tuple[int, int] | None:
+    """Of an op whose result is gathered: the parameter that says how it is dealt out, a weight or a bias, and in which
+    of its dims."""
+    bias = added_bias(op, axes)
+    return product_weight(op, axes) if bias is None else (bias, 0)
+
+
+def _stretched(weight: Any, axes: Axes) -> bool:
+    """Is this a matrix that was stretched over a batch? (Some matmuls are carried out so.)"""
+    if not isinstance(weight, Ref) or weight.id not in axes.weights:
+        return False
+    stored = {find(leaf) for term in axes.of(axes.sources[weight.id]) for leaf in leaves(term)}
+    batch = {find(leaf) for leaf in leaves(axes.of(weight.id)[0])}
+    return len(axes.of(axes.sources[weight.id])) == 2 and batch.isdisjoint(stored)
+
+
+def _root_is_split(weight: int, axes: Axes, shards: Shards) -> bool:
+    return any(shards.layout_of(term) is not None for term in axes.of(weight))
+
+
+def gathered_leaves(trace: Trace, axes: Axes) -> set[Term]:
+    """The output axes of products to gather, when they are an axis of their own."""
+    found = set()
+    for index in axes.gathered:
+        product = gathered_product(trace.ops[index], axes)
+        if product is None:
+            continue
+        weight, dim = product
+        out = leaves(axes.of(weight)[dim])
+        if len(out) == 1 and not out[0].events & (FORBIDDING | {"contract_w", "contract_a"}) - {_LOOKED_UP}:
+            found.add(find(out[0]))
+    return found
+
+
+def head_sites(
+    trace: Trace, flow: CallFlow, shards: Shards, placement: Placement, vocabulary: set[Term]
+) -> tuple[tuple[HeadSite, ...], tuple[HookSite, ...]]:
+    """Vocabulary tables to mask, heads whose product leaves the model, other split outputs to gather at its exit."""
+    heads: dict[HeadSite, None] = {}
+    gathers: dict[HookSite, None] = {}
+    for index, border in placement.embeddings.items():
+        table = trace.calls[index].args[1].id
+        heads[HeadSite(border.module, "embedding", trace.tensors[table].shape[0], 0, (border.path,))] = None
+    for module, path, tensor, dim, layout in _split_outputs(trace, shards):
+        back = dim - len(trace.tensors[tensor].shape)
+        if _is_logits(tensor, dim, shards, vocabulary):
+            border_of_head = _head_border(tensor, flow, shards)
+            assert border_of_head is not None
+            heads[HeadSite(border_of_head.module, "logits", layout.size, back, (path,))] = None
+        else:
+            gathers[HookSite(module, "output", path, "gather", back, str(layout))] = None
+    return tuple(heads), _of_every_block(tuple(gathers), trace)
+
+
+def _of_every_block(gathers: tuple[HookSite, ...], trace: Trace) -> tuple[HookSite, ...]:
+    """Where all items of a sequence are gathered alike, whatever their number: the trace had fewer blocks."""
+    returned = {path for visit in trace.visits if visit.parent is None for path, _ in visit.outputs}
+    found: dict[HookSite, None] = {}
+    for site in gathers:
+        *above, last = site.path or ("",)
+        items = {path for path in returned if len(path) == len(site.path) and list(path[:-1]) == above}
+        alike = {other.path for other in gathers if replace(other, path=site.path) == site}
+        every = above and isinstance(last, int) and len(items) > 1 and items <= alike
+        found[replace(site, path=(*above, "*")) if every else site] = None
+    return tuple(found)
+
+
+def refuse_homeless_logits(
+    trace: Trace, flow: CallFlow, shards: Shards, placement: Placement, vocabulary: set[Term]
+) -> None:
+    """A loss inside forward needs whole logits; they can be gathered only where a module returns them."""
+    for _, _, tensor, dim, _ in _split_outputs(trace, shards):
+        if _is_logits(tensor, dim, shards, vocabulary) and _head_border(tensor, flow, shards) is None:
+            why = "the head's product is not what a module returns, so it could not be gathered for a loss"
+            placement.refusals.append(Refusal(-1, why, (tensor,)))
+
+
+def _split_outputs(trace: Trace, shards: Shards) -> Iterator[tuple[str, tuple[Any, ...], int, int, Layout]]:
+    """What the model, or a part that is called alone, returns in pieces: module, path, tensor, dim, layout."""
+    for visit in trace.visits:
+        if visit.parent is None:
+            for path, tensor in visit.outputs:
+                for dim, layout in enumerate(shards.layouts(tensor)):
+                    if layout is not None:
+                        yield visit.module, path, tensor, dim, layout
+
+
+def _is_logits(tensor: int, dim: int, shards: Shards, vocabulary: set[Term]) -> bool:
+    terms = shards.axes.of(tensor)
+    return dim == len(terms) - 1 and find(terms[dim]) in vocabulary
+
+
+def _head_border(tensor: int, flow: CallFlow, shards: Shards) -> Border | None:
+    """Where the product that became a split output leaves its module: walk back while one split value makes another."""
+    seen = set()
+    while tensor in flow.producer and tensor not in seen:
+        seen.add(tensor)
+        call = flow.producer[tensor]
+        split = [t for t in flow.inputs[call] if shards.is_split(t)]
+        activations = [t for t in split if not _is_of_weights(t, flow)]
+        made_of_weight = len(activations) < len(split)
+        if made_of_weight and not activations:
+            module = flow.trace.calls[call].module
+            leaving = [b for b in flow.leaving.get(tensor, []) if b.module == module and b.path == ()]
+            return leaving[0] if leaving and module else None
+        if not activations:
+            return None
+        tensor = activations[0]
+    return None
+
+
+def _is_of_weights(tensor: int, flow: CallFlow) -> bool:
+    """A parameter, or made of parameters alone: a head may norm its rows before it multiplies with them."""
+    waiting, seen = [tensor], {tensor}
+    while waiting:
+        one = waiting.pop()
+        made_of = [t for t in flow.inputs[flow.producer[one]] if t != one] if one in flow.producer else []
+        if not made_of and (one in flow.producer or flow.trace.tensors[one].kind != "parameter"):
+            return False
+        waiting += [t for t in made_of if t not in seen]
+        seen.update(made_of)
+    return True

@@ -1,0 +1,265 @@
+"""What each block moves between ranks, by the plan, beside the least that its split owes.
+
+Bytes are those of the whole value that is summed or gathered, for each token of the block's stream; a sum to all ranks
+counts twice, since it is a reduce-scatter and an all-gather. So tensor parallelism and sequence parallelism compare.
+Gradients of parameters that every rank holds are summed once a step, however many tokens there are: they are counted
+apart.
+
+Where a block moves more than the least, `excess` says which sums do not share, and why none of them could be spared.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from autoplan.analyse.placement.callflow import CallFlow
+from autoplan.analyse.placement.reductions import DIVIDING, lengths_in
+from autoplan.analyse.shards import Shards
+from autoplan.analyse.traffic.lower_bound import Payment, least_payments, spread_numbers
+from autoplan.values import ModuleVisit, Runtime, ScopedCall, Traffic
+
+__all__ = ["Excess", "block_traffic"]
+
+_BOTH_WAYS = "all_reduce"  # costs twice what a gather or a reduce-scatter does
+_MOVES = {  # action -> what it does forward, and backward
+    "reduce": ("all_reduce", ""),
+    "mean": ("all_reduce", ""),
+    "copy": ("", "all_reduce"),
+    "gather": ("all_gather", ""),
+    "gather_whole": ("all_gather", ""),
+    "gather_sum": ("all_gather", "reduce_scatter"),
+    "reduce_scatter": ("reduce_scatter", "all_gather"),
+    "scatter": ("", "all_gather"),
+}
+
+
+_NEAR = 200  # values to look at in search of the one that is summed
+_ENDS = (("input", "scatter"), ("output", "gather_whole"))
+
+
+@dataclass(frozen=True)
+class _Move:
+    """One collective of one call of the model: where, what, of which value."""
+
+    calls: tuple[int, int]
+    module: str
+    backward: bool
+    kind: str
+    elements: int
+    tensor: int
+
+    @property
+    def weight(self) -> int:
+        return self.elements * (2 if self.kind == _BOTH_WAYS else 1)
+
+
+@dataclass(frozen=True)
+class Excess:
+    """A block that moves more than the least in one direction, and why."""
+
+    block: str
+    reason: str
+
+
+class _Blocks:
+    """The runs of each block in the first run of the model that has any, and how many tokens go through each."""
+
+    def __init__(self, shards: Shards, names: Iterable[str]) -> None:
+        self.trace = shards.trace
+        wanted = set(names)
+        self.visits: dict[str, list[ModuleVisit]] = {}
+        for root in (visit for visit in self.trace.visits if visit.parent is None):
+            found: dict[str, list[ModuleVisit]] = {}
+            for visit in self.trace.visits:
+                inside = root.calls[0] <= visit.calls[0] < visit.calls[1] <= root.calls[1]
+                if visit.module in wanted and inside:
+                    found.setdefault(visit.module, []).append(visit)
+            self.visits = {**found, **self.visits}
+
+    def tokens(self, visit: ModuleVisit) -> int:
+        """The elements of the stream's first value but for its last dim."""
+        infos = (self.trace.tensors[t] for _, t in visit.inputs)
+        return next((prod(info.shape[:-1]) for info in infos if info.differentiable and len(info.shape) > 1), 1)
+
+
+def block_traffic(
+    shards: Shards, runtime: Runtime, reductions: dict[int, str], blocks: Iterable[str]
+) -> tuple[tuple[Traffic, ...], tuple[Excess, ...]]:
+    """The traffic of each block (of those that were traced), and what exceeds the least."""
+    flow = CallFlow(shards.trace)
+    names = set(blocks)
+    moves = tuple(_moves(shards, flow, runtime, names))
+    payments = least_payments(shards, flow, reductions)
+    runs = _Blocks(shards, names)
+    traffic, excess = [], []
+    for name, visits in runs.visits.items():
+        spans = [visit.calls for visit in visits]
+        inside = [m for m in moves if _in_spans(spans, m.calls[0], m.calls[1] - 1) and _within(m.module, name)]
+        owed = [p for p in payments if _in_spans(spans, (min if p.backward else max)(p.calls))]
+        one = _traffic(name, inside, owed, runs.tokens(visits[0]), _summed_once(shards, runtime, name), shards)
+        traffic.append(one)
+        excess += [Excess(name, reason) for reason in _reasons(one, inside, owed, flow, reductions)]
+    return tuple(traffic), tuple(excess)
+
+
+def _in_spans(spans: list[tuple[int, int]], *calls: int) -> bool:
+    return any(all(first <= call < last for call in calls) for first, last in spans)
+
+
+def _within(module: str, block: str) -> bool:
+    return module == block or module.startswith(f"{block}.")
+
+
+# ------------------------------------------------------------------------------------------------ what will be moved
+
+
+def _moves(shards: Shards, flow: CallFlow, runtime: Runtime, blocks: Collection[str]) -> Iterator[_Move]:
+    """Every collective of the plan, but for those that begin and end a stream of shares: they are no block's."""
+    trace, reached = shards.trace, flow.with_gradients()
+    visits: dict[str, list[ModuleVisit]] = {}
+    for visit in trace.visits:
+        visits.setdefault(visit.module, []).append(visit)
+    for hook in runtime.hooks:
+        if hook.pattern in blocks and (hook.side, hook.action) in _ENDS:
+            continue
+        forward, backward = _MOVES.get(hook.action, ("", ""))
+        for visit in visits.get(hook.pattern, []):
+            tensor = dict(visit.inputs if hook.side == "input" else visit.outputs).get(hook.path)
+            if tensor is None:
+                continue
+            elements = prod(trace.tensors[tensor].shape)
+            if forward:
+                yield _Move(visit.calls, visit.module, False, forward, elements, tensor)
+            if backward and tensor in reached:
+                yield _Move(visit.calls, visit.module, True, backward, elements, tensor)
+    for scoped in runtime.scoped:
+        yield from _scoped_moves(scoped, shards, flow, reached)
+
+
+def _scoped_moves(scoped: ScopedCall, shards: Shards, flow: CallFlow, reached: Collection[int]) -> Iterator[_Move]:
+    trace = shards.trace
+    place, _, number = scoped.place.partition("#")
+    rounds: Counter[int] = Counter()
+    for index, call in enumerate(trace.calls):
+        if (call.module, call.name, call.place) != (scoped.pattern, scoped.name, place):
+            continue
+        rounds[call.visit] += 1
+        if number and int(number) != rounds[call.visit]:
+            continue
+        made = flow.outputs[index][0]
+        span, output = (index, index + 1), prod(trace.tensors[made].shape)
+        if scoped.reduce in ("sum", "mean", "embedding", "gather", "row"):
+            kind = "all_gather" if scoped.reduce == "gather" else _BOTH_WAYS
+            yield _Move(span, call.module, False, kind, output, made)
+        if scoped.reduce == "norm":
+            rows = output // trace.tensors[made].shape[-1] * (2 if "layer" in call.name else 1)
+            yield _Move(span, call.module, False, _BOTH_WAYS, rows, made)
+            if made in reached:
+                yield _Move(span, call.module, True, _BOTH_WAYS, rows, made)
+        if scoped.reduce == "length":
+            lengths = lengths_in(call, trace)[1]
+            yield _Move(span, call.module, False, _BOTH_WAYS, lengths, made)
+            if call.name in DIVIDING and made in reached:
+                yield _Move(span, call.module, True, _BOTH_WAYS, lengths, made)
+        if scoped.reduce == "spread":
+            yield _Move(span, call.module, False, "all_gather", output * spread_numbers(shards.tp), made)
+        for path in scoped.copies:
+            for tensor in flow.inputs[index]:
+                if path in flow.path_of(index, tensor) and made in reached:
+                    yield _Move(span, call.module, True, _BOTH_WAYS, prod(trace.tensors[tensor].shape), tensor)
+
+
+def _summed_once(shards: Shards, runtime: Runtime, block: str) -> int:
+    """The bytes of parameters in a block whose gradients are summed."""
+    known = shards.trace.by_name
+    names = {rule.pattern for rule in runtime.parameters if rule.gradient != "local" and _within(rule.pattern, block)}
+    tensors = [shards.trace.tensors[known[name]] for name in names if name in known]
+    return sum(2 * prod(info.shape) * info.item_size for info in tensors)
+
+
+# ------------------------------------------------------------------------------------------------ side by side
+
+
+def _traffic(name: str, moves: list[_Move], owed: list[Payment], tokens: int, once: int, shards: Shards) -> Traffic:
+    size = shards.trace.tensors[0].item_size if shards.trace.tensors else 1
+    sizes = [info.item_size for info in shards.trace.tensors if info.kind == "parameter" and info.differentiable]
+    size = max(sizes, default=size)
+
+    def counted(backward: bool) -> dict[str, tuple[int, int]]:
+        kinds = dict.fromkeys(move.kind for move in moves if move.backward == backward)
+        found = {kind: [m.weight for m in moves if m.backward == backward and m.kind == kind] for kind in kinds}
+        return {kind: (len(weights), sum(weights) * size // tokens) for kind, weights in found.items()}
+
+    def least(backward: bool) -> tuple[int, int]:
+        """The bound; but what the plan does is possible, so it is never more than that."""
+        mine = [p for p in owed if p.backward == backward]
+        bound = len(mine), sum(p.elements * (1 if p.gathered else 2) for p in mine) * size // tokens
+        done = counted(backward).values()
+        planned = sum(number for number, _ in done), sum(weight for _, weight in done)
+        return min(bound, planned, key=lambda one: one[1])
+
+    return Traffic(name, counted(False), counted(True), least(False), least(True), once)
+
+
+def _reasons(
+    one: Traffic, moves: list[_Move], owed: list[Payment], flow: CallFlow, reductions: Mapping[int, str]
+) -> Iterator[str]:
+    """Why a block moves more than the least, one line for each direction in which it does."""
+    for backward in (False, True):
+        have = sum(size for _, size in (one.backward if backward else one.forward).values())
+        need = (one.least_backward if backward else one.least_forward)[1]
+        if have > need:
+            mine = [move for move in moves if move.backward == backward]
+            apart = [
+                ", ".join(places)
+                for payment in owed
+                if payment.backward == backward
+                and len(places := _places(payment, mine, flow, reductions, one.block)) > 1
+            ]
+            said = f"{'backward' if backward else 'forward'}: {have} bytes a token where {need} could do"
+            yield f"{said}: {_why(backward, apart, mine, one.block)}"
+
+
+def _places(
+    payment: Payment, moves: list[_Move], flow: CallFlow, reductions: Mapping[int, str], block: str
+) -> list[str]:
+    """Where the plan pays what one payment could: the values with a sum that are nearest to each call that owes."""
+    paid = {move.tensor: move.module for move in moves}
+    found: dict[str, None] = {}
+    for call in sorted(payment.calls):
+        seen: set[int] = set()
+        waiting = list(flow.inputs[call] if payment.backward else flow.outputs[call])
+        while waiting and len(seen) < _NEAR:
+            tensor = waiting.pop(0)
+            if tensor in seen:
+                continue
+            seen.add(tensor)
+            if tensor in paid:
+                found[_short(paid[tensor], block)] = None
+                break
+            if payment.backward:
+                made = flow.producer.get(tensor)
+                waiting += flow.inputs[made] if made is not None and made not in reductions else []
+            else:
+                waiting += [made for use in flow.uses[tensor] for made in flow.outputs[use]]
+    return list(found)
+
+
+def _why(backward: bool, apart: list[str], moves: list[_Move], block: str) -> str:
+    if apart and backward:
+        text = "the gradients at {} are summed apart, since what they flow back to gets a whole gradient beside them"
+        return "; ".join(map(text.format, apart))
+    if apart:
+        text = "{} are summed apart, since the block's own code does more with them than add them to each other"
+        return "; ".join(map(text.format, apart))
+    whole = dict.fromkeys(_short(move.module, block) for move in moves if move.kind != _BOTH_WAYS)
+    if whole and any(move.kind == "all_gather" for move in moves):
+        return f"the sequence is gathered, or dealt out again, where an op needs all of it: at {', '.join(whole)}"
+    return f"sums at {', '.join(dict.fromkeys(_short(move.module, block) for move in moves))}, one for each value"
+
+
+def _short(module: str, block: str) -> str:
+    return module.removeprefix(block).removeprefix(".") or "the block itself"

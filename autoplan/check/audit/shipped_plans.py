@@ -1,0 +1,140 @@
+"""Every plan that the installed transformers ships, audited: which are exact, dear, incomplete, dead, or wrong.
+
+Each architecture is built as a tiny clone, so that all of its code runs; its plan is carried out by transformers on
+simulated ranks. One process does them in turn; one that brings it down, or takes too long, is a line of the table.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import TimeoutError as TooLate
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from autoplan.common.errors import AutoplanError
+from autoplan.values import Report
+
+__all__ = ["MAPPINGS", "Wild", "audit_all", "audit_one"]
+
+MAPPINGS = ("causal_lm", "image_text", "seq2seq", "masked_lm", "speech")
+Progress = Callable[[int, int, "Wild"], None]
+
+
+@dataclass(frozen=True)
+class Wild:
+    """One shipped plan. `verdict`: exact, wrong (it runs, and numbers differ), cannot run (the sharded model raises),
+    no plan, not comparable, or not built (the model itself does not run here).
+
+    `whole` is the share of splittable bytes that the plan leaves whole; `dearer`, `dead` count entries.
+    """
+
+    mapping: str
+    model_type: str
+    class_name: str
+    verdict: str
+    dearer: int = 0
+    dead: int = 0
+    whole: float = 0.0
+    errors: tuple[str, ...] = ()
+    proof: str = ""
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def audit_all(
+    mappings: Iterable[str] = MAPPINGS,
+    tp_size: int = 2,
+    *,
+    only: Sequence[str] = (),
+    timeout: float = 120.0,
+    progress: Progress | None = None,
+) -> tuple[Wild, ...]:
+    """Audit every architecture of these mappings (or `only` these model types), in transformers' order."""
+    from autoplan.hf.catalogue import architectures
+
+    wanted = [(m, t, c) for m in mappings for t, c in architectures(m) if not only or t in only]
+    if not wanted:
+        raise AutoplanError(f"no architecture of {', '.join(mappings)} is called {', '.join(only)}")
+    rows: list[Wild] = []
+    pool = _pool()
+    try:
+        for mapping, model_type, class_name in wanted:
+            try:
+                row = pool.submit(audit_one, mapping, model_type, class_name, tp_size).result(timeout)
+            except (TooLate, BrokenProcessPool) as error:
+                _end(pool)
+                pool = _pool()
+                reason = f"{type(error).__name__}: {error}"
+                row = Wild(mapping, model_type, class_name, "not built", proof=reason)
+            rows.append(row)
+            if progress:
+                progress(len(rows), len(wanted), row)
+    finally:
+        _end(pool)
+    return tuple(rows)
+
+
+def _pool() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn"))
+
+
+def _end(pool: ProcessPoolExecutor) -> None:
+    """End the pool's own process, also when it is still busy."""
+    processes = list((getattr(pool, "_processes", None) or {}).values())
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in processes:
+        process.terminate()
+
+
+def audit_one(mapping: str, model_type: str, class_name: str, tp_size: int = 2) -> Wild:
+    """One architecture. Raises nothing that an architecture can cause."""
+    import torch
+
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    try:
+        verdict = _audited(mapping, model_type, class_name, tp_size)
+    except Exception as error:  # one architecture must not stop the others, and its line says what happened
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        verdict = Wild(mapping, model_type, class_name, "not built", proof=reason)
+    return replace(verdict, seconds=round(time.perf_counter() - start, 2))
+
+
+def _audited(mapping: str, model_type: str, class_name: str, tp_size: int) -> Wild:
+    from autoplan.check.audit.auditor import audit_source
+    from autoplan.check.verify.clone import clone_of
+    from autoplan.hf.source import resolve
+
+    clone = clone_of(resolve(f"{model_type}:{class_name}"))
+    if not getattr(clone.model, "_tp_plan", None):
+        return Wild(mapping, model_type, class_name, "no plan")
+    source = resolve(clone.model, inputs=clone.entries)
+    return _row(Wild(mapping, model_type, class_name, ""), audit_source(source, "hf", tp_size))
+
+
+def _row(blank: Wild, report: Report) -> Wild:
+    ran = str(report.details["ran"])
+    errors = [finding for finding in report.findings if finding.level == "error"]
+    crashed = next((f.proof for f in errors if f.check == "numbers" and f.message.startswith("cannot run")), "")
+    verdict = (
+        "not comparable" if ran.startswith("not run")
+        else "exact" if ran.startswith("exact") and not errors
+        else "cannot run" if crashed
+        else "wrong"
+    )  # fmt: skip
+    proof = crashed or next((finding.proof for finding in errors if finding.proof), "")
+    return replace(
+        blank,
+        verdict=verdict,
+        dearer=sum(word == "dearer" for word in report.details["verdicts"].values()),
+        dead=sum(finding.check == "dead-keys" for finding in report.findings),
+        whole=round(float(report.details["whole"]), 3),
+        errors=tuple(dict.fromkeys(finding.check for finding in errors)),
+        proof=proof,
+    )

@@ -1,0 +1,190 @@
+"""Ranks as processes with a real gloo process group on the loopback device.
+
+Processes come from a fork server that has loaded torch and does nothing else, so that the second run does not pay for
+the imports again and no forked child inherits a thread. What goes in and out travels as pickled bytes: tensors are
+copied, never moved into shared memory, and the caller's model is not touched. The first rank that fails ends the run.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from autoplan.check.ranks.run import RankError, RankTimeout
+from autoplan.common.errors import AutoplanError
+from autoplan.patches.kernels import on_reference_path
+
+__all__ = ["start_and_collect"]
+
+_PRELOADED = ["torch", "torch.distributed.tensor", "transformers.modeling_utils"]
+
+
+def start_and_collect(target: Callable[..., Any], args: tuple[Any, ...], world_size: int, timeout: float) -> list[Any]:
+    """`run_processes`: start the ranks, wait for all or for the first failure, return their results."""
+    try:
+        job = _packed((target, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise AutoplanError(
+            f"{getattr(target, '__qualname__', target)!r} cannot be sent to other processes: {error}",
+            hint="use a function at the top of a module with picklable arguments, or engine='threads'",
+        ) from error
+    context = _context()
+    with tempfile.TemporaryDirectory(prefix="autoplan-ranks-") as folder:
+        processes, pipes = [], []
+        try:
+            for rank in range(world_size):
+                receiving, sending = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_rank_main, args=(rank, world_size, folder, timeout, job, sending), daemon=True
+                )
+                process.start()
+                sending.close()
+                processes.append(process)
+                pipes.append(receiving)
+            return _collect(pipes, timeout)
+        finally:
+            for process in processes:
+                process.terminate()
+                process.join()
+
+
+def _context() -> Any:
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
+def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    while len(results) < len(pipes):
+        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+        ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            missing = [rank for rank in range(len(pipes)) if rank not in results]
+            raise RankTimeout(
+                f"ranks {missing} of {len(pipes)} did not end in {timeout:g} s",
+                hint="every rank must issue the same collectives in the same order",
+            )
+        failed: list[tuple[float, int, Any]] = []
+        for pipe in ready:
+            rank = pipes.index(pipe)  # type: ignore[arg-type]
+            try:
+                ok, when, payload = _unpacked(pipes[rank].recv_bytes())
+            except EOFError:
+                ok, when, payload = False, time.monotonic(), "nothing: its process ended without a word (killed?)"
+            if isinstance(payload, bytes):
+                payload = pickle.loads(payload)
+            if ok:
+                results[rank] = payload
+            else:
+                failed.append((when, rank, payload))
+        if failed:
+            _, rank, cause = min(failed, key=lambda failure: failure[:2])
+            raise RankError(rank, len(pipes), cause)
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank_main(rank: int, world_size: int, folder: str, timeout: float, job: bytes, pipe: Connection) -> None:
+    """The whole life of one rank's process.
+
+    What happened is told before the group is left: the others fail as soon as a rank hangs up, and the first to report
+    is taken for the cause.
+    """
+    import torch.distributed as dist
+
+    try:
+        result = _run(rank, world_size, folder, timeout, job)
+        message = _packed((True, time.monotonic(), result))
+    except BaseException as error:  # the caller raises it
+        message = _packed((False, time.monotonic(), _sendable(error)))
+    pipe.send_bytes(message)
+    pipe.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _packed(value: Any) -> bytes:
+    """Pickled by torch: plain pickle writes tensors in an old format that knows no 8-bit floats."""
+    import torch
+
+    target = io.BytesIO()
+    torch.save(value, target, pickle_module=SimpleNamespace(__name__="pickle", Pickler=_Pickler))
+    return target.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Sends modules with parametrizations too (weight norm): their class is made on the spot, and is made again."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, nn.Module) or not parametrize.is_parametrized(value):
+            return NotImplemented
+        # Without the hooks that read the names of old checkpoints: they are functions that nobody can send.
+        state = {**value.__dict__, "_load_state_dict_pre_hooks": OrderedDict()}
+        return _bare, (type(value).__mro__[1],), state, None, None, _parametrized_again
+
+
+def _bare(kind: Any) -> Any:
+    return kind.__new__(kind)
+
+
+def _parametrized_again(module: nn.Module, state: dict[str, Any]) -> None:
+    module.__dict__.update(state)
+    parametrize._inject_new_class(module)
+    names: Any = module.parametrizations
+    for name in names:
+        parametrize._inject_property(module, name)
+
+
+def _unpacked(sent: bytes) -> Any:
+    import torch
+
+    return torch.load(io.BytesIO(sent), weights_only=False)
+
+
+def _sendable(error: BaseException) -> bytes | str:
+    """The error itself if it survives the journey, else its text; torch's own errors and many users' do not."""
+    text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+    try:
+        sent = pickle.dumps(error)
+        again = pickle.loads(sent)
+    except Exception:  # any class may fail in any way here, and the text says all
+        return text
+    return sent if isinstance(error, AutoplanError) and str(again) == str(error) else text
+
+
+def _run(rank: int, world_size: int, folder: str, timeout: float, job: bytes) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, "store"), world_size)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=timeout))
+    target, args = _unpacked(job)
+    with on_reference_path():
+        result = target(rank, *args)
+    dist.barrier()  # nobody leaves while another still needs it
+    return result

@@ -1,0 +1,103 @@
+"""N ranks without N machines.
+
+A plan is only believed once the sharded model has run on several ranks. Two engines do that:
+
+`threads`  every rank is a thread of this process and collectives meet in memory: starts in milliseconds, any callable
+           will do, results come back as they are. The default. (`threads.py`, where all private torch API lives)
+`gloo`     every rank is a process with a real process group on the loopback device: slower to start, the callable
+           must be picklable and results are copied back. The cross-check. (`processes.py`)
+
+Neither disturbs the caller: thread count, random state and a process group that is already alive are as they were.
+This module loads no torch until it is asked to run something.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, TypeVar
+
+from autoplan.common.errors import AutoplanError
+
+__all__ = [
+    "Engine",
+    "RankError",
+    "RankTimeout",
+    "count_collectives",
+    "one_compute_thread",
+    "run_processes",
+    "run_ranks",
+]
+
+Engine = Literal["threads", "gloo"]
+Result = TypeVar("Result")
+
+
+class RankError(AutoplanError):
+    """A simulated rank raised. `rank` is the first that did, `cause` what it raised (on gloo: its traceback's text)."""
+
+    def __init__(self, rank: int, world_size: int, cause: BaseException | str) -> None:
+        text = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
+        super().__init__(f"rank {rank} of {world_size} raised {text}")
+        self.rank, self.cause = rank, cause
+
+
+class RankTimeout(AutoplanError):
+    """Simulated ranks did not finish: usually they wait in different collectives."""
+
+
+def run_ranks(
+    fn: Callable[[int], Result], world_size: int, *, engine: Engine = "threads", timeout: float = 120.0
+) -> list[Result]:
+    """Call `fn(rank)` on each of `world_size` simulated ranks and return what each of them returned.
+
+    Inside, the default process group is initialised and device meshes on "cpu" can be made. Every rank starts from the
+    caller's random state and then draws on its own. `gloo` needs a picklable `fn`.
+
+    >>> import torch.distributed as dist
+    >>> run_ranks(lambda rank: rank + dist.get_world_size(), 2)
+    [2, 3]
+    """
+    if engine not in ("threads", "gloo"):
+        raise AutoplanError(f"unknown engine {engine!r}", hint="choose 'threads' or 'gloo'")
+    if engine == "gloo":
+        return run_processes(fn, (), world_size, timeout=timeout)
+    from autoplan.check.ranks.threads import run_threads
+
+    return run_threads(fn, _checked(world_size), timeout)
+
+
+def run_processes(
+    target: Callable[..., Any], args: Sequence[Any], world_size: int, *, timeout: float = 300.0
+) -> list[Any]:
+    """Call the picklable `target(rank, *args)` in `world_size` gloo processes; results come back as copies."""
+    from autoplan.check.ranks.processes import start_and_collect
+
+    return start_and_collect(target, tuple(args), _checked(world_size), timeout)
+
+
+def count_collectives() -> AbstractContextManager[Counter[str]]:
+    """Count the collectives this rank issues inside the block, by kind: `Counter({"all_reduce": 4})`. Either engine."""
+    from autoplan.check.ranks.threads import counted
+
+    return counted()
+
+
+@contextmanager
+def one_compute_thread() -> Iterator[None]:
+    """Tiny tensors only: OpenMP threads that wait for each other make them many times slower, ranks even more so."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _checked(world_size: int) -> int:
+    if world_size < 1:
+        raise AutoplanError(f"cannot simulate {world_size} ranks", hint="world_size must be at least 1")
+    return world_size

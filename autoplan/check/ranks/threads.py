@@ -1,0 +1,374 @@
+"""Ranks as threads of one process, on torch's threaded process group. All private torch API is in this file.
+
+Threads share what processes do not, so each rank gets its own: the process-group world, the registries behind
+functional collectives, the CPU random generator, and backward passes that stay in the rank's thread. A process group
+that is alive in this process is set aside for the run and put back after it; only *other* Python threads of the process
+must not start collectives meanwhile. Numpy's and Python's random modules, default dtype and monkeypatches stay shared.
+
+A rank that raises sends the others out of the collectives they wait in; what it raised is what the caller sees. Ranks
+that wait for each other in different collectives are noticed after a few seconds, long before the time limit.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.multi_threaded_pg import Collective, ProcessLocalGroup, ThreadLocalWorld
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoplan.check.ranks.run import RankError, RankTimeout, one_compute_thread
+from autoplan.common.errors import AutoplanError
+
+__all__ = ["counted", "is_simulated", "listening", "run_threads"]
+
+Result = TypeVar("Result")
+
+BACKEND = "autoplan_threads"
+STUCK_AFTER = 5.0  # seconds in which every rank stays in the collective it waits in
+GRACE = 2.0  # seconds a woken rank has to leave
+
+_MACHINERY = ("threading.py", "threads.py")
+_one_run = threading.Lock()
+_random = threading.Lock()
+_unstoppable: list[threading.Thread] = []
+
+
+class _ThisRank(threading.local):
+    """What the current thread is: a rank with a generator and open collective counters, or no rank at all."""
+
+    generator: torch.Generator | None = None
+    counters: list[Counter[str]] = []  # noqa: RUF012  each rank's thread sets its own
+    listeners: list[Callable[[str, int], None]] = []  # noqa: RUF012  likewise
+
+
+_this = _ThisRank()
+
+
+@dataclass
+class _Rank:
+    """One thread and what became of it."""
+
+    thread: threading.Thread
+    result: Any = None
+    error: BaseException | None = None
+    woken: bool = False  # left its collective only because another rank had failed
+    ended: float = 0.0
+
+
+def run_threads(fn: Callable[[int], Result], world_size: int, timeout: float) -> list[Result]:
+    """`run_ranks` with one thread per rank."""
+    if _this.generator is not None:
+        raise AutoplanError("run_ranks was called from inside a simulated rank", hint="call it outside")
+    with _one_run:
+        _unstoppable[:] = [thread for thread in _unstoppable if thread.is_alive()]
+        if _unstoppable:
+            raise RankTimeout(f"{len(_unstoppable)} ranks of an earlier run still run", hint="start a new process")
+        ranks: list[_Rank] = []
+        state = torch.get_rng_state()
+        with ExitStack() as stack:
+            for context in (_threaded_world, one_compute_thread, _generator_per_rank):
+                stack.enter_context(context())
+            store = c10d.HashStore()
+            for number in range(world_size):
+                body = _Body(fn, number, world_size, store, state, timeout, ranks)
+                ranks.append(_Rank(threading.Thread(target=body, daemon=True, name=f"autoplan rank {number}")))
+            for rank in ranks:
+                rank.thread.start()
+            try:
+                late = _wait(ranks, timeout)
+            except BaseException:  # the user's interrupt: leave no rank behind
+                _stop(ranks)
+                raise
+        _raise_first(ranks, late)
+        return [rank.result for rank in ranks]
+
+
+@dataclass
+class _Body:
+    """What one thread does: join the group, run `fn` under its own randomness, say what happened, leave the group."""
+
+    fn: Callable[[int], Any]
+    number: int
+    world_size: int
+    store: Any
+    state: torch.Tensor
+    timeout: float
+    ranks: list[_Rank]
+
+    def __call__(self) -> None:
+        rank = self.ranks[self.number]
+        _this.generator, _this.counters, _this.listeners = torch.Generator(), [], []
+        _this.generator.set_state(self.state)
+        torch.set_num_threads(1)
+        torch.autograd.set_multithreading_enabled(False)  # or backward collectives leave this thread
+        try:
+            limit = timedelta(seconds=self.timeout)
+            dist.init_process_group(
+                BACKEND, rank=self.number, world_size=self.world_size, store=self.store, timeout=limit
+            )
+            with _RankRandomness():
+                rank.result = self.fn(self.number)
+        except BaseException as error:  # kept for the caller, who raises it
+            rank.woken = isinstance(error, SystemExit) and ProcessLocalGroup._terminate.is_set()
+            rank.error = error
+            _wake()
+        finally:
+            rank.ended = time.monotonic()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            _this.generator = None
+
+
+# ------------------------------------------------------------------------------------------------ waiting and failing
+
+
+def _wait(ranks: list[_Rank], timeout: float) -> str:
+    """Wait until every rank has ended; returns why some did not, or ""."""
+    start = since = time.monotonic()
+    seen: dict[int, object] = {}
+    while alive := {number: rank for number, rank in enumerate(ranks) if rank.thread.is_alive()}:
+        next(iter(alive.values())).thread.join(0.05)
+        now = time.monotonic()
+        places = {number: _waiting_in(rank.thread) for number, rank in alive.items()}
+        if places != seen or None in places.values():
+            seen, since = places, now
+        stuck = now - since > STUCK_AFTER
+        if stuck or now - start > timeout:
+            why = "wait in collectives that the others never enter" if stuck else f"did not end in {timeout:g} s"
+            text = f"simulated ranks {why}: {_whereabouts(alive)}"
+            _stop(ranks)
+            return text
+    return ""
+
+
+def _waiting_in(thread: threading.Thread) -> object:
+    """The collective in which this thread waits for others; None when it is doing something else."""
+    frame = sys._current_frames().get(thread.ident or -1)
+    inner = frame
+    while isinstance(frame, FrameType):  # a running thread's frames may go while they are walked
+        if frame.f_code is Collective.join.__code__ and inner is not None and inner.f_code.co_name == "wait":
+            return id(frame.f_locals["self"]), frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+def _whereabouts(alive: dict[int, _Rank]) -> str:
+    """Where each of these ranks is: its innermost line outside the machinery."""
+    frames, lines = sys._current_frames(), []
+    for number, rank in alive.items():
+        frame = frames.get(rank.thread.ident or -1)
+        if frame is None:
+            continue
+        steps = traceback.extract_stack(frame)
+        own = [step for step in steps if not step.filename.endswith(_MACHINERY) and "/torch/" not in step.filename]
+        own = own or steps
+        lines.append(f"rank {number} at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}")
+    return "; ".join(lines)
+
+
+def _wake() -> None:
+    """Send every waiting rank out of its collective (it raises SystemExit there)."""
+    ProcessLocalGroup._terminate.set()
+    with ProcessLocalGroup._coll_lock:
+        waiting = list(ProcessLocalGroup._cur_coll_on_pgs.values())
+    for collective in waiting:
+        for condition in (collective._start_cond, collective._done_cond):
+            with condition:
+                condition.notify_all()
+
+
+def _stop(ranks: list[_Rank]) -> None:
+    """End every rank; one that loops outside collectives cannot be stopped and is remembered."""
+    _wake()
+    for rank in ranks:
+        rank.thread.join(GRACE)
+        if rank.thread.is_alive():
+            _unstoppable.append(rank.thread)
+
+
+def _raise_first(ranks: list[_Rank], late: str) -> None:
+    failed = [(rank.ended, number) for number, rank in enumerate(ranks) if rank.error is not None and not rank.woken]
+    if failed:
+        number = min(failed)[1]
+        cause = ranks[number].error
+        assert cause is not None
+        raise RankError(number, len(ranks), cause) from cause
+    if late:
+        raise RankTimeout(late, hint="every rank must issue the same collectives in the same order")
+    assert all(rank.error is None for rank in ranks), "a rank was woken although none had failed"
+
+
+# ---------------------------------------------------------------------------------------- what each rank has for itself
+
+
+@contextmanager
+def _threaded_world() -> Iterator[None]:
+    """Swap in a world, registries and a lock that are right for one thread per rank; put the old ones back."""
+    ProcessLocalGroup.reset()
+    world, lock = dist.distributed_c10d._world, ShardingPropagator._fake_mode_lock
+    dist.distributed_c10d._world = ThreadLocalWorld()
+    ShardingPropagator._fake_mode_lock = threading.RLock()
+    c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
+        ShardingPropagator._fake_mode_lock = lock
+        dist.distributed_c10d._world = world
+
+
+class _GeneratorOfThisThread:
+    """Stands in for torch's CPU generator in `torch.random`: a rank gets its own, any other thread the real one."""
+
+    def __init__(self, real: torch.Generator) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_this.generator or self._real, name)
+
+
+@contextmanager
+def _generator_per_rank() -> Iterator[None]:
+    real = torch.random.default_generator
+    torch.random.default_generator = _GeneratorOfThisThread(real)
+    try:
+        yield
+    finally:
+        torch.random.default_generator = real
+
+
+class _RankRandomness(TorchDispatchMode):
+    """Random ops take no generator of ours, so lend them the real one in this rank's state, one op at a time."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # may communicate: wait for the local op inside, or the lock would deadlock
+        drawing = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        if not drawing or kwargs.get("generator") is not None or _this.generator is None:
+            return func(*args, **kwargs)
+        with _random:
+            outside = torch.default_generator.get_state()
+            torch.default_generator.set_state(_this.generator.get_state())
+            try:
+                return func(*args, **kwargs)
+            finally:
+                _this.generator.set_state(torch.default_generator.get_state())
+                torch.default_generator.set_state(outside)
+
+
+# ------------------------------------------------------------------------------------------------ counting collectives
+
+_KINDS = {
+    "all_reduce": ("allreduce", "allreduce_coalesced"),
+    "all_gather": ("allgather",),
+    "reduce_scatter": ("reduce_scatter",),
+    "all_to_all": ("alltoall", "all_to_all_single", "alltoall_base"),
+    "broadcast": ("broadcast",),
+}
+
+
+class _CountingGroup(ProcessLocalGroup):
+    """The threaded group; each collective is counted where it is issued, however it was asked for."""
+
+
+def _count(method: str, kind: str) -> None:
+    plain = getattr(ProcessLocalGroup, method, None)
+    if plain is None:  # named otherwise in this torch
+        return
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for counter in _this.counters:
+            counter[kind] += 1
+        for listener in _this.listeners:
+            listener(kind, _whole_bytes(kind, args, self.size()))
+        return plain(self, *args, **kwargs)
+
+    setattr(_CountingGroup, method, counting)
+
+
+def _whole_bytes(kind: str, args: Any, size: int) -> int:
+    """The bytes of the whole value that a collective sums, gathers or deals out."""
+    if kind == "all_gather":
+        return size * sum(tensor.nbytes for tensor in args[1])
+    return sum(tensor.nbytes for tensor in args[0]) * (size if kind == "reduce_scatter" else 1)
+
+
+for _kind, _methods in _KINDS.items():
+    for _method in _methods:
+        _count(_method, _kind)
+
+
+def _make_group(store: Any, rank: int, world_size: int, timeout: timedelta) -> ProcessLocalGroup:
+    dist.distributed_c10d._store_based_barrier(rank, store, "", world_size, timeout)  # subgroups are made in any order
+    return _CountingGroup(rank, world_size)
+
+
+dist.Backend.register_backend(BACKEND, _make_group, devices=["cpu"])
+
+
+class _DispatchCounter(TorchDispatchMode):
+    """Counts collectives of real process groups, where they pass through the dispatcher."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
+            name = func._opname.replace("_", "")
+            kind = next((kind for kind in _KINDS if name.startswith(kind.replace("_", ""))), None)
+            if kind:
+                self.counts[kind] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """See `ranks.count_collectives`."""
+    counts: Counter[str] = Counter()
+    if _this.generator is None:
+        with _DispatchCounter(counts):
+            yield counts
+        return
+    _this.counters.append(counts)
+    try:
+        yield counts
+    finally:
+        _this.counters.remove(counts)
+
+
+@contextmanager
+def listening(listener: Callable[[str, int], None]) -> Iterator[None]:
+    """Call the listener with the kind and bytes of each collective that this simulated rank issues inside."""
+    _this.listeners.append(listener)
+    try:
+        yield
+    finally:
+        _this.listeners.remove(listener)
+
+
+def is_simulated() -> bool:
+    """Is the current thread a simulated rank?"""
+    return _this.generator is not None

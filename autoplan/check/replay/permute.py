@@ -1,0 +1,187 @@
+"""The permutation law: rename the units of a split axis everywhere at once, and nothing changes.
+
+If heads (or MLP features, experts, groups) are what analysis says they are, then putting them in another order in
+every parameter they sit in must leave the model's outputs as they were. An axis that passes has its places in the
+weights right: a row too far, a forgotten partner or a packed segment in the wrong order would show. One more forward
+pass in one process proves all axes together; only when it fails are they tried one by one, to name the culprit.
+
+It cannot speak about axes whose positions mean something: rows of a table that is looked up by number, and axes along
+which the model makes different constants (the slopes of ALiBi). Those are left to the ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoplan.analyse.infer import Axes
+from autoplan.analyse.splits.model_ends import gathered_leaves
+from autoplan.axes.events import Event
+from autoplan.axes.terms import Term, factors, find, leaves, segments
+from autoplan.capture.called import call
+from autoplan.check.ranks.run import one_compute_thread
+from autoplan.check.verify.compare import error_of, tolerance_for
+from autoplan.check.verify.subject import tensors_in
+from autoplan.common.dtypes import working_dtype
+from autoplan.execute.randomness import streams as random_streams
+from autoplan.values import Trace
+
+__all__ = ["Permuted", "check_permutations", "permuted_indices"]
+
+_POSITIONS_MATTER = {
+    Event.EMBED_INDEX: "its rows are looked up by number",
+    Event.INDEX_W: "its rows are looked up by number",
+    Event.EXPERTS: "tokens choose among its units by number",
+    Event.CREATED: "the model makes values that differ along it",
+    Event.CONST: "the model has constants that differ along it",
+}
+_TOLERANCE = {torch.float64: 1e-6}
+
+
+@dataclass
+class Permuted:
+    """Axes by outcome: the error of each that failed, the reason of each that was left out."""
+
+    passed: list[Term] = field(default_factory=list)
+    failed: dict[Term, float] = field(default_factory=dict)
+    left_out: dict[Term, str] = field(default_factory=dict)
+
+
+def check_permutations(
+    model: nn.Module, entries: Mapping[str, Mapping[str, Any]], trace: Trace, axes: Axes, split: Iterable[Term]
+) -> Permuted:
+    """Try every split axis on `model`, whose trace this is. Its parameters are put back."""
+    outcome = Permuted()
+    tried: list[Term] = []
+    gathered = gathered_leaves(trace, axes)
+    for axis in dict.fromkeys(find(term) for term in split):
+        reason = next((text for event, text in _POSITIONS_MATTER.items() if event in axis.events), "")
+        reason = reason or ("its values are gathered in the weight's own order" if axis in gathered else "")
+        if reason or axis.size < 2:
+            outcome.left_out[axis] = reason or "it has one unit"
+        else:
+            tried.append(axis)
+    if not tried:
+        return outcome
+    limit = _TOLERANCE.get(_dtype(model), 100 * tolerance_for(torch.float64).limit)
+    law = _Law(model, entries, trace, axes)
+    if law.error(tried) <= limit:
+        outcome.passed = tried
+        return outcome
+    for axis in tried:
+        error = law.error([axis])
+        if error <= limit:
+            outcome.passed.append(axis)
+        else:
+            outcome.failed[axis] = error
+    return outcome
+
+
+class _Law:
+    """One model, its outputs as they are, and what happens to them under permutations."""
+
+    def __init__(self, model: nn.Module, entries: Mapping[str, Any], trace: Trace, axes: Axes) -> None:
+        self.model, self.entries, self.trace, self.axes = model, entries, trace, axes
+        self.outputs = self._run()
+
+    def error(self, permuted: list[Term]) -> float:
+        """The largest change of any output when the units of these axes change places."""
+        orders = {axis: _order(axis, number) for number, axis in enumerate(permuted)}
+        with _parameters_permuted(self.model, self.trace, self.axes, orders):
+            found = self._run()
+        worst = 0.0
+        for name, before in self.outputs.items():
+            after = found[name]
+            for dim, term in self._output_terms(name, before):
+                rows = permuted_indices(term, orders.get)
+                if rows is not None:  # the axis leaves the model: its output must be permuted alike
+                    before = before.index_select(dim, torch.tensor(rows))
+            worst = max(worst, error_of(after, before, float(before.abs().max()) if before.numel() else 0.0))
+        return worst
+
+    def _run(self) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        with torch.no_grad(), one_compute_thread(), random_streams.fork(0):
+            for entry, inputs in self.entries.items():
+                outputs = tensors_in(call(copy.deepcopy(self.model), inputs))  # a run may keep tables for the next
+                found.update({f"{entry} {name}": tensor.detach() for name, tensor in outputs.items()})
+        return found
+
+    def _output_terms(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[int, Term]]:
+        """The terms of an output's dims, from the visit of the model, or the part, that belongs to its entry."""
+        entry, _, path = name.partition(" ")
+        visits = [visit for visit in self.trace.visits if visit.parent is None]
+        visit = visits[list(self.entries).index(entry)]
+        for found, number in visit.outputs:
+            if ".".join(map(str, found)) in (path, "") and self.trace.tensors[number].shape == tuple(tensor.shape):
+                yield from enumerate(self.axes.of(number))
+                return
+
+
+def _order(axis: Term, number: int) -> list[int]:
+    """A fixed permutation that moves every unit."""
+    step = 1 + number % (axis.size - 1)
+    return [(unit + step) % axis.size for unit in range(axis.size)]
+
+
+def permuted_indices(term: Term, order_of: Callable[[Term], list[int] | None]) -> list[int] | None:
+    """Where each position of a dimension comes from when axes inside it are permuted; None: nowhere else.
+
+    A product of 2 and 3 with the 2 swapped reads 3 4 5 0 1 2.
+    """
+    if not any(order_of(find(leaf)) is not None for leaf in leaves(term)):
+        return None
+    return _indices(find(term), order_of)
+
+
+def _indices(term: Term, order_of: Callable[[Term], list[int] | None]) -> list[int]:
+    if term.kind == "product":
+        rows = [0]
+        for part in factors(term):
+            inner = _indices(part, order_of)
+            rows = [row * part.size + index for row in rows for index in inner]
+        return rows
+    if term.kind == "concatenation":
+        found: list[int] = []
+        for part in segments(term):
+            start = len(found)
+            found += [start + index for index in _indices(part, order_of)]
+        return found
+    return order_of(term) or list(range(term.size))
+
+
+@contextmanager
+def _parameters_permuted(
+    model: nn.Module, trace: Trace, axes: Axes, orders: Mapping[Term, list[int]]
+) -> Iterator[None]:
+    """Inside, every parameter and buffer has these axes permuted, each wherever it occurs."""
+    state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    before: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with torch.no_grad():
+        for number, info in enumerate(trace.tensors):
+            if info.kind not in ("parameter", "buffer") or not info.names:
+                continue
+            tensor = state[info.names[0]]
+            moved = tensor
+            for dim, term in enumerate(axes.of(number)):
+                rows = permuted_indices(term, orders.get)
+                if rows is not None:
+                    moved = moved.index_select(dim, torch.tensor(rows, device=tensor.device))
+            if moved is not tensor:
+                before.append((tensor, tensor.clone()))
+                tensor.copy_(moved)
+        try:
+            yield
+        finally:
+            for tensor, values in before:
+                tensor.copy_(values)
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return working_dtype(model)

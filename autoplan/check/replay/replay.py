@@ -1,0 +1,207 @@
+"""Graph replay: the recorded ops once more, on N imagined ranks, with every split at once.
+
+Each rank holds its share of every tensor that carries a split axis. Op by op, the ranks compute from what they hold;
+where an op sums over a split dimension the parts are summed over ranks; and the outcome must be exactly this rank's
+share of the value that was recorded. So the whole partition is proven, node by node, in one process and without any
+module's Python. (Literal sizes are rewritten here: that the modules' own code runs on shards is for `verify` to show.)
+
+An op that comes out wrong is reported once: the ranks go on from the right value.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autoplan.analyse.shards import Shards, refs
+from autoplan.analyse.splits.model_ends import gathered_product
+from autoplan.capture.recorder import Recording, flatten_tensors
+from autoplan.check.ranks.run import one_compute_thread
+from autoplan.check.replay.op_rules import RULES, Local, Rule
+from autoplan.check.verify.compare import error_of
+from autoplan.ops.rules.experts import INSIDE
+from autoplan.values import Finding, Op, Ref, Symbolic, Trace
+
+__all__ = ["Replayed", "replay"]
+
+_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3}
+_LOOSE = 2e-2  # half precision
+
+
+@dataclass
+class Replayed:
+    """`reductions` counts ops after which ranks had to talk, by module; `split_ops` the ops that ran on shares."""
+
+    findings: list[Finding] = field(default_factory=list)
+    reductions: Counter[str] = field(default_factory=Counter)
+    split_ops: int = 0
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+
+def replay(trace: Trace, recording: Recording, shards: Shards) -> Replayed:
+    """Replay a trace whose recording kept its values (`record(..., keep_values=True)`)."""
+    assert recording.op_values is not None, "record with keep_values=True"
+    player = _Player(trace, recording, shards)
+    with torch.no_grad(), one_compute_thread():
+        for index, (op, (function, value)) in enumerate(zip(trace.ops, recording.op_values, strict=True)):
+            player.play(op, function, value, gathered=index in shards.axes.gathered)
+    return player.outcome
+
+
+class _Player:
+    """Holds what every rank has: shared tensors once, split ones per rank."""
+
+    def __init__(self, trace: Trace, recording: Recording, shards: Shards) -> None:
+        self.trace, self.shards, self.tp = trace, shards, shards.tp
+        self.first = recording.kept
+        self.shared: dict[int, torch.Tensor] = {}
+        self.local: list[dict[int, torch.Tensor]] = [{} for _ in range(shards.tp)]
+        self.outcome = Replayed()
+
+    def play(self, op: Op, function: Any, value: Any, *, gathered: bool = False) -> None:
+        if op.name == INSIDE:
+            return
+        inputs, outputs = list(refs((op.args, op.kwargs))), list(refs(op.outputs))
+        recorded = [tensor for _, tensor in flatten_tensors(value)]
+        if any(self.shards.is_split(tensor) for tensor in inputs):
+            self.outcome.split_ops += 1
+            self._play_split(op, function, outputs, recorded, gathered)
+        elif any(self.shards.is_split(tensor) for tensor in outputs):
+            self._take(outputs, recorded)  # made whole, used in parts: every rank cuts its own
+        else:
+            self._play_shared(op, function, outputs, recorded)
+
+    def _play_shared(self, op: Op, function: Any, outputs: list[int], recorded: Sequence[torch.Tensor]) -> None:
+        """Nothing is split. Views and in-place ops are run, so that what aliases stays aliased."""
+        if not (function.is_view or function._schema.is_mutable):
+            self.shared.update(zip(outputs, recorded, strict=True))
+            return
+        args, kwargs = self._arguments(op, function, rank=0)
+        found = [tensor for _, tensor in flatten_tensors(function(*args, **kwargs))]
+        self.shared.update(zip(outputs, found, strict=True))
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            for tensor, drawn in zip(found, recorded, strict=True):
+                tensor.copy_(drawn)
+
+    def _play_split(
+        self, op: Op, function: Any, outputs: list[int], recorded: Sequence[torch.Tensor], gathered: bool
+    ) -> None:
+        rule = RULES.get(op.name, Rule())
+        if rule.recorded:  # contents undefined, random, or whole by decision
+            self._take(outputs, recorded)
+            return
+        try:
+            results = self._compute(op, function, rule, outputs, recorded)
+            if gathered:
+                results = self._gather(op, results, recorded)
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+            text = (str(error) or repr(error)).splitlines()[0]
+            self._report(op, f"{op.name} cannot run on a rank's share: {text}")
+            self._take(outputs, recorded)
+            return
+        for position, (tensor, whole) in enumerate(zip(outputs, recorded, strict=True)):
+            problem = ""
+            for rank in range(self.tp):
+                want, got = self._share(whole, tensor, rank), results[rank][position]
+                found = self._difference(got, want)
+                problem = problem or (f"{found} on rank {rank}" if found else "")
+                self._keep(tensor, rank, want if found else got)
+            if problem and position == 0:  # later outputs are statistics that backward keeps
+                self._report(op, f"{op.name} gives another value on shares than it gave whole: {problem}")
+
+    def _compute(
+        self, op: Op, function: Any, rule: Rule, outputs: list[int], recorded: Sequence[torch.Tensor]
+    ) -> list[list[torch.Tensor]]:
+        """Every rank's outputs, summed over ranks if the op sums over a split dimension."""
+        calls, results = [], []
+        for rank in range(self.tp):
+            call = Local(self.shards, op, function, *self._arguments(op, function, rank), rank, outputs)
+            call.recorded = recorded
+            results.append([tensor for _, tensor in flatten_tensors(rule.run(call))])
+            calls.append(call)
+        if calls[0].exchanged or calls[0].reducing:
+            self.outcome.reductions[op.module] += 1
+        if not calls[0].reducing:
+            return results
+        total = sum(result[0].double() * call.weight for result, call in zip(results, calls, strict=True))
+        assert isinstance(total, torch.Tensor)
+        return [[total.to(result[0].dtype).clone(), *result[1:]] for result in results]
+
+    def _gather(self, op: Op, results: list[list[torch.Tensor]], recorded: Sequence[torch.Tensor]) -> Any:
+        """A product of which every rank has some columns (channels), put together as the weight's are dealt out."""
+        product = gathered_product(op, self.shards.axes)
+        assert product is not None
+        weight, dim = product
+        layout, out = self.shards.layouts(weight)[dim], 1 if op.name == "convolution" else -1
+        whole = torch.full_like(recorded[0], float("nan"))
+        for rank, (part, *_) in enumerate(results):
+            columns = range(whole.shape[out]) if layout is None else layout.rows(rank, self.tp)
+            whole.index_copy_(out, torch.tensor(list(columns)), part)
+        self.outcome.reductions[op.module] += 1
+        return [[whole.clone()] for _ in results]
+
+    # -------------------------------------------------------------------------------------------- what ranks hold
+
+    def _arguments(self, op: Op, function: Any, rank: int) -> tuple[list[Any], dict[str, Any]]:
+        schema = function._schema.arguments
+        types = {argument.name: str(argument.real_type) for argument in schema}
+        named = [argument.name for argument in schema]
+        args = [self._decode(item, types[named[position]], rank) for position, item in enumerate(op.args)]
+        return args, {name: self._decode(item, types[name], rank) for name, item in op.kwargs.items()}
+
+    def _decode(self, item: Any, kind: str, rank: int) -> Any:
+        """A recorded argument as the op takes it: tensors from this rank, torch objects from their names."""
+        if isinstance(item, Ref):
+            return self._get(item.id, rank)
+        if isinstance(item, Symbolic):
+            return item.value
+        if isinstance(item, tuple):
+            return [self._decode(part, kind, rank) for part in item]
+        if isinstance(item, str) and "str" not in kind:
+            return torch.device(item) if "Device" in kind else getattr(torch, item)
+        return item
+
+    def _get(self, tensor: int, rank: int) -> torch.Tensor:
+        held = self.local[rank] if self.shards.is_split(tensor) else self.shared
+        if tensor not in held:
+            held[tensor] = self._share(self.first[tensor].detach(), tensor, rank).clone()
+        return held[tensor]
+
+    def _share(self, whole: torch.Tensor, tensor: int, rank: int) -> torch.Tensor:
+        """What a rank should hold of a whole value."""
+        for dim, layout in enumerate(self.shards.layouts(tensor)):
+            if layout is not None and whole.shape[dim] > 1:
+                whole = whole.index_select(dim, torch.tensor(layout.rows(rank, self.tp), device=whole.device))
+        return whole
+
+    def _take(self, outputs: list[int], recorded: Sequence[torch.Tensor]) -> None:
+        for tensor, whole in zip(outputs, recorded, strict=True):
+            for rank in range(self.tp):
+                self._keep(tensor, rank, self._share(whole, tensor, rank))
+
+    def _keep(self, tensor: int, rank: int, value: torch.Tensor) -> None:
+        """In place where the tensor is known, so that its views see it."""
+        held = self.local[rank] if self.shards.is_split(tensor) else self.shared
+        known = held.get(tensor)
+        if known is None or known.shape != value.shape:
+            held[tensor] = value
+        elif known is not value:
+            known.copy_(value)
+
+    def _difference(self, got: torch.Tensor, want: torch.Tensor) -> str:
+        if got.shape != want.shape:
+            return f"shape {list(got.shape)} instead of {list(want.shape)}"
+        if not (got.is_floating_point() or got.is_complex()):
+            return "" if torch.equal(got, want) else "other integers"
+        error = error_of(got, want, 1e-2)
+        return "" if error <= _LIMITS.get(got.dtype, _LOOSE) else f"off by {error:.2g}"
+
+    def _report(self, op: Op, message: str) -> None:
+        self.outcome.findings.append(Finding("replay", "error", op.module, message))

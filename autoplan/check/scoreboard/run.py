@@ -1,0 +1,224 @@
+"""Every architecture of a mapping, verified: the whole library as a test.
+
+Hundreds of models are built and run, some of which take long, use much memory, or bring their interpreter down. So each
+gets a process of its own and a time limit, and one that dies is one line. Processes come from a fork server that has
+loaded torch and transformers once, and results are listed in transformers' order whichever ends first.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from autoplan.check.ranks.run import Engine
+from autoplan.check.scoreboard.score import CHECK_SETS, How, score
+from autoplan.check.verify.mesh_sizes import parse_mesh
+from autoplan.common.errors import AutoplanError
+from autoplan.common.patterns import nearest
+from autoplan.decide.plan.experts import check_expert_size
+from autoplan.execute.checkpointing.blocks import MODES
+from autoplan.values import Score, Scoreboard
+
+__all__ = ["Progress", "scoreboard"]
+
+Progress = Callable[[int, int, str, Score | None], None]  # done, of how many, which starts or ended, its score
+
+_PRELOADED = [
+    "autoplan.check.scoreboard.score",
+    "autoplan.api",
+    "autoplan.check.ranks.threads",
+    "autoplan.check.verify.checks",
+]
+_GRACE = 3.0  # seconds between asking a process to end its own and ending it
+
+
+def scoreboard(
+    mapping: str,
+    tp_size: int = 2,
+    *,
+    ep_size: int = 1,
+    only: Sequence[str] = (),
+    engine: Engine = "threads",
+    checks: str = "fast",
+    jobs: int = 1,
+    timeout: float = 180.0,
+    sequence_parallel: bool = False,
+    lengths: Sequence[int] = (),
+    checkpointing: str = "",
+    mesh: str = "",
+    progress: Progress | None = None,
+) -> Scoreboard:
+    """Score every architecture of `mapping` (or `only` these model types), `jobs` at a time.
+
+    `checks` is "fast" (parameters, outputs and every gradient in eval mode) or "all". With `sequence_parallel` plans
+    are made so wherever it applies. `lengths` are the sequence lengths to run, where a model's inputs leave a choice.
+    `ep_size=tp_size` deals whole experts out instead of cutting them inside, where a model has such. `checkpointing`
+    ("block", "submodule", "selective") has every block checkpointed; on a `mesh` ("dp=2,tp=2") the models train, too.
+    """
+    start = time.perf_counter()
+    if checks not in CHECK_SETS:
+        raise AutoplanError(f"checks={checks!r}", hint=f"choose one of {', '.join(CHECK_SETS)}")
+    if tp_size < 2 or jobs < 1:
+        raise AutoplanError(f"tp_size={tp_size}, jobs={jobs}", hint="at least 2 ranks and 1 job")
+    if any(length < 2 for length in lengths):
+        raise AutoplanError(f"lengths={tuple(lengths)}", hint="sequences of at least 2 positions")
+    check_expert_size(tp_size, ep_size)
+    if checkpointing and checkpointing not in MODES:
+        raise AutoplanError(f"checkpointing={checkpointing!r}", hint=f"choose one of {', '.join(MODES)}")
+    if mesh and (parse_mesh(mesh).tp_size, parse_mesh(mesh).ep_size) != (tp_size, 1):
+        raise AutoplanError(f"mesh {mesh!r} does not have tp={tp_size}", hint=f"write dp=2,tp={tp_size}, or change tp")
+    wanted = _chosen(mapping, only)
+    how = How(tp_size, engine, CHECK_SETS[checks], sequence_parallel, tuple(lengths), ep_size, checkpointing, mesh)
+    found: dict[int, Score] = {}
+    for number, done in _scores(wanted, how, jobs, timeout, progress):
+        found[number] = done
+    return Scoreboard(
+        mapping=mapping,
+        tp_size=tp_size,
+        engine=engine,
+        checks=CHECK_SETS[checks],
+        scores=tuple(found[number] for number in sorted(found)),
+        versions=_versions(),
+        seconds=round(time.perf_counter() - start, 1),
+        sequence_parallel=sequence_parallel,
+        lengths=tuple(lengths),
+        ep_size=ep_size,
+        checkpointing=checkpointing,
+        mesh=mesh,
+    )
+
+
+def _chosen(mapping: str, only: Sequence[str]) -> list[tuple[str, str]]:
+    from autoplan.hf.catalogue import architectures
+
+    known = architectures(mapping)
+    types = [model_type for model_type, _ in known]
+    for name in only:
+        if name not in types:
+            close = ", ".join(nearest(name, types))
+            raise AutoplanError(
+                f"mapping {mapping!r} has no model type {name!r}", hint=f"types like it: {close}" if close else ""
+            )
+    return [(model_type, name) for model_type, name in known if not only or model_type in only]
+
+
+def _versions() -> dict[str, str]:
+    import torch
+    import transformers
+
+    from autoplan.version import __version__
+
+    return {"autoplan": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+# ------------------------------------------------------------------------------------------------ processes
+
+
+@dataclass
+class _Running:
+    """An architecture that is being scored."""
+
+    number: int
+    process: Any
+    pipe: Connection
+    since: float
+
+
+def _scores(
+    wanted: list[tuple[str, str]], how: How, jobs: int, timeout: float, progress: Progress | None
+) -> Iterator[tuple[int, Score]]:
+    """Each architecture's number and score, as they end."""
+    context = _context()
+    waiting = list(enumerate(wanted))[::-1]
+    running: list[_Running] = []
+    done = 0
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                number, pair = waiting.pop()
+                if progress:
+                    progress(done, len(wanted), pair[0], None)
+                running.append(_started(context, number, pair, how))
+            for one in _ended(running, timeout):
+                running.remove(one)
+                result = _result(one, *wanted[one.number], timeout)
+                done += 1
+                if progress:
+                    progress(done, len(wanted), result.model_type, result)
+                yield one.number, result
+    finally:
+        for one in running:
+            _end(one.process)
+
+
+def _context() -> Any:
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
+def _started(context: Any, number: int, pair: tuple[str, str], how: How) -> _Running:
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_worker_main, args=(sending, pair, how))  # no daemon: gloo starts children
+    process.start()
+    sending.close()
+    return _Running(number, process, receiving, time.monotonic())
+
+
+def _worker_main(pipe: Connection, pair: tuple[str, str], how: How) -> None:
+    """The whole life of one architecture's process."""
+    import logging
+    import warnings
+
+    import torch
+    import transformers
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that it ends its own ranks before it goes
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")  # what libraries say about hundreds of models is not about ours
+    sys.stdout = sys.stderr  # data of ours goes to stdout, and models print
+    pipe.send(score(*pair, how))
+    pipe.close()
+
+
+def _ended(running: list[_Running], timeout: float) -> list[_Running]:
+    """Wait until some have answered, died, or used up their time."""
+    deadline = min(one.since for one in running) + timeout
+    ready = wait([one.pipe for one in running], max(0.0, deadline - time.monotonic()))
+    now = time.monotonic()
+    return [one for one in running if one.pipe in ready or now - one.since >= timeout]
+
+
+def _result(one: _Running, model_type: str, class_name: str, timeout: float) -> Score:
+    took = round(time.monotonic() - one.since, 2)
+    failed = Score(model_type, class_name, "failed", seconds=took)
+    try:
+        if one.pipe.poll():
+            result: Score = one.pipe.recv()
+            one.process.join(_GRACE)
+            return result
+        return replace(failed, reason=f"no answer in {timeout:g} s")
+    except EOFError:
+        one.process.join(_GRACE)
+        return replace(failed, reason=f"its process ended with exit code {one.process.exitcode}")
+    finally:
+        _end(one.process)
+        one.pipe.close()
+
+
+def _end(process: Any) -> None:
+    process.terminate()
+    process.join(_GRACE)
+    if process.is_alive():
+        process.kill()
+        process.join()

@@ -1,0 +1,330 @@
+"""What verify looks at. Each check is a function that runs one model and returns named tensors.
+
+The same function runs on the unsharded model and on every rank; `judge` then compares. Most groups of tensors must
+equal the unsharded model's on every rank. Where the unsharded model cannot say what is right (random numbers), ranks
+must at least agree with each other: replicated values that drift apart are otherwise silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from autoplan.capture.called import calls_the_model
+from autoplan.check.verify.compare import Tolerance, compare
+from autoplan.check.verify.subject import Observation, Subject, plain, tensors_in
+from autoplan.values import Finding
+
+__all__ = ["CHECKS", "Check", "judge", "labels_for"]
+
+NOISE = "drawn at random"  # a group with this name says that training draws random numbers
+AGREE = "agreement: "  # groups whose name begins so are compared between ranks only
+LOSS_LIMIT = 1e-4  # models compute their losses in float32, whatever their own dtype
+NORM = "norm of all gradients"
+ADVICE = {NORM: "clip_grad_norm_ clips by another norm than unsharded: sharded parameters must be DTensors, rows once"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """`run` looks at one model. `absent` says why the check does not apply to it, or ""."""
+
+    name: str
+    about: str
+    run: Callable[[Subject], Observation]
+    absent: Callable[[Subject], str] = lambda subject: ""
+
+
+# ------------------------------------------------------------------------------------------------ the checks
+
+
+def parameters(subject: Subject) -> Observation:
+    return {"parameter": subject.parameters()}
+
+
+def forward(subject: Subject) -> Observation:
+    return _each(subject, subject.entries)
+
+
+def second_shape(subject: Subject) -> Observation:
+    return _each(subject, subject.others)
+
+
+def loss(subject: Subject) -> Observation:
+    """`labels=` goes in, `loss` comes out; its gradients are the ones that training uses."""
+    found: Observation = {}
+    for entry, labels in subject.labels.items():
+        subject.model.zero_grad(set_to_none=True)
+        outputs = tensors_in(subject.forward({**subject.entries[entry], "labels": labels}))
+        outputs["loss"].backward()
+        found[f"{entry} output"] = {name: tensor.detach().clone() for name, tensor in outputs.items()}
+        found[f"{entry} gradient"] = subject.gradients()
+    return found
+
+
+def attention(subject: Subject) -> Observation:
+    """The attention implementation that was not in use."""
+    model: Any = subject.model
+    used = model.config._attn_implementation
+    model.set_attn_implementation(_other_attention(subject))
+    try:
+        return _each(subject, subject.entries)
+    finally:
+        model.set_attn_implementation(used)
+
+
+def cache(subject: Subject) -> Observation:
+    """Read all but two tokens, then decode two, one at a time, from the cache."""
+    entry, ids = _generative_entry(subject)
+    inputs = subject.entries[entry]
+    length = inputs[ids].shape[1]
+    steps: dict[str, torch.Tensor] = {}
+    past: Any = None
+    with torch.no_grad():
+        for start, end in ((0, length - 2), (length - 2, length - 1), (length - 1, length)):
+            given = {name: _window(name, value, ids, start, end, length) for name, value in inputs.items()}
+            outputs = subject.forward({**given, "use_cache": True, "past_key_values": past})
+            past = outputs.past_key_values
+            steps[f"tokens {start} to {end}"] = plain(outputs.logits)
+    return {"decoded output": steps}
+
+
+def state_dict(subject: Subject) -> Observation:
+    """Names, shapes and values of the checkpoint; and a plain full one loads back after everything was zeroed."""
+    saved = {name: plain(tensor).clone() for name, tensor in subject.model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in subject.model.parameters():
+            parameter.zero_()
+    subject.model.load_state_dict(saved)
+    again = {name: plain(tensor).clone() for name, tensor in subject.model.state_dict().items()}
+    return {"saved tensor": saved, "tensor loaded back": again, **_each(subject, subject.entries, backward=False)}
+
+
+def dropout(subject: Subject) -> Observation:
+    """Training mode, each rank with another seed: as the model is, and with every dropout turned up."""
+    found = _trained(subject)
+    with _dropout_raised(subject.model) as raised:
+        if raised and not found.get(NOISE):
+            found |= {f"{AGREE}{group} under dropout": seen for group, seen in _trained(subject).items()}
+    return found
+
+
+def _trained(subject: Subject) -> Observation:
+    """One step in training mode, and what it leaves in buffers (running statistics), which are then put back.
+
+    Unsharded, a second one with another seed tells whether it draws random numbers.
+    """
+    subject.model.train()
+    try:
+        entries = calls_the_model(subject.entries)  # a part draws its random numbers within the model's run
+        with _buffers_kept(subject.model):
+            subject.seed(1)
+            first = _each(subject, entries)
+            left = _buffers(subject.model)
+        if subject.gather is None:
+            with _buffers_kept(subject.model):
+                subject.seed(2)
+                second = _each(subject, entries)
+            first[NOISE] = {} if _same(first, second) else {"yes": torch.ones(1)}
+        return first | {"buffer after a step": left}
+    finally:
+        subject.model.eval()
+
+
+def _buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers as a checkpoint holds them, whole."""
+    names = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    saved = {name: plain(tensor) for name, tensor in model.state_dict().items() if name in names}
+    return {name: tensor.clone() for name, tensor in saved.items() if tensor.is_floating_point()}
+
+
+@contextmanager
+def _buffers_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Undo what a run writes into buffers: the model goes on to other checks, its unsharded twin does not."""
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+@contextmanager
+def _dropout_raised(model: Any, rate: float = 0.2) -> Iterator[int]:
+    """Tiny configs have no dropout, users do: raise it in dropout modules and in numbers called so on modules."""
+    places: list[tuple[dict[str, Any], str, float]] = []
+    for module in model.modules():
+        names = ["p"] if isinstance(module, torch.nn.modules.dropout._DropoutNd) else []
+        names += [name for name in vars(module) if name.endswith("dropout")]
+        places += [(vars(module), name, vars(module)[name]) for name in names if _is_rate(vars(module).get(name))]
+    for state, name, _ in places:
+        state[name] = rate
+    try:
+        yield len(places)
+    finally:
+        for state, name, before in places:
+            state[name] = before
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, float) and 0.0 <= value < 1.0
+
+
+def optimizer(subject: Subject) -> Observation:
+    """Three steps of SGD at a rate that moves the parameters visibly; then clipping and AdamW over all at once."""
+    wanted = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
+    entry = next(iter(subject.entries.values()))
+    subject.forward_and_backward(entry)
+    largest = max(float(gradient.abs().max()) for gradient in subject.gradients().values() if gradient.numel())
+    sgd = torch.optim.SGD(wanted, lr=0.01 / largest, momentum=0.9)
+    for _ in range(3):
+        subject.forward_and_backward(entry)
+        sgd.step()
+    stepped = subject.parameters()
+    norm = torch.nn.utils.clip_grad_norm_(wanted, 0.1 * largest, foreach=True)
+    torch.optim.AdamW(wanted, lr=1e-3, foreach=True).step()
+    return {
+        "parameter after three steps": stepped,
+        NORM: {"": plain(norm)},
+        AGREE + "parameter after AdamW": subject.parameters(),
+    }
+
+
+def _each(subject: Subject, entries: Any, *, backward: bool = True) -> Observation:
+    found: Observation = {}
+    for entry, inputs in entries.items():
+        if backward:
+            seen = subject.forward_and_backward(inputs)
+            found[f"{entry} gradient"] = seen["gradients"]
+            found[f"{entry} output"] = seen["outputs"]
+        else:
+            with torch.no_grad():
+                found[f"{entry} output"] = tensors_in(subject.forward(inputs))
+    return found
+
+
+def _same(one: Observation, other: Observation) -> bool:
+    return all(torch.equal(tensor, other[group][name]) for group in one for name, tensor in one[group].items())
+
+
+# ------------------------------------------------------------------------------------------------ where they apply
+
+
+def labels_for(subject: Subject) -> dict[str, torch.Tensor]:
+    """Random labels for each entry whose class takes them: one per row of its logits."""
+    found: dict[str, torch.Tensor] = {}
+    if "labels" not in subject.signature:
+        return found
+    for entry, inputs in calls_the_model(subject.entries).items():
+        with torch.no_grad():
+            logits = tensors_in(subject.forward(inputs)).get("logits")
+        if logits is not None and logits.dim() > 1 and logits.shape[-1] > 1 and "labels" not in inputs:
+            generator = torch.Generator().manual_seed(3)
+            found[entry] = torch.randint(logits.shape[-1], logits.shape[:-1], generator=generator).to(logits.device)
+    return found
+
+
+def _no_labels(subject: Subject) -> str:
+    return "" if subject.labels else "the model takes no labels"
+
+
+def _no_second_shape(subject: Subject) -> str:
+    return "" if subject.others else "no inputs of another batch and length"
+
+
+def _other_attention(subject: Subject) -> str:
+    return "eager" if getattr(subject.model.config, "_attn_implementation", None) == "sdpa" else "sdpa"
+
+
+def _one_attention(subject: Subject) -> str:
+    if not hasattr(subject.model, "set_attn_implementation"):
+        return "the model has one attention implementation"
+    with _attention_restored(subject.model):
+        try:
+            subject.model.set_attn_implementation(_other_attention(subject))
+            _each(subject, subject.entries, backward=False)
+        except (ValueError, RuntimeError, TypeError, NotImplementedError) as error:
+            return f"the unsharded model has no {_other_attention(subject)} attention: {str(error).splitlines()[0]}"
+    return ""
+
+
+@contextmanager
+def _attention_restored(model: Any) -> Iterator[None]:
+    used = model.config._attn_implementation
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(used)
+
+
+def _generative_entry(subject: Subject) -> tuple[str, str]:
+    """The first entry that can be decoded with a cache, and the name of its token ids; ("", "") if none."""
+    if not {"past_key_values", "use_cache"} <= set(subject.signature):
+        return "", ""
+    for entry, inputs in subject.entries.items():
+        for ids in ("decoder_input_ids", "input_ids"):
+            value = inputs.get(ids)
+            if isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] > 3:
+                return entry, ids
+    return "", ""
+
+
+def _window(name: str, value: Any, ids: str, start: int, end: int, length: int) -> Any:
+    """What goes in beside tokens start to end: masks cover everything so far, the rest only these tokens."""
+    along = isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == length
+    if not along or name.startswith("decoder_") != ids.startswith("decoder_"):
+        return value
+    return value[:, :end] if name.endswith("attention_mask") else value[:, start:end]
+
+
+def _no_cache(subject: Subject) -> str:
+    if not _generative_entry(subject)[0]:
+        return "the model takes no cache"
+    try:
+        cache(subject)
+    except (AttributeError, ValueError, RuntimeError, TypeError, IndexError, NotImplementedError) as error:
+        return f"the unsharded model does not decode from a cache: {(str(error) or repr(error)).splitlines()[0]}"
+    return ""
+
+
+CHECKS = (
+    Check("parameters", "every rank's parameters, gathered, are the original's", parameters),
+    Check("forward", "outputs and every gradient, in eval mode", forward),
+    Check("second_shape", "the same with another batch and length", second_shape, _no_second_shape),
+    Check("loss", "the loss that the model computes from labels, and its gradients", loss, _no_labels),
+    Check("attention", "the same with the other attention implementation", attention, _one_attention),
+    Check("cache", "decoding token by token from a cache", cache, _no_cache),
+    Check("state_dict", "saved names, shapes and values; a plain checkpoint loads back", state_dict),
+    Check("dropout", "training mode with another seed on each rank", dropout),
+    Check("optimizer", "parameters after three steps; AdamW over all of them", optimizer),
+)
+
+
+# ------------------------------------------------------------------------------------------------ the verdict
+
+
+def judge(
+    check: Check, reference: Observation, ranks: list[Observation], tolerance: Tolerance
+) -> tuple[list[Finding], dict[str, dict[str, float]]]:
+    """Findings, and the worst error of every tensor by group."""
+    findings: list[Finding] = []
+    errors: dict[str, dict[str, float]] = {}
+    random = bool(reference.get(NOISE))
+    if check.name == "loss":
+        tolerance = replace(tolerance, limit=max(tolerance.limit, LOSS_LIMIT))
+    for group in ranks[0]:
+        between_ranks = random or group.startswith(AGREE)
+        want = ranks[0][group] if between_ranks else reference.get(group, {})
+        what = group.removeprefix(AGREE) + (", compared with rank 0's," if between_ranks else "")
+        is_gradient = group.endswith("gradient")
+        name = "gradients" if is_gradient and check.name == "forward" else check.name
+        got = [rank[group] for rank in ranks]
+        more, errors[group] = compare(name, what, want, got, tolerance, missing_is_zero=is_gradient)
+        if group in ADVICE:  # the model is exact, a tool beside it is not
+            more = [replace(finding, level="warn", hint=ADVICE[group]) for finding in more]
+        findings += more
+    return findings, errors

@@ -1,0 +1,148 @@
+"""What is verified in place of a model: a tiny clone with random weights, and calls that exercise it.
+
+In double precision wherever that can be had, so that what differs is a bug and not rounding. Code that asks for single
+precision inside is given double (`lifted.py`); only what cannot be traced so is checked in single precision.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autoplan.check.verify.sharded import CANNOT_RUN
+from autoplan.common.errors import AutoplanError
+
+__all__ = ["Clone", "clone_of", "entries_at"]
+
+_OWN_CLONE = 3_000_000  # a module of so few parameters is verified itself
+
+
+@dataclass(frozen=True)
+class Clone:
+    """What is verified: a tiny model, the calls to make, and the same calls with another batch and length."""
+
+    model: Any
+    entries: Mapping[str, Any]
+    others: Mapping[str, Any]
+    note: str
+
+
+def clone_of(source: Any) -> Clone:
+    """A tiny model to verify: shrunk less where the smallest cannot be built or run."""
+    refusal: AutoplanError | None = None
+    for one in source.ever_larger():
+        try:
+            return _clone_at_size(one)
+        except AutoplanError as error:
+            refusal = refusal or error
+    assert refusal is not None
+    raise refusal
+
+
+def _clone_at_size(source: Any) -> Clone:
+    """In double precision, or in single where the model refuses that."""
+    import torch
+
+    refusal = ""
+    for dtype in (torch.float64, torch.float32):
+        model, note = _built(source, dtype)
+        entries = entries_at(source, model, batch=2, length=10)
+        try:
+            if _needs_lifting(model, entries) and not _traced(source, model, entries):
+                raise TypeError("some of its paths can be traced in single precision only")
+        except CANNOT_RUN as error:
+            refusal = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
+            continue
+        others = {} if source.inputs is not None else entries_at(source, model, batch=3, length=12)
+        if dtype == torch.float32:
+            note += f"; in float32, because in float64 it does not run ({refusal})"
+        return Clone(model, entries, others, note)
+    raise AutoplanError(
+        f"the tiny clone of {source.name} cannot run unsharded: {refusal}", hint="pass inputs= that the model accepts"
+    )
+
+
+def _traced(source: Any, model: Any, entries: Mapping[str, Any]) -> bool:
+    """Can all its paths be traced as they are, with nothing given double precision?"""
+    from autoplan.capture.called import calls_the_model
+    from autoplan.capture.capture import capture_any
+
+    if _calls(_made(source, model, 2, 10)) < len(calls_the_model(entries)):
+        return False
+    try:
+        capture_any(copy.deepcopy(model), dict(entries))
+    except AutoplanError:
+        return False
+    return True
+
+
+def _needs_lifting(model: Any, entries: Mapping[str, Any]) -> bool:
+    """Does it run only where what asks for single precision is given double? Raises if it does not run even so."""
+    import torch
+
+    from autoplan.capture.called import call
+    from autoplan.patches.double_precision import Lifted
+
+    lifted = False
+    with torch.no_grad():
+        for entry in entries.values():
+            try:
+                call(copy.deepcopy(model), entry)
+            except CANNOT_RUN:
+                lifted = True
+                with Lifted():
+                    call(copy.deepcopy(model), entry)
+    return lifted
+
+
+def _built(source: Any, dtype: Any) -> tuple[Any, str]:
+    from autoplan.common.dtypes import cast_numbers
+    from autoplan.common.random_values import randomise
+
+    given = source.given
+    if given is not None and _is_small_and_real(given):
+        model = copy.deepcopy(given).cpu()
+        cast_numbers(model, dtype)
+        randomise(model)
+        return model.eval(), "the model itself with random weights"
+    model = source.tiny(dtype=dtype, experts="batched_mm")
+    return model, f"a clone of {sum(parameter.numel() for parameter in model.parameters()):,} parameters"
+
+
+def _is_small_and_real(model: Any) -> bool:
+    parameters = list(model.parameters())
+    return sum(p.numel() for p in parameters) <= _OWN_CLONE and not any(p.is_meta for p in parameters)
+
+
+def entries_at(source: Any, model: Any, *, batch: int, length: int) -> dict[str, Any]:
+    """The calls that exercise a clone of a source, in the clone's own dtype.
+
+    Where a path does not run it is tried in single precision too, which models are written for.
+    """
+    import torch
+
+    from autoplan.common.dtypes import cast_numbers, inputs_in, working_dtype
+
+    made = _made(source, model, batch, length)
+    if made.notes:
+        probe = copy.deepcopy(model)
+        cast_numbers(probe, torch.float32)
+        made = max(made, _made(source, probe, batch, length), key=_calls)
+    return inputs_in(working_dtype(model), made.entries)
+
+
+def _made(source: Any, model: Any, batch: int, length: int) -> Any:
+    from autoplan.hf.inputs.make import make_inputs
+
+    config = getattr(model, "config", None) if source.config is not None else None
+    return make_inputs(
+        model, config=config, model_type=source.model_type, inputs=source.inputs, batch=batch, length=length
+    )
+
+
+def _calls(made: Any) -> int:
+    from autoplan.capture.called import calls_the_model
+
+    return len(calls_the_model(made.entries))

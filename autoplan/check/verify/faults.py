@@ -1,0 +1,271 @@
+"""Faults to plant: a check that finds nothing must be shown able to find.
+
+Each fault is one way in which a tensor-parallel plan, or the code that applies it, can be wrong: a partner left whole,
+a gradient nobody sums, heads paired with the wrong keys. It is planted into a right plan (or into the sharded model,
+where the plan has no word for it) at the first place that offers itself, and verify must notice. Many of them leave
+every forward result exact.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from autoplan.check.verify.sharded import Sharding
+from autoplan.common.layout import Layout
+from autoplan.values import ParameterRule, Plan, Runtime
+
+__all__ = ["FAULTS", "Fault", "Planted", "plant"]
+
+Spoil = Callable[[Plan], Plan | None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`spoil` gives a wrong plan, or None where the plan has no place for this fault; `tamper` changes a sharded model.
+
+    `checks` are those that should notice.
+    """
+
+    name: str
+    about: str
+    spoil: Spoil = lambda plan: plan
+    tamper: Callable[[Any], bool] | None = None
+    checks: tuple[str, ...] = ("parameters", "forward")
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A fault in place: the wrong plan, and how to shard with it."""
+
+    fault: Fault
+    plan: Plan
+    sharding: Sharding
+
+
+def plant(fault: Fault, plan: Plan, sharding_of: Callable[[Plan], Sharding]) -> Planted | None:
+    """Plant a fault into a right plan; None when the plan has no place for it."""
+    spoiled = fault.spoil(plan)
+    if spoiled is None:
+        return None
+    right = sharding_of(spoiled)
+    if fault.tamper is None:
+        return Planted(fault, spoiled, right)
+    return Planted(fault, spoiled, Sharding(partial(_tampered, shard=right.shard, fault=fault.name), right.gather))
+
+
+def _tampered(model: Any, mesh: Any, *, shard: Callable[[Any, Any], Any], fault: str) -> Any:
+    model = shard(model, mesh)
+    tamper = next(known.tamper for known in FAULTS if known.name == fault)
+    assert tamper is not None
+    tamper(model)
+    return model
+
+
+# ------------------------------------------------------------------------------------------------ spoiling a plan
+
+
+def _first(field: str, applies: Callable[[Any, Plan], bool], change: Callable[[Any], Any]) -> Spoil:
+    """Change (or, with None, drop) the first item of a runtime field to which the fault applies."""
+
+    def spoil(plan: Plan) -> Plan | None:
+        items = list(getattr(plan.runtime, field))
+        for position, item in enumerate(items):
+            if applies(item, plan):
+                changed = change(item)
+                items[position : position + 1] = [] if changed is None else [changed]
+                return _with(plan, **{field: tuple(items)})
+        return None
+
+    return spoil
+
+
+def _with(plan: Plan, **fields: Any) -> Plan:
+    return replace(plan, runtime=replace(plan.runtime, **fields))
+
+
+def _drop(_: Any) -> None:
+    return None
+
+
+def _rule(applies: Callable[[ParameterRule], bool], **change: Any) -> Spoil:
+    return _first("parameters", lambda rule, plan: applies(rule), lambda rule: replace(rule, **change))
+
+
+def _layout(matching: str, change: Callable[[str], str]) -> Spoil:
+    """Another layout for the first weight whose layout looks like this; the vocabulary is left alone."""
+
+    def applies(rule: ParameterRule, plan: Plan) -> bool:
+        heads = tuple(f"{head.pattern}." for head in plan.runtime.heads)
+        return bool(rule.layout and re.fullmatch(matching, rule.layout)) and not rule.pattern.startswith(heads or "\0")
+
+    return _first("parameters", applies, lambda rule: replace(rule, layout=change(rule.layout)))
+
+
+def _interleaved(layout: str) -> str:
+    """The same counts, dealt out like cards: 8! becomes 4*2!."""
+    return re.sub(r"^(\d+)!", lambda found: f"{int(found[1]) // 2}*2!", layout)
+
+
+def _inside_heads(layout: str) -> str:
+    heads, _, width = layout.partition("!*")
+    return f"{heads}*{width}!"
+
+
+def _contiguous(layout: str) -> str:
+    return f"{Layout.parse(layout).size}!"
+
+
+def _split_weight(rule: ParameterRule) -> bool:
+    return rule.dim is not None and rule.pattern.endswith("weight") and rule.gradient == "local"
+
+
+def _inner(action: str) -> Callable[[Any, Plan], bool]:
+    """Hooks with this action, away from the model's entry and exit."""
+
+    def applies(hook: Any, plan: Plan) -> bool:
+        return hook.action == action and hook.pattern not in {head.pattern for head in plan.runtime.heads}
+
+    return applies
+
+
+def _last_split_rule_dropped(plan: Plan) -> Plan | None:
+    """The partner that is left whole."""
+    heads = {f"{head.pattern}.weight" for head in plan.runtime.heads}
+    split = [rule for rule in plan.runtime.parameters if _split_weight(rule) and rule.pattern not in heads]
+    if not split:
+        return None
+    return _with(plan, parameters=tuple(rule for rule in plan.runtime.parameters if rule is not split[-1]))
+
+
+def _two_rules_swapped(plan: Plan) -> Plan | None:
+    """Column where row belongs, and the other way round."""
+    rules = {
+        rule.dim: rule
+        for rule in reversed(plan.runtime.parameters)
+        if _split_weight(rule) and "|" not in (rule.layout or "")
+    }
+    if not {0, 1} <= set(rules):
+        return None
+    changed = {id(rules[dim]): replace(rules[dim], dim=1 - dim) for dim in (0, 1)}
+    return _with(plan, parameters=tuple(changed.get(id(rule), rule) for rule in plan.runtime.parameters))
+
+
+def _copied_twice(plan: Plan) -> Plan | None:
+    hooks = plan.runtime.hooks
+    copied = next((hook for hook in hooks if hook.action == "copy" and hook.side == "output"), None)
+    return None if copied is None else _with(plan, hooks=(*hooks, replace(copied, dim=0)))
+
+
+def _nothing_random(plan: Plan) -> Plan | None:
+    runtime: Runtime = plan.runtime
+    return _with(plan, random=(), random_whole=(), draws=False) if any(runtime.random_whole) else None
+
+
+# ------------------------------------------------------------------------------------------------ tampering afterwards
+
+
+def _untie(model: Any) -> bool:
+    """Give the second name of a tied parameter a parameter of its own."""
+    from torch import nn
+
+    seen: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in seen:
+            owner, _, leaf = name.rpartition(".")
+            own = nn.Parameter(parameter.detach().clone())
+            own.__dict__.update(parameter.__dict__)
+            model.get_submodule(owner)._parameters[leaf] = own
+            return True
+        seen[id(parameter)] = name
+    return False
+
+
+def _drift(model: Any) -> bool:
+    """One rank's copy of a replicated parameter is a little different."""
+    import torch
+    import torch.distributed as dist
+
+    for parameter in model.parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        if local.shape == parameter.shape and dist.get_rank() == dist.get_world_size() - 1:
+            with torch.no_grad():
+                local.detach().mul_(1.01)
+            return True
+    return False
+
+
+FAULTS = (
+    Fault("column for row", "two weights are cut along the other dim", _two_rules_swapped),
+    Fault("wrong rows", "a weight's rows are dealt out one by one", _layout(r"\d*[02468]!", _interleaved)),
+    Fault("wrong head pairing", "a weight's heads are dealt out otherwise", _layout(r"\d*[02468]!\*\d+", _interleaved)),
+    Fault("cut inside heads", "each rank gets a part of every head", _layout(r"\d+!\*\d*[02468]", _inside_heads)),
+    Fault("packed cut contiguously", "a packed weight is cut as if it were one", _layout(r".*!.*\|.*", _contiguous)),
+    Fault("unsplit partner", "one weight of a group stays whole", _last_split_rule_dropped),
+    Fault("no forward sum", "partial sums go on as if they were sums", _first("hooks", _inner("reduce"), _drop)),
+    Fault(
+        "mean for sum",
+        "partial sums are averaged",
+        _first("hooks", _inner("reduce"), lambda hook: replace(hook, action="mean")),
+    ),
+    Fault("no gradient sum", "nobody sums the gradient at a region's entry", _first("hooks", _inner("copy"), _drop)),
+    Fault("double gradient sum", "the gradient at a region's entry is summed twice", _copied_twice),
+    Fault(
+        "no gradient sum of a parameter",
+        "a whole parameter in a split region keeps its own gradient",
+        _rule(lambda rule: rule.gradient == "sum", gradient="local"),
+    ),
+    Fault(
+        "no gradient sum of shared rows",
+        "rows that several ranks hold keep their own gradients",
+        _rule(lambda rule: rule.gradient == "shared", gradient="local"),
+    ),
+    Fault(
+        "double gradient sum of a parameter",
+        "a gradient that is whole already is summed",
+        _rule(lambda rule: rule.divide, gradient="sum"),
+    ),
+    Fault("bias of every rank", "each rank adds the whole bias", _rule(lambda rule: rule.divide, divide=False)),
+    Fault("unedited integer", "a module keeps its number of heads", _first("edits", lambda edit, plan: True, _drop)),
+    Fault(
+        "wrong integer",
+        "a module is given half of what it should",
+        _first("edits", lambda edit, plan: edit.new > 1, lambda edit: replace(edit, new=edit.new // 2)),
+    ),
+    Fault(
+        "table without mask",
+        "each rank looks every token up in its own rows",
+        _first("heads", lambda head, plan: head.kind == "embedding", _drop),
+    ),
+    Fault(
+        "logits taken for whole",
+        "a rank's logits leave the model as if they were all",
+        _first("heads", lambda head, plan: head.kind == "logits", _drop),
+    ),
+    Fault(
+        "no exchange in a norm",
+        "a norm over all heads averages those of one rank",
+        _first("scoped", lambda call, plan: call.reduce is not None, lambda call: replace(call, reduce=None)),
+    ),
+    Fault(
+        "no gradient sum in a scoped call",
+        "a statistic's gradient stays partial",
+        _first("scoped", lambda call, plan: bool(call.copies), lambda call: replace(call, copies=())),
+    ),
+    Fault(
+        "constant not cut",
+        "a constant made in forward stays whole",
+        _first("scoped", lambda call, plan: bool(call.cuts), lambda call: replace(call, cuts=())),
+    ),
+    Fault("unseeded dropout", "each rank drops what it likes of whole values", _nothing_random, checks=("dropout",)),
+    Fault("untied head", "a tied weight becomes two", tamper=_untie),
+    Fault("drifting replica", "one rank's copy of a whole parameter differs", tamper=_drift),
+)
+
+
+def applicable(plan: Plan) -> Iterator[Fault]:
+    """The faults that a plan has a place for (faults planted after sharding are among them)."""
+    return (fault for fault in FAULTS if fault.spoil(plan) is not None)

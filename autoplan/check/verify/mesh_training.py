@@ -1,0 +1,233 @@
+"""Does training on a mesh, data parallel and tensor parallel, equal training on one device?
+
+Every data-parallel rank gets another batch, of another shape where there is one: a missing average over ranks, an
+average in place of a sum, or a gradient that only one rank has would hide behind equal batches. The unsharded model
+sees all batches and averages. Compared are the loss of each step, the gradients of the first, the global norm before
+each clipping, the parameters after three steps, and those of a run that was saved after two steps, rebuilt from other
+weights, and resumed.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoplan.capture.called import calls_the_model
+from autoplan.check.ranks.run import Engine, RankError, RankTimeout, run_processes, run_ranks
+from autoplan.check.verify.checks import Check, judge
+from autoplan.check.verify.compare import tolerance_for
+from autoplan.check.verify.mesh_sizes import MeshSizes
+from autoplan.check.verify.sharded import can_be_lifted
+from autoplan.check.verify.subject import Inputs, Observation, Subject, tensors_in, weighted_sum
+from autoplan.common.errors import AutoplanError
+from autoplan.execute.parameters.gather import full_tensors
+from autoplan.patches.kernels import on_reference_path
+from autoplan.values import Finding, Plan
+
+__all__ = ["check_training"]
+
+STEPS, SAVED_AFTER = 3, 2
+KINDS = {"": False, " with checkpointing": True}  # what is appended to a check's name: activation checkpointing
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a rank needs: the model, what each data-parallel rank is fed, how to step, where to save."""
+
+    model: nn.Module
+    batches: tuple[Inputs, ...]
+    plan: Plan
+    mesh: MeshSizes
+    checkpointing: bool
+    max_norm: float
+    rate: float
+    folder: str
+    lifted: bool = False  # is what it computes in single precision inside computed in double?
+    other: nn.Module | None = None  # the model with other weights, to be resumed
+
+
+@on_reference_path()
+def check_training(
+    model: nn.Module,
+    entries: Mapping[str, Inputs],
+    others: Mapping[str, Inputs],
+    plan: Plan,
+    mesh: MeshSizes,
+    *,
+    engine: Engine = "threads",
+    timeout: float = 180.0,
+) -> tuple[list[Finding], tuple[str, ...]]:
+    """Findings, and the names of the checks that were made."""
+    entries = calls_the_model(entries)
+    name = max(entries, key=lambda entry: len(entries[entry]))  # with pictures, where there are any
+    shapes = [entries[name], others.get(name, entries[name])]
+    batches = tuple(shapes[place % 2] for place in range(mesh.data_size))
+    lifted = can_be_lifted(Subject(copy.deepcopy(model).eval(), entries))
+    reference, max_norm, rate = _reference(model, batches, lifted)
+    findings: list[Finding] = []
+    done: list[str] = []
+    for suffix, checkpointing in KINDS.items():
+        if checkpointing and not plan.layers:
+            findings.append(Finding("training" + suffix, "note", "", "the model has no repeated blocks"))
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            job = _Job(model, batches, plan, mesh, checkpointing, max_norm, rate, folder, lifted)
+            check = Check("training" + suffix, "", lambda subject: {})
+            try:
+                seen = _run(job, engine, timeout)
+            except (RankError, RankTimeout) as error:
+                findings.append(Finding(check.name, "error", "", str(error).splitlines()[0]))
+                continue
+        done.append(check.name)
+        findings += judge(check, reference, seen, tolerance_for(_dtype(model)))[0]
+    return findings, tuple(done)
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+
+
+# ------------------------------------------------------------------------------------------------ one device
+
+
+def _reference(model: nn.Module, batches: Sequence[Inputs], lifted: bool) -> tuple[Observation, float, float]:
+    """What is right; and the clipping norm and rate that make each step count."""
+    from autoplan.execute.randomness import streams as random_streams
+
+    with random_streams.fork():
+        subject = Subject(copy.deepcopy(model).eval(), {}, lifted=lifted)
+        _mean_loss(subject, batches).backward()
+        first = float(torch.nn.utils.get_total_norm([g for g in subject.gradients().values()]))
+        max_norm = 0.5 * first if first else 1.0
+        rate = 0.05 / max_norm
+        optimizer = _optimizer(subject.model, rate)
+        seen: Observation = {"loss": {}, "norm": {}}
+        for step in range(STEPS):
+            subject.model.zero_grad(set_to_none=True)
+            loss = _mean_loss(subject, batches)
+            loss.backward()
+            if step == 0:
+                seen["first gradient"] = subject.gradients()
+            parameters = list(subject.model.parameters())
+            seen["norm"][f"step {step}"] = torch.nn.utils.clip_grad_norm_(parameters, max_norm).detach()
+            seen["loss"][f"step {step}"] = loss.detach()
+            optimizer.step()
+    seen["parameter after three steps"] = subject.parameters()
+    seen["resumed parameter"] = seen["parameter after three steps"]
+    return seen, max_norm, rate
+
+
+def _mean_loss(subject: Subject, batches: Sequence[Inputs]) -> torch.Tensor:
+    """The average over batches; equal batches are run once."""
+    total: torch.Tensor | float = 0.0
+    for batch in {id(b): b for b in batches}.values():
+        share = sum(other is batch for other in batches) / len(batches)
+        total = total + share * _loss(subject, batch)
+    assert isinstance(total, torch.Tensor)
+    return total
+
+
+def _loss(subject: Subject, batch: Inputs) -> torch.Tensor:
+    loss = weighted_sum(tensors_in(subject.forward(batch)))
+    if loss is None:
+        raise AutoplanError("no output of the model carries gradient", hint="pass inputs= of a call that trains")
+    return loss
+
+
+def _optimizer(model: nn.Module, rate: float) -> torch.optim.Optimizer:
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.SGD(wanted, lr=rate, momentum=0.9)
+
+
+# ------------------------------------------------------------------------------------------------ on the ranks
+
+
+def _run(job: _Job, engine: Engine, timeout: float) -> list[Observation]:
+    def own() -> _Job:
+        other = copy.deepcopy(job.model)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(0.5)
+        return replace(job, model=copy.deepcopy(job.model).eval(), other=other.eval())
+
+    if engine == "gloo":
+        return run_processes(_on_rank, (own(),), job.mesh.ranks, timeout=timeout)
+    jobs = [own() for _ in range(job.mesh.ranks)]  # copied here: threads must not run a model's deepcopy at once
+    return run_ranks(lambda rank: _on_rank(rank, jobs[rank]), job.mesh.ranks, engine=engine, timeout=timeout)
+
+
+def _on_rank(rank: int, job: _Job) -> Observation:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", job.mesh.sizes, mesh_dim_names=job.mesh.names)
+    batch = job.batches[rank // job.mesh.split_size]
+    subject, optimizer = _sharded(job.model, job, mesh)
+    seen: Observation = {"loss": {}, "norm": {}}
+    for step in range(STEPS):
+        if step == SAVED_AFTER:
+            _save(subject.model, optimizer, job.folder)
+        _step(subject, optimizer, batch, job, mesh, step, seen)
+    seen["parameter after three steps"] = subject.parameters()
+    assert job.other is not None
+    subject, optimizer = _sharded(job.other, job, mesh)
+    _load(subject.model, optimizer, job.folder)
+    _step(subject, optimizer, batch, job, mesh, STEPS, {"loss": {}, "norm": {}})
+    seen["resumed parameter"] = subject.parameters()
+    return seen
+
+
+def _sharded(model: nn.Module, job: _Job, mesh: Any) -> tuple[Subject, torch.optim.Optimizer]:
+    from autoplan.api import parallelize
+
+    how: Any = {"check": False, "activation_checkpointing": job.checkpointing, "sequence_padding": "pad"}
+    parallelize(model, mesh, job.plan, **how)
+    return Subject(model, {}, gather=full_tensors, lifted=job.lifted), _optimizer(model, job.rate)
+
+
+def _step(subject: Subject, optimizer: Any, batch: Inputs, job: _Job, mesh: Any, step: int, seen: Observation) -> None:
+    from autoplan.execute.data_parallel.gradients import clip_gradients
+
+    subject.model.zero_grad(set_to_none=True)
+    loss = _loss(subject, batch)
+    loss.backward()
+    if step == 0:
+        seen["first gradient"] = subject.gradients()
+    seen["norm"][f"step {step}"] = clip_gradients(subject.model, job.max_norm)
+    seen["loss"][f"step {step}"] = _averaged(loss.detach(), mesh)
+    optimizer.step()
+
+
+def _averaged(loss: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """Over all ranks: those of one tp group have the same."""
+    from autoplan.execute.collectives import RankGroup, all_reduce
+
+    for dim in range(mesh.ndim):
+        group = RankGroup.of(mesh.get_group(dim))
+        loss = all_reduce(loss, group) / group.size if group.size > 1 else loss
+    return loss
+
+
+def _save(model: nn.Module, optimizer: Any, folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
+
+
+def _load(model: nn.Module, optimizer: Any, folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import DefaultLoadPlanner
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    weights, states = get_state_dict(model, optimizer)
+    both = {"model": weights, "optimizer": states}
+    # parameters that no batch uses have no state in the checkpoint
+    dcp.load(both, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
+    set_state_dict(model, optimizer, model_state_dict=both["model"], optim_state_dict=both["optimizer"])

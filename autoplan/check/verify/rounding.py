@@ -1,0 +1,187 @@
+"""Is a difference a bug, or rounding? Both sides of the answer, layer by layer.
+
+The problem: in bfloat16 a sharded model never equals the unsharded one, since sums over ranks round differently, and a
+small mistake in a plan looks the same. In float64 rounding is far below every mistake: `verify` decides there. What is
+left is how far apart correct bfloat16 results may lie. So the clone's weights are rounded to bfloat16 once, a float64
+run of these weights says what is right, and each layer's output is measured against it: unsharded, sharded, and the two
+against each other. Both stray from the truth; a sharded model that is right does not stray much further.
+
+An error is |got - truth| / |truth|, as norms of the whole layer's output.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from autoplan.capture.called import call
+from autoplan.check.ranks.run import Engine, one_compute_thread, run_processes, run_ranks
+from autoplan.check.verify.subject import tensors_in
+from autoplan.common.dtypes import inputs_in
+from autoplan.execute.tensor_parallel import apply_plan, tp_mesh_of
+from autoplan.values import Plan
+
+__all__ = ["measure_rounding"]
+
+_FAR = 4.0  # times further from the truth than the unsharded model: more than another order of sums explains
+_OUTPUT = "output"
+Outputs = dict[str, torch.Tensor]
+
+
+def measure_rounding(
+    model: Any, entries: Mapping[str, Any], plan: Plan, *, exact: bool, engine: Engine = "threads", mesh: Any = None
+) -> dict[str, Any]:
+    """The verdict ("rounding", "bug", "unclear" or "not measured"), why, and the spread of each layer.
+
+    `exact`: the same plan was found exact in float64.
+    """
+    names = tuple(name for stack in plan.layers for name in stack.fqns)
+    try:
+        with one_compute_thread():
+            layers = _spread(_Job(model, entries, plan, names), engine, mesh)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        why = (str(error) or repr(error)).splitlines()[0]
+        return {"verdict": "bug" if not exact else "not measured", "why": f"no run in bfloat16: {why}", "layers": {}}
+    return {**_verdict(layers, exact), "layers": layers}
+
+
+def _verdict(layers: Mapping[str, Mapping[str, float]], exact: bool) -> dict[str, str]:
+    if not exact:
+        return {"verdict": "bug", "why": "results differ in float64, where rounding is a billion times smaller"}
+    if not layers:
+        return {"verdict": "not measured", "why": "no layer returned a comparable tensor"}
+    ratios = {name: found["sharded"] / max(found["unsharded"], 1e-12) for name, found in layers.items()}
+    worst = max(ratios, key=lambda name: ratios[name])
+    found = layers[worst]
+    numbers = f"{found['sharded']:.1e} sharded, {found['unsharded']:.1e} unsharded"
+    if found["sharded"] > _FAR * found["unsharded"] + 1e-6:
+        return {
+            "verdict": "unclear",
+            "why": f"exact in float64, but {worst} strays {ratios[worst]:.1f} times as far in bfloat16 ({numbers}); "
+            "a choice such as a router's top-k may have tipped",
+        }
+    return {"verdict": "rounding", "why": f"exact in float64; at most {worst} strays further in bfloat16 ({numbers})"}
+
+
+# ------------------------------------------------------------------------------------------------ the three runs
+
+
+@dataclass(frozen=True)
+class _Job:
+    model: Any
+    entries: Mapping[str, Any]
+    plan: Plan
+    layers: tuple[str, ...]
+
+
+def _spread(job: _Job, engine: Engine, mesh: Any) -> dict[str, dict[str, float]]:
+    half = _in_dtype(job, torch.bfloat16)
+    truth = _outputs(_in_dtype(half, torch.float64))
+    unsharded = _outputs(_in_dtype(half, torch.bfloat16))
+    ranks = _on_ranks(half, engine, mesh)
+    found = {}
+    for name, right in truth.items():
+        whole = _together([rank.get(name) for rank in ranks], right)
+        if whole is None or name not in unsharded or not bool(torch.isfinite(right).all()):
+            continue
+        errors = [_error(got, right) for got in whole]
+        found[name] = {
+            "unsharded": _error(unsharded[name], right),
+            "sharded": max(errors),
+            "apart": max(_error(got, unsharded[name]) for got in whole),
+        }
+    return found
+
+
+def _in_dtype(job: _Job, dtype: torch.dtype) -> _Job:
+    """A copy of the model and its inputs in a dtype."""
+    return _Job(copy.deepcopy(job.model).eval().to(dtype), inputs_in(dtype, job.entries), job.plan, job.layers)
+
+
+def _on_ranks(job: _Job, engine: Engine, mesh: Any) -> list[Outputs]:
+    if mesh is not None:
+        import torch.distributed as dist
+
+        everyone: list[Any] = [None] * job.plan.ranks
+        dist.all_gather_object(everyone, _sharded(job, mesh), group=_split_over(mesh, job.plan).get_group())
+        return everyone
+    if engine == "gloo":
+        return run_processes(_on_rank, (job,), job.plan.ranks)
+    jobs = [_in_dtype(job, torch.bfloat16) for _ in range(job.plan.ranks)]
+    return run_ranks(lambda rank: _on_rank(rank, jobs[rank]), job.plan.ranks)
+
+
+def _on_rank(rank: int, job: _Job) -> Outputs:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from autoplan.check.verify.verify import mesh_of
+
+    ((name, size),) = mesh_of(job.plan).items()
+    return _sharded(job, init_device_mesh("cpu", (size,), mesh_dim_names=(name,)))
+
+
+def _split_over(mesh: Any, plan: Plan) -> Any:
+    found = tp_mesh_of(mesh, plan)
+    assert found is not None, "a plan for one rank rounds like the model"
+    return found
+
+
+def _sharded(job: _Job, mesh: Any) -> Outputs:
+    model = job.model.to(mesh.device_type)
+    apply_plan(model, _split_over(mesh, job.plan), job.plan, sequence_padding="pad")
+    return _outputs(_Job(model, job.entries, job.plan, job.layers))
+
+
+def _outputs(job: _Job) -> Outputs:
+    """What each layer and the model itself returned, in each of its calls."""
+    seen: Outputs = {}
+    with torch.no_grad():
+        for entry, given in job.entries.items():
+            with _watched(job, entry, seen):
+                result = call(job.model, given)
+            for name, tensor in tensors_in(result).items():
+                if name in ("logits", "last_hidden_state", "output"):
+                    seen[f"{entry}: {_OUTPUT}"] = tensor.detach().to("cpu", torch.float64)
+    return seen
+
+
+@contextmanager
+def _watched(job: _Job, entry: str, seen: Outputs) -> Iterator[None]:
+    def note(name: str, module: Any, args: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, (tuple, list)) and output else output
+        if isinstance(first, torch.Tensor) and first.is_floating_point():
+            seen[f"{entry}: {name}"] = first.detach().to("cpu", torch.float64)
+
+    modules = dict(job.model.named_modules())
+    handles = [modules[name].register_forward_hook(partial(note, name)) for name in job.layers if name in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _together(pieces: Sequence[torch.Tensor | None], right: torch.Tensor) -> list[torch.Tensor] | None:
+    """Each rank's whole output; one, of all pieces, where the stream is cut along the sequence."""
+    found = [piece for piece in pieces if piece is not None]
+    if len(found) < len(pieces) or found[0].dim() != right.dim():
+        return None
+    if found[0].shape == right.shape:
+        return found
+    cut = [dim for dim in range(right.dim()) if found[0].shape[dim] != right.shape[dim]]
+    if len(cut) != 1:
+        return None
+    whole = torch.cat(found, cut[0]).narrow(cut[0], 0, right.shape[cut[0]])
+    return [whole] if whole.shape == right.shape else None
+
+
+def _error(got: torch.Tensor, right: torch.Tensor) -> float:
+    scale = float(right.norm())
+    error = float((got - right).norm()) / (scale or 1.0)
+    return float(f"{error:.3g}")

@@ -1,0 +1,180 @@
+"""The model under test, sharded or not: everything a check may do with it.
+
+A check looks at the unsharded model and at every rank's shard through the same small interface, so that it is written
+once and cannot treat them differently by accident. Whatever comes out is plain tensors in checkpoint names and layout.
+"""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autoplan.capture.called import PART, call
+from autoplan.execute.parameters.state_dict import gathered
+from autoplan.execute.randomness import streams as random_streams
+from autoplan.execute.randomness.dropout import proposed_seed
+from autoplan.patches.double_precision import Lifted
+
+__all__ = ["Inputs", "Observation", "Subject", "give_random_values", "plain", "tensors_in"]
+
+Inputs = Mapping[str, Any]  # keyword arguments of one forward call
+Observation = dict[str, dict[str, torch.Tensor]]  # "outputs" | "gradients" | "parameters" | … -> name -> tensor
+Gather = Callable[[nn.Module, bool], Mapping[str, torch.Tensor]]  # (model, gradients?) -> whole tensors
+
+
+@dataclass
+class Subject:
+    """`entries` are the calls to make, `others` the same in another batch and length, `labels` where taken.
+
+    `gather` brings parameters and gradients back in checkpoint layout; None: the model is not sharded. `lifted`: what
+    it computes in single precision inside is computed in double precision.
+    """
+
+    model: nn.Module
+    entries: Mapping[str, Inputs]
+    others: Mapping[str, Inputs] = field(default_factory=dict)
+    labels: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    gather: Gather | None = None
+    rank: int = 0
+    lifted: bool = False
+    collectives: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Every parameter, whole."""
+        if self.gather is not None:
+            return {name: plain(tensor).clone() for name, tensor in self.gather(self.model, False).items()}
+        return {name: p.detach().clone() for name, p in self._named()}
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Every gradient there is, whole."""
+        if self.gather is not None:
+            found = {name: g for name, g in self.gather(self.model, True).items() if g is not None}
+            return {name: plain(gradient).clone() for name, gradient in found.items()}
+        return {name: p.grad.detach().clone() for name, p in self._named() if p.grad is not None}
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.model.named_parameters(remove_duplicate=False)  # a tied parameter under each of its names
+
+    def forward(self, inputs: Inputs) -> Any:
+        """One call on copies of the inputs. Caches are left out unless asked for: what they hold is local to a rank."""
+        given = {name: _copied(value) for name, value in inputs.items()}
+        if "use_cache" in self.signature and "use_cache" not in given and PART not in given:
+            given["use_cache"] = False
+        with Lifted() if self.lifted else nullcontext(), self._afresh():
+            return call(self.model, given)
+
+    @contextmanager
+    def _afresh(self) -> Iterator[None]:
+        """In eval mode a call depends on nothing that was before: what it draws every other call draws as well, and
+        what a model keeps from weights while it is in that mode is forgotten, as by any change of modes."""
+        if self.model.training:
+            yield
+            return
+        self.model.train()
+        self.model.eval()
+        with random_streams.fork():
+            self._seed_alike()
+            yield
+
+    def forward_and_backward(self, inputs: Inputs) -> Observation:
+        """Outputs and every gradient of one call, under a loss in which each output element has its own weight.
+
+        A part that is called alone gives its inputs' gradients too: within the model others go on with them.
+        """
+        from autoplan.check.ranks.run import count_collectives
+
+        self.model.zero_grad(set_to_none=True)
+        asking = _asking(inputs) if PART in inputs else {}
+        with count_collectives() as forward:
+            result = self.forward({**inputs, **asking})
+        outputs = tensors_in(result)
+        loss = weighted_sum(outputs)
+        if loss is not None:
+            with count_collectives() as backward:
+                loss.backward()
+            self.collectives = {"forward": dict(forward), "backward": dict(backward)}
+        gradients = self.gradients() if loss is not None else {}
+        seen = {name: tensor.detach().clone() for name, tensor in outputs.items()}
+        seen |= {f"gradient of {name}": tensor.grad for name, tensor in asking.items() if tensor.grad is not None}
+        return {"outputs": seen, "gradients": gradients}
+
+    def _seed_alike(self) -> None:
+        """Ranks come with streams of their own, and agree on what one device draws with the seed that the first of
+        them proposes."""
+        random_streams.manual_seed(self.rank)
+        if self.gather is None:
+            random_streams.manual_seed(proposed_seed())
+
+    def seed(self, number: int) -> None:
+        """Seed this rank, differently from the others."""
+        random_streams.manual_seed(1000 * number + self.rank)
+
+    @property
+    def signature(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.model.forward).parameters
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor: a DTensor is gathered (its gradient flows back), any other is returned."""
+    return gathered(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def tensors_in(value: Any, path: str = "") -> dict[str, torch.Tensor]:
+    """Float tensors of a result by path, whole. Objects that are no containers (caches) are not looked into."""
+    if isinstance(value, torch.Tensor):
+        return {path or "output": plain(value)} if value.is_floating_point() or value.is_complex() else {}
+    items: Iterator[tuple[Any, Any]] = iter(())
+    if isinstance(value, Mapping):
+        items = iter(value.items())
+    elif isinstance(value, (list, tuple)):
+        items = iter(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
+    found: dict[str, torch.Tensor] = {}
+    for key, item in items:
+        found.update(tensors_in(item, f"{path}.{key}" if path else str(key)))
+    return found
+
+
+def weighted_sum(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """A loss that no wrong element escapes: fixed random weights over every output that carries gradient."""
+    total: torch.Tensor | None = None
+    for name, tensor in outputs.items():
+        if not tensor.requires_grad:
+            continue
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name}{tuple(tensor.shape)}".encode()))
+        weights = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        finite = torch.isfinite(tensor)
+        tensor = tensor if bool(finite.all()) else tensor.masked_fill(~finite, 0)
+        term = (tensor * weights.to(tensor.device, tensor.real.dtype)).sum()
+        term = term.real if term.is_complex() else term
+        total = term if total is None else total + term
+    return total
+
+
+def give_random_values(model: nn.Module, seed: int = 1) -> nn.Module:
+    """Add noise to every float parameter: initial ones, zeros and tiny weights hide wrong layouts and missing sums."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                noise *= 0.3 if parameter.dim() < 2 else 0.15
+                parameter.add_(noise.to(parameter.device, parameter.dtype))
+    return model
+
+
+def _asking(inputs: Inputs) -> dict[str, torch.Tensor]:
+    """Its floats, asking for gradients."""
+    floats = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    return {name: tensor.detach().clone().requires_grad_() for name, tensor in floats.items()}
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

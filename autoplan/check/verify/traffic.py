@@ -1,0 +1,171 @@
+"""What blocks really move between simulated ranks, collective by collective, forward and backward.
+
+Forward it is plain in which block a collective runs. Backward it runs in the node of the autograd graph that some call
+of the block left behind, whenever the engine comes to it: so after each block has run, the nodes between its outputs
+and its inputs are told whose they are. Sums of parameters' gradients are no traffic of tokens and are kept apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoplan.common.patterns import matches
+from autoplan.execute.hooks.sequence_shards import is_share
+from autoplan.values import Traffic
+
+__all__ = ["beside_the_least", "measured_traffic"]
+
+_TWICE = "all_reduce"
+_CHAIN = 8  # nodes from a sum to the parameter whose gradient it is, at most
+
+Measured = dict[str, dict[str, dict[str, tuple[int, int]]]]  # block -> direction -> kind -> number, bytes a token
+
+
+def measured_traffic(subject: Any, blocks: Iterable[str]) -> Measured:
+    """One call and its backward on this rank; the collectives of each block."""
+    from autoplan.check.ranks.threads import listening
+    from autoplan.check.verify.subject import tensors_in, weighted_sum
+    from autoplan.execute.tensor_parallel import applied
+
+    inputs = next(iter(subject.entries.values()))
+    done = applied(subject.model)
+    recorder = _Recorder(1 if done is None else done.tp_size)
+    modules = dict(subject.model.named_modules())
+    subject.model.zero_grad(set_to_none=True)
+    with recorder.watching({name: modules[name] for name in blocks if name in modules}):
+        with listening(recorder.forward):
+            result = subject.forward(inputs)
+        loss = weighted_sum(tensors_in(result))
+        if loss is not None:
+            with listening(recorder.backward):
+                loss.backward()
+    subject.model.zero_grad(set_to_none=True)
+    return recorder.found
+
+
+def beside_the_least(measured: Mapping[str, Any], planned: Iterable[Traffic]) -> tuple[Traffic, ...]:
+    """What was measured of each block, with the bound that its plan has. Equal blocks are said once."""
+    found: dict[str, Traffic] = {}
+    for block, moves in measured.items():
+        plan = next((traffic for traffic in planned if matches(traffic.block, block)), None)
+        if plan is not None:
+            one = replace(plan, forward=moves["forward"], backward=moves["backward"])
+            known = found.setdefault(plan.block, one)
+            if known != one:
+                found[block] = replace(one, block=block)
+    return tuple(found.values())
+
+
+def _tokens(values: Any, ranks: int) -> int:
+    """How many tokens the stream has that a block takes in: as `analyse/traffic/moved.py` counts them."""
+    stream = next((tensor for tensor in _tensors(values) if tensor.is_floating_point() and tensor.dim() > 1), None)
+    if stream is None:
+        return 1
+    return stream.numel() // stream.shape[-1] * (ranks if is_share(stream) else 1)
+
+
+class _Recorder:
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.tokens: dict[str, int] = {}
+        self.found: Measured = {}
+        self.block = ""
+        self.seen: set[Any] = set()
+        self.sums: dict[tuple[str, str, str], list[int]] = {}
+
+    def forward(self, kind: str, size: int) -> None:
+        self._note("forward", kind, size)
+
+    def backward(self, kind: str, size: int) -> None:
+        self._note("backward", kind, size)
+
+    def _note(self, direction: str, kind: str, size: int) -> None:
+        if self.block:
+            total = self.sums.setdefault((self.block, direction, kind), [0, 0])
+            total[0] += 1
+            total[1] += size * (2 if kind == _TWICE else 1)
+            self.found[self.block][direction][kind] = (total[0], total[1] // self.tokens[self.block])
+
+    @contextmanager
+    def watching(self, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
+        """While the model runs: which block is at work, and which nodes it leaves."""
+        handles = []
+        for name, module in blocks.items():
+            handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leaving(name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _entering(self, name: str) -> Any:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.block = name
+            self.found.setdefault(name, {"forward": {}, "backward": {}})
+            self.tokens.setdefault(name, _tokens((args, kwargs), self.ranks))
+            self.seen.update(self._new_nodes((args, kwargs)))
+
+        return enter
+
+    def _leaving(self, name: str) -> Any:
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self.block = ""
+            nodes = self._new_nodes(output)
+            for node in nodes:
+                if isinstance(node, torch.autograd.function.BackwardCFunction):
+                    self._claim(node, name, nodes)
+            self.seen.update(nodes)
+
+        return leave
+
+    def _claim(self, node: Any, name: str, nodes: set[Any]) -> None:
+        """Count what the node's backward does as the block's."""
+        above = {other for other, _ in node.next_functions if other is not None}
+        starts = type(node).__name__ == "_ScatterBackward" and not above & nodes  # where the stream is dealt out
+        if starts or _is_parameters(node, nodes):
+            return
+        node.register_prehook(lambda gradients: setattr(self, "block", name))
+        node.register_hook(lambda *gradients: setattr(self, "block", ""))
+
+    def _new_nodes(self, values: Any) -> set[Any]:
+        """The nodes from which values come, up to those already known."""
+        waiting = [tensor.grad_fn for tensor in _tensors(values) if tensor.grad_fn is not None]
+        found: set[Any] = set()
+        while waiting:
+            node = waiting.pop()
+            if node not in found and node not in self.seen:
+                found.add(node)
+                waiting += [above for above, _ in node.next_functions if above is not None]
+        return found
+
+
+def _is_parameters(node: Any, nodes: set[Any]) -> bool:
+    """Does the node's gradient go to a parameter and nowhere else, through nodes of the block alone?"""
+    for _ in range(_CHAIN):
+        above = [other for other, _ in node.next_functions if other is not None]
+        if len(above) != 1:
+            return False
+        node = above[0]
+        if type(node).__name__ == "AccumulateGrad":
+            return True
+        if node not in nodes:
+            return False
+    return False
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,294 @@
+"""Does the sharded model compute what the model computes? The check that counts.
+
+A tiny clone of the model, with random weights in double precision, runs once unsharded and once on N simulated ranks
+with the styles that ship. Outputs, the loss, every gradient on every rank, another input shape, the other attention
+implementation, decoding from a cache, training mode with dropout, the checkpoint and three optimizer steps must agree.
+Each finding names the tensor and the size of its error. (`checks.py` says what each check does.)
+
+The clone has its own sizes, so it gets its own plan by the same rules; that this plan and the one to be verified say
+the same of the same modules is checked as well. A plan that a person wrote is applied as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from autoplan.check.ranks.run import Engine
+from autoplan.check.verify.clone import Clone, clone_of
+from autoplan.check.verify.mesh_sizes import MeshSizes, parse_mesh
+from autoplan.check.verify.narrow import cut_together, wrong_cuts
+from autoplan.check.verify.sharded import CHECK_NAMES, Sharding, check_sharding
+from autoplan.check.verify.sizes import Sizes
+from autoplan.common.errors import AutoplanError
+from autoplan.common.patterns import best_match, matches
+from autoplan.values import Finding, Means, Plan, Report
+
+__all__ = [
+    "CHECK_NAMES",
+    "mesh_of",
+    "sharding_of",
+    "verify",
+    "verify_clone",
+    "verify_source",
+]
+
+# dropout draws apart on data-parallel ranks; optimizers are stepped by the training checks
+_NOT_ON_MESHES = ("dropout", "optimizer")
+_MOST_TRIALS = 32  # runs on ranks to find out which modules of a wrong plan must stay whole
+_DECISIVE = ("sharding", "parameters", "forward", "gradients")  # checks after which other means are tried
+
+
+def verify(
+    model: Any,
+    plan: Plan | None = None,
+    tp_size: int = 2,
+    mesh: Any = None,
+    engine: Engine = "threads",
+    inputs: Mapping[str, Any] | None = None,
+    *,
+    ep_size: int | None = None,
+    sequence_parallel: bool = False,
+    checks: Iterable[str] | None = None,
+    rounding: bool = False,
+    trust_remote_code: bool = False,
+) -> Report:
+    """Shard a tiny clone of `model` on `tp_size` simulated ranks and compare it with itself unsharded.
+
+    `model`, `inputs` and `ep_size` are what `autoplan.plan` takes. Without a `plan` one is made; with one its own
+    `ep_size` holds, at this number of ranks. With a `mesh` the ranks are the real ones: every rank of its "tp" dim must
+    call this. `mesh="dp=2,tp=2"` simulates a mesh and checks training on it: another batch on each data-parallel rank,
+    with and without activation checkpointing, norms, clipping, and a resumed
+    checkpoint. `checks` chooses among `CHECK_NAMES`. With `rounding` the clone runs in bfloat16 too, and
+    `report.details["rounding"]` says whether a difference there is a bug or rounding, with the spread of each layer.
+    """
+    from autoplan.hf.source import resolve
+
+    source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
+    how: Any = {"mesh": mesh, "engine": engine, "checks": checks, "rounding": rounding}
+    return verify_source(source, plan, tp_size, ep_size=ep_size, sequence_parallel=sequence_parallel, **how)
+
+
+def verify_source(
+    source: Any,
+    plan: Plan | None = None,
+    tp_size: int = 2,
+    *,
+    ep_size: int | None = None,
+    sequence_parallel: bool = False,
+    mesh: Any = None,
+    engine: Engine = "threads",
+    checks: Iterable[str] | None = None,
+    rounding: bool = False,
+) -> Report:
+    """`verify` for a source that is already resolved."""
+    if isinstance(mesh, (str, Mapping)):
+        if rounding:
+            raise AutoplanError("rounding is measured on tensor-parallel ranks", hint=f"leave mesh={mesh!r} out")
+        return _verify_mesh(source, plan, parse_mesh(mesh), engine, checks, sequence_parallel, ep_size)
+    sizes = Sizes.of(tp_size, ep_size, plan) if mesh is None else Sizes.of_mesh(mesh, ep_size, plan)
+    clone = clone_of(source)
+    for means in means_of(plan, sequence_parallel, sizes):
+        applied, findings = _plan_for(clone, source, plan, sizes, means)
+        report = verify_clone(clone, applied, mesh=mesh, engine=engine, checks=checks)
+        if not _decisively_wrong(report):
+            break
+    if plan is None and _decisively_wrong(report):
+        means, report, applied = _narrowed(clone, source, applied, means, report, mesh, engine, checks)
+    details = {**report.details, "model": source.name, "plan_tp": (plan or applied).tp_size, "means": means}
+    if rounding:
+        from autoplan.check.verify.rounding import measure_rounding
+
+        how: Any = {"exact": report.ok, "engine": engine, "mesh": mesh}
+        details["rounding"] = measure_rounding(clone.model, clone.entries, applied, **how)
+    findings = [*report.findings, *findings]
+    return replace(report, ok=not any(f.level == "error" for f in findings), findings=tuple(findings), details=details)
+
+
+def _verify_mesh(
+    source: Any,
+    plan: Plan | None,
+    mesh: MeshSizes,
+    engine: Engine,
+    checks: Iterable[str] | None,
+    sequence_parallel: bool,
+    ep_size: int | None,
+) -> Report:
+    """The usual checks on a mesh of several dims, and training on it, with and without activation checkpointing."""
+    from autoplan.check.verify.mesh_training import check_training
+    from autoplan.hf.stacks import layers
+
+    clone = clone_of(source)
+    sizes = Sizes.of(mesh.tp_size, mesh.ep_size if mesh.ep_size > 1 else ep_size, plan)
+    left_out = _NOT_ON_MESHES if sizes.ranks > 1 else (*_NOT_ON_MESHES, "state_dict")
+    wanted = [name for name in (checks or CHECK_NAMES) if name not in left_out]
+    dims = dict(zip(mesh.names, mesh.sizes, strict=True))
+    how: Any = {"others": clone.others, "engine": engine, "dims": dims}
+    for means in means_of(plan, sequence_parallel, sizes):
+        applied, findings = Plan(source.name, 1, layers=layers(clone.model)), list[Finding]()
+        if sizes.ranks > 1:
+            applied, findings = _plan_for(clone, source, plan, sizes, means)
+        report = check_sharding(clone.model, clone.entries, sharding_of(applied), sizes.ranks, checks=wanted, **how)
+        if not any(f.level == "error" and f.check in _DECISIVE for f in report.findings):
+            break
+    trained, done = check_training(clone.model, clone.entries, clone.others, applied, mesh, engine=engine)
+    findings = [*report.findings, *findings, *trained]
+    details = {k: v for k, v in report.details.items() if k != "blocks"}
+    details |= {"mesh": str(mesh), "model": source.name, "plan_tp": (plan or applied).tp_size}
+    details |= {"checked": (*report.details["checked"], *done), "clone": clone.note}
+    return replace(report, ok=not any(f.level == "error" for f in findings), findings=tuple(findings), details=details)
+
+
+def verify_clone(
+    clone: Clone,
+    plan: Plan,
+    *,
+    mesh: Any = None,
+    engine: Engine = "threads",
+    checks: Iterable[str] | None = None,
+    checkpointing: str = "",
+) -> Report:
+    """Compare a clone sharded by its own plan with itself unsharded; the sharded one checkpoints in the mode given."""
+    from autoplan.check.verify.traffic import beside_the_least
+
+    wanted = tuple(checks) if checks is not None else CHECK_NAMES
+    how: Any = {"others": clone.others, "engine": engine, "mesh": mesh, "dims": mesh_of(plan)}
+    sharding = sharding_of(plan, checkpointing=checkpointing)
+    report = check_sharding(clone.model, clone.entries, sharding, plan.ranks, checks=wanted, **how)
+    findings = list(report.findings)
+    if report.ok and "loss" in wanted and any(head.kind == "logits" for head in plan.runtime.heads):
+        gathered = sharding_of(plan, gather_logits=True)
+        again = check_sharding(clone.model, clone.entries, gathered, plan.ranks, checks=["loss"], **how)
+        findings += [replace(found, message=f"with gathered logits: {found.message}") for found in again.findings]
+    ok = not any(finding.level == "error" for finding in findings)
+    details = {**report.details, "clone": clone.note}
+    details["communication"] = beside_the_least(details.pop("blocks"), plan.communication)
+    return replace(report, ok=ok, findings=tuple(findings), details=details)
+
+
+def mesh_of(plan: Plan) -> dict[str, int]:
+    """The mesh to simulate for a plan."""
+    return {"ep" if plan.tp_size < plan.ep_size else "tp": plan.ranks}
+
+
+def sharding_of(plan: Plan, *, gather_logits: bool = False, checkpointing: str = "") -> Sharding:
+    """The way a plan shards, for `check_sharding`."""
+    from autoplan.check.verify.recomputed import recomputed
+    from autoplan.execute.parameters.gather import full_tensors
+
+    shard = partial(_apply, plan=plan, gather_logits=gather_logits, checkpointing=checkpointing)
+    if checkpointing:
+        return Sharding(shard, full_tensors, noted=partial(recomputed, stacks=plan.layers))
+    shown = {fqn: None for stack in plan.layers for fqn in stack.fqns} if plan.communication else {}
+    return Sharding(shard, full_tensors, tuple(shown))
+
+
+def _apply(model: Any, mesh: Any, *, plan: Plan, gather_logits: bool, checkpointing: str) -> Any:
+    from autoplan.api import parallelize
+
+    mode = True if checkpointing == "block" else checkpointing or False
+    options: dict[str, Any] = {"check": False, "gather_logits": gather_logits, "activation_checkpointing": mode}
+    return parallelize(model, mesh, plan, sequence_padding="pad", **options)
+
+
+# ------------------------------------------------------------------------------------------------ the plan
+
+
+def _decisively_wrong(report: Report) -> bool:
+    return any(f.level == "error" and f.check in _DECISIVE for f in report.findings)
+
+
+def _narrowed(
+    clone: Clone,
+    source: Any,
+    applied: Plan,
+    means: Means,
+    report: Report,
+    mesh: Any,
+    engine: Engine,
+    checks: Iterable[str] | None,
+) -> tuple[Means, Report, Plan]:
+    """Keep what is cut wrongly whole (and with it all that shares its cut), so that the rest is right."""
+    sizes = Sizes(applied.tp_size, applied.ep_size)
+    modules = tuple(dict.fromkeys(entry.pattern for entry in applied.entries))
+
+    def planned(whole: tuple[str, ...]) -> Plan | None:
+        try:
+            return _plan_for(clone, source, None, sizes, replace(means, whole=whole))[0]
+        except AutoplanError:  # nothing is left to split
+            return None
+
+    def run(plan: Plan, which: Iterable[str] | None) -> Report:
+        return verify_clone(clone, plan, mesh=mesh, engine=engine, checks=which)
+
+    def still_cut(whole: str) -> set[str]:
+        plan = planned((whole,))
+        return set() if plan is None else {entry.pattern for entry in plan.entries}
+
+    def is_wrong(cut: tuple[str, ...]) -> bool:
+        plan = planned(tuple(name for name in modules if name not in cut))
+        return plan is not None and _decisively_wrong(run(plan, ("forward",)))
+
+    whole = wrong_cuts(cut_together(modules, still_cut), is_wrong, _MOST_TRIALS)
+    narrower = planned(whole)
+    found = run(narrower, checks) if narrower is not None else report
+    if narrower is None or _decisively_wrong(found):
+        return means, report, applied
+    return replace(means, whole=whole), found, narrower
+
+
+def means_of(plan: Plan | None, sequence_parallel: bool, sizes: Sizes) -> tuple[Means, ...]:
+    """How to shard, in the order in which it is tried: a plan says how; without one the safest means come last."""
+    if plan is not None:
+        return (Means(bool(plan.runtime.scoped) or not plan.runtime.hooks, plan.sequence_parallel),)
+    cut = (Means(True, True),) if sequence_parallel else ()
+    found = (*cut, Means(True, False), Means(False, False))
+    inside = tuple(replace(means, experts=False) for means in found) if sizes.ep > 1 and sizes.tp > 1 else ()
+    return found + inside
+
+
+def _plan_for(clone: Clone, source: Any, plan: Plan | None, sizes: Sizes, means: Means) -> tuple[Plan, list[Finding]]:
+    """The plan to apply to the clone, and how it differs from the one to be verified."""
+    if plan is not None and _fits(plan, clone.model, source, sizes):
+        return plan, []
+    from autoplan.api import plan_source
+    from autoplan.decide.plan.chosen import choices_of_plan
+    from autoplan.hf.source import resolve
+
+    # What somebody chose is chosen again; a plan that nobody wrote is derived by the same rules.
+    written = None if plan is None else choices_of_plan(plan)
+    choices = None if written is None else written.for_clone()
+
+    inputs = source.inputs if source.inputs is not None else dict(clone.entries)
+    found = resolve(clone.model, inputs=inputs)
+    derived = plan_source(found, sizes.tp, sizes.ep, choices=choices, means=means, prove="none")
+    return derived, [] if plan is None else _correspondence(plan, derived, clone.model)
+
+
+def _fits(plan: Plan, model: Any, source: Any, sizes: Sizes) -> bool:
+    """Is the plan for these very sizes? Then it is applied itself."""
+    if (plan.tp_size, plan.ep_size) != (sizes.tp, sizes.ep):
+        return False
+    theirs = {name: tuple(parameter.shape) for name, parameter in source.module().named_parameters()}
+    return theirs == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _correspondence(plan: Plan, derived: Plan, model: Any) -> list[Finding]:
+    """Do both plans say the same of the modules that the clone has?"""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    findings = []
+    for entry in plan.entries:
+        here = next((name for name in names if matches(entry.pattern, name)), None)
+        if here is None:
+            continue  # a block that the clone is not deep enough for
+        other = best_match(derived.entries, here)
+        theirs = "whole" if other is None else f"{other.style} ({other.role})"
+        if other is None or (other.style, other.role) != (entry.style, entry.role):
+            message = (
+                f"{entry.style} ({entry.role}) in the plan for tp={plan.tp_size}, but {theirs} in the plan of the "
+                f"clone for tp={derived.tp_size}: the proof does not speak about it"
+            )
+            findings.append(Finding("plan", "warn", entry.pattern, message))
+    return findings

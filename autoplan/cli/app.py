@@ -1,0 +1,316 @@
+"""The command line: `autoplan plan MODEL --tp 8` and its neighbours.
+
+People run these by hand and in CI, so: data goes to stdout, progress and messages to stderr; the exit code is 0 (all
+well), 1 (there are findings) or 2 (the question could not be answered); an error is one message without a traceback.
+torch is imported by the commands that need it, when they run: `--help` and `--version` answer at once.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from autoplan.cli.audit import audit, compare
+from autoplan.cli.scoreboard import scoreboard
+from autoplan.cli.shared import (
+    FAILED,
+    FINDINGS,
+    OK,
+    AsJson,
+    Cut,
+    Engine,
+    EpSize,
+    Model,
+    Output,
+    TpSize,
+    Trust,
+    emit,
+    note,
+    progress,
+)
+from autoplan.common.errors import AutoplanError
+
+if TYPE_CHECKING:
+    from autoplan.values import Finding, Plan
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Plan the tensor parallelism of a model that nobody wrote a plan for, and prove it before paying for GPUs.",
+    epilog="MODEL is a folder with a config.json, package.module:builder, a model type (llama), or a hub id.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+class Prove(StrEnum):
+    """How far a plan is proven before it is shown."""
+
+    graph = "graph"
+    ranks = "ranks"
+    none = "none"
+
+
+Source = Annotated[str, typer.Option(help="Where decisions come from: auto or inferred (analysis), or a plan file.")]
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=lambda wanted: _version(wanted), help="Print it.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _version(wanted: bool) -> None:
+    from autoplan.version import __version__
+
+    if wanted:
+        print(f"autoplan {__version__}")
+        raise typer.Exit(OK)
+
+
+@app.command()
+def plan(
+    model: Model,
+    tp: TpSize,
+    source: Source = "auto",
+    prove: Annotated[Prove, typer.Option(help="What must hold before the plan is shown.")] = Prove.graph,
+    ep: EpSize = 1,
+    sequence_parallel: Cut = False,
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Say how a model is split, and why. -o writes a plan file (.yaml or .json)."""
+    from autoplan.decide.written_plans.plan_file import check_suffix
+    from autoplan.emit.tables.terminal import plan_view
+
+    if output is not None:
+        check_suffix(output)
+    made = _make_plan(model, tp, source, prove.value, trust_remote_code, ep=ep, sequence_parallel=sequence_parallel)
+    if output is None:
+        emit(plan_view(made), made.to_dict(), as_json, None)
+    else:
+        made.save(output)
+        note(f"written to {output}")
+    proven = made.proof.ok or made.proof.method == "none"
+    raise typer.Exit(_exit_code(made.findings) if proven else FINDINGS)
+
+
+@app.command()
+def explain(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="As in `autoplan plan`, or a plan file.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A module, a parameter, or a pattern of either.")],
+    tp: Annotated[int | None, typer.Option("--tp", min=1, help="Ranks to split over; a plan file has its own.")] = None,
+    source: Source = "auto",
+    ep: EpSize = 1,
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Say why one module or parameter is split, or whole, and what runs around it."""
+    from autoplan.decide.written_plans.plan_file import load_plan, names_plan_file
+
+    if names_plan_file(model):
+        made = load_plan(model)
+    elif tp is not None:
+        made = _make_plan(model, tp, source, "none", trust_remote_code, ep=ep)
+    else:
+        raise typer.BadParameter("needed unless MODEL is a plan file", param_hint="--tp")
+    text = made.explain(path)
+    emit(text, {"path": path, "explanation": text.splitlines()}, as_json, output)
+
+
+@app.command()
+def verify(
+    model: Model,
+    tp: TpSize = 2,
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", metavar="FILE", help="Check this plan instead of making one.")
+    ] = None,
+    engine: Annotated[Engine, typer.Option(help="Ranks as threads, or as processes that talk over gloo.")] = (
+        Engine.threads
+    ),
+    mesh: Annotated[
+        str | None, typer.Option(help="Simulate a mesh, such as dp=2,tp=2, and check training on it; replaces --tp.")
+    ] = None,
+    ep: Annotated[
+        int | None, typer.Option("--ep", min=1, help="As in `autoplan plan`; a plan file has its own.")
+    ] = None,
+    sequence_parallel: Cut = False,
+    rounding: Annotated[
+        bool, typer.Option("--rounding", help="Run in bfloat16 too: are differences there a bug, or rounding?")
+    ] = False,
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Prove a plan on simulated ranks: outputs, loss, every gradient, checkpoint, optimizer steps."""
+    import autoplan
+    from autoplan.decide.written_plans.plan_file import load_plan
+    from autoplan.emit.tables.terminal import report_view
+
+    loaded = None if plan_file is None else load_plan(plan_file)
+    options: dict[str, Any] = {"tp_size": tp} if mesh is None else {"mesh": mesh}
+    options |= {"engine": engine.value, "trust_remote_code": trust_remote_code, "rounding": rounding}
+    options |= {"sequence_parallel": sequence_parallel} | ({} if ep is None else {"ep_size": ep})
+    with progress(f"verifying {model} on {mesh or tp} simulated ranks"):
+        report = autoplan.verify(model, loaded, **options)
+    emit(report_view(report, model), report.to_dict(), as_json, output)
+    raise typer.Exit(_exit_code(report.findings) if report.ok else FINDINGS)
+
+
+@app.command()
+def layers(model: Model, trust_remote_code: Trust = False, as_json: AsJson = False, output: Output = None) -> None:
+    """The repeated blocks of a model: what FSDP2 gathers together and activation checkpointing takes."""
+    import autoplan
+    from autoplan.common.plain import plain
+    from autoplan.emit.tables.terminal import layers_view
+    from autoplan.hf.source import resolve
+
+    source = resolve(model, trust_remote_code=trust_remote_code)
+    found = autoplan.layers(source.module())
+    emit(layers_view(found, source.name), plain(found), as_json, output)
+    raise typer.Exit(OK if found else FINDINGS)
+
+
+class Target(StrEnum):
+    """Systems that a plan can be written for."""
+
+    torch = "torch"
+    hf = "hf"
+    hf_old = "hf-old"
+    automodel = "automodel"
+    deepspeed = "deepspeed"
+    accelerate = "accelerate"
+    megatron_fsdp = "megatron-fsdp"
+    vllm = "vllm"
+
+
+@app.command()
+def export(
+    model: Model,
+    tp: TpSize,
+    to: Annotated[Target, typer.Option(help="The system to write for.")],
+    source: Source = "auto",
+    ep: EpSize = 1,
+    drop: Annotated[
+        bool, typer.Option("--drop", help="Leave whole what that system cannot say, instead of refusing.")
+    ] = False,
+    trust_remote_code: Trust = False,
+    output: Output = None,
+) -> None:
+    """Write a plan for another system: a Python module, a dict, a config."""
+    from autoplan.hf.source import resolve
+
+    made = _make_plan(model, tp, source, "none", trust_remote_code, ep=ep)
+    text = made.export(to.value, resolve(model, trust_remote_code=trust_remote_code).module(), drop=drop)
+    emit(text.rstrip("\n"), None, False, output)
+
+
+rules_app = typer.Typer(help="Read the rules that name what is found and choose styles.", no_args_is_help=True)
+app.add_typer(rules_app, name="rules")
+
+
+@rules_app.command("list")
+def rules_list(as_json: AsJson = False, output: Output = None) -> None:
+    """All rules, a line each."""
+    from autoplan.decide.rulebook.read import load_rules
+    from autoplan.emit.tables.rule_pages import rule_to_dict, rules_view
+
+    rules = load_rules()
+    emit(rules_view(rules), [rule_to_dict(rule) for rule in rules], as_json, output)
+
+
+@rules_app.command("show")
+def rules_show(
+    rule_id: Annotated[str, typer.Argument(metavar="RULE", help="As `autoplan rules list` names it.")],
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """One rule: what it recognises, why, where it stops, examples."""
+    from autoplan.common.patterns import nearest
+    from autoplan.decide.rulebook.read import load_rules
+    from autoplan.emit.tables.rule_pages import rule_to_dict, rule_view
+
+    rules = {rule.id: rule for rule in load_rules()}
+    if rule_id not in rules:
+        close = ", ".join(nearest(rule_id, rules)) or ", ".join(rules)
+        raise AutoplanError(f"there is no rule {rule_id!r}", hint=f"rules like it: {close}")
+    emit(rule_view(rules[rule_id]), rule_to_dict(rules[rule_id]), as_json, output)
+
+
+@rules_app.command("test")
+def rules_test(
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Also drop each part of each rule: an example must notice.")
+    ] = (False),
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Does each rule do what its examples say?"""
+    from autoplan.common.plain import plain
+    from autoplan.decide.rulebook.rule_tests import test_rules
+    from autoplan.emit.tables.rule_pages import results_view
+
+    results = test_rules(strict=strict)
+    emit(results_view(results), plain(results), as_json, output)
+    raise typer.Exit(OK if all(result.ok for result in results) else FINDINGS)
+
+
+app.command()(audit)
+app.command()(compare)
+app.command()(scoreboard)
+
+
+# ------------------------------------------------------------------------------------------------ what commands share
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """The entry point: every way out is an exit code of ours."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without × or → still gets the table
+    try:
+        app(args=arguments, prog_name="autoplan")
+    except AutoplanError as error:
+        note(f"error: {error}")
+    except KeyboardInterrupt:
+        note("interrupted")
+    except Exception:  # a bug of ours must not exit with 1, which means findings
+        traceback.print_exc()
+        note("error: this is a bug in autoplan; the lines above say where")
+    sys.exit(FAILED)
+
+
+def _make_plan(
+    model: str,
+    tp: int,
+    source: str,
+    prove: str,
+    trust_remote_code: bool,
+    *,
+    ep: int = 1,
+    sequence_parallel: bool = False,
+) -> Plan:
+    import autoplan
+
+    how: dict[str, Any] = {"source": source, "prove": prove, "trust_remote_code": trust_remote_code}
+    how |= {"ep_size": ep} if ep > 1 else {}
+    with progress(f"planning {model} for tp {tp}"):
+        return autoplan.plan(model, tp_size=tp, sequence_parallel=sequence_parallel, **how)
+
+
+def _exit_code(findings: tuple[Finding, ...]) -> int:
+    """Notes inform; warnings and errors are findings."""
+    return FINDINGS if any(finding.level != "note" for finding in findings) else OK

@@ -1,0 +1,120 @@
+"""`autoplan audit` and `autoplan compare`: plans that somebody wrote, held against the model.
+
+In CI the exit code decides: 0 when nothing is found at the level of `--fail-on`, 1 otherwise, 2 when the plan or the
+model cannot be read.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autoplan.cli.shared import FINDINGS, OK, AsJson, Output, TpSize, Trust, emit, note, progress
+from autoplan.common.errors import AutoplanError
+
+if TYPE_CHECKING:
+    from autoplan.values import Report
+
+__all__ = ["audit", "compare"]
+
+
+class FailOn(StrEnum):
+    """Which findings make the exit code 1."""
+
+    error = "error"
+    warn = "warn"
+
+
+PlanOf = Annotated[
+    str,
+    typer.Option("--plan", metavar="PLAN", help="hf, inferred, a plan file, a plan id, or package.module:attribute."),
+]
+
+
+def audit(
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="As in `autoplan plan`.")] = None,
+    plan: PlanOf = "hf",
+    tp: TpSize = 2,
+    layers: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Class name or path that FSDP wraps or checkpointing takes; repeatable."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step on a rank, to weigh what is gathered.")] = 8192,
+    dtype: Annotated[str | None, typer.Option(help="Also run in this dtype: is a difference rounding?")] = None,
+    fail_on: Annotated[FailOn, typer.Option("--fail-on", help="The exit code is 1 from this level on.")] = FailOn.error,
+    all_hf: Annotated[bool, typer.Option("--all-hf", help="Audit every plan that transformers ships instead.")] = False,
+    mapping: Annotated[
+        list[str] | None, typer.Option(metavar="MAPPING", help="With --all-hf: only this mapping; repeatable.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="TYPE", help="With --all-hf: only this model type; repeatable.")
+    ] = None,
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+    as_sarif: Annotated[bool, typer.Option("--sarif", help="Print SARIF 2.1.0, for code review.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, for a pull request.")] = False,
+    output: Output = None,
+) -> None:
+    """Hold a plan against the model: what is wrong, with proof; what is dear; what is dead."""
+    if as_json + as_sarif + as_markdown > 1:
+        raise AutoplanError("--json, --sarif and --markdown exclude each other", hint="choose one")
+    if all_hf:
+        raise typer.Exit(_all_hf(tp, mapping, only, as_json, output))
+    if model is None:
+        raise typer.BadParameter("needed, unless --all-hf is given", param_hint="MODEL")
+    from autoplan.check.audit import audit as run
+    from autoplan.emit.tables.audit_report import audit_view, markdown
+
+    with progress(f"auditing {plan} for {model} at tp {tp}"):
+        report = run(model, plan, tp, layers=layers, tokens=tokens, dtype=dtype, trust_remote_code=trust_remote_code)
+    if as_sarif:
+        emit(json.dumps(_sarif(report, plan), indent=2, ensure_ascii=False), None, False, output)
+    else:
+        emit(markdown(report) if as_markdown else audit_view(report), report.to_dict(), as_json, output)
+    levels = ("error",) if fail_on == FailOn.error else ("error", "warn")
+    raise typer.Exit(FINDINGS if any(finding.level in levels for finding in report.findings) else OK)
+
+
+def _sarif(report: Report, plan: str) -> dict[str, Any]:
+    from autoplan.check.audit.checks import CHECKS
+    from autoplan.emit.tables.audit_report import sarif
+
+    return sarif(report, {check.name: check.about for check in CHECKS}, plan)
+
+
+def _all_hf(tp: int, mapping: list[str] | None, only: list[str] | None, as_json: bool, output: Any) -> int:
+    from autoplan.check.audit.shipped_plans import MAPPINGS, audit_all
+    from autoplan.emit.tables.shipped_plans_table import wild_line, wild_view
+
+    rows = audit_all(
+        mapping or MAPPINGS,
+        tp,
+        only=only or (),
+        progress=lambda done, total, row: note(f"{done}/{total} {wild_line(row.to_dict())}"),
+    )
+    plain = [row.to_dict() for row in rows]
+    emit(wild_view(plain), plain, as_json, output)
+    return FINDINGS if any(row.verdict in ("wrong", "cannot run") for row in rows) else OK
+
+
+def compare(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="As in `autoplan plan`.")],
+    a: Annotated[str, typer.Option("--a", metavar="PLAN", help="One plan, as in `autoplan audit --plan`.")] = "hf",
+    b: Annotated[str, typer.Option("--b", metavar="PLAN", help="The other plan.")] = "inferred",
+    tp: TpSize = 2,
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Two plans for one model, weight by weight. The exit code is 1 when they differ, or one is wrong."""
+    from autoplan.check.audit.comparison import compare_plans
+    from autoplan.emit.tables.terminal import report_view
+    from autoplan.hf.source import resolve
+
+    with progress(f"comparing {a} and {b} for {model} at tp {tp}"):
+        report = compare_plans(resolve(model, trust_remote_code=trust_remote_code), a, b, tp)
+    emit(report_view(report, model), report.to_dict(), as_json, output)
+    raise typer.Exit(OK if report.ok else FINDINGS)

@@ -1,0 +1,158 @@
+"""How one tensor dimension lies on ranks, in one line that people can read and files can hold.
+
+    "32!*128"                    32 heads of 128 rows, heads dealt out over ranks
+    "32!*128|8!*128|8!*128"      packed q, k, v: each segment is cut by its own heads
+    "14336!|14336!"              packed gate and up
+    "(16!|1)*64"                 Falcon: query heads are cut, the shared key is held by every rank
+    "2!2@2*4!2@1*64"             grouped heads over four ranks: groups over pairs of ranks, heads within a pair
+
+A number is a factor; `*` multiplies (major first); `|` concatenates; `!` marks a factor that is dealt out over all
+ranks; `n!p@s` deals it in p parts, rank r taking part (r // s) % p. A bare factor is held whole by every rank.
+
+>>> Layout.parse("2!*2|3").rows(rank=1, tp=2)
+(2, 3, 4, 5, 6)
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from autoplan.common.errors import AutoplanError
+
+__all__ = ["Layout", "chunk"]
+
+_TOKEN = re.compile(r"\s*(\d+!\d+@\d+|\d+!|\d+|[()*|])")
+
+
+def chunk(size: int, parts: int, index: int) -> range:
+    """The index-th of `parts` pieces, cut by ceiling as DTensor does: uneven pieces are the last ones."""
+    step = -(-size // parts)
+    return range(min(index * step, size), min((index + 1) * step, size))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A parsed layout: a factor (`size`), or a "product" or "concatenation" of `parts`."""
+
+    kind: str
+    size: int
+    parts: tuple[Layout, ...] = ()
+    split: tuple[int, int] | None = None  # (pieces, stride); (0, 1) means: over all ranks
+
+    @staticmethod
+    def parse(text: str) -> Layout:
+        """Read the notation above."""
+        return _parse(text)
+
+    @property
+    def is_split(self) -> bool:
+        return self.split is not None or any(part.is_split for part in self.parts)
+
+    def rows(self, rank: int, tp: int) -> tuple[int, ...]:
+        """Indices of the whole dimension that `rank` holds, in the order it holds them."""
+        return _rows(self, rank, tp)
+
+    def carried(self, tp: int) -> tuple[bool, ...]:
+        """For each row that a rank holds (rank 0's count): is it dealt out (True) or held by all (False)?"""
+        return _carried(self, 0, tp)
+
+    def shared_rows(self, tp: int) -> bool:
+        """Do several ranks hold one row, while others are dealt out?"""
+        held = [row for rank in range(tp) for row in self.rows(rank, tp)]
+        return len(held) != len(set(held))
+
+    def contiguous(self, tp: int) -> bool:
+        """Is this what a plain `Shard(dim)` holds: consecutive rows, cut by ceiling?"""
+        return all(self.rows(r, tp) == tuple(chunk(self.size, tp, r)) for r in range(tp))
+
+    def __str__(self) -> str:
+        if not self.parts:
+            mark = "" if self.split is None else "!" if self.split[0] == 0 else f"!{self.split[0]}@{self.split[1]}"
+            return f"{self.size}{mark}"
+        if self.kind == "concatenation":
+            return "|".join(str(part) for part in self.parts)
+        return "*".join(f"({part})" if part.kind == "concatenation" else str(part) for part in self.parts)
+
+
+@lru_cache(maxsize=4096)
+def _parse(text: str) -> Layout:
+    tokens: list[str] = []
+    position = 0
+    while position < len(text):
+        match = _TOKEN.match(text, position)
+        if not match:
+            raise AutoplanError(f"layout {text!r} cannot be read at {text[position:]!r}")
+        tokens.append(match[1])
+        position = match.end()
+
+    def concatenation() -> Layout:
+        parts = [product()]
+        while tokens and tokens[0] == "|":
+            tokens.pop(0)
+            parts.append(product())
+        return parts[0] if len(parts) == 1 else Layout("concatenation", sum(p.size for p in parts), tuple(parts))
+
+    def product() -> Layout:
+        parts = [factor()]
+        while tokens and tokens[0] == "*":
+            tokens.pop(0)
+            parts.append(factor())
+        return parts[0] if len(parts) == 1 else Layout("product", prod(p.size for p in parts), tuple(parts))
+
+    def factor() -> Layout:
+        if not tokens:
+            raise AutoplanError(f"layout {text!r} ends too early")
+        token = tokens.pop(0)
+        if token == "(":
+            inner = concatenation()
+            if not tokens or tokens.pop(0) != ")":
+                raise AutoplanError(f"layout {text!r} has an open parenthesis")
+            return inner
+        if not token[0].isdigit():
+            raise AutoplanError(f"layout {text!r} has {token!r} where a number belongs")
+        size, mark, how = token.partition("!")
+        if not mark:
+            return Layout("factor", int(size))
+        pieces, _, stride = how.partition("@")
+        return Layout("factor", int(size), split=(int(pieces or 0), int(stride or 1)))
+
+    result = concatenation()
+    if tokens:
+        raise AutoplanError(f"layout {text!r} has {tokens[0]!r} left over")
+    return result
+
+
+@lru_cache(maxsize=65536)
+def _rows(layout: Layout, rank: int, tp: int) -> tuple[int, ...]:
+    if not layout.parts:
+        if layout.split is None:
+            return tuple(range(layout.size))
+        pieces, stride = layout.split
+        return tuple(chunk(layout.size, pieces or tp, (rank // stride) % (pieces or tp)))
+    if layout.kind == "product":
+        rows: tuple[int, ...] = (0,)
+        for part in layout.parts:
+            inner = _rows(part, rank, tp)
+            rows = tuple(row * part.size + i for row in rows for i in inner)
+        return rows
+    rows, offset = (), 0
+    for part in layout.parts:
+        rows += tuple(offset + i for i in _rows(part, rank, tp))
+        offset += part.size
+    return rows
+
+
+@lru_cache(maxsize=65536)
+def _carried(layout: Layout, rank: int, tp: int) -> tuple[bool, ...]:
+    if not layout.parts:
+        return (layout.split is not None,) * len(_rows(layout, rank, tp))
+    if layout.kind == "product":
+        flags: tuple[bool, ...] = (False,)
+        for part in layout.parts:
+            inner = _carried(part, rank, tp)
+            flags = tuple(a or b for a in flags for b in inner)
+        return flags
+    return tuple(flag for part in layout.parts for flag in _carried(part, rank, tp))

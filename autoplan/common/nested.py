@@ -1,0 +1,89 @@
+"""Changing one tensor inside nested arguments or results, by the path the recorder gave it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autoplan.common.errors import PlanMismatchError
+
+__all__ = ["change_at", "change_if_returned", "change_input", "change_output"]
+
+EACH = "*"  # in a path: every item of a sequence, which has one for each block
+Path = tuple[Any, ...]
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def change_at(value: Any, path: Path, change: Change, where: str) -> Any:
+    """`value` with the tensor at `path` changed. None on the way stays None: an optional result, also one that a
+    dict with fields (transformers' outputs) leaves out of its keys."""
+    if not path:
+        if value is None:
+            return None
+        if not isinstance(value, torch.Tensor):
+            raise PlanMismatchError(
+                f"{where}: the plan expects a tensor here and found {type(value).__name__}",
+                hint="the model ran in a way the plan's trace never saw; plan again with inputs= that show it",
+            )
+        return change(value)
+    key, rest = path[0], path[1:]
+    if isinstance(value, dict):
+        if key not in value:
+            return value if getattr(value, str(key), value) is None else _missing(where, path)
+        value[key] = change_at(value[key], rest, change, where)
+        return value
+    if isinstance(value, (list, tuple)):
+        if key == EACH:
+            return _like(value, [change_at(item, rest, change, where) for item in value])
+        if not isinstance(key, int) or key >= len(value):
+            return _missing(where, path)
+        items = list(value)
+        items[key] = change_at(items[key], rest, change, where)
+        return _like(value, items)
+    if value is None:
+        return None
+    return _missing(where, path)
+
+
+def _like(value: Any, items: list[Any]) -> Any:
+    """A sequence of the same type: lists, tuples, named tuples, and torch's return types."""
+    if isinstance(value, list):
+        return items
+    if hasattr(value, "_fields"):
+        return type(value)(*items)
+    return type(value)(items) if type(value).__module__ == "torch.return_types" else tuple(items)
+
+
+def _missing(where: str, path: Path) -> Any:
+    raise PlanMismatchError(
+        f"{where}: nothing found at {'.'.join(map(str, path))}, where the plan has work to do",
+        hint="the model ran in a way the plan's trace never saw; plan again with inputs= that show it",
+    )
+
+
+def change_input(
+    args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], path: Path, change: Change, where: str
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with one tensor changed; the first step of the path is a parameter's name or ("args", i)."""
+    name, rest = path[0], path[1:]
+    if name in kwargs:
+        return args, kwargs | {name: change_at(kwargs[name], rest, change, where)}
+    index = len(names) + name[1] if isinstance(name, tuple) else names.index(name) if name in names else len(args)
+    if index >= len(args):
+        return args, kwargs  # an optional input that was not given
+    changed = list(args)
+    changed[index] = change_at(changed[index], rest, change, where)
+    return tuple(changed), kwargs
+
+
+def change_output(output: Any, path: Path, change: Change, where: str) -> Any:
+    """A result with one tensor changed."""
+    return change_at(output, path, change, where)
+
+
+def change_if_returned(output: Any, path: Path, change: Change, where: str) -> Any:
+    """The model's own result with one tensor changed, or left as it is if the call did not ask for that one."""
+    left_out = path and isinstance(output, dict) and path[0] not in output
+    return output if left_out else change_at(output, path, change, where)

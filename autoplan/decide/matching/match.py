@@ -1,0 +1,273 @@
+"""Find what rules describe in a picture of the dataflow, and settle who claims what.
+
+A match binds every box of a rule's flow to a box of the picture, no two to the same one. The boxes that the rule yields
+a style for are claimed, all or none: where a match of a rule that beats this one claims any of them, the whole match is
+dropped, and beats nothing itself. Two rules that claim one box, neither beating the other, contradict each other; file
+order never decides.
+
+Interior boxes are not read from outside: for a direct arrow `a -> b` every reader of a must be in the match, when the
+flow also says where a comes from. (`a ~> b` allows other readers: keys are read by the layers that share them.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import networkx as nx
+
+from autoplan.analyse.picture.flow import Flow, Node, node_of
+from autoplan.decide.rulebook.pattern import Arrow, Pattern
+from autoplan.decide.rulebook.read import Rule
+
+__all__ = ["Contradiction", "Found", "Matching", "Refusal", "match_rule", "match_rules"]
+
+TRANSPARENT = {"scale", "shift"}
+CARRYING = {
+    *("scale", "shift", "norm", "split", "cat", "mul", "add", "mix", "write", "pick", "scatter", "sum", "softmax"),
+    *("statistic",),
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A rule found at these boxes; `claims` are those it yields a style for."""
+
+    rule: Rule
+    boxes: tuple[tuple[str, int], ...]
+
+    @property
+    def claims(self) -> tuple[tuple[str, int], ...]:
+        bound = dict(self.boxes)
+        return tuple((name, bound[name]) for name, _ in self.rule.yields)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The flow was there, a guard did not hold."""
+
+    rule: Rule
+    boxes: tuple[tuple[str, int], ...]
+    because: str
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """Two rules claim one box and neither beats the other."""
+
+    first: str
+    second: str
+    box: int
+
+
+@dataclass(frozen=True)
+class Matching:
+    """The outcome for one picture."""
+
+    found: tuple[Found, ...]
+    refusals: tuple[Refusal, ...]
+    contradictions: tuple[Contradiction, ...]
+
+
+def match_rules(flow: Flow, rules: Iterable[Rule], tp: int | None = None) -> Matching:
+    """Match every rule. `tp` is checked against sizes only in examples: analysis has settled what divides."""
+    reach = _Reach(flow)
+    found: list[Found] = []
+    refusals: list[Refusal] = []
+    for rule in rules:
+        some, refused = match_rule(reach, rule, tp)
+        found += some
+        refusals += refused
+    kept = _without_beaten(found)
+    claimed: dict[int, list[Found]] = {}
+    for match in kept:
+        for _, box in match.claims:
+            claimed.setdefault(box, []).append(match)
+    quarrels: dict[tuple[str, str, int], None] = {}
+    for box, matches in claimed.items():
+        ids = sorted({match.rule.id for match in matches})
+        quarrels.update(dict.fromkeys((ids[0], other, box) for other in ids[1:]))
+    contradictions = tuple(Contradiction(*quarrel) for quarrel in quarrels)
+    disputed = {contradiction.box for contradiction in contradictions}
+    agreed = tuple(match for match in kept if not disputed.intersection(box for _, box in match.claims))
+    return Matching(agreed, tuple(refusals), contradictions)
+
+
+def _without_beaten(found: list[Found]) -> list[Found]:
+    """Drop matches that a surviving match of a stronger rule overlaps: the strongest rules first."""
+    beats = nx.DiGraph((match.rule.id, loser) for match in found for loser in match.rule.beats)
+    beats.add_nodes_from(match.rule.id for match in found)
+    claimed: dict[int, set[str]] = {}
+    dropped: set[int] = set()
+    for rule in nx.lexicographical_topological_sort(beats):
+        stronger = set(beats.predecessors(rule))
+        for place, match in enumerate(found):
+            if match.rule.id != rule:
+                continue
+            boxes = [box for _, box in match.claims]
+            if any(claimed.get(box, set()) & stronger for box in boxes):
+                dropped.add(place)
+                continue
+            for box in boxes:
+                claimed.setdefault(box, set()).add(rule)
+    return [match for place, match in enumerate(found) if place not in dropped]
+
+
+def match_rule(reach: _Reach, rule: Rule, tp: int | None = None) -> tuple[list[Found], list[Refusal]]:
+    """All matches of one rule, and its refusals where the flow was there."""
+    if rule.match is None:
+        return [], []
+    found: list[Found] = []
+    refusals: list[Refusal] = []
+    seen: set[frozenset[int]] = set()
+    for bound in _bindings(reach, rule.match.pattern):
+        claimed = frozenset(bound[name] for name, _ in rule.yields)
+        boxes = tuple(bound.items())
+        nodes = {name: node_of(reach.flow, box) for name, box in boxes}
+        problems = (condition.check(nodes, tp) for condition in rule.match.conditions)
+        because = next(filter(None, problems), "")
+        if because:
+            refusals.append(Refusal(rule, boxes, because))
+        elif claimed not in seen:  # the same boxes the other way round (a product has no order) are one match
+            seen.add(claimed)
+            found.append(Found(rule, boxes))
+    return found, [refusal for refusal in refusals if not _granted(refusal, seen)]
+
+
+def _granted(refusal: Refusal, seen: set[frozenset[int]]) -> bool:
+    """Were the same boxes claimed after all, bound in another way?"""
+    bound = dict(refusal.boxes)
+    return frozenset(bound[name] for name, _ in refusal.rule.yields) in seen
+
+
+class _Reach:
+    """What a value reaches in one step of a pattern, remembered: (reader, port) pairs."""
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self.by_kind: dict[str, list[int]] = {}
+        for box in flow:
+            self.by_kind.setdefault(node_of(flow, box).kind, []).append(box)
+        self._forward: dict[tuple[int, bool], dict[int, frozenset[str]]] = {}
+        self._backward: dict[tuple[int, bool], dict[int, frozenset[str]]] = {}
+
+    def readers(self, box: int, direct: bool) -> dict[int, frozenset[str]]:
+        known = self._forward.get((box, direct))
+        if known is None:
+            known = self._forward[box, direct] = self._walk(box, direct)
+        return known
+
+    def _walk(self, box: int, direct: bool) -> dict[int, frozenset[str]]:
+        through = TRANSPARENT if direct else CARRYING
+        reached: dict[int, frozenset[str]] = {}
+        waiting, seen = [box], {box}
+        while waiting:
+            current = waiting.pop()
+            for reader in self.flow.successors(current):
+                reached[reader] = reached.get(reader, frozenset()) | self.flow.edges[current, reader]["ports"]
+                if reader not in seen and node_of(self.flow, reader).kind in through:
+                    seen.add(reader)
+                    waiting.append(reader)
+        return reached
+
+    def sources(self, box: int, direct: bool) -> dict[int, frozenset[str]]:
+        """The boxes from which `box` is reached, with the ports at which it reads them."""
+        known = self._backward.get((box, direct))
+        if known is None:
+            known = self._backward[box, direct] = self._walk_back(box, direct)
+        return known
+
+    def _walk_back(self, box: int, direct: bool) -> dict[int, frozenset[str]]:
+        through = TRANSPARENT if direct else CARRYING
+        reached: dict[int, frozenset[str]] = {}
+        waiting: list[tuple[int, frozenset[str] | None]] = [(box, None)]
+        seen: set[tuple[int, frozenset[str] | None]] = set(waiting)
+        while waiting:
+            current, ports = waiting.pop()
+            for source in self.flow.predecessors(current):
+                arriving = self.flow.edges[source, current]["ports"] if ports is None else ports
+                reached[source] = reached.get(source, frozenset()) | arriving
+                if node_of(self.flow, source).kind in through and (source, arriving) not in seen:
+                    seen.add((source, arriving))
+                    waiting.append((source, arriving))
+        return reached
+
+
+def _bindings(reach: _Reach, pattern: Pattern) -> Iterator[dict[str, int]]:
+    """Every way to bind the pattern's names so that all arrows hold and nothing inside is read from outside."""
+    order = _order(reach, pattern)
+
+    def extend(position: int, bound: dict[str, int]) -> Iterator[dict[str, int]]:
+        if position == len(order):
+            if _closed(reach, pattern, bound):
+                yield {name: bound[name] for name in pattern.names}
+            return
+        name = order[position]
+        taken = set(bound.values())
+        for box in _candidates(reach, pattern, name, bound):
+            if box not in taken:
+                yield from extend(position + 1, {**bound, name: box})
+
+    yield from extend(0, {})
+
+
+def _order(reach: _Reach, pattern: Pattern) -> list[str]:
+    """Rarest kind first, then always a name joined by an arrow to one already placed."""
+
+    def number(name: str) -> int:
+        return sum(len(reach.by_kind.get(kind, ())) for kind in pattern.kinds_of(name)) or len(reach.flow)
+
+    left = sorted(pattern.names, key=number)
+    order = [left.pop(0)]
+    while left:
+        joined = {a.reader for a in pattern.arrows if a.source in order} | {
+            a.source for a in pattern.arrows if a.reader in order
+        }
+        following = next((name for name in left if name in joined), left[0])
+        left.remove(following)
+        order.append(following)
+    return order
+
+
+def _candidates(reach: _Reach, pattern: Pattern, name: str, bound: dict[str, int]) -> list[int]:
+    kinds = pattern.kinds_of(name)
+    options: set[int] | None = None
+    for arrow in pattern.arrows:
+        found = _along(reach, arrow, name, bound)
+        if found is not None:
+            options = found if options is None else options & found
+    if options is None:
+        return sorted(reach.flow if "any" in kinds else (b for kind in kinds for b in reach.by_kind.get(kind, ())))
+    return sorted(box for box in options if "any" in kinds or node_of(reach.flow, box).kind in kinds)
+
+
+def _along(reach: _Reach, arrow: Arrow, name: str, bound: dict[str, int]) -> set[int] | None:
+    """The boxes that `name` may be, by one arrow whose other end is bound; None if it says nothing yet."""
+    if arrow.reader == name and arrow.source in bound:
+        reached = reach.readers(bound[arrow.source], arrow.direct)
+    elif arrow.source == name and arrow.reader in bound:
+        reached = reach.sources(bound[arrow.reader], arrow.direct)
+    else:
+        return None
+    return {box for box, ports in reached.items() if not arrow.port or arrow.port in ports}
+
+
+def _closed(reach: _Reach, pattern: Pattern, bound: dict[str, int]) -> bool:
+    inside = set(bound.values())
+    fed = {arrow.reader for arrow in pattern.arrows}
+    interior = {arrow.source for arrow in pattern.arrows if arrow.direct and arrow.source in fed}
+    return all(_reads_inside(reach, bound[name], inside) for name in interior)
+
+
+def _reads_inside(reach: _Reach, box: int, inside: set[int]) -> bool:
+    for reader in reach.flow.successors(box):
+        if reader in inside:
+            continue
+        if node_of(reach.flow, reader).kind not in TRANSPARENT or not _reads_inside(reach, reader, inside):
+            return False
+    return True
+
+
+def nodes_of(flow: Flow, found: Found) -> dict[str, Node]:
+    """The nodes a match binds, by name."""
+    return {name: node_of(flow, box) for name, box in found.boxes}

@@ -1,0 +1,82 @@
+"""A written plan put to the test: solved under its choices, checked line by line, written down like any other plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from autoplan.analyse.solve import Solution
+from autoplan.analyse.solve_experts import Experts, solve_experts
+from autoplan.analyse.splits.requests import NO_DEMANDS, stay_whole
+from autoplan.decide.plan.folding import Names
+from autoplan.decide.plan.planner import make_plan
+from autoplan.decide.written_plans.choices import CUTS, Choice, Choices
+from autoplan.decide.written_plans.constraints import check_choices, demands_of
+from autoplan.values import Finding, Plan, Stack, Trace
+
+__all__ = ["choices_of_plan", "plan_chosen", "solve_chosen"]
+
+_UNLIKE = "cut, a tiny clone did not give the same on simulated ranks"
+
+
+def solve_chosen(
+    trace: Trace,
+    tp: int,
+    choices: Choices | None,
+    sequence_stacks: tuple[tuple[str, ...], ...] | None = None,
+    *,
+    scoped: bool = True,
+    whole: tuple[str, ...] = (),
+    experts: Experts = "inside",
+) -> Solution:
+    """The solution under a written plan, with notes on it. Raises where the plan asks for what cannot be."""
+    how: dict[str, Any] = {"scoped": scoped, "sequence_stacks": sequence_stacks, "experts": experts}
+    if choices is None:
+        return solve_experts(trace, tp, demands=stay_whole(trace, whole, _UNLIKE) if whole else NO_DEMANDS, **how)
+    names = Names(trace)
+    notes = choices.notes + choices.check_keys(names.modules, names.parameters)
+    solution = solve_experts(trace, tp, demands=demands_of(choices, trace), **how)
+    return replace(solution, notes=notes + (check_choices(choices, solution) if tp > 1 else ()))
+
+
+def plan_chosen(
+    solution: Solution,
+    choices: Choices | None,
+    *,
+    model: str,
+    layers: Sequence[Stack],
+    sequence_parallel: bool = False,
+) -> Plan:
+    """The plan of a solution; every entry says whose choice it is."""
+    if choices is None:
+        return make_plan(solution, model=model, layers=layers, sequence_parallel=sequence_parallel)
+    made = make_plan(
+        solution,
+        model=model,
+        layers=layers,
+        sequence_parallel=sequence_parallel,
+        source_of=choices.source_of,
+    )
+    found = tuple(Finding("written plan", "note", "", note) for note in (f"chosen by {choices.name}", *solution.notes))
+    return replace(made, source=_origin(choices), findings=made.findings + found)
+
+
+def _origin(choices: Choices) -> str:
+    """Where a plan comes from as a whole: overrides do not change what they were laid over."""
+    if choices.complete or choices.source == "handwritten":
+        return choices.source
+    return choices.under.source if choices.under is not None else "inferred"
+
+
+def choices_of_plan(plan: Plan, name: str = "") -> Choices | None:
+    """A plan's own decisions as choices, to plan another size of the same model alike; None if nobody chose anything.
+
+    With a `name` (of the file it came from) they are a user's choices, whoever made them.
+    """
+    sources = {entry.source for entry in plan.entries} - {"inferred"}
+    if not sources and not name:
+        return None
+    source = "user" if name or "user" in sources else "handwritten" if "handwritten" in sources else "hf"
+    lines = [Choice(e.pattern, e.style if e.style in CUTS else "local", "the plan") for e in plan.entries]
+    return Choices(name or f"the plan of {plan.model}", source, tuple(lines), tolerant=True)  # type: ignore[arg-type]

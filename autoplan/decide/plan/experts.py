@@ -1,0 +1,63 @@
+"""Expert parallelism as an option of a plan: which sizes make sense, and what is said where it does not reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from autoplan.common.errors import AutoplanError
+from autoplan.common.patterns import matches
+from autoplan.decide.plan.folding import Names
+from autoplan.values import Finding, Means, Plan
+
+if TYPE_CHECKING:
+    from autoplan.analyse.solve import Solution
+    from autoplan.analyse.solve_experts import Experts
+
+__all__ = ["check_expert_size", "expert_findings", "experts_of"]
+
+_CHECK = "experts"
+_HINT = "ep_size must divide the number of experts, and no written plan may cut them otherwise"
+_INSIDE = ("packed-experts", "gated-experts", "plain-experts", "listed-experts")  # rules of roles
+
+
+def check_expert_size(tp_size: int, ep_size: int) -> None:
+    """Raise unless experts lie on the ranks of tp, or nothing else is split."""
+    if not isinstance(ep_size, int) or ep_size < 1:
+        raise AutoplanError(f"ep_size is {ep_size!r}", hint="give a whole number from 1 on")
+    if ep_size > 1 and tp_size > 1 and ep_size != tp_size:
+        raise AutoplanError(
+            f"ep_size={ep_size} with tp_size={tp_size}: experts live on the ranks of tp, or on ranks of their own",
+            hint=f"legal are ep_size=1 (experts are cut inside), ep_size={tp_size}, and any ep_size with tp_size=1",
+        )
+
+
+def experts_of(tp_size: int, ep_size: int, means: Means) -> Experts:
+    """What the solver is to do with experts."""
+    if ep_size == 1 or not means.experts:
+        return "inside"
+    return "apart" if tp_size > 1 else "alone"
+
+
+def expert_findings(plan: Plan, solution: Solution) -> tuple[Finding, ...]:
+    """Where experts are not dealt out although that was asked for, and why."""
+    return tuple(_findings(plan, solution))
+
+
+def _findings(plan: Plan, solution: Solution) -> Iterator[Finding]:
+    names = Names(solution.trace)
+    reasons: dict[str, list[str]] = {}
+    for module, why in solution.experts_inside:
+        reasons.setdefault(why.replace(f"{module}.", ""), []).append(module)
+    for why, modules in reasons.items():
+        for pattern in names.fold(modules):
+            yield Finding(_CHECK, "warn", pattern, f"not dealt out: {why}", _HINT)
+    told = [module for module, _ in solution.experts_inside]
+    for entry in plan.entries:
+        owner = entry.pattern if entry.pattern in names.modules else entry.pattern.rpartition(".")[0]
+        if entry.rule in _INSIDE and not any(matches(owner, module) for module in told):
+            text = "these experts are no stack of weights that is told by number who goes where: each is cut inside"
+            yield Finding(_CHECK, "warn", entry.pattern, text)
+    if not plan.runtime.experts and not told:
+        text = "expert parallelism was asked for and is not applied: no module holds its experts in a stack of weights"
+        yield Finding(_CHECK, "warn", "", text)

@@ -1,0 +1,132 @@
+"""One line for many blocks: what was decided for a representative is said for every block it stands for.
+
+A trace may hold a few blocks of an 80-layer stack (`Trace.folds` says which block stands for which). Names are first
+expanded to all blocks, then written as few patterns that match those and no other name of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from autoplan.common.patterns import Universe, fold_counted
+from autoplan.values import Fold, ParameterFact, Runtime, Trace
+
+__all__ = ["Names", "fold_runtime", "same_in_like_blocks", "starred"]
+
+Item = TypeVar("Item")
+
+
+class Names:
+    """The names of a model's modules and parameters, in all its blocks."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.folds = tuple(_followers(fold) for fold in trace.folds)
+        self.modules = Universe(self.expand_all(trace.module_classes))
+        held = (name for tensor in trace.tensors if tensor.kind in ("parameter", "buffer") for name in tensor.names)
+        self.parameters = Universe(self.expand_all(held))
+
+    def expand(self, name: str) -> tuple[str, ...]:
+        """The name itself, and its like in every block that its block stands for."""
+        names = [name]
+        for prefix, followers in self.folds:
+            names += [other for known in names for other in _in_other_blocks(known, prefix, followers)]
+        return tuple(dict.fromkeys(names))
+
+    def expand_all(self, names: Iterable[str]) -> list[str]:
+        return [expanded for name in names for expanded in self.expand(name)]
+
+    def fold(self, names: Sequence[str], *, parameters: bool = False) -> tuple[str, ...]:
+        """Patterns for these names (of representatives) and their like, and for nothing else."""
+        return tuple(pattern for pattern, _ in self.fold_counted(names, parameters=parameters))
+
+    def fold_counted(self, names: Sequence[str], *, parameters: bool = False) -> tuple[tuple[str, int], ...]:
+        """`fold`, with how many names each pattern stands for."""
+        expanded = sorted(self.expand_all(names), key=_natural)
+        return fold_counted(expanded, self.parameters if parameters else self.modules)
+
+
+def _natural(name: str) -> tuple[tuple[int, str], ...]:
+    """Numbers in order of size: layer 2 before layer 10."""
+    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in name.split("."))
+
+
+def starred(name: str) -> str:
+    """The name with `*` for every number: what blocks of one kind have in common."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _followers(fold: Fold) -> tuple[str, dict[str, list[str]]]:
+    """Where the blocks of a fold are, and which of them each representative stands for."""
+    followers: dict[str, list[str]] = {}
+    for member, stands_in in fold.members:
+        followers.setdefault(stands_in, []).append(member)
+    return (f"{fold.container}." if fold.container else ""), followers
+
+
+def _in_other_blocks(name: str, prefix: str, followers: dict[str, list[str]]) -> list[str]:
+    if not name.startswith(prefix):
+        return []
+    key, dot, rest = name[len(prefix) :].partition(".")
+    return [f"{prefix}{member}{dot}{rest}" for member in followers.get(key, ())]
+
+
+def same_in_like_blocks(facts: Iterable[ParameterFact], runtime: Runtime, folds: Iterable[Fold]) -> bool:
+    """Is all that is done to a representative also done to the traced block of its kind before it?
+
+    Not so where nothing adds to a stream: each block's output is the next one's input, and cuts by output and by input
+    alternate. Nor where the sum that a block of another kind owes for its input is placed on this block's output. Such
+    a block cannot stand for others.
+    """
+    done: dict[str, list[Any]] = {}
+    for fact in facts:
+        for name in fact.names:
+            done.setdefault(name, []).append((fact.dim, fact.layout, fact.divide))
+    actions: tuple[Any, ...] = (*runtime.hooks, *runtime.scoped, *runtime.edits)
+    for item in actions:
+        done.setdefault(item.pattern, []).append(replace(item, pattern=""))
+    for fold in folds:
+        for key, representative in fold.alike:
+            mine, its = (_within(done, fold.container, one) for one in (key, representative))
+            if mine != its:
+                return False
+    return True
+
+
+def _within(done: dict[str, list[Any]], container: str, key: str) -> dict[str, list[Any]]:
+    """What is done to one block, by the name of the place inside it."""
+    block = f"{container}.{key}" if container else key
+    return {name[len(block) :]: what for name, what in done.items() if name == block or name.startswith(f"{block}.")}
+
+
+def fold_runtime(runtime: Runtime, names: Names) -> Runtime:
+    """The same actions, one per pattern."""
+    return replace(
+        runtime,
+        parameters=_fold_items(runtime.parameters, names, parameters=True),
+        edits=_fold_items(runtime.edits, names),
+        hooks=_fold_items(runtime.hooks, names),
+        heads=_fold_items(runtime.heads, names),
+        scoped=_fold_items(runtime.scoped, names),
+        random=_fold_plain(runtime.random, names),
+        random_whole=_fold_plain(runtime.random_whole, names),
+        experts=_fold_items(runtime.experts, names),
+    )
+
+
+def _fold_plain(modules: tuple[str, ...], names: Names) -> tuple[str, ...]:
+    return names.fold(modules) if modules else ()
+
+
+def _fold_items(items: tuple[Any, ...], names: Names, *, parameters: bool = False) -> tuple[Any, ...]:
+    """Items that say the same of different names become items that say it of patterns; order of appearance stays."""
+    groups: dict[str, tuple[Any, list[str]]] = {}
+    for item in items:
+        plain = replace(item, pattern="")
+        groups.setdefault(repr(plain), (plain, []))[1].append(item.pattern)
+    return tuple(
+        replace(plain, pattern=pattern)
+        for plain, patterns in groups.values()
+        for pattern in names.fold(patterns, parameters=parameters)
+    )

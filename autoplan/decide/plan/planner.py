@@ -1,0 +1,259 @@
+"""From what analysis proved and rules named to the plan: one entry per module that is split, and nothing left out.
+
+Axes prove, rules decide names. Every parameter ends in an entry, or in the list of what stays whole, with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from autoplan.analyse.picture.dataflow import dataflow
+from autoplan.analyse.picture.flow import Flow
+from autoplan.analyse.picture.obstacles import obstacles
+from autoplan.analyse.solve import Solution
+from autoplan.common.patterns import matches
+from autoplan.decide.matching.facts import gathered_parameters, with_facts
+from autoplan.decide.matching.match import Matching, match_rules
+from autoplan.decide.matching.naming import Naming, name_parameters, readings
+from autoplan.decide.plan.communication import communication
+from autoplan.decide.plan.costs import Costs
+from autoplan.decide.plan.folding import Names, fold_runtime, starred
+from autoplan.decide.plan.reasons import reason_text, units_text
+from autoplan.decide.plan.styles import style_of
+from autoplan.decide.rulebook.read import GENERIC, Rule, load_rules
+from autoplan.values import Entry, Finding, Obstacle, ParameterFact, Plan, Replicated, Stack
+
+__all__ = ["make_plan"]
+
+Source = Literal["user", "handwritten", "inferred", "hf"]
+
+
+def make_plan(
+    solution: Solution,
+    *,
+    model: str,
+    layers: Sequence[Stack] = (),
+    source: Source = "inferred",
+    sequence_parallel: bool = False,
+    rules: Sequence[Rule] | None = None,
+    source_of: Callable[[str], str | None] = lambda parameter: None,
+) -> Plan:
+    """Write the plan of a solution. `rules` are the shipped ones unless given.
+
+    `source_of` tells for a parameter whose choice its cut is, where it is not that of `source`.
+    """
+    picture = with_facts(dataflow(solution.trace), solution)
+    matching = match_rules(picture, load_rules() if rules is None else rules)
+    desk = _Desk(solution, picture, matching, sequence_parallel)
+    names = Names(solution.trace)
+    drafts = [_sourced(draft, source_of) for draft in desk.drafts(source)]
+    traffic, excess = communication(solution, layers, names)
+    return Plan(
+        model=model,
+        tp_size=solution.tp_size,
+        sequence_parallel=sequence_parallel,
+        source=source,
+        entries=tuple(_fold_entries(drafts, names)),
+        replicated=tuple(_replicated(solution, desk.named, names)),
+        layers=tuple(layers),
+        legal_tp=solution.legal_tp,
+        findings=(*_findings(solution, desk, drafts, names), *excess),
+        runtime=fold_runtime(solution.runtime, names),
+        communication=traffic,
+        obstacles=_obstacles(solution, drafts, names),
+    )
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """An entry for one module of the trace, before blocks are folded, and what its rule expected."""
+
+    entry: Entry
+    allowed: tuple[str, ...]
+    rule: Rule | None
+
+
+def _sourced(draft: _Draft, source_of: Callable[[str], str | None]) -> _Draft:
+    entry = draft.entry
+    names = [f"{entry.pattern}.{parameter}" for parameter in entry.parameters] + [entry.pattern]
+    source = next((said for name in names if (said := source_of(name))), entry.source)
+    return replace(draft, entry=replace(entry, source=source))  # type: ignore[arg-type]
+
+
+class _Desk:
+    """Everything known about modules while entries are written."""
+
+    def __init__(self, solution: Solution, picture: Flow, matching: Matching, sequence_parallel: bool) -> None:
+        self.solution = solution
+        self.matching = matching
+        self.sequence_parallel = sequence_parallel
+        self.tp = solution.tp_size
+        self.read = readings(picture, solution.parameters)
+        self.named = name_parameters(matching, self.read, picture)
+        self.costs = Costs(solution, picture)
+        self.gathered = gathered_parameters(solution)
+        self.experts = {site.pattern for site in solution.runtime.experts}
+        self.reducing = {solution.trace.calls[call].module for call in solution.reductions}
+
+    def drafts(self, source: Source) -> Iterator[_Draft]:
+        for module, facts in self._by_module().items():
+            styles = {name: self._style(module, fact) for name, fact in facts}
+            decided = [(name, fact) for name, fact in facts if self._is_decided(fact)]
+            if not decided:
+                continue
+            cut = {styles[name] for name, fact in decided if fact.dim is not None and len(fact.shape) > 1}
+            if len(cut) > 1:
+                for name, fact in decided:
+                    yield self._draft(module, name, [(name, fact)], styles[name], source)
+            else:
+                yield self._draft(module, module, facts, self._leading(decided, styles), source)
+
+    def _is_decided(self, fact: ParameterFact) -> bool:
+        """Cut, or whole with a gradient that ranks must sum. (A bias that is divided follows its weight.)"""
+        return fact.dim is not None or (fact.gradient != "local" and not fact.buffer)
+
+    def _leading(self, decided: list[tuple[str, ParameterFact]], styles: dict[str, str]) -> str:
+        """The style of a module is that of its largest cut parameter, else of its largest."""
+        _, _, name = max((fact.dim is not None, fact.bytes, name) for name, fact in decided)
+        return styles[name]
+
+    def _by_module(self) -> dict[str, list[tuple[str, ParameterFact]]]:
+        """Parameters by the module that owns them; a tied one under each module that reads it."""
+        modules: dict[str, list[tuple[str, ParameterFact]]] = {}
+        for fact in self.solution.parameters:
+            own = dict.fromkeys(reading.name for reading in self.read.get(fact.names[0], ()))
+            for name in own or (fact.names[0],):
+                modules.setdefault(_owner(name), []).append((name, fact))
+        return modules
+
+    def _style(self, module: str, fact: ParameterFact) -> str:
+        if module in self.experts and fact.dim == 0:
+            return "expert_parallel"
+        nodes = [reading.node for reading in self.read.get(fact.names[0], ()) if _owner(reading.name) == module]
+        return style_of(
+            fact, nodes, self.tp, gathered=not self.gathered.isdisjoint(fact.names), reduced=module in self.reducing
+        )
+
+    def _draft(
+        self,
+        module: str,
+        pattern: str,
+        facts: list[tuple[str, ParameterFact]],
+        style: str,
+        source: Source,
+    ) -> _Draft:
+        leading = max(facts, key=lambda item: (self._is_decided(item[1]), item[1].dim is not None, item[1].bytes))
+        naming = self.named.get(leading[0])
+        own = [r for name, fact in facts for r in self.read.get(fact.names[0], ()) if r.name == name]
+        entry = Entry(
+            pattern=pattern,
+            parameters=tuple(name.rpartition(".")[2] for name, _ in facts),
+            style=self._chosen(style, naming),
+            role=naming.role if naming else GENERIC,
+            rule=naming.rule.id if naming else GENERIC,
+            source=source,
+            reason=reason_text(leading[1], naming, self.tp),
+            units=units_text(leading[1], naming),
+            segments=tuple(_segment(fact) for _, fact in facts),
+            reduces=self.costs.of(module, facts, own, ends_here=pattern == module or not style.endswith("colwise")),
+            bytes=sum(fact.bytes for _, fact in facts),
+            axes=tuple(sorted({axis for _, fact in facts for axis in fact.axes})),
+        )
+        return _Draft(entry, naming.styles if naming else (), naming.rule if naming else None)
+
+    def _chosen(self, style: str, naming: Naming | None) -> str:
+        """Under sequence parallel a rule may choose another form of the proven style."""
+        if naming is None or not self.sequence_parallel:
+            return style
+        return dict(naming.rule.sequence_parallel).get(naming.binding, style)
+
+
+def _owner(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def _segment(fact: ParameterFact) -> str:
+    return f"{fact.dim}:{fact.layout}" if fact.dim is not None else "whole"
+
+
+def _fold_entries(drafts: list[_Draft], names: Names) -> Iterator[Entry]:
+    """Entries that say the same of several modules become one; in the order in which the model holds them.
+
+    Who shares a sum may differ between blocks of one kind (a layer with a compressor, one without): that is said once.
+    """
+    groups: dict[Entry, list[str]] = {}
+    costs: dict[Entry, dict[str, None]] = {}
+    axes: dict[Entry, set[int]] = {}
+    for draft in drafts:
+        same = replace(draft.entry, pattern="", reduces=())
+        groups.setdefault(same, []).append(draft.entry.pattern)
+        costs.setdefault(same, {}).update(dict.fromkeys(draft.entry.reduces))
+        axes.setdefault(same, set()).update(draft.entry.axes)
+    for same, patterns in groups.items():
+        entry = replace(same, reduces=tuple(costs[same]), axes=tuple(sorted(axes[same])))
+        owned = any(pattern in names.parameters for pattern in patterns)
+        for pattern, count in names.fold_counted(patterns, parameters=owned):
+            yield replace(entry, pattern=pattern, bytes=entry.bytes * count)
+
+
+def _obstacles(solution: Solution, drafts: list[_Draft], names: Names) -> tuple[Obstacle, ...]:
+    """What hinders others at the modules that are split, and at their like in other blocks: one line for each kind."""
+    split = {starred(draft.entry.pattern) for draft in drafts}
+    modules = [module for module in solution.trace.module_classes if starred(module) in split]
+    edited = {(edit.pattern, edit.attribute) for edit in solution.runtime.edits}
+    groups: dict[tuple[str, str, str], list[Obstacle]] = {}
+    for found in obstacles(solution.trace, modules):
+        if (found.pattern, found.attribute) not in edited:
+            groups.setdefault((starred(found.pattern), found.kind, starred(found.why)), []).append(found)
+    return tuple(
+        replace(same[0], pattern=pattern, why=why)
+        for (_, _, why), same in groups.items()
+        for pattern in names.fold([found.pattern for found in same])
+    )
+
+
+def _replicated(solution: Solution, named: dict[str, Naming], names: Names) -> Iterator[Replicated]:
+    """Every parameter that stays whole, by pattern, with the bytes of all blocks and the reason.
+
+    What differs between blocks only in its reason is one line that gives each reason once.
+    """
+    groups: dict[tuple[str, int], dict[str, str]] = {}
+    for fact in solution.parameters:
+        if fact.dim is None and not fact.buffer:
+            name = fact.names[0]
+            role = f"{named[name].role}: " if name in named else ""
+            groups.setdefault((starred(name), fact.bytes), {})[name] = role + _why_whole(fact)
+    for (_, size), reasons in groups.items():
+        everywhere = {name: reason for member, reason in reasons.items() for name in names.expand(member)}
+        for pattern in names.fold(list(reasons), parameters=True):
+            said = [reason for name, reason in everywhere.items() if matches(pattern, name)]
+            yield Replicated(pattern, size * len(said), " / ".join(dict.fromkeys(said)))
+
+
+def _why_whole(fact: ParameterFact) -> str:
+    reason = fact.reason or "nothing in it can be split"
+    return f"{reason}; its gradient is summed over ranks" if fact.gradient != "local" else reason
+
+
+def _findings(solution: Solution, desk: _Desk, drafts: list[_Draft], names: Names) -> Iterator[Finding]:
+    """Notes on what was refused, and warnings where rules and facts disagree (facts win)."""
+    for refusal in solution.refusals:
+        yield Finding("refused", "note", "", refusal)
+    for note in solution.trace.notes:
+        yield Finding("capture", "note", "", note)
+    seen: dict[tuple[str, str], list[str]] = {}
+    for draft in drafts:
+        if draft.rule is not None and draft.entry.style not in draft.allowed and not desk.sequence_parallel:
+            text = f"rule {draft.rule.id!r} expects {' or '.join(draft.allowed)}, the facts say {draft.entry.style}"
+            seen.setdefault(("rule-style", text), []).append(draft.entry.pattern)
+    for quarrel in desk.matching.contradictions:
+        text = f"rules {quarrel.first!r} and {quarrel.second!r} both claim it; it is listed as {GENERIC}"
+        for several in desk.read.values():
+            for reading in several:
+                if reading.box == quarrel.box:
+                    seen.setdefault(("rule-conflict", text), []).append(_owner(reading.name))
+    for (check, text), patterns in seen.items():
+        for pattern in names.fold(list(dict.fromkeys(patterns))):
+            yield Finding(check, "warn", pattern, text)

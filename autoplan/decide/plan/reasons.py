@@ -1,0 +1,104 @@
+"""Numbers in sentences: how many units a parameter is dealt out in, what a rank gets, and why."""
+
+from __future__ import annotations
+
+from math import prod
+
+from autoplan.common.layout import Layout
+from autoplan.decide.matching.naming import Naming
+from autoplan.values import ParameterFact
+
+__all__ = ["reason_text", "units_text"]
+
+
+def units_text(fact: ParameterFact, naming: Naming | None) -> str:
+    """What is dealt out: "8 groups", "14336 features"; with what a unit holds, where it holds more than one row."""
+    if fact.layout is None:
+        return ""
+    layout = Layout.parse(fact.layout)
+    dealt = _first_dealt(layout).size
+    rows = layout.size // dealt if layout.size % dealt == 0 and layout.kind == "product" else 1
+    unit = "group" if naming is not None and naming.unit == "head" and _heads(naming, dealt) > dealt else None
+    return _count(dealt, unit or _unit(naming, layout)) + (f" × {rows}" if rows > 1 else "")
+
+
+def reason_text(fact: ParameterFact, naming: Naming | None, tp: int) -> str:
+    """One sentence: the units, what each rank gets, and for attention the heads that read them."""
+    if fact.dim is None:
+        return "every rank holds it whole and sees a part of its gradient: the parts are summed"
+    assert fact.layout is not None
+    layout = Layout.parse(fact.layout)
+    parts = [_heads_text(layout, naming, tp) or _shares_text(layout, _unit(naming, layout), tp)]
+    held = _held_by_all(layout)
+    if held:
+        parts.append(f"{held} of its {layout.size} rows are held by every rank, their gradients summed")
+    if layout.kind == "concatenation":
+        parts.append(f"each of its {len(layout.parts)} segments is cut by itself")
+    text = "; ".join(parts)
+    return text if naming is not None else f"a proven split that no rule names: {text}"
+
+
+def _shares_text(layout: Layout, unit: str, tp: int) -> str:
+    first = _first_dealt(layout)
+    counts = [len(Layout.parse(str(first)).rows(rank, tp)) for rank in range(tp)]
+    if first.split != (0, 1):
+        pieces = first.split[0] if first.split else 1
+        return f"{_count(first.size, unit)} in {pieces} pieces over {tp} ranks; a rank holds {counts[0]}"
+    if len(set(counts)) == 1:
+        return f"{_count(first.size, unit)}; {'ep' if unit == 'expert' else 'tp'}={tp} gives each rank {counts[0]}"
+    return f"{_count(first.size, unit)}; tp={tp} gives the first rank {counts[0]} and the last {counts[-1]}"
+
+
+def _heads_text(layout: Layout, naming: Naming | None, tp: int) -> str:
+    """Where several query heads read one key/value head, say both."""
+    groups = _first_dealt(layout)
+    if naming is None or naming.unit != "head" or groups.split != (0, 1) or groups.size % tp:
+        return ""
+    heads = _heads(naming, groups.size)
+    if heads <= groups.size or heads % groups.size:
+        return ""
+    share = groups.size // tp
+    return (
+        f"{_count(heads, 'query head')} in {_count(groups.size, 'group')}; tp={tp} gives each rank "
+        f"{_count(heads // groups.size * share, 'query head')} and {_count(share, 'key/value head')}"
+    )
+
+
+def _unit(naming: Naming | None, layout: Layout) -> str:
+    """What is dealt out. Where it is the last factor of several, it is features of every head, not heads."""
+    if naming is None:
+        return "unit"
+    return "feature of each head" if naming.unit == "head" and _is_minor(layout) else naming.unit
+
+
+def _is_minor(layout: Layout) -> bool:
+    """Is the factor that is dealt out the last of a product whose earlier factors are not?"""
+    last = layout.parts[-1] if layout.kind == "product" else layout
+    return last is not layout and last.is_split and not any(part.is_split for part in layout.parts[:-1])
+
+
+def _held_by_all(layout: Layout) -> int:
+    """Rows that are dealt out to nobody."""
+    if not layout.parts:
+        return 0 if layout.is_split else layout.size
+    held = [_held_by_all(part) for part in layout.parts]
+    return prod(held) if layout.kind == "product" else sum(held)
+
+
+def _heads(naming: Naming, groups: int) -> int:
+    """Query heads, from what the output contracts and how wide a value head is."""
+    contracted, value = naming.sizes.get("output.in", 0), naming.sizes.get("value.out", 0)
+    return contracted * groups // value if value and (contracted * groups) % value == 0 else 0
+
+
+def _first_dealt(layout: Layout) -> Layout:
+    if not layout.parts:
+        return layout
+    return next((_first_dealt(part) for part in layout.parts if part.is_split), layout)
+
+
+def _count(number: int, noun: str) -> str:
+    if number == 1:
+        return f"1 {noun}"
+    name, of, whole = noun.partition(" of ")
+    return f"{number} {name}s{of}{whole}"

@@ -1,0 +1,189 @@
+"""Rules are documents: one TOML file each in rules/roles, read into frozen values.
+
+A rule says what it recognises (a flow over boxes and guards over facts), what it calls the boxes and which style each
+takes, why that is right, where it stops, and shows itself on examples: at least one that must match and one that
+must be refused. A rule without `match` is a document only: it explains what applies when no other rule does.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+
+from autoplan.common.errors import AutoplanError
+from autoplan.common.rules_folder import rules_folder
+from autoplan.decide.rulebook.conditions import Condition, parse_condition
+from autoplan.decide.rulebook.pattern import Pattern, parse_pattern
+
+__all__ = ["GENERIC", "STYLES", "Example", "Match", "Rule", "RuleError", "load_rules", "parse_rule"]
+
+GENERIC = "generic"
+
+# What can be said of a module, and what it means: how its weight lies on ranks, what comes in, what goes out.
+STYLES = {
+    "colwise": "output features cut; whole input, split output",
+    "rowwise": "input features cut; split input, output summed over ranks",
+    "packed_colwise": "as colwise, for a weight whose rows on a rank are not one run: segments, or parts that all hold",
+    "packed_rowwise": "as rowwise, likewise",
+    "colwise_gather_output": "output features cut; the output is gathered, so readers see it whole",
+    "embedding_rowwise": "rows of a table cut; ids of other ranks give zero, the rows are summed over ranks",
+    "embedding_colwise": "columns of a table cut; split output",
+    "local": "per-channel or per-head parameters, cut with the values that they meet",
+    "distributed_norm": "a norm over a split width: weight cut, statistics summed over ranks",
+    "expert_parallel": "whole experts of a stack dealt out; tokens go to those on a rank, the outputs are summed",
+    "replicate": "whole on every rank",
+    "replicated_with_grad_allreduce": "whole on every rank; each sees a part of the gradient, and the parts are summed",
+    "rowwise_scatter": "sequence parallel: as rowwise, with the sum scattered along the sequence",
+    "embedding_rowwise_scatter": "sequence parallel: as embedding_rowwise, with the sum scattered along the sequence",
+    "sequence_parallel": "sequence parallel: whole weight on values split along the sequence",
+}
+
+_KEYS = {"id", "summary", "why", "limits", "seen_in", "unit", "units", "beats", "match", "roles", "yields", "example"}
+
+
+class RuleError(AutoplanError):
+    """A rule file cannot be read, or rules contradict each other."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A picture and what the rule must make of it: a style per box, or a refusal that says `because`."""
+
+    name: str
+    graph: str
+    expect: tuple[tuple[str, tuple[str, ...]], ...]
+    tp: int = 2
+    because: str = ""
+
+
+@dataclass(frozen=True)
+class Match:
+    """What a rule looks for. Texts are kept beside what was read from them: they are printed, and mutated in tests."""
+
+    flow: str
+    where: tuple[str, ...]
+    pattern: Pattern
+    conditions: tuple[Condition, ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule file. `yields` maps a box to the styles that it may have; `roles` to what it is called."""
+
+    id: str
+    summary: str
+    why: str
+    limits: str
+    seen_in: tuple[str, ...]
+    text: str
+    units: tuple[tuple[str, str], ...] = (("", "feature"),)
+    match: Match | None = None
+    yields: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    sequence_parallel: tuple[tuple[str, str], ...] = ()
+    roles: tuple[tuple[str, str], ...] = ()
+    beats: tuple[str, ...] = ()
+    examples: tuple[Example, ...] = ()
+
+    def unit(self, name: str) -> str:
+        """What is dealt out over ranks at a box, as reasons call it."""
+        units = dict(self.units)
+        return units.get(name, units[""])
+
+    def role(self, name: str) -> str:
+        return dict(self.roles).get(name, name.replace("_", " "))
+
+
+@cache
+def load_rules(folder: Path | None = None) -> tuple[Rule, ...]:
+    """All role rules, ordered by id: the order of files never decides anything."""
+    place = (folder or rules_folder()) / "roles"
+    rules = tuple(parse_rule(path.read_text("utf-8"), path.stem) for path in sorted(place.glob("*.toml"), key=_id))
+    known = {rule.id for rule in rules}
+    for rule in rules:
+        for other in rule.beats:
+            if other not in known:
+                raise RuleError(f"rule {rule.id!r} beats {other!r}, which does not exist")
+    _refuse_circles(rules)
+    return rules
+
+
+def _refuse_circles(rules: Iterable[Rule]) -> None:
+    circle = next(iter(nx.simple_cycles(nx.DiGraph((rule.id, other) for rule in rules for other in rule.beats))), None)
+    if circle:
+        raise RuleError(f"rules beat each other in a circle: {' beats '.join([*circle, circle[0]])}")
+
+
+def _id(path: Path) -> str:
+    return path.stem
+
+
+def parse_rule(text: str, stem: str) -> Rule:
+    """Read one rule file; every problem names the file."""
+    try:
+        return _parse(tomllib.loads(text), text, stem)
+    except tomllib.TOMLDecodeError as error:
+        raise RuleError(f"rules/roles/{stem}.toml is not TOML: {error}") from error
+    except AutoplanError as error:
+        raise RuleError(f"rules/roles/{stem}.toml: {error.message}", hint=getattr(error, "hint", "")) from error
+
+
+def _parse(data: Mapping[str, Any], text: str, stem: str) -> Rule:
+    unknown = sorted(data.keys() - _KEYS)
+    if unknown:
+        raise RuleError(f"unknown key {unknown[0]!r}", hint=f"keys are {', '.join(sorted(_KEYS))}")
+    if data.get("id") != stem:
+        raise RuleError(f"id is {data.get('id')!r}, but the file is called {stem!r}")
+    match = _match(data["match"]) if "match" in data else None
+    names = match.pattern.names if match else ()
+    sequence_parallel = data.get("yields", {}).get("sequence_parallel", {})
+    plain = {name: style for name, style in data.get("yields", {}).items() if name != "sequence_parallel"}
+    for name in (*plain, *sequence_parallel, *data.get("roles", {}), *data.get("units", {})):
+        if name not in names:
+            raise RuleError(f"{name!r} is not a box of the flow ({', '.join(names) or 'none'})")
+    return Rule(
+        id=stem,
+        summary=_text(data, "summary"),
+        why=_text(data, "why"),
+        limits=_text(data, "limits"),
+        seen_in=tuple(data.get("seen_in", ())),
+        text=text,
+        units=(("", data.get("unit", "feature")), *data.get("units", {}).items()),
+        match=match,
+        yields=tuple((name, _styles(style)) for name, style in plain.items()),
+        sequence_parallel=tuple((name, _styles(style)[0]) for name, style in sequence_parallel.items()),
+        roles=tuple(data.get("roles", {}).items()),
+        beats=tuple(data.get("beats", ())),
+        examples=tuple(_example(item) for item in data.get("example", ())),
+    )
+
+
+def _text(data: Mapping[str, Any], key: str) -> str:
+    value = data.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise RuleError(f"{key!r} is missing: a rule is a document")
+    return " ".join(value.split())
+
+
+def _styles(value: Any) -> tuple[str, ...]:
+    styles = (value,) if isinstance(value, str) else tuple(value)
+    for style in styles:
+        if style not in STYLES:
+            raise RuleError(f"{style!r} is not a style", hint=f"styles are {', '.join(STYLES)}")
+    return styles
+
+
+def _match(data: Mapping[str, Any]) -> Match:
+    pattern = parse_pattern(data["flow"])
+    where = tuple(data.get("where", ()))
+    return Match(data["flow"], where, pattern, tuple(parse_condition(text, pattern.names) for text in where))
+
+
+def _example(data: Mapping[str, Any]) -> Example:
+    expect = tuple((box, _styles(style)) for box, style in data["expect"].items())
+    return Example(data["name"], data["graph"], expect, int(data.get("tp", 2)), data.get("because", ""))

@@ -1,0 +1,1 @@
+"""decide.written_plans."""

@@ -1,0 +1,164 @@
+"""A plan that somebody wrote, in one vocabulary: which weights of which modules are cut, and in which direction.
+
+Plans come as dicts of torch styles, as transformers' strings, as our own files, as DeepSpeed patterns. `dialects/`
+turns each of them into `Choices`. A choice says which side of a weight is cut, never how many heads there are or where
+ranks must sum: that is for the analysis, so that a written plan can be refused but not made wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from autoplan.common.errors import AutoplanError
+from autoplan.common.patterns import fold_names, matches, nearest
+
+__all__ = ["CUTS", "Choice", "ChoiceError", "Choices", "Cut", "check_style"]
+
+Cut = Literal["out", "in", "rows", "width", "any", "whole", "nothing"]
+
+# Which side of its weight a style cuts. "whole": every rank holds it; "nothing": a remark about the module's own inputs
+# or outputs, which analysis places by itself; "any": whatever its axis says.
+CUTS: dict[str, Cut] = {
+    "colwise": "out",
+    "colwise_gather_output": "out",
+    "packed_colwise": "out",
+    "rowwise": "in",
+    "rowwise_scatter": "in",
+    "rowwise_split_input": "in",
+    "packed_rowwise": "in",
+    "embedding_rowwise": "rows",
+    "embedding_rowwise_scatter": "rows",
+    "embedding_colwise": "width",
+    "distributed_norm": "any",
+    "local": "any",
+    "replicate": "whole",
+    "replicated_with_grad_allreduce": "whole",
+    "sequence_parallel": "whole",
+    "mla_kv_a_proj": "whole",
+    "all_reduce": "nothing",
+    "local_params": "nothing",
+    "moe_identity_expert": "nothing",
+    "moe_tp_experts": "nothing",
+}
+
+
+class ChoiceError(AutoplanError):
+    """A written plan that cannot be right: an unknown style, a dead key, half of a pair."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One line of a written plan. `written` is the style as it stood there, `origin` where that was.
+
+    `by_position`: in stacked (3-D) weights "out" means the last dim but one, as transformers counts, whatever the
+    forward contracts.
+    """
+
+    pattern: str
+    style: str
+    origin: str
+    written: str = ""
+    by_position: bool = False
+
+    @property
+    def cut(self) -> Cut:
+        return CUTS[self.style]
+
+    @property
+    def gathers(self) -> bool:
+        """Is the product wanted whole on every rank?"""
+        return self.style == "colwise_gather_output"
+
+    def __str__(self) -> str:
+        return f"{self.pattern!r}: {self.written or self.style}"
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A written plan. `complete`: weights it does not name stay whole; otherwise analysis decides them.
+
+    `source` is what entries will say. `tolerant`: keys that match nothing and cuts that a model does not allow are
+    noted rather than refused (a plan for a whole family of models); `trial`: so is every other contradiction (the plan
+    was accepted for the model and is tried on a small clone of it). `under` is asked for what this plan does not name.
+    """
+
+    name: str
+    source: Literal["user", "handwritten", "hf"]
+    choices: tuple[Choice, ...]
+    complete: bool = True
+    tolerant: bool = False
+    trial: bool = False
+    notes: tuple[str, ...] = ()
+    under: Choices | None = None
+    _cache: dict[str, Choice | None] = field(default_factory=dict, compare=False, repr=False)
+
+    def of(self, parameter: str) -> Choice | None:
+        """What the plan says of a parameter: by its own key, by its module's, else what the plan underneath says."""
+        if parameter not in self._cache:
+            self._cache[parameter] = self._find(parameter) or (self.under.of(parameter) if self.under else None)
+        return self._cache[parameter]
+
+    def source_of(self, parameter: str) -> str | None:
+        """Whose choice it is: "user", "handwritten", "hf", or None where nothing is said."""
+        if self._find(parameter) is not None:
+            return self.source
+        return self.under.source_of(parameter) if self.under else None
+
+    def for_clone(self) -> Choices:
+        """The same plan, to be tried on a clone of other sizes and fewer blocks."""
+        under = self.under.for_clone() if self.under else None
+        return replace(self, tolerant=True, trial=True, under=under, _cache={})
+
+    @property
+    def decides_all(self) -> bool:
+        """Does a weight that no line names stay whole?"""
+        return self.complete or (self.under is not None and self.under.decides_all)
+
+    def _find(self, parameter: str) -> Choice | None:
+        module = parameter.rpartition(".")[0]
+        for name in (parameter, module):
+            found = [c for c in self.choices if matches(c.pattern, name) and (name == parameter or c.cut != "nothing")]
+            if found:
+                return _agreed(found, name, self.name)
+        return None
+
+    def check_keys(self, modules: Iterable[str], parameters: Iterable[str]) -> tuple[str, ...]:
+        """Raise on a key that matches nothing; a tolerant plan lists them instead."""
+        known = [*modules, *parameters]
+        dead = [c for c in self.choices if not any(matches(c.pattern, name) for name in known)]
+        if dead and not self.tolerant:
+            first = dead[0]
+            close = nearest(first.pattern, fold_names(known))
+            more = f" (and {len(dead) - 1} more: {', '.join(c.pattern for c in dead[1:4])})" if len(dead) > 1 else ""
+            raise ChoiceError(
+                f"{self.name}: the key {first.pattern!r} matches no module and no parameter of the model{more}",
+                hint=f"nearest paths: {', '.join(close)}" if close else "autoplan plan MODEL shows the model's paths",
+            )
+        below = self.under.check_keys(modules, parameters) if self.under else ()
+        return tuple(f"{self.name}: {c.pattern!r} matches nothing and was left out" for c in dead) + below
+
+
+def _agreed(found: list[Choice], name: str, plan: str) -> Choice:
+    """Several patterns may mean one module if they say the same of it."""
+    first = found[0]
+    for other in found[1:]:
+        if other.cut != first.cut:
+            raise ChoiceError(
+                f"{plan}: two keys with different styles match {name!r}: {first} and {other}",
+                hint="keep one of them, or narrow the other's pattern",
+            )
+    return first
+
+
+def check_style(style: str, pattern: str, plan: str, aliases: dict[str, str] | None = None) -> str:
+    """The canonical name of a style. Raises with what is known."""
+    name = (aliases or {}).get(style, style)
+    if name not in CUTS:
+        close = nearest(style, (*CUTS, *(aliases or {})))
+        raise ChoiceError(
+            f"{plan}: {pattern!r} has the style {style!r}, which is unknown",
+            hint=f"did you mean {close[0]!r}?" if close else f"known styles: {', '.join(CUTS)}",
+        )
+    return name

@@ -1,0 +1,216 @@
+"""From a written plan to what the solver may and may not split, and back: did every line get what it asks for?
+
+A plan chooses cuts, weight by weight. Axes run through several weights, so not every choice is possible: an axis is
+cut in all of its weights or in none. `demands_of` refuses the axes of everything that the plan leaves whole;
+`check_choices` then looks whether each weight that the plan wants cut is cut, and explains what stands in the way, with
+the line that would mend it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoplan.analyse.picture.dataflow import dataflow
+from autoplan.analyse.picture.flow import Flow, node_of
+from autoplan.analyse.solve import Solution, solve
+from autoplan.analyse.splits.requests import Demands
+from autoplan.common.errors import IndivisibleError
+from autoplan.common.layout import Layout
+from autoplan.decide.plan.folding import Names
+from autoplan.decide.written_plans.choices import Choice, ChoiceError, Choices
+from autoplan.values import ParameterFact, TensorInfo, Trace
+
+__all__ = ["check_choices", "demands_of", "is_packed", "same_in_folded_blocks", "weight_fields"]
+
+Fields = dict[str, dict[str, int]]  # parameter -> {"out": 0, "in": 1}
+
+# What a cut means for the kind of weight that is there: a lookup table has rows and width, a product out and in.
+_SAY_PACKING = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
+_MEANS = {"out": ("out", "width"), "in": ("in", "rows"), "rows": ("rows", "out"), "width": ("width", "in")}
+
+
+def demands_of(choices: Choices, trace: Trace) -> Demands:
+    """What must stay whole under a written plan, and whose products may be gathered."""
+    fields = weight_fields(dataflow(trace))
+    whole: dict[tuple[str, int], str] = {}
+    gathered: set[str] = set()
+    for info in trace.tensors:
+        if info.kind != "parameter" or not info.names:
+            continue
+        choice = _choice(choices, info)
+        kept = _kept_dims(choice, choices, info, fields)
+        for name in info.names[:1]:
+            whole.update({(name, dim): why for dim, why in kept.items()})
+        if choice is not None and choice.gathers:
+            gathered.update(info.names)
+    return Demands(whole, frozenset(gathered), choices.decides_all)
+
+
+def _choice(choices: Choices, info: TensorInfo | ParameterFact) -> Choice | None:
+    """What is said of a parameter under any of its names: a tied one may be named by either, or by both alike."""
+    said = {choice.cut: choice for name in info.names if (choice := choices.of(name)) is not None}
+    cuts = {_as_rows(cut) for cut in said}
+    if len(cuts) > 1:
+        one, other = list(said.values())[:2]
+        raise ChoiceError(
+            f"{choices.name}: {' and '.join(info.names)} are one tied parameter, but {one} and {other} differ",
+            hint="give both the same cut: embedding_rowwise for the table is colwise for the head",
+        )
+    return next(iter(said.values()), None)
+
+
+def _as_rows(cut: str) -> str:
+    """A tied table's rows are its head's columns."""
+    return {"rows": "out", "width": "in"}.get(cut, cut)
+
+
+def _kept_dims(choice: Choice | None, choices: Choices, info: TensorInfo, fields: Fields) -> dict[int, str]:
+    """Dims that may not be cut, with the reason."""
+    name, dims = info.names[0], range(len(info.shape))
+    if choice is None or choice.cut == "nothing":
+        if not choices.decides_all or len(info.shape) < 2:
+            return {}  # vectors follow the axis they belong to
+        return dict.fromkeys(dims, f"{choices.name} does not name {name}, which therefore stays whole")
+    if choice.cut == "any":
+        return {}
+    if choice.cut == "whole":
+        return dict.fromkeys(dims, f"{choices.name} keeps {name} whole ({choice})")
+    wanted = _wanted_dim(choice, info, fields)
+    return {d: f"{choices.name} cuts {name} along dim {wanted} ({choice})" for d in dims if d != wanted}
+
+
+def _wanted_dim(choice: Choice, info: TensorInfo | ParameterFact, fields: Fields) -> int | None:
+    """The dim that a choice cuts; None where it has nothing to cut (the bias of a row-wise projection)."""
+    if len(info.shape) < 2:
+        return 0 if info.shape and choice.cut in ("out", "rows") else None
+    if not (choice.by_position and len(info.shape) > 2):
+        known = next((fields[name] for name in info.names if name in fields), {})
+        for field in _MEANS[choice.cut]:
+            if field in known:
+                return known[field]
+    return len(info.shape) - (2 if choice.cut in ("out", "rows") else 1)
+
+
+def weight_fields(flow: Flow) -> Fields:
+    """Which dim of a weight is its output, its input, its rows, its width: as the forward uses it."""
+    found: Fields = {}
+    for box in flow:
+        for field, dim in node_of(flow, box).dims:
+            if dim.parameter and dim.dim is not None:
+                found.setdefault(dim.parameter, {}).setdefault(field, dim.dim)
+    return found
+
+
+def same_in_folded_blocks(choices: Choices, trace: Trace) -> bool:
+    """Does the plan say the same of every block that one traced block stands for?"""
+    names = Names(trace)
+    for info in trace.tensors:
+        if info.kind == "parameter" and info.names:
+            styles = {
+                None if (choice := choices.of(other)) is None else choice.style for other in names.expand(info.names[0])
+            }
+            if len(styles) > 1:
+                return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------------ what came of it
+
+
+def check_choices(choices: Choices, solution: Solution) -> tuple[str, ...]:
+    """Raise where a line did not get its cut. Returns notes on what a tolerant plan had to leave whole."""
+    fields = weight_fields(dataflow(solution.trace))
+    notes = []
+    for fact in solution.parameters:
+        choice = _choice(choices, fact) if not fact.buffer else None
+        if choice is None or choice.cut in ("whole", "nothing", "any"):
+            continue
+        wanted = _wanted_dim(choice, fact, fields)
+        if len(fact.shape) < 2 or wanted is None:
+            continue
+        if fact.dim != wanted:
+            notes.append(_missed(choices, choice, fact, wanted, solution))
+        elif fact.layout is not None and not choices.trial:
+            _check_packing(choices, choice, fact, solution.tp_size)
+    return tuple(dict.fromkeys(notes))
+
+
+def _missed(choices: Choices, choice: Choice, fact: ParameterFact, wanted: int, solution: Solution) -> str:
+    """A wanted cut that was not made: raise with the reason, or say it where the plan is tolerant."""
+    name, size = fact.names[0], fact.shape[wanted]
+    reasons = [c.reason for c in solution.classes if (name, wanted) in c.parameters and c.reason]
+    otherwise = "nothing in it can be split" if fact.dim is None else f"it is cut along dim {fact.dim}"
+    reason = "; ".join(dict.fromkeys(reasons)) or otherwise
+    if choices.trial or (choices.tolerant and fact.dim is None):
+        return f"{choices.name}: {choice} does not cut {name}: {reason}"
+    if "does not divide" in reason:
+        legal = ", ".join(map(str, solution.legal_tp))
+        problem = f"{choices.name}: {choice} cannot cut dim {wanted} of {name}: {reason}"
+        raise IndivisibleError(problem, hint=f"sizes that divide every axis: {legal}")
+    hint = _mend(choice, fact, wanted, solution)
+    half = " (half of a column/row pair)" if hint.startswith("add") else ""
+    raise ChoiceError(
+        f"{choices.name}: {choice} would cut dim {wanted} ({size}) of {name}, but {reason}{half}",
+        hint=hint,
+    )
+
+
+def _mend(choice: Choice, fact: ParameterFact, wanted: int, solution: Solution) -> str:
+    """The edit that makes a choice possible: cut the other weights of its axis too, or keep this one whole."""
+    free = solve(solution.trace, solution.tp_size)
+    same = next((f for f in free.parameters if f.names == fact.names), None)
+    if same is None or same.dim != wanted:
+        return f"write {choice.pattern!r}: 'replicate'" + (
+            f"; analysis would cut dim {same.dim} ({same.layout})" if same is not None and same.dim is not None else ""
+        )
+    others = dict.fromkeys(_lines_for(same, free))
+    return f"add {', '.join(others)}; or keep it whole: {choice.pattern!r}: 'replicate'"
+
+
+def _lines_for(fact: ParameterFact, free: Solution) -> Iterator[str]:
+    """`pattern: style` for every weight that the axis of `fact` cuts besides it."""
+    fields, names = weight_fields(dataflow(free.trace)), Names(free.trace)
+    for other in free.parameters:
+        if other.axis == fact.axis and other.dim is not None and other.names != fact.names and len(other.shape) > 1:
+            known = next((fields[n] for n in other.names if n in fields), {})
+            field = next((f for f, dim in known.items() if dim == other.dim), "out" if other.dim == 0 else "in")
+            style = {"out": "colwise", "in": "rowwise", "rows": "embedding_rowwise", "width": "embedding_colwise"}
+            pattern = _pattern_like(other.names[0], names)
+            packed = "packed_" if is_packed(other.layout or "1", free.tp_size) else ""
+            yield f"{pattern!r}: '{packed if field in ('out', 'in') else ''}{style.get(field, 'colwise')}'"
+
+
+def _pattern_like(parameter: str, names: Names) -> str:
+    """The module of a parameter, or the parameter where the module has several weights, in every block alike."""
+    module = parameter.rpartition(".")[0]
+    known, name = (names.modules, module) if parameter.endswith(".weight") else (names.parameters, parameter)
+    alike = [other for other in known if _plain(other) == _plain(name)]
+    return names.fold(alike, parameters=known is names.parameters)[0] if alike else name
+
+
+def _plain(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _check_packing(choices: Choices, choice: Choice, fact: ParameterFact, tp: int) -> None:
+    """A packed weight cut as if it were plain is scrambled silently; the other way round too."""
+    assert fact.layout is not None
+    says_packed = choice.style.startswith("packed_")
+    if is_packed(fact.layout, tp) != says_packed and choice.style in _SAY_PACKING and not _grouped(fact.layout):
+        right = choice.style.removeprefix("packed_") if says_packed else f"packed_{choice.style}"
+        what = "one run of units" if says_packed else "several segments, each cut by itself"
+        raise ChoiceError(
+            f"{choices.name}: {choice} cuts {fact.names[0]} as {'packed' if says_packed else 'plain'}, but dim "
+            f"{fact.dim} holds {what}: {fact.layout}",
+            hint=f"write {choice.pattern!r}: '{right}'",
+        )
+
+
+def is_packed(layout: str, tp: int) -> bool:
+    """Is this dim cut segment by segment, so that a rank's rows are not one run?"""
+    return not Layout.parse(layout).contiguous(tp)
+
+
+def _grouped(layout: str) -> bool:
+    """Heads dealt out to groups of ranks: no plan says this, and analysis does it where heads are fewer than ranks."""
+    return "@" in layout

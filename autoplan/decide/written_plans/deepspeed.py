@@ -1,0 +1,100 @@
+"""DeepSpeed's `tensor_parallel.partition_config`: regular expressions on parameter names, and how to cut what matches.
+
+    {"layer_specs": [{"patterns": [".*\\.qkv_proj\\.weight$"], "partition_type": "column", "shape": [3, -1]}]}
+
+A `shape` says that the cut dim is packed. An expression must match from the start of the name (`re.match`), and the
+first spec that matches counts. Expressions are resolved on the model's own names, so one that matches nothing is found.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from autoplan.common.patterns import fold_names
+from autoplan.decide.written_plans.choices import Choice, ChoiceError
+
+__all__ = ["COUNTS", "heads_of", "is_deepspeed", "kind_of", "read_deepspeed", "spec_for"]
+
+# Attributes that AutoTP divides, by name, on every module above a layer that it cuts (release 0.19).
+COUNTS = (
+    *("n_heads", "inner_dim", "num_heads", "num_kv", "num_attention_heads", "num_attn_heads", "all_head_size"),
+    *("embed_dim", "hidden_size", "num_key_value_heads", "num_kv_heads", "kv_n_heads", "d_model"),
+    *("num_attention_heads_per_partition", "num_multi_query_groups_per_partition", "hidden_size_per_partition"),
+)
+_STYLES = {"column": "colwise", "row": "rowwise", "skip": "replicate"}
+_MORE = {
+    ("column", "gather_output"): "colwise_gather_output",
+    ("skip", "grad_allreduce"): "replicated_with_grad_allreduce",
+}
+
+
+def is_deepspeed(data: Any) -> bool:
+    """Is this a DeepSpeed config, or the part of one that is about tensor parallelism?"""
+    return _specs(data) is not None
+
+
+def _specs(data: Any) -> list[Any] | None:
+    for key in ("tensor_parallel", "partition_config"):
+        if isinstance(data, Mapping) and key in data:
+            data = data[key]
+    found = data.get("layer_specs") if isinstance(data, Mapping) else None
+    return found if isinstance(found, list) else None
+
+
+def spec_for(data: Any, parameter: str) -> Mapping[str, Any] | None:
+    """The spec that decides about a parameter."""
+    matching = (
+        s for s in _specs(data) or [] if any(_matches(e, parameter, "a pattern") for e in s.get("patterns", ()))
+    )
+    return next(matching, None)
+
+
+def heads_of(data: Any) -> tuple[str, ...]:
+    """What DeepSpeed takes for a vocabulary head: the last part of a module's name, unless the config says others."""
+    for key in ("tensor_parallel", "partition_config"):
+        data = data[key] if isinstance(data, Mapping) and key in data else data
+    return tuple(data.get("lm_head_patterns", ("lm_head", "embed_out")))
+
+
+def kind_of(spec: Mapping[str, Any]) -> str:
+    """column | row | skip; a spec that does not say is a column."""
+    return str(spec.get("partition_type", "column")).lower()
+
+
+def read_deepspeed(data: Any, name: str, parameters: Iterable[str]) -> tuple[Choice, ...]:
+    """The choices of a partition config, on the parameters of one model. The first spec that matches counts."""
+    known = list(parameters)
+    taken: set[str] = set()
+    choices = []
+    for index, spec in enumerate(_specs(data) or []):
+        where = f"{name}: layer_specs[{index}]"
+        style = _style_of(spec, where)
+        matched = [p for p in known if p not in taken and any(_matches(e, p, where) for e in spec.get("patterns", ()))]
+        if not matched:
+            raise ChoiceError(
+                f"{where}: {spec.get('patterns')} match no parameter of the model that is still free",
+                hint="DeepSpeed matches from the start of a name (begin with '.*'); parameters look like "
+                f"{', '.join(fold_names(known)[:3])}",
+            )
+        taken.update(matched)
+        choices += [Choice(pattern, style, where, kind_of(spec)) for pattern in fold_names(matched, known)]
+    return tuple(choices)
+
+
+def _style_of(spec: Any, where: str) -> str:
+    kind = kind_of(spec) if isinstance(spec, Mapping) else None
+    if kind not in _STYLES:
+        raise ChoiceError(f"{where}: partition_type is {kind!r}", hint=f"DeepSpeed knows {', '.join(_STYLES)}")
+    more = next((style for (of, option), style in _MORE.items() if of == kind and spec.get(option)), None)
+    style = more or _STYLES[kind]
+    return f"packed_{style}" if spec.get("shape") and more is None and kind != "skip" else style
+
+
+def _matches(expression: str, parameter: str, where: str) -> bool:
+    try:
+        return re.match(expression, parameter) is not None
+    except re.error as error:
+        problem = f"{where}: {expression!r} is no regular expression: {error}"
+        raise ChoiceError(problem, hint="mend the pattern") from error

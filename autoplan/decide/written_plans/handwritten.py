@@ -1,0 +1,121 @@
+"""Hand-written plans, found by the qualified name of a model's class.
+
+A class may be made anew with the same name (`type(name, (Mixin, cls), {...})` keeps `__module__` and `__qualname__`),
+may be subclassed, or come from the hub in a module whose path holds a hash. So plans are keyed by text, looked up along
+the classes a model descends from, nearest first; and by bare name only for modules that transformers made for remote
+code, where nothing else can be known. Two unrelated classes of one name never meet.
+
+A plan pins what it names; what it does not name (a vision tower, adapters) is decided by analysis, so that no plan
+can be worse than none. A plan file is data: `qualname` (or several), `why`, `gains` over inference, `entries`, and
+`sequence_parallel`: the entries that differ then, or the reason there are none.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from autoplan.common.errors import AutoplanError
+from autoplan.common.rules_folder import rules_folder
+from autoplan.decide.written_plans.choices import Choice, ChoiceError, Choices, check_style
+
+__all__ = ["HandwrittenPlan", "find_plan", "load_plans", "plan_by_id", "read_plan"]
+
+_KEYS = {"id", "qualname", "aliases", "why", "gains", "entries", "sequence_parallel"}
+_REMOTE = "transformers_modules."
+
+
+@dataclass(frozen=True)
+class HandwrittenPlan:
+    """One file of rules/plans. `sequence_parallel`: entries that differ under it, or the reason why there are none."""
+
+    id: str
+    qualnames: tuple[str, ...]
+    why: str
+    gains: str
+    entries: tuple[tuple[str, str], ...]
+    sequence_parallel: tuple[tuple[str, str], ...] | str
+    aliases: tuple[str, ...] = ()
+
+    def choices(self, *, sequence_parallel: bool = False, matched: str = "") -> Choices:
+        """The plan as choices; `matched` says how it was found."""
+        entries = dict(self.entries)
+        notes = (matched,) if matched else ()
+        if sequence_parallel:
+            if isinstance(self.sequence_parallel, str):
+                raise ChoiceError(
+                    f"the hand-written plan {self.id} has no sequence-parallel variant: {self.sequence_parallel}",
+                    hint="plan without sequence_parallel, or use source='inferred'",
+                )
+            entries.update(self.sequence_parallel)
+        name = f"rules/plans/{self.id}.toml"
+        lines = tuple(Choice(pattern, style, name) for pattern, style in entries.items())
+        return Choices(name, "handwritten", lines, complete=False, tolerant=True, notes=notes)
+
+
+@lru_cache(maxsize=4)
+def load_plans(folder: Path | None = None) -> tuple[HandwrittenPlan, ...]:
+    """All hand-written plans, by id. Raises on a file that is not right, and on two for one class."""
+    plans = tuple(read_plan(path) for path in sorted((folder or rules_folder() / "plans").glob("*.toml")))
+    seen: dict[str, str] = {}
+    for plan in plans:
+        for key in (*plan.qualnames, *plan.aliases):
+            if key in seen:
+                raise AutoplanError(f"{seen[key]}.toml and {plan.id}.toml both are for {key}", hint="keep one")
+            seen[key] = plan.id
+    return plans
+
+
+def read_plan(path: Path) -> HandwrittenPlan:
+    """One plan file, checked key by key."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise AutoplanError(f"{path} cannot be read: {error}", hint="mend the file") from error
+    wrong = sorted(data.keys() - _KEYS) + sorted(f"no {key}" for key in _KEYS - {"aliases"} - data.keys())
+    if wrong or data["id"] != path.stem:
+        problem = ", ".join(wrong) or f"id is {data['id']!r}, the file's name {path.stem!r}"
+        raise AutoplanError(f"{path}: {problem}", hint=f"a plan has the keys {', '.join(sorted(_KEYS))}")
+    names = data["qualname"]
+    variant = data["sequence_parallel"]
+    return HandwrittenPlan(
+        id=data["id"],
+        qualnames=tuple([names] if isinstance(names, str) else names),
+        why=" ".join(data["why"].split()),
+        gains=" ".join(data["gains"].split()),
+        entries=_entries(data["entries"], path),
+        sequence_parallel=variant if isinstance(variant, str) else _entries(variant, path),
+        aliases=tuple(data.get("aliases", ())),
+    )
+
+
+def _entries(table: dict[str, Any], path: Path) -> tuple[tuple[str, str], ...]:
+    return tuple((pattern, check_style(str(style), pattern, str(path))) for pattern, style in table.items())
+
+
+def find_plan(
+    ancestors: Sequence[tuple[str, str]], plans: Iterable[HandwrittenPlan] | None = None
+) -> tuple[HandwrittenPlan, str] | None:
+    """The plan for a class given as its ancestors' (module, qualname), nearest first; with how it was found."""
+    plans = load_plans() if plans is None else tuple(plans)
+    by_name = {name: plan for plan in plans for name in plan.qualnames}
+    by_bare = {name.rpartition(".")[2]: plan for plan in plans for name in plan.qualnames if name.startswith(_REMOTE)}
+    own = ".".join(ancestors[0]) if ancestors else ""
+    for module, qualname in ancestors:
+        full = f"{module}.{qualname}"
+        plan = by_name.get(full)
+        how = f"{full} has a plan of its own"
+        if plan is None and module.startswith(_REMOTE):
+            plan, how = by_bare.get(qualname.rpartition(".")[2]), f"{full} is remote code, found by its bare name"
+        if plan is not None:
+            return plan, how if full == own else f"{own} descends from {full}, whose plan this is"
+    return None
+
+
+def plan_by_id(name: str, plans: Iterable[HandwrittenPlan] | None = None) -> HandwrittenPlan | None:
+    """The plan that a user names: by file name or by one of its aliases."""
+    return next((p for p in (load_plans() if plans is None else plans) if name == p.id or name in p.aliases), None)

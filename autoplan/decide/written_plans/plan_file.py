@@ -1,0 +1,232 @@
+"""Plan files: a plan as data that people can read, keep under version control and load again exactly.
+
+A plan is made once, reviewed, and used for months, by other people and other versions of autoplan. So a file begins
+with the version of its format, holds everything `parallelize` needs, executes nothing when it is read, and is checked
+against the types of `autoplan.values` on the way in: a wrong key, a missing one or a wrong type is an error that says
+where.
+
+`autoplan.values` is the description of the format; a new field there needs a default, or old files stop loading.
+
+    autoplan: 1
+    model: LlamaForCausalLM
+    tp_size: 8
+    sequence_parallel: false
+    entries: [...]        # what is split, how and why; then: replicated, layers, proof, source, legal_tp, findings
+    runtime: {...}        # what `parallelize` does: parameters, edited integers, sums (defaults are left out)
+    ep_size: 8            # where whole experts are dealt out
+
+`autoplan plan --json` prints the same keys.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from autoplan.common.decode import decode
+from autoplan.common.errors import AutoplanError, PlanFileError
+from autoplan.common.layout import Layout
+from autoplan.common.plain import plain
+from autoplan.decide.plan.experts import check_expert_size
+from autoplan.values import Plan
+
+__all__ = [
+    "FORMAT_VERSION",
+    "check_suffix",
+    "load_plan",
+    "names_plan_file",
+    "plan_from_dict",
+    "plan_to_dict",
+    "save_plan",
+]
+
+FORMAT_VERSION = 1
+_KEYS = (
+    "model",
+    "tp_size",
+    "sequence_parallel",
+    "entries",
+    "replicated",
+    "layers",
+    "proof",
+)  # the contract's, in order
+_MORE_KEYS = ("source", "legal_tp", "findings", "communication", "runtime", "obstacles")
+
+
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """The plan as plain dicts, lists, text and numbers: what files hold and `--json` prints."""
+    values = {name: plain(getattr(plan, name), brief=name == "runtime") for name in _KEYS + _MORE_KEYS}
+    experts = {"ep_size": plan.ep_size} if plan.ep_size > 1 else {}
+    return {"autoplan": FORMAT_VERSION, **values, **experts}
+
+
+def plan_from_dict(data: Any, where: str = "plan") -> Plan:
+    """The inverse of `plan_to_dict`, checked key by key."""
+    if not isinstance(data, dict) or "autoplan" not in data:
+        raise PlanFileError(
+            f"{where} is not an autoplan plan: it does not begin with `autoplan: {FORMAT_VERSION}`",
+            hint="write one with `autoplan plan MODEL --tp N -o plan.yaml` or plan.save(...)",
+        )
+    version = data["autoplan"]
+    if version != FORMAT_VERSION or isinstance(version, bool):
+        newer = isinstance(version, int) and version > FORMAT_VERSION
+        raise PlanFileError(
+            f"{where} has plan format {version!r}; this autoplan reads format {FORMAT_VERSION}",
+            hint="update autoplan, or make the plan again with this version" if newer else "make the plan again",
+        )
+    missing = [key for key in _KEYS if key not in data]
+    if missing:
+        raise PlanFileError(
+            f"{where} lacks {', '.join(f'`{key}`' for key in missing)}",
+            hint="the file may be cut short; make the plan again, or take the file from its source once more",
+        )
+    plan: Plan = decode(Plan, {key: value for key, value in data.items() if key != "autoplan"}, where)
+    if plan.tp_size < 1:
+        raise PlanFileError(f"{where}: tp_size is {plan.tp_size}; it must be 1 or more", hint="make the plan again")
+    try:
+        check_expert_size(plan.tp_size, plan.ep_size)
+    except AutoplanError as error:
+        raise PlanFileError(f"{where}: {error.message}", hint=error.hint) from error
+    _check_layouts(plan, where)
+    return plan
+
+
+def _check_layouts(plan: Plan, where: str) -> None:
+    """A layout is text to the types, and a language of its own."""
+    layouts = {f"parameters[{i}]": rule.layout for i, rule in enumerate(plan.runtime.parameters)}
+    layouts |= {f"hooks[{i}]": hook.layout for i, hook in enumerate(plan.runtime.hooks)}
+    for place, layout in layouts.items():
+        try:
+            Layout.parse(layout or "1")
+        except AutoplanError as error:
+            problem = f"{where}.runtime.{place}.layout: {error.message}"
+            raise PlanFileError(problem, hint="mend it, or make the plan again") from error
+
+
+def names_plan_file(name: str | PathLike[str]) -> bool:
+    """Is this the name of a plan file, there or not, rather than of a model?"""
+    return Path(name).suffix.lower() in _NOTATIONS and not Path(name).is_dir()
+
+
+def check_suffix(path: str | PathLike[str]) -> None:
+    """Raise now, rather than after the plan is made, if no plan file can have this name."""
+    _notation(Path(path))
+
+
+def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
+    """Write `plan` to `path`, as YAML or JSON by its suffix."""
+    target = Path(path)
+    _, write = _notation(target)
+    text = write(plan_to_dict(plan))
+    try:
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanFileError(f"{target} cannot be written: {error.strerror}", hint="choose another path") from error
+
+
+def load_plan(path: str | PathLike[str]) -> Plan:
+    """Read a plan file. Nothing in it is executed."""
+    source = Path(path)
+    parse, _ = _notation(source)
+    try:
+        text = source.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PlanFileError(f"plan file {source} cannot be read: {error.strerror}", hint="check the path") from error
+    except UnicodeDecodeError as error:
+        raise PlanFileError(
+            f"plan file {source} is not text: byte {error.start} is not UTF-8", hint="is this really a plan file?"
+        ) from error
+    try:
+        data = parse(text)
+    except (yaml.YAMLError, json.JSONDecodeError, RecursionError) as error:
+        raise PlanFileError(
+            f"plan file {source} cannot be parsed: {' '.join(str(error).split())}",
+            hint="mend the place named above, or make the plan again",
+        ) from error
+    return plan_from_dict(data, f"plan file {source}")
+
+
+# ------------------------------------------------------------------------------------------------ the two notations
+
+
+class _Dumper(yaml.SafeDumper):
+    """YAML that reads well: what fits on a line stands on one, and nothing refers to something elsewhere."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
+        flat = all(not isinstance(item, (list, dict)) for item in sequence)
+        return super().represent_sequence(tag, sequence, flow_style=flat or _is_short(sequence))
+
+    def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
+        return super().represent_mapping(tag, mapping, flow_style=_is_short(mapping))
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Line breaks of every kind (YAML knows more than \\n) survive only as escapes."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def _is_short(value: Any) -> bool:
+    return len(str(value)) <= 120 - 16  # room for indentation and the key
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML allows a key twice and keeps the last one; an edited plan file must not lose half of itself in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} stands twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _parse_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)
+
+
+def _parse_json(text: str) -> Any:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            twice = next(key for key, _ in pairs if [other for other, _ in pairs].count(key) > 1)
+            raise json.JSONDecodeError(f"key {twice!r} stands twice", text, text.find(f'"{twice}"'))
+        return found
+
+    return json.loads(text, object_pairs_hook=once)
+
+
+def _write_yaml(data: dict[str, Any]) -> str:
+    return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True))
+
+
+def _write_json(data: dict[str, Any]) -> str:
+    return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+
+
+_NOTATIONS = {
+    ".yaml": (_parse_yaml, _write_yaml),
+    ".yml": (_parse_yaml, _write_yaml),
+    ".json": (_parse_json, _write_json),
+}
+
+
+def _notation(path: Path) -> tuple[Callable[[str], Any], Callable[[dict[str, Any]], str]]:
+    """How to read and how to write a file of this name."""
+    if path.suffix.lower() not in _NOTATIONS:
+        raise PlanFileError(
+            f"{path}: plan files end in .yaml, .yml or .json, not {path.suffix or 'no suffix'!r}",
+            hint=f"rename it, for example to {path.stem or 'plan'}.yaml",
+        )
+    return _NOTATIONS[path.suffix.lower()]

@@ -1,0 +1,186 @@
+"""Where a plan comes from, in one explicit order; nothing falls through.
+
+    user's plan (dict, file, plan id, dotted path)  →  hand-written, by the class's qualified name  →  inferred
+
+transformers' own plan is used only when asked for. A source that does not lead to a plan raises and names the next
+options. `overrides` are laid over whatever the source gives.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import nn
+
+from autoplan.common.errors import PlanMismatchError
+from autoplan.common.patterns import matches
+from autoplan.decide.plan.chosen import choices_of_plan
+from autoplan.decide.written_plans.choices import Choice, ChoiceError, Choices
+from autoplan.decide.written_plans.deepspeed import is_deepspeed, read_deepspeed
+from autoplan.decide.written_plans.dotted import looks_dotted, plan_at
+from autoplan.decide.written_plans.handwritten import find_plan, load_plans, plan_by_id
+from autoplan.decide.written_plans.plan_file import load_plan
+from autoplan.decide.written_plans.torch_styles import read_styles
+from autoplan.decide.written_plans.transformers_plans import hf_plan, read_strings, with_prefix
+from autoplan.decide.written_plans.wrappers import ancestors_of, unwrapped
+from autoplan.values import Plan
+
+__all__ = ["SOURCES", "PlanSource", "read_source"]
+
+PlanSource = str | Path | Mapping[str, Any] | Plan
+SOURCES = ("auto", "inferred", "handwritten", "hf")
+_NEXT = "source='auto' (hand-written, else inferred), 'inferred', 'hf', a plan file, a plan id, a dotted path or a dict"
+
+
+def read_source(
+    source: PlanSource,
+    overrides: Mapping[str, Any] | None,
+    model: nn.Module,
+    *,
+    name: str,
+    tp_size: int,
+    ep_size: int | None = 1,
+    sequence_parallel: bool = False,
+    unmatched: str = "error",
+) -> Choices | Plan | None:
+    """What a source says about a model: choices, a whole plan (from a file), or None, which leaves all to analysis.
+
+    `ep_size` None is whatever a plan file says. `unmatched` "list": keys and styles that mean nothing are noted, not
+    refused.
+    """
+    if unmatched not in ("error", "list"):
+        raise ChoiceError(f"unmatched={unmatched!r}", hint="choose 'error' or 'list'")
+    reader = _Reader(model, name, tp_size, ep_size, sequence_parallel, lenient=unmatched == "list")
+    found = reader.read(source)
+    if overrides is None:
+        return found
+    if not isinstance(overrides, Mapping) or not overrides:
+        raise ChoiceError(f"overrides={overrides!r} say nothing", hint="give {pattern: style}, or leave them out")
+    under = choices_of_plan(found, f"the plan of {found.model}") if isinstance(found, Plan) else found
+    return replace(reader.of_dict(overrides, "overrides", by_position=False), complete=False, under=under)
+
+
+@dataclass
+class _Reader:
+    """Reads sources for one model at one size."""
+
+    model: nn.Module
+    name: str
+    tp_size: int
+    ep_size: int | None
+    sequence_parallel: bool
+    lenient: bool
+
+    def read(self, source: Any) -> Choices | Plan | None:
+        if isinstance(source, Plan):
+            return self._for_size(source, "the plan given as source")
+        if isinstance(source, Mapping):
+            return self._of_mapping(source, "the dict given as source")
+        text = str(source)
+        if text == "inferred":
+            return None
+        if text == "hf":
+            return self._as_asked(hf_plan(self.model, self.name))
+        if text in ("auto", "handwritten"):
+            return self._handwritten(wanted=text == "handwritten")
+        if Path(text).is_file():
+            return self._of_file(Path(text))
+        chosen = plan_by_id(text)
+        if chosen is not None:
+            return chosen.choices(sequence_parallel=self.sequence_parallel, matched=f"the plan {text} was named")
+        if not looks_dotted(text) or text.endswith((".yaml", ".yml", ".json")):
+            ids = ", ".join(plan.id for plan in load_plans())
+            raise ChoiceError(
+                f"source={text!r} is no reserved word, no existing plan file, no plan id and no dotted path",
+                hint=f"give {_NEXT}. Plan ids: {ids}",
+            )
+        value = plan_at(text, self.model, self.sequence_parallel)
+        return self._for_size(value, text) if isinstance(value, Plan) else self._of_mapping(value, text)
+
+    def of_dict(self, data: Mapping[str, Any], name: str, *, by_position: bool) -> Choices:
+        """A dict of styles, of names of styles, or of both."""
+        odd = next((key for key in data if not isinstance(key, str)), None)
+        if odd is not None:
+            raise ChoiceError(f"{name} has the key {odd!r}, which is no path", hint="keys are module paths with *")
+        lines: list[Choice] = []
+        unread: list[str] = []
+        for key, style in data.items():
+            try:
+                lines += read_strings({key: style}, name, by_position=by_position) + read_styles({key: style}, name)
+            except ChoiceError as error:
+                if not self.lenient:
+                    raise
+                unread.append(error.message)
+        found = Choices(name, "user", tuple(lines), notes=tuple(unread))
+        return self._as_asked(with_prefix(found, *_paths(self.model)))
+
+    def _as_asked(self, choices: Choices) -> Choices:
+        return replace(choices, tolerant=True, _cache={}) if self.lenient else choices
+
+    def _of_mapping(self, data: Mapping[str, Any], name: str) -> Choices:
+        if not data:
+            raise ChoiceError(f"{name} is an empty plan: it names no module", hint=f"use {_NEXT}")
+        if is_deepspeed(data):
+            return self._as_asked(Choices(name, "user", read_deepspeed(data, name, _paths(self.model)[1])))
+        return self.of_dict(data, name, by_position=True)
+
+    def _of_file(self, path: Path) -> Choices | Plan:
+        """One of our plan files, a DeepSpeed config, or a dict of style names in JSON or YAML."""
+        try:
+            text = path.read_text(encoding="utf-8")
+            data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        except (UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError):
+            return load_plan(path)  # says what is wrong with it
+        if is_deepspeed(data) or (isinstance(data, dict) and data and all(isinstance(v, str) for v in data.values())):
+            return self._of_mapping(data, str(path))
+        return self._for_size(load_plan(path), str(path))
+
+    def _for_size(self, plan: Plan, name: str) -> Plan:
+        if plan.tp_size != self.tp_size:
+            raise PlanMismatchError(
+                f"{name} is a plan for tp={plan.tp_size}, not {self.tp_size}", hint="plan again at this size"
+            )
+        if self.ep_size not in (None, plan.ep_size):
+            raise PlanMismatchError(
+                f"{name} is a plan for ep={plan.ep_size}, not {self.ep_size}",
+                hint=f"pass ep_size={plan.ep_size}, or plan again",
+            )
+        return plan
+
+    def _handwritten(self, *, wanted: bool) -> Choices | None:
+        path, inner = unwrapped(self.model)
+        found = find_plan(ancestors_of(type(inner)))
+        if found is None:
+            if wanted:
+                raise ChoiceError(
+                    f"there is no hand-written plan for {type(inner).__module__}.{type(inner).__qualname__}",
+                    hint=f"use {_NEXT}",
+                )
+            return None
+        plan, how = found
+        if not wanted and self.sequence_parallel and isinstance(plan.sequence_parallel, str):
+            return None
+        choices = plan.choices(sequence_parallel=self.sequence_parallel, matched=how)
+        modules, parameters = _paths(self.model)
+        if not any(name.startswith(f"{path}.") for name in parameters):
+            return choices  # not wrapped, or by a wrapper that keeps the names
+        moved = tuple(replace(choice, pattern=_below(path, choice.pattern, modules)) for choice in choices.choices)
+        notes = (*choices.notes, f"inside {path!r}")
+        return replace(choices, choices=moved, notes=notes, _cache={})
+
+
+def _paths(model: nn.Module) -> tuple[list[str], list[str]]:
+    """All names of modules and of parameters, tied ones under each."""
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    return modules, [name for name, _ in model.named_parameters(remove_duplicate=False)]
+
+
+def _below(path: str, pattern: str, modules: list[str]) -> str:
+    """A key of the inner model, as the wrapped one calls it: adapters keep the planned layer as `base_layer`."""
+    absolute = f"{path}.{pattern}"
+    return f"{absolute}.base_layer" if any(matches(f"{absolute}.base_layer", name) for name in modules) else absolute

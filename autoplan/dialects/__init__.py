@@ -1,1 +1,0 @@
-"""Plans that others wrote, read into `Choices`: one file per dialect, `read.py` decides which."""

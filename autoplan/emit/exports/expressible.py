@@ -1,0 +1,199 @@
+"""What of a plan another system can say, block part by block part.
+
+Other systems split one linear layer at a time: a column layer sums its input's gradient, a row layer its output. Our
+plans may also edit integers, cut packed weights segment by segment, sum elsewhere. So the parts of a block (its
+attention, its MLP) are looked at one by one:
+
+    plain     column and row layers, as everybody writes them
+    gathered  every layer computes its share and gathers at once: exact too, and dearer; used where a plain cut would
+              need what the other system cannot do
+    refused   neither: the part stays whole there, and its bytes are named
+
+A part is written whole or not at all, so half a column/row pair never leaves this house.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from autoplan.common.errors import AutoplanError
+from autoplan.common.layout import Layout
+from autoplan.common.patterns import is_under, matches
+from autoplan.decide.plan.folding import starred
+from autoplan.values import Entry, Plan
+
+__all__ = ["OBSTACLES", "ExportError", "Part", "Refused", "check_nothing_lost", "layout_of", "parts_of", "size_text"]
+
+_PLAIN_RULES = frozenset(("attention", "multi-query-attention", "fused-qkv-interleaved", "gated-mlp", "plain-mlp"))
+_PLAIN_RULES |= {"shared-expert", "head-norm"}
+_ENDS = frozenset(("token-embedding", "lm-head", "tied-head"))
+OBSTACLES = ("edited", "read", "shape")
+_COLUMN, _ROW = ("colwise", "packed_colwise"), ("rowwise", "rowwise_scatter", "packed_rowwise")
+
+
+class ExportError(AutoplanError):
+    """A plan that another system cannot say."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Something that stays whole in the other system: its pattern, the bytes that are then not split, and why."""
+
+    pattern: str
+    bytes: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """The planned modules of one container, and how they can be said elsewhere."""
+
+    container: str
+    entries: tuple[Entry, ...]
+    kind: str  # "end" | "plain" | "experts" | "mla" | "packed" | "other"
+    needs: tuple[str, ...] = field(default=())  # what other systems cannot do and a plain cut would need
+    hindered: tuple[tuple[str, str], ...] = field(default=())  # modules whose call cannot be wrapped, and why
+
+    @property
+    def is_plain(self) -> bool:
+        return self.kind in ("plain", "end") and not self.needs
+
+    @property
+    def can_gather(self) -> bool:
+        """Are there linear layers, cut by output or input? Each of them is exact by itself."""
+        return bool(self.gathered)
+
+    @property
+    def axes(self) -> frozenset[int]:
+        return frozenset(axis for entry in self.entries for axis in entry.axes)
+
+    @property
+    def gathered(self) -> tuple[Entry, ...]:
+        """The linear layers of the part; what else it holds stays whole when products are gathered."""
+        return tuple(e for e in self.entries if _is_linear(e) and e.pattern not in dict(self.hindered))
+
+    def refused(self, why: str) -> Iterator[Refused]:
+        for entry in self.entries:
+            if entry.style != "replicated_with_grad_allreduce":
+                yield Refused(entry.pattern, entry.bytes, why)
+
+
+def parts_of(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[Part, ...]:
+    """The planned modules by the container they stand in. Blocks that are planned alike are one part.
+
+    `obstacles` are the kinds that hinder the other system.
+    """
+    parents = {entry.pattern.rpartition(".")[0] for entry in plan.entries}
+    groups: dict[str, list[Entry]] = {}
+    for entry in plan.entries:
+        own = entry.rule in _ENDS or entry.pattern in parents  # a container's own parameters belong to it
+        groups.setdefault(entry.pattern if own else entry.pattern.rpartition(".")[0], []).append(entry)
+    hindered = {starred(found.pattern): found.why for found in plan.obstacles if found.kind in obstacles}
+    parts = [_part(plan, container, tuple(entries), groups, hindered) for container, entries in groups.items()]
+    while (linked := [_with_neighbours(part, parts) for part in parts]) != parts:
+        parts = linked
+    return tuple(parts)
+
+
+def _with_neighbours(part: Part, parts: list[Part]) -> Part:
+    """Parts along one axis are cut together: what one of them needs, each of them needs."""
+    if part.needs:
+        return part
+    for other in parts:
+        if other is not part and part.axes & other.axes and (other.kind == "end") == (part.kind == "end"):
+            if other.needs:
+                return replace(part, needs=(f"it goes with {other.container or 'the model'}: {other.needs[0]}",))
+            if part.kind != "other" and other.kind == "other" or part.kind == "plain" != other.kind:
+                return replace(part, needs=(f"it shares its axis with {other.entries[0].pattern}",))
+    return part
+
+
+def _part(
+    plan: Plan, container: str, entries: tuple[Entry, ...], containers: Iterable[str], hindered: Mapping[str, str]
+) -> Part:
+    rules = {entry.rule for entry in entries}
+    if rules <= _ENDS:
+        kind = "end"
+    elif rules <= _PLAIN_RULES and all(_is_linear(e) or e.rule == "head-norm" for e in entries):
+        kind = "plain"
+    elif rules == {"packed-experts"}:
+        kind = "experts"
+    elif "mla" in rules and rules <= {"mla", "head-norm", "query-latent"}:
+        kind = "mla"
+    elif rules == {"packed-gated-mlp"}:
+        kind = "packed"
+    else:
+        kind = "other"
+    stopped = tuple((e.pattern, hindered[starred(e.pattern)]) for e in entries if starred(e.pattern) in hindered)
+    needs = [f"{pattern}: {why}" for pattern, why in stopped]
+    needs += _needs(plan, container, entries, kind, containers)
+    return Part(container, entries, kind, tuple(dict.fromkeys(needs)), stopped)
+
+
+def _needs(
+    plan: Plan, container: str, entries: tuple[Entry, ...], kind: str, containers: Iterable[str]
+) -> Iterator[str]:
+    """What a plain cut of the part would need besides column and row layers."""
+    containers = list(containers)
+    for site in plan.runtime.experts:
+        if _home(site.pattern, containers) == container:
+            yield f"{site.pattern} deals out whole experts, which tensor-parallel styles do not say"
+    for edit in plan.runtime.edits:
+        if _home(edit.pattern, containers) == container:
+            yield f"{edit.attribute} of {edit.pattern} must be {edit.new} instead of {edit.old} on a rank"
+    for call in plan.runtime.scoped:
+        if _home(call.pattern, containers) == container:
+            yield f"the call of {call.name} in {call.pattern} must be changed"
+    for entry in entries:
+        if any("@" in segment for segment in entry.segments):
+            yield f"{entry.pattern} is dealt out to groups of ranks"
+        if kind in ("plain", "mla") and entry.style in _COLUMN + _ROW and not _contiguous(entry, plan.tp_size):
+            yield f"{entry.pattern} is packed"
+
+
+def _home(pattern: str, containers: Iterable[str]) -> str | None:
+    """The innermost container that a module is in, or is. Patterns are compared as written."""
+    found = [c for c in containers if pattern == c or is_under(c, pattern) or matches(c, pattern)]
+    return max(found, key=lambda container: container.count("."), default=None)
+
+
+def _contiguous(entry: Entry, tp: int) -> bool:
+    layout = layout_of(entry)
+    return layout is None or layout.contiguous(tp)
+
+
+def layout_of(entry: Entry) -> Layout | None:
+    """The layout of an entry's leading parameter, None when it is whole."""
+    leading = next((s for s in entry.segments if s != "whole"), "")
+    return Layout.parse(leading.partition(":")[2]) if leading else None
+
+
+def _is_linear(entry: Entry) -> bool:
+    """A weight of [out, in] in a module of its own, cut along the dim that its style says."""
+    if not entry.parameters or entry.parameters[0] != "weight" or set(entry.parameters) - {"weight", "bias"}:
+        return False
+    dim = entry.segments[0].partition(":")[0]
+    return (entry.style in (*_COLUMN, "colwise_gather_output") and dim == "0") or (entry.style in _ROW and dim == "1")
+
+
+def check_nothing_lost(refused: list[Refused], dialect: str, drop: bool) -> None:
+    """Raise on what a dialect cannot say, unless the caller agrees to leave it whole."""
+    if refused and not drop:
+        lost = sum(item.bytes for item in refused)
+        lines = "\n".join(f"    {r.pattern}: {size_text(r.bytes)} ({r.why})" for r in refused)
+        raise ExportError(
+            f"{dialect} cannot say {len(refused)} entries of the plan; {size_text(lost)} would stay whole on every "
+            f"rank:\n{lines}",
+            hint="export with drop=True (--drop) to leave them whole, or to torch, where the plan itself is applied",
+        )
+
+
+def size_text(count: int) -> str:
+    """Bytes for people."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.1f} {unit}" if unit != "B" else f"{count} B"
+        size /= 1024
+    raise AssertionError

@@ -1,0 +1,195 @@
+"""A plan as transformers writes it: {pattern: style name}, for `DistributedConfig(tp_plan=...)` or a config.
+
+transformers lays a given plan over the one it ships: a shipped key that is not named stays in force. So every shipped
+key that we do not use is written as `replicate`, or a rule nobody checked would survive in the middle of ours.
+
+Keys mean every layer: transformers replaces numbers in names by `*` before it looks them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+
+from autoplan.common.patterns import matches
+from autoplan.decide.plan.folding import starred
+from autoplan.emit.exports.expressible import OBSTACLES, Part, Refused, check_nothing_lost, layout_of, parts_of
+from autoplan.values import Entry, Plan
+
+__all__ = ["OLD_NAMES", "hf_entries", "to_hf"]
+
+OLD_NAMES = {
+    "colwise_gather_output": "colwise_rep",
+    "rowwise_split_input": "rowwise_rep",
+    "packed_colwise": "local_packed_colwise",
+}
+_DIGITS = tuple(map(str, range(100)))
+_NOT_IN_OLD = (
+    "embedding_rowwise",
+    "replicated_with_grad_allreduce",
+    "mla_kv_a_proj",
+    "moe_tp_experts",
+    "packed_colwise",
+    "replicate",
+)
+
+
+def to_hf(plan: Plan, *, shipped: Iterable[str] = (), old: bool = False, drop: bool = False) -> dict[str, str]:
+    """The dict. `shipped` are the keys of transformers' own plan of the model; `old` is the spelling before 5.1.
+
+    Raises ExportError on what transformers cannot say; with `drop` that stays whole.
+    """
+    found, refused = hf_entries(plan)
+    if old:
+        found, more = _in_old_spelling(found, plan)
+        refused += more
+    check_nothing_lost(refused, "transformers (old spelling)" if old else "transformers", drop)
+    if not old:
+        found |= {key: "replicate" for key in shipped if starred(key) not in found}
+    return found
+
+
+def hf_entries(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[dict[str, str], list[Refused]]:
+    """What transformers can say of a plan, and what it cannot. `obstacles` are the kinds that hinder the reader."""
+    found: dict[str, str] = {}
+    refused: list[Refused] = []
+    for part in _merged(parts_of(plan, obstacles), _kept_whole(plan)):
+        lines = dict(_lines(part, plan))
+        if lines:
+            found |= lines
+            hindered = dict(part.hindered)
+            refused += [
+                Refused(e.pattern, e.bytes, hindered.get(e.pattern, "no style of transformers cuts it in this place"))
+                for e in part.entries
+                if lines.get(starred(e.pattern), "mla_kv_a_proj") == "mla_kv_a_proj"
+                and e.style != "replicated_with_grad_allreduce"
+            ]
+        else:
+            why = part.needs[0] if part.needs else f"no style of transformers does it ({part.entries[0].style})"
+            refused += part.refused(why)
+    return found, refused
+
+
+def _kept_whole(plan: Plan) -> set[str]:
+    """Modules that the plan leaves alone, as keys: such a key may stand for others that are split."""
+    modules = {whole.fqn.rpartition(".")[0] for whole in plan.replicated}
+    split = [entry.pattern for entry in plan.entries]
+    return {starred(module) for module in modules if not any(matches(pattern, module) for pattern in split)}
+
+
+def _merged(parts: Iterable[Part], kept_whole: Container[str]) -> Iterator[Part]:
+    """Parts that transformers cannot tell apart, since it knows no layer numbers, are one."""
+    groups: dict[str, list[Part]] = {}
+    for part in parts:
+        groups.setdefault(starred(part.container), []).append(part)
+    for container, several in groups.items():
+        entries = tuple(entry for part in several for entry in part.entries)
+        kinds = {part.kind for part in several}
+        needs = tuple(dict.fromkeys(need for part in several for need in part.needs))
+        hindered = tuple(dict.fromkeys(found for part in several for found in part.hindered))
+        styles: dict[str, set[str]] = {}
+        for entry in entries:
+            styles.setdefault(starred(entry.pattern), set()).add(entry.style)
+        kind = kinds.pop() if len(kinds) == 1 else "other"
+        if any(len(found) > 1 for found in styles.values()):
+            kind, needs = "mixed", ("layers are planned differently, and a key means every layer",)
+        elif any(entry.pattern.rpartition(".")[2] in ("*", *_DIGITS) for entry in entries):
+            kind, needs = "mixed", ("modules that have only numbers for names cannot be told apart by a key",)
+        elif any(starred(entry.pattern) in kept_whole for entry in entries):
+            needs = (*needs, "a key means every layer, and in some of them the plan keeps the weight whole")
+        yield Part(container, entries, kind, needs, hindered)
+
+
+def _lines(part: Part, plan: Plan) -> Iterator[tuple[str, str]]:
+    """The keys of a part, or nothing."""
+    if part.kind == "end":
+        if part.needs or _has_tied_bias(plan):
+            return
+        for entry in part.entries:
+            head = entry.rule != "token-embedding"
+            if not head and not entry.style.startswith("embedding_rowwise"):
+                return
+            yield starred(entry.pattern), "colwise_gather_output" if head else "embedding_rowwise"
+            yield from ((module, "embedding_rowwise") for module in _unused_holders(plan, entry))
+    elif part.is_plain:
+        yield from _as_they_are(part.entries)
+    elif part.kind == "mla" and not part.needs:
+        latent = {e.pattern for e in part.entries if e.rule == "mla" and e.style == "colwise_gather_output"}
+        kept = [e for e in part.entries if e.style != "replicated_with_grad_allreduce" and e.pattern not in latent]
+        yield from _as_they_are(kept)
+        yield from ((starred(pattern), "mla_kv_a_proj") for pattern in latent)
+        yield from _latents(part, plan)
+    elif part.kind == "experts" and not part.needs and _transformers_cuts_alike(part):
+        yield from _as_they_are(part.entries)
+        yield part.container, "moe_tp_experts"
+    elif part.kind == "packed" and not part.needs and all(_is_half_and_half(e) for e in part.entries):
+        yield from _as_they_are(part.entries)
+    elif part.can_gather and part.kind != "mixed":
+        for entry in part.gathered:
+            column = entry.style in ("colwise", "packed_colwise", "colwise_gather_output")
+            yield starred(entry.pattern), "colwise_gather_output" if column else "rowwise_split_input"
+
+
+def _has_tied_bias(plan: Plan) -> bool:
+    """A head whose bias is also a parameter of another module, which transformers would put back whole."""
+    modules = {entry.pattern for entry in plan.entries}
+    split = {rule.pattern for rule in plan.runtime.parameters if rule.dim is not None}
+    heads = [e for e in plan.entries if e.rule in ("lm-head", "tied-head") and "bias" in e.parameters]
+    others = {name for name in split if name.endswith(".bias") and name.rpartition(".")[0] not in modules}
+    above = {entry.pattern.rpartition(".")[0] for entry in heads}
+    return any(name.rpartition(".")[0] in above for name in others)
+
+
+def _unused_holders(plan: Plan, entry: Entry) -> Iterator[str]:
+    """Modules that no run calls and that hold the entry's table too: transformers may tie from any of them."""
+    called = {starred(known.pattern) for known in plan.entries}
+    for rule in plan.runtime.parameters:
+        module, _, own = starred(rule.pattern).rpartition(".")
+        if own == "weight" and f"{rule.dim}:{rule.layout}" == entry.segments[0] and module not in called:
+            yield module
+
+
+def _as_they_are(entries: Iterable[Entry]) -> Iterator[tuple[str, str]]:
+    for entry in entries:
+        yield starred(entry.pattern), entry.style.removesuffix("_scatter")
+
+
+def _latents(part: Part, plan: Plan) -> Iterator[tuple[str, str]]:
+    """The projection whose output goes partly into split heads without passing a column layer."""
+    split = {starred(entry.pattern) for entry in part.entries}
+    matrices = {starred(whole.fqn) for whole in plan.replicated if "dim 1 (" in whole.reason}
+    for hook in plan.runtime.hooks:
+        name = starred(hook.pattern)
+        inside = name.rpartition(".")[0] == part.container and name not in split
+        if hook.action == "copy" and hook.side == "output" and inside and f"{name}.weight" in matrices:
+            yield name, "mla_kv_a_proj"
+
+
+def _transformers_cuts_alike(part: Part) -> bool:
+    """Stacked weights of [expert, out, in], the packed one half and half: what its kernels expect."""
+    return all(
+        (entry.style == "packed_colwise" and entry.segments[0].startswith("1:") and _is_half_and_half(entry))
+        or (entry.style == "rowwise" and entry.segments[0].startswith("2:"))
+        for entry in part.entries
+    )
+
+
+def _is_half_and_half(entry: Entry) -> bool:
+    """Two segments of one size, each dealt out unit by unit (a row layer is no packing)."""
+    layout = layout_of(entry)
+    if entry.style != "packed_colwise" or layout is None:
+        return entry.style in ("rowwise", "rowwise_scatter")
+    sizes = [segment.size for segment in layout.parts]
+    return layout.kind == "concatenation" and len(sizes) == 2 and sizes[0] == sizes[1]
+
+
+def _in_old_spelling(found: dict[str, str], plan: Plan) -> tuple[dict[str, str], list[Refused]]:
+    """Old names. A container in which one style has no old name is not written at all."""
+    missing = {key for key, style in found.items() if style in _NOT_IN_OLD}
+    containers = {key.rpartition(".")[0] for key in missing if found[key] != "embedding_rowwise"}
+    dropped = {key for key in found if key in missing or key.rpartition(".")[0] in containers - {""}}
+    refused = [
+        Refused(e.pattern, e.bytes, "the old spelling has no name for it or for its partner")
+        for e in plan.entries
+        if starred(e.pattern) in dropped and e.style != "replicated_with_grad_allreduce"
+    ]
+    return {k: OLD_NAMES.get(style, style) for k, style in found.items() if k not in dropped}, refused

@@ -1,0 +1,21 @@
+"""What an export must know of the model itself: the keys of the plan it ships with, and the classes of its blocks."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from autoplan.emit.exports.export import Surroundings
+from autoplan.values import Plan
+
+__all__ = ["surroundings"]
+
+
+def surroundings(model: nn.Module, plan: Plan) -> Surroundings:
+    """Of a model of any device, for its plan."""
+    shipped = tuple(getattr(model, "_tp_plan", None) or ())
+    blocks: dict[str, None] = {}
+    for stack in plan.layers:
+        for name in stack.fqns:
+            cls = type(model.get_submodule(name))
+            blocks[f"{cls.__module__}.{cls.__qualname__}"] = None
+    return Surroundings(shipped, tuple(blocks))

@@ -1,0 +1,106 @@
+"""An audit, for the three places where it is read: a terminal, a pull request, a code-review tool.
+
+The report is one value; each form here says the same of it. Markdown is for comments on pull requests; SARIF 2.1.0 is
+what code hosts read to annotate reviews.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from autoplan.emit.tables.terminal import findings_view
+from autoplan.emit.words import bytes_text
+from autoplan.values import Finding, Report
+from autoplan.version import __version__
+
+__all__ = ["audit_view", "markdown", "sarif"]
+
+_COLOURS = {"same": "green", "dearer": "yellow", "different": "cyan", "wrong": "bold red", "dead": "dim"}
+_SARIF_LEVELS = {"error": "error", "warn": "warning", "note": "note"}
+_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+
+
+def audit_view(report: Report) -> RenderableType:
+    """For a terminal: verdict, entries, findings."""
+    verdict = ("no errors", "bold green") if report.ok else ("wrong", "bold red")
+    lines: list[RenderableType] = [
+        Text.assemble((str(report.details["model"]), "bold"), f" · tp {report.tp_size} · ", verdict),
+        Text(f"  {_summary(report)}"),
+    ]
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column("verdict")
+    table.add_column("entry", overflow="fold")
+    for pattern, word in report.details["verdicts"].items():
+        table.add_row(Text(word, _COLOURS[word]), Text(pattern, "cyan"))
+    if table.row_count:
+        lines += [Padding(Text("Entries", "bold"), (1, 0, 0, 0)), table]
+    if report.findings:
+        lines += [Padding(Text("Findings", "bold"), (1, 0, 0, 0)), *findings_view(report.findings)]
+    return Group(*lines)
+
+
+def _summary(report: Report) -> str:
+    details = report.details
+    held, possible = bytes_text(details["bytes_per_rank"]), bytes_text(details["bytes_per_rank_inferred"])
+    return f"{details['plan']}: {details['ran']}; {held} of parameters on a rank ({possible} if all that can is split)"
+
+
+def markdown(report: Report) -> str:
+    """For a comment on a pull request."""
+    counts = Counter(finding.level for finding in report.findings)
+    mark = "✅" if report.ok else "❌"
+    head = f"### {mark} autoplan audit: `{report.details['model']}` at tp {report.tp_size}"
+    lines = [head, "", _summary(report), ""]
+    verdicts = Counter(report.details["verdicts"].values())
+    lines.append(f"Entries: {', '.join(f'{n} {word}' for word, n in verdicts.items()) or 'none'}. ")
+    lines.append(f"Findings: {', '.join(f'{n} {level}' for level, n in counts.items()) or 'none'}.")
+    if report.findings:
+        lines += ["", "| level | check | where | what | do |", "|---|---|---|---|---|"]
+        lines += [_row(finding) for finding in report.findings]
+    return "\n".join(lines)
+
+
+def _row(finding: Finding) -> str:
+    what = f"{finding.message}. {finding.proof}" if finding.proof else finding.message
+    what += f" ({bytes_text(finding.bytes)})" if finding.bytes else ""
+    where = f"`{finding.where}`" if finding.where else ""
+    return f"| {' | '.join(map(_cell, (finding.level, finding.check, where, what, finding.hint)))} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def sarif(report: Report, checks: Mapping[str, str], artifact: str = "plan") -> dict[str, Any]:
+    """For code-review tools. `checks` are names and documentation; `artifact` is the file the plan came from."""
+    names = list(checks)
+    rules = [
+        {"id": name, "shortDescription": {"text": text.splitlines()[0]}, "fullDescription": {"text": text}}
+        for name, text in checks.items()
+    ]
+    results = [_result(finding, names, artifact) for finding in report.findings]
+    driver = {"name": "autoplan", "version": __version__, "rules": rules}
+    properties = {"model": report.details["model"], "tp_size": report.tp_size, "verdicts": report.details["verdicts"]}
+    run = {"tool": {"driver": driver}, "results": results, "properties": properties}
+    return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}
+
+
+def _result(finding: Finding, names: list[str], artifact: str) -> dict[str, Any]:
+    text = ". ".join(filter(None, (finding.message, finding.proof, finding.hint and f"To mend: {finding.hint}")))
+    places = [{"physicalLocation": {"artifactLocation": {"uri": artifact}, "region": {"startLine": 1}}}]
+    if finding.where:
+        places[0]["logicalLocations"] = [{"fullyQualifiedName": finding.where}]  # type: ignore[assignment]
+    result: dict[str, Any] = {
+        "ruleId": finding.check,
+        "level": _SARIF_LEVELS[finding.level],
+        "message": {"text": text},
+        "locations": places,
+    }
+    return result | ({"ruleIndex": names.index(finding.check)} if finding.check in names else {})

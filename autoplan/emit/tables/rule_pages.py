@@ -1,0 +1,103 @@
+"""Rules as pages: what `autoplan rules` prints is what the rule files say, and nothing that they do not.
+
+A rule is a document for the person who doubts a decision: what it recognises, why its styles are right, where it stops,
+and pictures of what it takes and refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from autoplan.common.plain import plain
+from autoplan.decide.rulebook.read import Example, Rule
+from autoplan.decide.rulebook.rule_tests import RuleResult
+from autoplan.emit.words import count
+
+__all__ = ["results_view", "rule_to_dict", "rule_view", "rules_view"]
+
+
+def rule_to_dict(rule: Rule) -> dict[str, Any]:
+    """A rule as plain data, for `--json`."""
+    texts = ("id", "summary", "why", "limits", "seen_in", "beats")
+    return {
+        **{name: plain(getattr(rule, name)) for name in texts},
+        "flow": rule.match.flow if rule.match else "",
+        "where": list(rule.match.where) if rule.match else [],
+        "yields": {name: list(styles) for name, styles in rule.yields},
+        "roles": {name: rule.role(name) for name, _ in rule.yields},
+        "sequence_parallel": dict(rule.sequence_parallel),
+        "examples": plain(rule.examples),
+    }
+
+
+def rules_view(rules: Iterable[Rule]) -> RenderableType:
+    """One line each."""
+    table = _columns()
+    for rule in rules:
+        table.add_row(Text(rule.id, "cyan"), Text(rule.summary))
+    return table
+
+
+def rule_view(rule: Rule) -> RenderableType:
+    """The whole document."""
+    parts: list[RenderableType] = [Text.assemble((rule.id, "bold cyan"), f" · {rule.summary}")]
+    parts += _section("Why", Text(rule.why))
+    parts += _section("Limits", Text(rule.limits))
+    if rule.match:
+        lines = [line.strip() for line in rule.match.flow.strip().splitlines()]
+        parts += _section("Recognises", Text("\n".join(lines)))
+        if rule.match.where:
+            parts += _section("Where", Text("\n".join(rule.match.where)))
+    if rule.yields:
+        parts += _section("Chooses", _styles(rule))
+    if rule.beats:
+        parts += _section("Beats", Text(", ".join(rule.beats)))
+    if rule.seen_in:
+        parts += _section("Seen in", Text(", ".join(rule.seen_in)))
+    for example in rule.examples:
+        parts += _section(f"Example: {example.name}", _example(example))
+    return Group(*parts)
+
+
+def results_view(results: tuple[RuleResult, ...]) -> RenderableType:
+    """What failed, then how many of how many."""
+    table = _columns()
+    failed = [result for result in results if not result.ok]
+    for result in failed:
+        table.add_row(Text(result.rule, "cyan"), Text.assemble((result.what, "bold"), f"\n{result.text}"))
+    rules = count(len({result.rule for result in results}), "rule")
+    verdict = Text(f"{len(results) - len(failed)} of {count(len(results), 'check')} of {rules} passed")
+    return Group(table, Text(), verdict) if failed else verdict
+
+
+def _columns() -> Table:
+    return Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+
+
+def _section(heading: str, body: RenderableType) -> tuple[RenderableType, RenderableType]:
+    return Padding(Text(heading, "bold"), (1, 0, 0, 0)), Padding(body, (0, 0, 0, 2))
+
+
+def _styles(rule: Rule) -> RenderableType:
+    table = _columns()
+    under_sequence_parallel = dict(rule.sequence_parallel)
+    for name, styles in rule.yields:
+        text = " or ".join(styles)
+        if name in under_sequence_parallel:
+            text += f" ({under_sequence_parallel[name]} under sequence parallel)"
+        table.add_row(Text(name), Text(rule.role(name)), Text(text))
+    return table
+
+
+def _example(example: Example) -> RenderableType:
+    picture = "\n".join(line.strip() for line in example.graph.strip().splitlines())
+    outcome = ", ".join(f"{box}: {' or '.join(styles)}" for box, styles in example.expect)
+    if not outcome:
+        outcome = "refused" + (f": {example.because}" if example.because else "")
+    return Text(f"{picture}\n→ at tp {example.tp}, {outcome}")

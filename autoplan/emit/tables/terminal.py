@@ -1,0 +1,213 @@
+"""What a person sees: a plan and a report, as tables for a terminal.
+
+A plan answers, in this order: which model and size; what is split, and how; why; what stays whole and what that weighs;
+the stacks of blocks; what was found; what was proven. Repeated blocks are folded by the plan's own patterns, and each
+reason is said once. The same renderables are printed in colour on a terminal and as plain text by `str(plan)`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from io import StringIO
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from autoplan.common.patterns import fold_counted, fold_names
+from autoplan.emit.tables.entry_table import EntryTable
+from autoplan.emit.tables.traffic_table import TRAFFIC_COLUMNS, traffic_lines, traffic_row
+from autoplan.emit.words import bytes_text, count
+from autoplan.values import Entry, Finding, Plan, Proof, Replicated, Report, Stack, Traffic
+
+__all__ = ["layers_view", "plain_text", "plan_view", "report_view"]
+
+_LEVELS = {"error": "bold red", "warn": "yellow", "note": "cyan"}
+_NARROWEST = 80
+_ALIKE = 5  # findings of one check and level that are printed in full
+
+
+def plain_text(view: RenderableType, width: int | None = None) -> str:
+    """A view without colour, `width` columns wide (the terminal's by default), without trailing blanks."""
+    columns = width or max(shutil.get_terminal_size((120, 24)).columns, _NARROWEST)
+    console = Console(file=StringIO(), width=columns, color_system=None, force_terminal=False, legacy_windows=False)
+    with console.capture() as capture:
+        console.print(view)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def plan_view(plan: Plan) -> RenderableType:
+    """The whole plan."""
+    sections: list[RenderableType] = [_headline(plan)]
+    if plan.entries:
+        sections += [_heading("Split"), EntryTable(plan.entries), _heading("Why"), _reasons(plan.entries)]
+    if plan.replicated:
+        total = bytes_text(sum(item.bytes for item in plan.replicated))
+        sections += [_heading(f"Whole on every rank: {total}"), *_replicated(plan.replicated)]
+    if plan.layers:
+        sections += [_heading("Layers"), _layers(plan)]
+    if plan.communication:
+        sections += [_heading("Communication of a block, in bytes for each token"), _communication(plan.communication)]
+    if plan.findings:
+        sections += [_heading("Findings"), *findings_view(plan.findings)]
+    return Group(*sections, Text(), _proof(plan.proof))
+
+
+def report_view(report: Report, title: str = "") -> RenderableType:
+    """The outcome of a check: verdict first, then what was compared, then the findings."""
+    title = title or str(report.details.get("model", "report"))
+    verdict = ("passed", "bold green") if report.ok else ("failed", "bold red")
+    facts = _table("what", "value", header=False)
+    if report.forward is not None:
+        facts.add_row("forward", f"off by {report.forward:.1e}")
+    if report.gradients:
+        worst = max(report.gradients, key=lambda name: report.gradients[name])
+        largest = f"the largest error {report.gradients[worst]:.1e} at {worst}"
+        facts.add_row("gradients", f"{len(report.gradients)} compared, {largest}")
+    for name, value in report.details.items():
+        if (value or value == 0) and (text := _detail(value)):
+            facts.add_row(name.replace("_", " "), text)
+    lines: list[RenderableType] = [Text.assemble((title, "bold"), f" · tp {report.tp_size} · ", verdict)]
+    if facts.row_count:
+        lines.append(Padding(facts, (0, 0, 0, 2)))
+    if report.findings:
+        lines += [_heading("Findings"), *findings_view(report.findings)]
+    return Group(*lines)
+
+
+def _detail(value: object) -> str:
+    """A mapping takes a line for each key; what is inside stays on it."""
+    if isinstance(value, tuple) and value and isinstance(value[0], Traffic):
+        return "\n".join(traffic_lines(value))
+    if isinstance(value, dict):
+        return "\n".join(f"{key}: {_in_line(inner)}" for key, inner in value.items())
+    return _in_line(value)
+
+
+def _in_line(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{inner} {key}" for key, inner in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
+
+
+# ------------------------------------------------------------------------------------------------ the plan's sections
+
+
+def _headline(plan: Plan) -> RenderableType:
+    facts = [f"tp {plan.tp_size}", plan.source]
+    if plan.ep_size > 1:
+        facts.insert(1, f"ep {plan.ep_size}")
+    if plan.sequence_parallel:
+        facts.append("sequence parallel")
+    facts.append(f"legal at tp {', '.join(map(str, plan.legal_tp))}")
+    return Text.assemble((plan.model, "bold"), *(f" · {fact}" for fact in facts))
+
+
+def _communication(traffic: tuple[Traffic, ...]) -> RenderableType:
+    table = _table(*TRAFFIC_COLUMNS, right=("moved/least",))
+    for one in traffic:
+        table.add_row(*map(Text, traffic_row(one)))
+    return table
+
+
+def _reasons(entries: tuple[Entry, ...]) -> RenderableType:
+    """Each rule's reasons, once each, with the roles it gave."""
+    said: dict[tuple[str, str], dict[str, None]] = {}
+    for entry in entries:
+        if entry.reason:
+            said.setdefault((entry.rule or entry.source, entry.reason), {})[entry.role] = None
+    table = _table("rule", "roles", "reason")
+    previous = ""
+    for (rule, reason), roles in said.items():
+        table.add_row(rule if rule != previous else "", ", ".join(filter(None, roles)), reason)
+        previous = rule
+    return table
+
+
+def _replicated(items: tuple[Replicated, ...]) -> Iterable[RenderableType]:
+    """By reason, the heaviest first; repeated blocks folded."""
+    by_reason: dict[str, dict[int, list[str]]] = {}
+    for item in items:
+        by_reason.setdefault(item.reason, {}).setdefault(item.bytes, []).append(item.fqn)
+    names = [item.fqn for item in items]
+    weights = {reason: sum(size * len(fqns) for size, fqns in sizes.items()) for reason, sizes in by_reason.items()}
+    for reason in sorted(by_reason, key=lambda reason: -weights[reason]):
+        rows = [
+            (members, size, pattern)
+            for size, fqns in by_reason[reason].items()
+            for pattern, members in fold_counted(fqns, names)
+        ]
+        table = _table("bytes", "parameter", header=False, right=("bytes",))
+        for members, size, pattern in sorted(rows, key=lambda row: -row[0] * row[1]):
+            table.add_row(bytes_text(members * size), Text(pattern, "cyan"))
+        yield Text(reason or "(no reason given)")
+        yield Padding(table, (0, 0, 0, 2))
+
+
+def layers_view(stacks: tuple[Stack, ...], title: str) -> RenderableType:
+    """The repeated stacks of a model."""
+    if not stacks:
+        return Text.assemble((title, "bold"), " · no repeated blocks")
+    return Group(Text.assemble((title, "bold"), f" · {count(len(stacks), 'stack')}"), _stacks(stacks))
+
+
+def _layers(plan: Plan) -> RenderableType:
+    return _stacks(plan.layers)
+
+
+def _stacks(stacks: tuple[Stack, ...]) -> RenderableType:
+    table = _table("stack", "kind", "blocks", "paths", "note", header=False, right=("blocks",))
+    for stack in stacks:
+        paths = ", ".join(fold_names(stack.fqns))
+        table.add_row(Text(stack.name, "cyan"), stack.kind, count(len(stack.fqns), "block"), paths, stack.note)
+    return table
+
+
+def findings_view(findings: tuple[Finding, ...]) -> Iterable[RenderableType]:
+    """By check; where one check says much alike, its first findings stand for the rest (`--json` has all)."""
+    said: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        said.setdefault((finding.check, finding.level), []).append(finding)
+    for alike in said.values():
+        yield from _findings_in_full(alike[:_ALIKE])
+        if rest := alike[_ALIKE:]:
+            places = ", ".join(fold_names(finding.where for finding in rest))
+            yield Padding(Text(f"and {count(len(rest), 'more place')}: {places}"), (0, 0, 0, 6))
+
+
+def _findings_in_full(findings: Iterable[Finding]) -> Iterable[RenderableType]:
+    for finding in findings:
+        weight = f" ({bytes_text(finding.bytes)})" if finding.bytes else ""
+        yield Text.assemble(
+            (f"{finding.level:<6}", _LEVELS[finding.level]), finding.check, " · ", (finding.where, "cyan"), weight
+        )
+        for text in (finding.message, finding.proof, finding.hint and f"→ {finding.hint}"):
+            if text:
+                yield Padding(Text(text), (0, 0, 0, 6))
+
+
+def _proof(proof: Proof) -> RenderableType:
+    if proof.method == "none":
+        return Text("Not proven.", "yellow")
+    where = {"graph": f"on the graph at tp {proof.tp_size}", "ranks": f"on {count(proof.tp_size, 'simulated rank')}"}
+    verdict = Text.assemble(("Proven", "bold green") if proof.ok else ("Proof failed", "bold red"))
+    verdict.append(f" {where[proof.method]}")
+    if proof.checked:
+        verdict.append(f" by {', '.join(proof.checked)}")
+    return verdict.append(f": {proof.text}" if proof.text else ".")
+
+
+# ------------------------------------------------------------------------------------------------ one look for all
+
+
+def _heading(text: str) -> RenderableType:
+    return Padding(Text(text, "bold"), (1, 0, 0, 0))
+
+
+def _table(*columns: str, header: bool = True, right: tuple[str, ...] = ()) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=header, header_style="dim", padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table

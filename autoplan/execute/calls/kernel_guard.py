@@ -1,0 +1,93 @@
+"""Kernels that take a layer's weight must not do without what the plan does at that layer.
+
+A fused kernel may be given the weight of a norm or of an output projection and do their work itself, on a GPU, in
+training, where its library is installed: no trace on a CPU shows it, and no hook of that layer is reached. On a rank's
+share of the weights the result would be wrong without a word. So where such a kernel is handed a parameter of a layer
+at which the plan does something, its reference in plain torch runs in its place; where there is none, that is an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autoplan.common.errors import PlanMismatchError
+from autoplan.patches.kernels import OptionalKernel, optional_kernels
+
+__all__ = ["guard_kernels"]
+
+_guards: dict[tuple[int, str], _Guard] = {}
+_lock = threading.Lock()  # simulated ranks are threads
+
+
+class _Guard:
+    """Stands where a kernel stood, for as long as a planned model needs it."""
+
+    def __init__(self, kernel: OptionalKernel) -> None:
+        self.kernel, self.function = kernel, getattr(kernel.home, kernel.name)
+        self.planned: WeakSet[nn.Module] = WeakSet()
+
+    def install(self) -> None:
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        # where parameters lie is nothing that a compiler could rely on
+        wrapper = torch.compiler.disable(functools.wraps(self.function)(guarded))
+        setattr(self.kernel.home, self.kernel.name, wrapper)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        taken = self._taken((*args, *kwargs.values()))
+        if taken is None:
+            return self.function(*args, **kwargs)
+        if self.kernel.reference is None:
+            raise PlanMismatchError(
+                f"the kernel {self.kernel.name!r} of {self.kernel.package} takes a weight of {type(taken).__name__}, "
+                "whose sums over ranks it would leave out",
+                hint=f"make the model run without {self.kernel.package}",
+            )
+        known = inspect.signature(self.kernel.reference).parameters
+        return self.kernel.reference(*args, **{name: value for name, value in kwargs.items() if name in known})
+
+    def _taken(self, values: Iterable[Any]) -> nn.Module | None:
+        """The planned layer whose parameter is handed over, or a view of it: it lies in the same memory."""
+        given = {_memory(value) for value in values if isinstance(value, torch.Tensor)} - {0}  # 0: it holds nothing
+        with _lock:
+            planned = list(self.planned)
+        own = ((module, p) for module in planned for p in module._parameters.values() if p is not None)
+        return next((module for module, parameter in own if _memory(parameter) in given), None)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()
+
+
+def guard_kernels(model: nn.Module, planned: Iterable[nn.Module], undo: list[Callable[[], None]]) -> None:
+    """Put a guard before each optional kernel that is installed and that the model's code may call."""
+    mine = list(planned)
+    for kernel in optional_kernels(model) if mine else ():
+        if kernel.installed:
+            key = id(kernel.home), kernel.name
+            with _lock:
+                if key not in _guards:
+                    _guards[key] = _Guard(kernel)
+                    _guards[key].install()
+                _guards[key].planned.update(mine)
+            undo.append(functools.partial(_release, key, mine))
+
+
+def _release(key: tuple[int, str], planned: list[nn.Module]) -> None:
+    with _lock:
+        guard = _guards[key]
+        guard.planned.difference_update(planned)
+        if not guard.planned:
+            setattr(guard.kernel.home, guard.kernel.name, guard.function)
+            del _guards[key]

@@ -1,0 +1,330 @@
+"""Activation checkpointing: keep a block's inputs, compute the rest again when its gradient is due.
+
+The problem: what is run again must be what ran. So the checkpoint lies inside FSDP2's hooks (which gather parameters
+and cast inputs once) and outside tensor parallelism's (whose sums, function modes and random streams belong to the
+computation). And it must not change the model for anyone else: no wrapper modules, so names, isinstance checks and
+state dicts stay as they are; no config is written; caches of keys and values are turned off call by call while
+training, and where a block is given one all the same, its second run fills a copy.
+
+A checkpoint is an instance's own `forward` around its class's. It is active whenever gradients are recorded, so
+generation and evaluation run as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from autoplan.common.errors import AutoplanError
+from autoplan.execute.checkpointing.cache_copies import CacheCopies, is_cache
+from autoplan.execute.hooks.running import Running
+from autoplan.execute.parameters.held import record_of
+
+__all__ = ["MODES", "Checkpoints", "Runs", "install_checkpoints", "is_checkpointed", "runs_of", "selective_contexts"]
+
+MODES = ("block", "submodule", "selective")
+_STATE = "_autoplan_checkpoint"
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+
+@dataclass
+class Runs:
+    """Calls that `kept` only inputs for backward, and runs `again` in backward."""
+
+    kept: int = 0
+    again: int = 0
+
+
+@dataclass
+class _State:
+    """What one checkpointed module remembers: the hooks that now run inside, its former forward, the rank's state."""
+
+    hooks: dict[str, OrderedDict[int, Any]]
+    forward: Callable[..., Any] | None  # an instance's own, if it had one
+    selective: bool
+    running: Running | None
+    runs: Runs = field(default_factory=Runs)
+
+
+@dataclass
+class Checkpoints:
+    """What was installed, and how to take it out again."""
+
+    names: tuple[str, ...]
+    undo: list[Callable[[], None]]
+
+    def remove(self) -> None:
+        while self.undo:
+            self.undo.pop()()
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Is this very module a checkpoint?"""
+    return _STATE in module.__dict__
+
+
+def runs_of(model: nn.Module) -> dict[str, Runs]:
+    """How often each checkpoint in a model was of use so far; calls that are compiled are not counted."""
+    return {name: m.__dict__[_STATE].runs for name, m in model.named_modules() if is_checkpointed(m)}
+
+
+def install_checkpoints(model: nn.Module, wanted: Mapping[str, str], running: Running | None) -> Checkpoints:
+    """Checkpoint the modules named in `wanted` ({name: mode}), and keep caches out of training calls around them."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    undo: list[Callable[[], None]] = []
+    for name, mode in wanted.items():
+        module = modules[name]
+        if is_checkpointed(module):
+            raise AutoplanError(f"{name} is checkpointed already", hint="build a fresh model")
+        undo.append(_install(module, mode == "selective", running))
+    for name, module in modules.items():
+        inside = any(other.startswith(f"{name}." if name else "") for other in wanted)
+        if inside and "use_cache" in _parameters_of(module):
+            undo.append(module.register_forward_pre_hook(_without_cache, prepend=True, with_kwargs=True).remove)
+    return Checkpoints(tuple(wanted), undo)
+
+
+def _parameters_of(module: nn.Module) -> list[str]:
+    try:
+        return list(inspect.signature(module.forward).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def _without_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`use_cache=False` for a training call."""
+    if not (module.training and torch.is_grad_enabled()):
+        return None
+    place = _parameters_of(module).index("use_cache")
+    if place < len(args):
+        return (*args[:place], False, *args[place + 1 :]), kwargs
+    return args, {**kwargs, "use_cache": False}
+
+
+# ------------------------------------------------------------------------------------------------ one module
+
+
+def _install(module: nn.Module, selective: bool, running: Running | None) -> Callable[[], None]:
+    own = module.__dict__.get("forward")
+    state = _State({name: module.__dict__[name] for name in _HOOKS}, own, selective, running)
+    for name in _HOOKS:  # later hooks, FSDP2's among them, run outside the checkpoint
+        module.__dict__[name] = OrderedDict()
+    module.__dict__[_STATE] = state
+    function = inspect.unwrap(own) if own is not None else type(module).forward
+    module.__dict__["forward"] = types.MethodType(_checkpointed(function), module)
+
+    def remove() -> None:
+        for name, hooks in state.hooks.items():
+            hooks.update(module.__dict__[name])
+            module.__dict__[name] = hooks
+        del module.__dict__["forward"], module.__dict__[_STATE]
+        if own is not None:
+            module.__dict__["forward"] = own
+
+    return remove
+
+
+def _checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward with the signature of `function` that decides, call by call, whether to checkpoint."""
+
+    @functools.wraps(function)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state: _State = self.__dict__[_STATE]
+        if not torch.is_grad_enabled():
+            return _run(self, state, args, kwargs)
+        options: dict[str, Any] = {"context_fn": selective_contexts} if state.selective else {}
+        if torch.compiler.is_compiling():  # traced once: the recomputation is the compiler's, inside what it traced
+            if any(is_cache(value) for value in (*args, *kwargs.values())):
+                return _run(self, state, args, kwargs)
+            return checkpoint(_run, self, state, args, kwargs, use_reentrant=False, **options)
+        return checkpoint(_Calls(self, state), args, kwargs, use_reentrant=False, preserve_rng_state=True, **options)
+
+    return forward
+
+
+class _Calls:
+    """One checkpointed call: the first run is the forward, any other a recomputation in backward."""
+
+    def __init__(self, module: nn.Module, state: _State) -> None:
+        self.module, self.state, self.ran = module, state, False
+        self.caches: CacheCopies | None = None
+        self.modes = _get_current_function_mode_stack()
+        state.runs.kept += 1
+        self.random = state.running is not None and state.running.randomness.active
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.ran:
+            self.ran = True
+            self.caches = CacheCopies.of(args, kwargs)
+            return _run(self.module, self.state, args, kwargs)
+        self.state.runs.again += 1
+        if self.caches is not None:
+            args, kwargs = self.caches.put_into(args, kwargs)
+        with _modes(self.modes), _inside_the_model(self.module, self.state.running, self.random):
+            return _run(self.module, self.state, args, kwargs)
+
+
+@contextmanager
+def _modes(wanted: Sequence[TorchFunctionMode]) -> Iterator[None]:
+    """Function modes of the forward (`with torch.device(...)` is one): they are off in backward, and around it."""
+    with ExitStack() as stack:
+        on = _get_current_function_mode_stack()
+        for mode in wanted:
+            if not any(mode is other for other in on):
+                stack.enter_context(mode)
+        yield
+
+
+@contextmanager
+def _inside_the_model(module: nn.Module, running: Running | None, random: bool) -> Iterator[None]:
+    """Backward runs a block outside the model's forward: put back what the forward had set up around it."""
+    with ExitStack() as stack:
+        stack.enter_context(_unconverted(module))
+        for below in module.modules():
+            record = record_of(below)
+            if record is not None:  # one `reading` per model
+                stack.enter_context(_flag(record.reading))
+                break
+        if running is not None:
+            stack.enter_context(_resumed(running, random))
+        yield
+
+
+@contextmanager
+def _unconverted(block: nn.Module) -> Iterator[None]:
+    """Modules that convert others in their forward (`self.gate.to(self.dtype)`) leave alone what has been converted.
+
+    torch puts new tensors in place of DTensors even if nothing changes, and backward waits for the old ones.
+    """
+    changed = []
+    for module in block.modules():
+        if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
+            module.__dict__["_apply"] = functools.partial(_apply_if_needed, module)
+            changed.append(module)
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.__dict__.pop("_apply", None)
+
+
+def _apply_if_needed(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], *rest: Any) -> nn.Module:
+    held = [*module.parameters(), *module.buffers()]
+    with torch.no_grad():
+        if all(function(tensor) is tensor for tensor in held):
+            return module
+    return type(module)._apply(module, function, *rest)
+
+
+@contextmanager
+def _resumed(running: Running, random: bool) -> Iterator[None]:
+    """Frames of its own, and random streams switched as they were; the checkpoint itself restores their state."""
+    frames, running.frames[:] = list(running.frames), []
+    if random:
+        running.randomness.outside.append(None)
+    try:
+        yield
+    finally:
+        running.frames[:] = frames
+        if random:
+            running.randomness.outside.pop()
+
+
+@contextmanager
+def _flag(reading: Any) -> Iterator[None]:
+    before, reading.inside = reading.inside, True
+    try:
+        yield
+    finally:
+        reading.inside = before
+
+
+def _run(module: nn.Module, state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The former forward with the hooks that were there when the checkpoint was installed."""
+    hooks = state.hooks
+    forward = state.forward or functools.partial(type(module).forward, module)
+    called: set[int] = set()
+    result: Any = None
+    try:
+        for key, hook in list(hooks["_forward_pre_hooks"].items()):
+            if key in hooks["_forward_pre_hooks_with_kwargs"]:
+                changed = hook(module, args, kwargs)
+                args, kwargs = changed if changed is not None else (args, kwargs)
+            else:
+                given = hook(module, args)
+                if given is not None:
+                    args = given if isinstance(given, tuple) else (given,)
+        result = forward(*args, **kwargs)
+        for key, hook in list(hooks["_forward_hooks"].items()):
+            called.add(key)
+            changed = _post(module, hooks, key, hook, args, kwargs, result)
+            result = result if changed is None else changed
+        return result
+    except BaseException:
+        for key in [k for k in hooks["_forward_hooks_always_called"] if k not in called]:
+            _post(module, hooks, key, hooks["_forward_hooks"][key], args, kwargs, result)
+        raise
+
+
+def _post(module: nn.Module, hooks: Any, key: int, hook: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    with_kwargs = key in hooks["_forward_hooks_with_kwargs"]
+    return hook(module, args, kwargs, result) if with_kwargs else hook(module, args, result)
+
+
+# ------------------------------------------------------------------------------------------------ saving by op
+
+_MATMULS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "linear"))
+_ATTENTIONS = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_attention_math",
+)
+
+
+def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Contexts of one call that keep every other matmul, attention and every collective; the rest is computed again."""
+    first, again = create_selective_checkpoint_contexts(_Policy())
+    return first, again
+
+
+class _Policy:
+    """Counts matmuls in forward and in recomputation apart, so that both runs keep the same ones."""
+
+    def __init__(self) -> None:
+        self.matmuls = {False: 0, True: 0}
+
+    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = op._opname if hasattr(op, "_opname") else str(op)
+        if getattr(op, "namespace", "") in ("_c10d_functional", "c10d"):
+            return CheckpointPolicy.MUST_SAVE
+        if name in _ATTENTIONS:
+            return CheckpointPolicy.MUST_SAVE
+        if name in _MATMULS:
+            self.matmuls[context.is_recompute] += 1
+            odd = self.matmuls[context.is_recompute] % 2 == 1
+            return CheckpointPolicy.MUST_SAVE if odd else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,193 @@
+"""Which modules activation checkpointing takes, and what that saves.
+
+The problem: asking for checkpointing and getting none is found out by running out of memory at full size. So whatever
+is skipped is said, nothing wrapped is an error, and an estimate of what is saved comes with the record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autoplan.common.errors import AutoplanError
+from autoplan.execute.checkpointing.blocks import MODES, install_checkpoints
+from autoplan.execute.tensor_parallel import applied, record
+from autoplan.values import Stack
+
+__all__ = ["Choice", "Request", "checkpoint_blocks", "choose_checkpoints", "saved_bytes_per_token"]
+
+Request = bool | str | Callable[[str, nn.Module], bool | str]
+
+_SCOPES = {"text": ("decoder", "encoder"), "vision": ("vision",), "audio": ("audio",)}
+_ALL = ("decoder", "encoder", "vision", "audio", "other")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`wanted`: {module name: mode}. `saved_bytes`: an estimate, per token. `notes`: what was left out."""
+
+    wanted: dict[str, str]
+    saved_bytes: int
+    notes: tuple[str, ...]
+
+
+def choose_checkpoints(
+    model: nn.Module, stacks: tuple[Stack, ...], request: Request, scope: str | Iterable[str] = "all"
+) -> Choice:
+    """The modules to checkpoint. Frozen blocks are skipped unless a callable asks for them."""
+    _check_request(request)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    kinds = _kinds(scope)
+    wanted: dict[str, str] = {}
+    notes: list[str] = []
+    taken: set[int] = set()
+    for stack in stacks:
+        if stack.kind not in kinds:
+            notes.append(f"{stack.name}: {len(stack.fqns)} blocks are not checkpointed: {stack.kind} is out of scope")
+            continue
+        frozen = 0
+        for fqn in stack.fqns:
+            mode = _mode_for(fqn, modules[fqn], request)
+            if mode is None and not callable(request):
+                frozen += 1
+            elif mode:
+                chosen = _modules_of(fqn, modules[fqn], mode, notes)
+                wanted.update({n: m for n, m in chosen.items() if id(modules[n]) not in taken})
+                taken.update(id(modules[n]) for n in chosen)
+        if frozen:
+            notes.append(f"{stack.name}: {frozen} of {len(stack.fqns)} blocks are frozen and not checkpointed")
+    if not wanted:
+        raise AutoplanError(
+            f"activation_checkpointing={_said(request)} was asked for, but no block of {type(model).__name__} was "
+            "wrapped",
+            hint="; ".join(notes) or "autoplan.layers(model) finds no repeated blocks: checkpoint the model by hand",
+        )
+    refuse_libraries_own(model, wanted)
+    saved = sum(saved_bytes_per_token(modules[name], mode) for name, mode in wanted.items())
+    return Choice(wanted, saved, tuple(notes))
+
+
+def checkpoint_blocks(
+    model: nn.Module, stacks: tuple[Stack, ...], request: Request, scope: str | Iterable[str] = "all"
+) -> Callable[[], None]:
+    """Checkpoint what is asked for, after tensor parallelism and before FSDP2; returns how to undo it."""
+    known = applied(model)
+    assert known is not None, "what was done is recorded first"
+    choice = choose_checkpoints(model, stacks, request, scope)
+    installed = install_checkpoints(model, choice.wanted, known.running)
+    record(
+        model,
+        known.plan,
+        checkpointed=tuple(choice.wanted),
+        saved_bytes=choice.saved_bytes,
+        notes=known.notes + choice.notes,
+    )
+    return installed.remove
+
+
+def _check_request(request: Request) -> None:
+    if request is not True and not callable(request) and request not in MODES:
+        raise AutoplanError(
+            f"activation_checkpointing={request!r}",
+            hint=f"choose True, {', '.join(map(repr, MODES))}, or a function (name, block) -> mode",
+        )
+
+
+def _kinds(scope: str | Iterable[str]) -> set[str]:
+    names = [scope] if isinstance(scope, str) else list(scope)
+    kinds: set[str] = set()
+    for name in names:
+        if name != "all" and name not in _SCOPES and name not in _ALL:
+            raise AutoplanError(
+                f"checkpointing scope {name!r} is no kind of stack", hint=f"choose from all, {', '.join(_SCOPES)}"
+            )
+        kinds.update(_ALL if name == "all" else _SCOPES.get(name, (name,)))
+    return kinds
+
+
+def _mode_for(fqn: str, block: nn.Module, request: Request) -> str | None:
+    """The mode for one block; "" for not at all; None when it is frozen."""
+    if callable(request):
+        answer = request(fqn, block)
+        if answer is False or answer is None:
+            return ""
+        _check_request(answer)
+        return "block" if answer is True else str(answer)
+    if not any(parameter.requires_grad for parameter in block.parameters()):
+        return None
+    return "block" if request is True else str(request)
+
+
+def _modules_of(fqn: str, block: nn.Module, mode: str, notes: list[str]) -> dict[str, str]:
+    if mode != "submodule":
+        return {fqn: mode}
+    parts = {f"{fqn}.{name}": "block" for name, part in _parts(block) if _keeps_activations(part)}
+    if not parts:
+        notes.append(f"{fqn} has no parts that keep activations: it is checkpointed whole")
+        return {fqn: "block"}
+    return parts
+
+
+def _parts(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    """The children; lists among them are opened."""
+    for name, child in module.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from ((f"{name}.{inner}", part) for inner, part in _parts(child))
+        else:
+            yield name, child
+
+
+def _keeps_activations(part: nn.Module) -> bool:
+    """A lone matmul or table keeps no more than its input, which a checkpoint keeps as well."""
+    parameters = list(part.parameters())
+    if any(True for _ in part.children()):
+        return bool(parameters)
+    return bool(parameters) and all(parameter.dim() < 2 for parameter in parameters)
+
+
+def refuse_libraries_own(model: nn.Module, wanted: dict[str, str]) -> None:
+    """transformers' own checkpointing inside ours would compute everything twice."""
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise AutoplanError(
+                f"{name or 'the model'} has gradient_checkpointing on already",
+                hint="call model.gradient_checkpointing_disable() before parallelize",
+            )
+
+
+def saved_bytes_per_token(module: nn.Module, mode: str = "block") -> int:
+    """What the layers in a module would keep for backward, per token: their inputs and outputs, less the module's own.
+
+    An estimate from widths: normalisations and activation functions between layers keep about what layers put out;
+    every layer is taken to see every token, so a mixture of experts is overestimated.
+    """
+    widths = [_widths(weight) for weight in _weights(module)]
+    if not widths:
+        return 0
+    total = sum((reads + writes) * size for reads, writes, size in widths)
+    kept = widths[0][0] * widths[0][2]
+    if mode == "selective":
+        kept += sum(writes * size for _, writes, size in widths[::2])
+    return max(0, total - kept)
+
+
+def _weights(module: nn.Module) -> Iterable[torch.Tensor]:
+    return [p.to_local() if isinstance(p, DTensor) else p for p in map(_detached, module.parameters()) if p.dim() > 1]
+
+
+def _detached(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach()
+
+
+def _widths(weight: torch.Tensor) -> tuple[int, int, int]:
+    reads = weight.shape[1] if weight.dim() == 2 else weight.shape[-1]
+    writes = weight.shape[0] if weight.dim() == 2 else weight.shape[-2]
+    return int(reads), int(writes), weight.element_size()
+
+
+def _said(request: Request) -> str:
+    return "a function" if callable(request) else repr(request)

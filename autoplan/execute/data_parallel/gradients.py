@@ -1,0 +1,183 @@
+"""Norms and clipping of gradients that lie on ranks, each value counted once.
+
+The problem: a replicated gradient summed over ranks counts tp times, a row that two ranks hold counts twice, gradients
+on different meshes cannot be stacked, and a scaled copy of a low-precision gradient changes nothing. Placements say
+who holds what, so every rank adds up what it alone answers for: the first holder of each value counts it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+
+from autoplan.common.errors import AutoplanError
+from autoplan.common.layout import chunk
+from autoplan.execute.collectives import RankGroup, all_reduce, mesh_device
+from autoplan.execute.parameters.held import Held, held_parameters
+from autoplan.execute.parameters.local_views import reading_locally
+from autoplan.execute.parameters.optimizer_state import held_by
+
+__all__ = ["clip_gradients", "global_norm", "to_local", "unshard"]
+
+
+@contextmanager
+def unshard(model: nn.Module) -> Iterator[nn.Module]:
+    """Inside, every FSDP2 unit of `model` is gathered; afterwards all are cut again, whatever happened.
+
+    Parameters that tensor parallelism split stay split: code of the model reads them as it does in its forward.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    with ExitStack() as stack:
+        for unit in units:
+            stack.callback(unit.reshard)
+        for unit in units:
+            unit.unshard()
+        stack.enter_context(reading_locally(model))
+        yield model
+
+
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's piece of a DTensor; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def global_norm(source: nn.Module | Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of all gradients of a model, or of these parameters: the unsharded model's, the same on every rank.
+
+    Collective over every mesh that the parameters lie on. Without any gradient it is 0.
+    """
+    _check(norm_type)
+    found = list(_parameters(source))
+    meshes: dict[DeviceMesh | None, list[tuple[torch.Tensor, Held | None]]] = {}
+    for parameter, held in found:
+        meshes.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(
+            (parameter, held)
+        )
+    parts = [_over_mesh(mesh, members, norm_type) for mesh, members in meshes.items()]
+    if not parts:
+        return torch.zeros(())
+    device = parts[-1].device
+    together = torch.stack([part.to(device) for part in parts])
+    if math.isinf(norm_type):
+        return together.max()
+    return together.sum() ** (1.0 / norm_type)
+
+
+def clip_gradients(
+    source: nn.Module | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale the gradients of a model, or of these parameters, in place, so that their norm is at most `max_norm`.
+
+    Returns the norm before. Collective, as `global_norm` is.
+    """
+    parameters = source if isinstance(source, nn.Module) else list(source)
+    norm = global_norm(parameters, norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise AutoplanError(
+            f"the norm of the gradients is {float(norm)}, so they cannot be clipped",
+            hint="find the parameter with autoplan.full_tensors(model, grads=True)",
+        )
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    with torch.no_grad():
+        for parameter, _ in _parameters(parameters):
+            if parameter.grad is not None:
+                local = to_local(parameter.grad)
+                local.mul_(scale.to(local.device))
+    return norm
+
+
+# ------------------------------------------------------------------------------------------------ what each rank counts
+
+
+def _check(norm_type: float) -> None:
+    if not norm_type > 0:
+        raise AutoplanError(f"norm_type={norm_type!r}", hint="give a positive number, or float('inf')")
+
+
+def _parameters(source: nn.Module | Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, Held | None]]:
+    """Every parameter once, with how it is held."""
+    seen: set[int] = set()
+    if isinstance(source, nn.Module):
+        pairs: Iterable[tuple[torch.Tensor, Held | None]] = ((p, held) for _, p, held in held_parameters(source))
+    else:
+        given = [source] if isinstance(source, torch.Tensor) else source
+        pairs = ((p, held_by(p)) for p in given)
+    for parameter, held in pairs:
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            yield parameter, held
+
+
+def _over_mesh(
+    mesh: DeviceMesh | None, members: list[tuple[torch.Tensor, Held | None]], norm_type: float
+) -> torch.Tensor:
+    """The sum of powers (or the maximum) over all members, and over the mesh."""
+    values = [_counted(p.grad, held) for p, held in members if p.grad is not None]
+    device = members[0][0].device if mesh is None else mesh_device(mesh)
+    wide = any(value.dtype == torch.float64 for value in values) or members[0][0].dtype == torch.float64
+    dtype = torch.float64 if wide else torch.float32
+    total = torch.zeros((), dtype=dtype, device=device)
+    for value in values:
+        if value.numel():
+            size = torch.linalg.vector_norm(value, norm_type, dtype=_wide(value, dtype)).to(dtype).to(device)
+            total = torch.maximum(total, size) if math.isinf(norm_type) else total + size**norm_type
+    if mesh is None:
+        return total
+    for dim in range(mesh.ndim):
+        group = RankGroup.of(mesh.get_group(dim))
+        if group.size > 1:
+            total = all_reduce(total, group, "max" if math.isinf(norm_type) else "sum")
+    return total
+
+
+def _wide(value: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    if not value.is_complex():
+        return dtype
+    return torch.complex128 if dtype == torch.float64 else torch.complex64
+
+
+def _counted(gradient: torch.Tensor, held: Held | None) -> torch.Tensor:
+    """The values of a gradient that this rank answers for."""
+    gradient = gradient.detach()
+    if not isinstance(gradient, DTensor):
+        return gradient
+    if any(placement.is_partial() for placement in gradient.placements):
+        whole = [Replicate() if p.is_partial() else p for p in gradient.placements]
+        gradient = gradient.redistribute(placements=whole)
+    mesh, local = gradient.device_mesh, gradient.to_local()
+    for dim, placement in enumerate(gradient.placements):
+        if placement.is_replicate() and mesh.get_local_rank(dim) > 0:
+            return local.new_zeros(0)
+    if held is not None and _repeats(held):
+        assert held.dim is not None
+        rows = _answered_for(held, gradient)
+        local = local.index_select(held.dim, torch.tensor(rows, dtype=torch.long, device=local.device))
+    return local
+
+
+def _repeats(held: Held) -> bool:
+    """Does any row have several holders?"""
+    return held.dim is not None and sum(map(len, held.rows)) > held.shape[held.dim]
+
+
+def _answered_for(held: Held, gradient: DTensor) -> list[int]:
+    """Which of its local rows this rank holds first among the tp ranks, within its FSDP2 share."""
+    before = {row for rows in held.rows[: held.group.rank] for row in rows}
+    mine = [row not in before for row in held.rows[held.group.rank]]
+    mesh = gradient.device_mesh
+    for mesh_dim, placement in enumerate(gradient.placements[:-1]):
+        if getattr(placement, "dim", None) == held.dim:
+            share = chunk(len(mine), mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
+            mine = mine[share.start : share.stop]
+    return [place for place, wanted in enumerate(mine) if wanted]

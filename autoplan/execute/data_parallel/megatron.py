@@ -1,0 +1,159 @@
+"""Megatron-FSDP, driven by the same plan: tensor parallelism from the plan, units from the discovered blocks.
+
+`megatron-fsdp` (an optional extra) shards with NVIDIA's kernels in place of FSDP2. Its units are classes, its mesh dims
+go by name, and it runs on CUDA only. So the call is made as a value first: it can be looked at and tested anywhere,
+and it refuses clearly, before the model is touched, where it could not run.
+
+    call = megatron_call(model, mesh, plan, optimizer=optimizer, zero_dp_strategy="optim_grads_params")
+    print(call)                        # function and every argument
+    model, optimizer = call.run()
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoplan.common.errors import AutoplanError
+from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh
+from autoplan.execute.tensor_parallel import apply_plan, tp_mesh_of
+from autoplan.values import Plan, Stack
+
+__all__ = ["OPTIONS", "MegatronCall", "megatron_call"]
+
+# What fully_shard and fully_shard_model take beside what follows from model, mesh and plan (0.2 to 0.6).
+OPTIONS = (
+    "average_in_collective",
+    "calculate_per_token_loss",
+    "cuda_graph_mode",
+    "device",
+    "disable_bucketing",
+    "disable_symmetric_registration",
+    "enable_fine_grained_param_gather",
+    "fsdp_db_use_persist_buf_on_alloc_fail",
+    "fsdp_double_buffer",
+    "grad_reduce_in_fp32",
+    "init_model_with_meta_device",
+    "keep_fp8_transpose_cache",
+    "maxpool_double_buffer",
+    "mixed_precision_policy",
+    "nccl_ub",
+    "outer_dp_sharding_strategy",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "preproc_state_dict_for_dcp_ckpt",
+    "preserve_fp32_weights",
+    "report_nan_in_param_grad",
+    "sync_model_each_microbatch",
+    "use_decoupled_grad",
+    "zero_dp_strategy",
+)
+
+
+@dataclass(frozen=True)
+class MegatronCall:
+    """`megatron_fsdp.{function}(model, **arguments)`, after the plan has been applied over the tp mesh."""
+
+    function: str
+    arguments: Mapping[str, Any]
+    model: nn.Module = field(repr=False, compare=False)
+    optimizer: torch.optim.Optimizer | None = field(repr=False, compare=False)
+    plan: Plan = field(repr=False)
+    tp_mesh: DeviceMesh | None = field(repr=False, compare=False)
+    gather_logits: bool = False
+
+    def __str__(self) -> str:
+        shown = {key: _shown(value) for key, value in self.arguments.items()}
+        lines = ",\n    ".join(f"{key}={value}" for key, value in shown.items())
+        first = "model, optimizer" if self.optimizer is not None else "model"
+        return f"megatron_fsdp.{self.function}(\n    {first},\n    {lines},\n)"
+
+    def run(self) -> Any:
+        """Apply the plan and make the call: the model, or model and optimizer."""
+        library = self.check()
+        if self.tp_mesh is not None and self.plan.ranks > 1:
+            apply_plan(self.model, self.tp_mesh, self.plan, gather_logits=self.gather_logits)
+        given = (self.model,) if self.optimizer is None else (self.model, self.optimizer)
+        return getattr(library, self.function)(*given, **self.arguments)
+
+    def check(self) -> Any:
+        """The library, or why it cannot run here. Touches nothing."""
+        if not torch.cuda.is_available():
+            raise AutoplanError(
+                "Megatron-FSDP runs on CUDA devices only, and this machine has none; the model was not touched",
+                hint="use autoplan.parallelize (FSDP2), or look at the call: print(megatron_call(...))",
+            )
+        if find_spec("megatron_fsdp") is None:
+            raise AutoplanError(
+                "megatron-fsdp is not installed; the model was not touched", hint='pip install "autoplan[megatron]"'
+            )
+        library = import_module("megatron_fsdp")
+        taken = inspect.signature(getattr(library, self.function)).parameters
+        if unknown := sorted(set(self.arguments) - set(taken)):
+            raise AutoplanError(
+                f"the installed megatron-fsdp takes no {', '.join(unknown)}; the model was not touched",
+                hint="leave it out, or install another version",
+            )
+        return library
+
+
+def megatron_call(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Plan,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    mesh_dims: Mapping[str, str] | None = None,
+    gather_logits: bool = False,
+    **options: Any,
+) -> MegatronCall:
+    """The call that shards `model` with Megatron-FSDP. Options of its own pass through by name; unknown ones raise."""
+    if unknown := sorted(set(options) - set(OPTIONS)):
+        raise AutoplanError(
+            f"{', '.join(unknown)}: no option of Megatron-FSDP that autoplan knows",
+            hint=f"known are {', '.join(OPTIONS)}; mesh, units and tp follow from the mesh and the plan",
+        )
+    if optimizer is not None and plan.ranks > 1:
+        raise AutoplanError(
+            "an optimizer that exists already holds parameters that tensor parallelism replaces",
+            hint="leave it out, make it from the returned model, and pass it to megatron_fsdp.fully_shard_optimizer",
+        )
+    dims = read_mesh(mesh, mesh_dims)
+    if dims.data is None:
+        raise AutoplanError(
+            "the mesh has no dim to shard data-parallel over", hint='name one "dp_shard", or pass mesh_dims='
+        )
+    arguments = {"device_mesh": mesh, **_dim_names(dims), "fsdp_unit_modules": _unit_classes(model, plan.layers)}
+    function = "fully_shard_model" if optimizer is None else "fully_shard"
+    tp_mesh = tp_mesh_of(mesh, plan, dims.names)
+    return MegatronCall(function, arguments | options, model, optimizer, plan, tp_mesh, gather_logits)
+
+
+def _dim_names(dims: MeshDims) -> dict[str, Any]:
+    named = {"dp_shard_dim": "dp_shard", "dp_outer_dim": "dp_replicate", "tp_dim": "tp"}
+    return {argument: dims.names[purpose] for argument, purpose in named.items() if purpose in dims.names}
+
+
+def _unit_classes(model: nn.Module, stacks: tuple[Stack, ...]) -> list[type[nn.Module]]:
+    """The classes of all blocks; what tensor parallelism makes of them are subclasses, and count as well."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    classes = {type(modules[fqn]): None for stack in stacks for fqn in stack.fqns}
+    if not classes:
+        raise AutoplanError("no repeated blocks were found, so there are no units", hint="autoplan.layers(model)")
+    return list(classes)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, DeviceMesh):
+        return f"mesh{tuple(value.mesh.shape)} of {', '.join(value.mesh_dim_names or ())}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
+    return f"{value.__module__}.{value.__qualname__}" if isinstance(value, type) else repr(value)

@@ -1,0 +1,128 @@
+"""What each dim of a device mesh is for, by its name.
+
+One mesh carries every kind of parallelism; `parallelize` must take the dims that are its own, leave those of others
+alone and say so, and refuse a name that it cannot place: ranks that nobody uses would train copies in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoplan.common.errors import AutoplanError, PlanMismatchError
+
+__all__ = ["ALIASES", "MeshDims", "read_mesh"]
+
+ALIASES: dict[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "dp_shard": ("dp_shard", "dp", "fsdp", "dp_shard_cp"),
+    "dp_replicate": ("dp_replicate",),
+    "ep": ("ep",),
+}
+LEFT_ALONE = ("cp", "pp")
+
+
+@dataclass(frozen=True)
+class MeshDims:
+    """`tp`: a 1-D mesh, None when there is nothing to split over. `data`: FSDP2's mesh, 2-D for HSDP, None without.
+
+    `ep`: ranks that hold whole experts each, apart from those of tp.
+    """
+
+    tp: DeviceMesh | None
+    data: DeviceMesh | None
+    names: dict[str, str]
+    notes: tuple[str, ...] = ()
+    ep: DeviceMesh | None = None
+
+    @property
+    def tp_size(self) -> int:
+        return 1 if self.tp is None else self.tp.size()
+
+    @property
+    def ep_size(self) -> int:
+        return 1 if self.ep is None else self.ep.size()
+
+    def check_experts(self, tp_size: int, ep_size: int) -> None:
+        """Raise where an "ep" dim would hold copies: the plan deals no experts out over it."""
+        if self.ep_size > 1 and not tp_size == 1 < ep_size:
+            told = f"deals experts out over the {tp_size} ranks of tp" if ep_size > 1 else "deals out no experts"
+            given = f"mesh has {self.ep_size} ranks in" if self.names["ep"] == "ep" else "mesh_dims names 'ep' as"
+            raise PlanMismatchError(
+                f"the {given} {self.names['ep']!r}, but the plan {told}",
+                hint=f"plan with tp_size=1, ep_size={self.ep_size}, or leave that dim out of the mesh",
+            )
+
+
+def read_mesh(mesh: DeviceMesh, mesh_dims: Mapping[str, str] | None = None) -> MeshDims:
+    """The dims of `mesh` by purpose. `mesh_dims={"tp": name}` overrides the usual names."""
+    dims = mesh.mesh_dim_names
+    if not dims:
+        raise AutoplanError(
+            "the device mesh has no dim names, so nothing says what its dims are for",
+            hint='make it with init_device_mesh(device, shape, mesh_dim_names=("dp_shard", "tp"))',
+        )
+    names = _by_purpose(mesh, dims, dict(mesh_dims or {}))
+    replicate, shard = names.get("dp_replicate"), names.get("dp_shard")
+    if replicate is not None and shard is None:
+        if mesh[replicate].size() > 1:
+            raise AutoplanError(
+                f"the mesh has {replicate!r} but no dim to shard over: FSDP2 replicates only shards",
+                hint="name that dim dp_shard, or add a dp_shard dim (of size 1 will do)",
+            )
+        replicate = None
+    data = None if shard is None else (mesh[shard] if replicate is None else mesh[(replicate, shard)])
+    left = [name for name in dims if name in LEFT_ALONE and name not in names.values()]
+    notes = tuple(f"mesh dim {name!r} is left alone: its parallelism is set up elsewhere" for name in left)
+    tp, ep = (mesh[names[purpose]] if purpose in names else None for purpose in ("tp", "ep"))
+    return MeshDims(tp, data, names, notes, ep)
+
+
+def _by_purpose(mesh: DeviceMesh, dims: tuple[str, ...], wanted: dict[str, str]) -> dict[str, str]:
+    if unknown := sorted(set(wanted) - set(ALIASES)):
+        raise AutoplanError(
+            f"mesh_dims names {', '.join(map(repr, unknown))}, which is nothing that parallelize does",
+            hint=f"choose from {', '.join(ALIASES)}",
+        )
+    names: dict[str, str] = {}
+    for purpose, aliases in ALIASES.items():
+        if purpose in wanted:
+            _refuse_missing(mesh, purpose, wanted[purpose])
+            names[purpose] = wanted[purpose]
+            continue
+        found = [name for name in aliases if name in dims and name not in wanted.values()]
+        if len(found) > 1:
+            raise AutoplanError(
+                f"the mesh dims {', '.join(map(repr, found))} could all be {purpose!r}",
+                hint=f'say which with mesh_dims={{"{purpose}": name}}; flatten them into one if you mean both',
+            )
+        if found:
+            names[purpose] = found[0]
+    odd = [name for name in dims if name not in names.values() and name not in LEFT_ALONE and mesh[name].size() > 1]
+    if odd and not _flattened(mesh, names, dims):
+        raise AutoplanError(
+            f"the mesh dim {odd[0]!r} of {mesh[odd[0]].size()} ranks has no known purpose",
+            hint=f"known names are {', '.join(n for a in ALIASES.values() for n in a)}; say what it is with mesh_dims=",
+        )
+    return names
+
+
+def _flattened(mesh: DeviceMesh, names: dict[str, str], dims: tuple[str, ...]) -> bool:
+    """Whether a named dim was made of several others (a flattened dp_shard_cp): those are then accounted for."""
+    return any(name not in dims for name in names.values())
+
+
+def _refuse_missing(mesh: DeviceMesh, purpose: str, name: str) -> None:
+    problem: Any = None
+    try:
+        mesh[name]
+    except (KeyError, RuntimeError, ValueError) as error:
+        problem = error
+    if problem is not None:
+        raise PlanMismatchError(
+            f"the mesh has no dim named {name!r} for {purpose!r} (it has {list(mesh.mesh_dim_names or ())})",
+            hint='name it: init_device_mesh(device, shape, mesh_dim_names=("tp",)), or correct mesh_dims',
+        ) from problem

@@ -1,0 +1,261 @@
+"""Which modules FSDP2 gathers together: its units.
+
+The problem: FSDP2 wraps what it is given. A parameter in two units is untied without a word or stops training at the
+first step; two dtypes in one unit stop it too; a module that is several blocks' child must be one unit, not a part of
+the first. So units are decided here, whole, before anything is wrapped:
+
+    1. modules shared by several blocks, and groups of modules that a tied parameter holds together across units
+    2. the parts of a unit whose dtype is not that of its other trainable parameters (kept as it is, never cast)
+    3. the blocks of every stack, in call order
+    4. the input table and the output head, when they are not tied
+    5. the model itself: everything else
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from autoplan.common.errors import AutoplanError
+from autoplan.values import Stack
+
+__all__ = ["FROZEN", "Unit", "Units", "choose_units"]
+
+FROZEN = ("units", "root", "ignore")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Modules that are gathered at once. `kept_dtype`: its parameters compute in the dtype they have."""
+
+    names: tuple[str, ...]
+    last: bool = False  # of its stack: backward begins with it, so it is not freed after forward
+    kept_dtype: bool = False
+    block: bool = False
+
+
+@dataclass
+class Units:
+    """All units, inner ones first, without the root; parameters that FSDP2 must leave alone; what is worth saying."""
+
+    units: list[Unit] = field(default_factory=list)
+    ignored: set[nn.Parameter] = field(default_factory=set)
+    scalars: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def choose_units(model: nn.Module, stacks: tuple[Stack, ...], *, frozen: str = "units") -> Units:
+    """Decide all units of `model`. Raises, naming parameters, where a unit cannot be made of one dtype."""
+    if frozen not in FROZEN:
+        raise AutoplanError(f"frozen={frozen!r}", hint=f"choose one of {', '.join(FROZEN)}")
+    search = _Search(model)
+    chosen = Units()
+    blocks = search.blocks(stacks, frozen, chosen)
+    _leave_scalars(search, chosen)
+    ends = search.ends(blocks)
+    inner = search.shared(blocks, ends, chosen)
+    done = {name for unit in inner for name in unit.names}
+    blocks = [unit for unit in blocks if not done.intersection(unit.names)]
+    ends = [unit for unit in ends if not done.intersection(unit.names)]
+    outer = [*blocks, *ends]
+    root = Unit(("",))
+    parts: list[Unit] = []
+    for unit in [*inner, *outer, root]:
+        parts += search.by_dtype(unit, [*inner, *outer, *parts], chosen)
+    chosen.units = [*parts, *inner, *outer]
+    return chosen
+
+
+class _Search:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.owners: dict[int, list[nn.Module]] = {}
+        self.first_name: dict[int, str] = {}
+        for name, module in self.modules.items():
+            if id(module) in self.first_name:
+                continue
+            self.first_name[id(module)] = name
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self.owners.setdefault(id(parameter), []).append(module)
+
+    # ---------------------------------------------------------------------------------------- blocks and ends
+
+    def blocks(self, stacks: tuple[Stack, ...], frozen: str, chosen: Units) -> list[Unit]:
+        units: list[Unit] = []
+        seen: set[int] = set()
+        for stack in stacks:
+            names = [n for n in stack.fqns if self._parameters(n) and id(self.modules[n]) not in seen]
+            seen.update(id(self.modules[n]) for n in names)
+            if frozen != "units" and not any(p.requires_grad for n in names for p in self._parameters(n)):
+                where = "are left to the model's own unit" if frozen == "root" else "stay whole on every rank"
+                chosen.notes.append(f"{stack.name}: {len(names)} frozen blocks {where}")
+                if frozen == "ignore":
+                    chosen.ignored.update(p for n in names for p in self._parameters(n))
+                continue
+            units += [Unit((n,), last=place == len(names) - 1, block=True) for place, n in enumerate(names)]
+        return units
+
+    def ends(self, blocks: list[Unit]) -> list[Unit]:
+        """Input table and output head as units of their own: neither is needed while the blocks run."""
+        inside = {id(m) for unit in blocks for n in unit.names for m in self.modules[n].modules()}
+        found: list[Unit] = []
+        for getter, last in (("get_input_embeddings", False), ("get_output_embeddings", True)):
+            module = _called(self.model, getter)
+            if not isinstance(module, (nn.Embedding, nn.Linear)) or id(module) in inside or not blocks:
+                continue
+            if id(module) not in self.first_name or self.first_name[id(module)] == "":
+                continue
+            if all(self.owners[id(p)] == [module] for p in module.parameters()):
+                found.append(Unit((self.first_name[id(module)],), last=last))
+        return found
+
+    # ---------------------------------------------------------------------------------------- what is held in common
+
+    def shared(self, blocks: list[Unit], ends: list[Unit], chosen: Units) -> list[Unit]:
+        """Units for modules that lie in several blocks, and for modules that a tied parameter holds together."""
+        homes: dict[int, set[str]] = {}
+        for unit in blocks:
+            for below in self.modules[unit.names[0]].modules():
+                homes.setdefault(id(below), set()).add(unit.names[0])
+        several = [m for m in self._unique() if len(homes.get(id(m), ())) > 1 and _has_parameters(m)]
+        below_shared = {id(b) for m in several for b in m.modules() if b is not m}
+        units = [Unit((self.first_name[id(m)],)) for m in several if id(m) not in below_shared]
+        for unit in units:
+            chosen.notes.append(f"{unit.names[0]} is one module of several blocks: a unit of its own")
+        in_units = {id(b) for m in several for b in m.modules()}
+        groups: dict[frozenset[str], None] = {}
+        for owners in self.owners.values():
+            where = {next(iter(homes.get(id(o), {""}))) for o in owners}
+            if len(where) > 1 and not any(id(o) in in_units for o in owners):
+                groups[self._climbed(frozenset(self.first_name[id(o)] for o in owners))] = None
+        for names in _merged(list(groups)):
+            chosen.notes.append(f"{', '.join(names)} share a parameter across units: one unit together")
+            units.append(Unit(tuple(names)))
+        return units
+
+    def _climbed(self, names: frozenset[str]) -> frozenset[str]:
+        """The largest modules around these that hold the same parameters as each other."""
+        while True:
+            parents = frozenset(name.rpartition(".")[0] for name in names)
+            held = {frozenset(map(id, self._parameters(parent))) for parent in parents}
+            containers = any(isinstance(self.modules[p], (nn.ModuleList, nn.ModuleDict)) for p in parents)
+            if len(parents) < len(names) or len(held) > 1 or "" in parents:
+                return names
+            if containers:  # no forward of its own: look past it, or stay
+                further = self._climbed(parents)
+                return names if further == parents else further
+            names = parents
+
+    # ---------------------------------------------------------------------------------------- one dtype a unit
+
+    def by_dtype(self, unit: Unit, others: list[Unit], chosen: Units) -> list[Unit]:
+        """The inner units that leave `unit` with trainable parameters of one dtype."""
+        elsewhere = {id(self.modules[n]) for other in others if other != unit for n in other.names if n}
+        found: list[Unit] = []
+        own = [p for n in unit.names for m in self._own(n, elsewhere) for p in _direct(m, chosen.ignored)]
+        dtypes = Counter[torch.dtype]()
+        for parameter in {id(p): p for p in own}.values():
+            dtypes[parameter.dtype] += parameter.numel()
+        if len(dtypes) < 2:
+            return []
+        main = dtypes.most_common(1)[0][0]
+        for name in unit.names:
+            self._split(name, main, elsewhere, chosen.ignored, found)
+        for part in found:
+            chosen.notes.append(f"{part.names[0]} is kept in its own dtype: a unit of its own")
+        return found
+
+    def _split(
+        self, name: str, main: torch.dtype, elsewhere: set[int], ignored: set[nn.Parameter], found: list[Unit]
+    ) -> None:
+        module = self.modules[name]
+        here = {p.dtype for p in _direct(module, ignored)}
+        odd = [k for k, p in module._parameters.items() if p is not None and p.requires_grad and p.dtype != main]
+        odd = [k for k in odd if module._parameters[k] not in ignored]
+        if odd and len(here) > 1:
+            full = ", ".join(f"{name}.{k}" if name else k for k in odd)
+            raise AutoplanError(
+                f"FSDP2 gathers parameters of one dtype at once, but {full} "
+                f"({', '.join(sorted({str(module._parameters[k].dtype) for k in odd}))}) lie in one module with {main}",
+                hint="cast them to one dtype (model.to), or freeze the odd ones",
+            )
+        for key, child in module.named_children():
+            path = f"{name}.{key}" if name else key
+            if id(child) in elsewhere:
+                continue
+            kinds = {p.dtype for m in self._own(path, elsewhere) for p in _direct(m, ignored)}
+            if len(kinds) == 1 and kinds != {main} and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+                found.append(Unit((path,), kept_dtype=True))
+            elif kinds - {main}:
+                self._split(path, main, elsewhere, ignored, found)
+        if odd and len(here) == 1:
+            if not name:
+                raise AutoplanError(
+                    f"the model's own parameters {', '.join(odd)} are not of {main} as the rest is",
+                    hint="cast them to one dtype",
+                )
+            found.append(Unit((name,), kept_dtype=True))
+
+    def _own(self, name: str, elsewhere: set[int]) -> Iterable[nn.Module]:
+        """The modules of a unit without those of units inside it."""
+        pending, seen = [self.modules[name]], set[int]()
+        while pending:
+            module = pending.pop()
+            if id(module) not in seen:
+                seen.add(id(module))
+                yield module
+                pending += [child for child in module.children() if id(child) not in elsewhere]
+
+    def _parameters(self, name: str) -> list[nn.Parameter]:
+        return list(self.modules[name].parameters())
+
+    def _unique(self) -> Iterable[nn.Module]:
+        return (self.modules[name] for name in self.first_name.values())
+
+
+def _leave_scalars(search: _Search, chosen: Units) -> None:
+    """FSDP2 cannot cut a number: such parameters stay whole and their gradients are averaged by a hook."""
+    for name, parameter in search.model.named_parameters():
+        if parameter.dim() == 0:
+            chosen.ignored.add(parameter)
+            chosen.scalars.append((name, parameter))
+    if chosen.scalars:
+        names = ", ".join(name for name, _ in chosen.scalars)
+        chosen.notes.append(f"{names}: single numbers stay whole on every rank")
+
+
+def _direct(module: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Parameter]:
+    """The trainable parameters that a module holds itself."""
+    held = (p for p in module._parameters.values() if p is not None)
+    return [p for p in held if p.requires_grad and p not in ignored]
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _called(model: nn.Module, getter: str) -> object:
+    """What an interface method returns; models without one, or whose one does not apply, have no such module."""
+    method = getattr(model, getter, None)
+    if method is None:
+        return None
+    try:
+        return method()
+    except (NotImplementedError, AttributeError):
+        return None
+
+
+def _merged(groups: list[frozenset[str]]) -> list[list[str]]:
+    """Groups that overlap become one."""
+    merged: list[set[str]] = []
+    for group in groups:
+        touching = [other for other in merged if other & group]
+        merged = [other for other in merged if not other & group]
+        merged.append(set(group).union(*touching))
+    return [sorted(group) for group in merged]

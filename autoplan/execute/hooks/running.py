@@ -1,0 +1,31 @@
+"""The state of one sharded model on one rank while its forward runs: what its hooks tell each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoplan.execute.collectives import RankGroup
+from autoplan.execute.hooks.parallel_branches import Branches
+from autoplan.execute.randomness.dropout import SharedRandomness
+
+__all__ = ["Running"]
+
+
+@dataclass
+class Running:
+    """See above."""
+
+    mesh: DeviceMesh
+    group: RankGroup
+    gather_logits: bool
+    randomness: SharedRandomness
+    frames: list[str] = field(default_factory=list)
+    whole_logits: bool = False  # gathered where they leave their head
+    split_loss: bool = True  # may a model's own loss work on split logits?
+    loss: bool = False  # it is doing so: logits leave their head as SplitLogits
+    sequence_padding: str = "error"
+    lengths: dict[str, int] = field(default_factory=dict)  # the true length of each sequence that is cut
+    branches: Branches = field(default_factory=Branches)
+    depth: int = 0

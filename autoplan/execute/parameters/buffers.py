@@ -1,0 +1,118 @@
+"""Bring the unsaved buffers of a meta model back to life.
+
+The problem: rotary frequencies, slopes and masks are computed when a model is built and stand in no checkpoint; on the
+meta device there is nothing to compute from later. A transformers model knows its config, so a twin of the same class
+is built, with its parameters on meta (they cost nothing) and its buffers real. Other modules have no such recipe and
+are refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+
+from autoplan.common.errors import AutoplanError
+from autoplan.common.random_values import BUILDING
+from autoplan.execute.parameters.held import plain_name, record_of
+
+__all__ = ["rebuild_passing_tensors"]
+
+
+def rebuild_passing_tensors(model: nn.Module, device: torch.device) -> None:
+    """Replace every meta tensor that no checkpoint holds: unsaved buffers, and tensors in plain attributes."""
+    wanted = list(_passing_meta(model))
+    if not wanted:
+        return
+    names = sorted(f"{path}.{name}".lstrip(".") for path, _, name in wanted)
+    twins = _twin_modules(model, names)
+    for path, module, name in wanted:
+        twin = twins.get(plain_name(path))
+        found = getattr(twin, name, None) if twin is not None else None
+        if not isinstance(found, torch.Tensor) or found.is_meta:
+            raise _cannot_rebuild([f"{path}.{name}"])
+        value = found.detach().to(device=device)
+        if name in module._buffers:
+            record, old = record_of(module), module._buffers[name]
+            held = record.buffers.get(name) if record is not None else None
+            value = held.cut(value) if held is not None else value
+            module._buffers[name] = value.to(old.dtype) if old is not None else value
+        else:
+            module.__dict__[name] = value
+
+
+def _passing_meta(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set:
+                yield path, module, name
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                yield path, module, name
+
+
+def _cannot_rebuild(names: list[str]) -> AutoplanError:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return AutoplanError(
+        f"no checkpoint holds {', '.join(names[:5])}{more}, and they were made on the meta device",
+        hint="set these buffers to real tensors before load_weights, or build the model with real buffers",
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- the twin
+
+
+def _twin_modules(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
+    record = record_of(model)
+    cls: Any = record.original if record is not None else type(model)
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(cls, "_from_config"):
+        raise _cannot_rebuild(names)
+    for empty_is_meta in (True, False):  # a few models fill an empty tensor and make that the buffer
+        state = torch.get_rng_state()
+        try:
+            with BUILDING, _parameters_on_meta(empty_is_meta), torch.no_grad():
+                twin = cls._from_config(copy.deepcopy(config))
+        finally:
+            torch.set_rng_state(state)
+        if not any(True for _ in _passing_meta(twin)):
+            break
+    return dict(twin.named_modules(remove_duplicate=False))
+
+
+@contextmanager
+def _parameters_on_meta(empty_is_meta: bool) -> Iterator[None]:
+    """Parameters built in this thread go to meta; with `empty_is_meta` their memory is never even allocated."""
+    thread = threading.get_ident()
+
+    def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if threading.get_ident() != thread or parameter is None or parameter.is_meta:
+            return None
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(to_meta)
+    try:
+        if empty_is_meta:
+            with _EmptyOnMeta():
+                yield
+        else:
+            yield
+    finally:
+        handle.remove()
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """`torch.empty` without a device, which is how modules make their parameters, gives a meta tensor."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty and kwargs.get("device") is None and kwargs.get("out") is None:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)

@@ -1,0 +1,145 @@
+"""What a module remembers about each of its parameters and buffers once they lie on ranks.
+
+The problem: a sharded parameter must still be able to say which rows of the checkpoint a rank holds, and in which
+order. torch's `Shard(dim)` can say it for consecutive rows only. A packed weight (q, k and v in one matrix) is
+therefore kept in *rank order*: the rows of rank 0, then those of rank 1, and so on. To DTensor that is an ordinary
+`Shard(dim)`, which FSDP2 may cut further; the checkpoint's order is restored wherever tensors leave the model. A row
+that several ranks hold appears once per rank, so the size in rank order may exceed the checkpoint's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Literal
+
+import torch
+from torch import nn
+
+from autoplan.common.layout import Layout
+from autoplan.execute.collectives import RankGroup, take_rows, whole_order
+
+__all__ = ["Held", "ModuleRecord", "held_parameters", "plain_name", "record_of"]
+
+_ATTRIBUTE = "_autoplan"
+_WRAPPERS = frozenset(("_checkpoint_wrapped_module", "_orig_mod"))  # not part of a checkpoint's names
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """Rows with several holders: where this rank has them, which of all such rows those are, how many there are."""
+
+    positions: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
+    count: int = 0
+
+
+@dataclass(frozen=True)
+class Held:
+    """How one tensor of the checkpoint (its `shape`) lies on ranks. `dim` and `layout` are None when it is whole."""
+
+    shape: tuple[int, ...]
+    group: RankGroup
+    dim: int | None = None
+    layout: str | None = None
+    gradient: Literal["local", "sum", "shared"] = "local"
+    divide: bool = False
+    shared: SharedRows = field(init=False, default=SharedRows())  # eager: traced code reads it
+
+    def __post_init__(self) -> None:
+        if self.dim is not None and self.gradient != "local":
+            object.__setattr__(self, "shared", _shared(self.rows, self.group.rank))
+
+    @cached_property
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """For each rank, the checkpoint rows it holds along `dim`, in the order it holds them."""
+        assert self.layout is not None
+        return _rows(self.layout, self.group.size)
+
+    @cached_property
+    def in_rank_order(self) -> bool:
+        """Is it packed, so that concatenating the ranks' pieces does not give the checkpoint's tensor?"""
+        return self.dim is not None and whole_order(self.rows) is not None
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of the checkpoint's tensor, as a new tensor; `whole` itself when it is not split."""
+        return whole if self.dim is None else take_rows(whole, self.dim, self.rows[self.group.rank])
+
+    def to_rank_order(self, whole: torch.Tensor) -> torch.Tensor:
+        """The checkpoint's tensor with its rows in rank order."""
+        if not self.in_rank_order:
+            return whole
+        assert self.dim is not None
+        return take_rows(whole, self.dim, [row for held in self.rows for row in held])
+
+    def to_checkpoint_order(self, ranked: torch.Tensor) -> torch.Tensor:
+        """The inverse; a row that several ranks hold is taken from the first."""
+        order = whole_order(self.rows) if self.dim is not None else None
+        if order is None:
+            return ranked
+        assert self.dim is not None
+        return take_rows(ranked, self.dim, order)
+
+
+@lru_cache(maxsize=4096)
+def _shared(rows: tuple[tuple[int, ...], ...], rank: int) -> SharedRows:
+    holders = Counter(row for held in rows for row in held)
+    places = {row: place for place, row in enumerate(sorted(row for row, n in holders.items() if n > 1))}
+    here = [(position, places[row]) for position, row in enumerate(rows[rank]) if row in places]
+    return SharedRows(tuple(position for position, _ in here), tuple(place for _, place in here), len(places))
+
+
+@lru_cache(maxsize=4096)
+def _rows(layout: str, tp: int) -> tuple[tuple[int, ...], ...]:
+    parsed = Layout.parse(layout)
+    return tuple(parsed.rows(rank, tp) for rank in range(tp))
+
+
+@dataclass
+class Reading:
+    """One per model: is code of the model running, so that reading a parameter gives the local tensor?"""
+
+    inside: bool = False
+
+
+@dataclass
+class ModuleRecord:
+    """One per module: how its own parameters and split buffers are held, by their names in the module."""
+
+    reading: Reading
+    original: type  # the module's own class; `local_views` gives it a subclass
+    parameters: dict[str, Held] = field(default_factory=dict)
+    buffers: dict[str, Held] = field(default_factory=dict)
+
+    def attach(self, module: nn.Module) -> None:
+        module.__dict__[_ATTRIBUTE] = self
+
+    @staticmethod
+    def detach(module: nn.Module) -> None:
+        module.__dict__.pop(_ATTRIBUTE, None)
+
+
+def record_of(module: nn.Module) -> ModuleRecord | None:
+    """What is remembered about a module; None for one that holds no parameters on ranks."""
+    return module.__dict__.get(_ATTRIBUTE)
+
+
+def held_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Held | None]]:
+    """Every parameter under every name it has (tied ones repeat), with checkpoint names; None: not on ranks."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        record = record_of(module)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                held = record.parameters.get(name) if record is not None else None
+                yield plain_name(f"{path}.{name}" if path else name), parameter, held
+
+
+def plain_name(fqn: str) -> str:
+    """The checkpoint's name: without the levels that activation checkpointing and torch.compile put in between.
+
+    >>> plain_name("layers.0._checkpoint_wrapped_module.weight")
+    'layers.0.weight'
+    """
+    return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)

@@ -1,0 +1,243 @@
+"""Let a module's own code see plain local tensors while everyone else sees DTensors.
+
+The problem: parameters live as DTensors (so optimizers, FSDP2 and checkpoints know how they lie), but forward code must
+compute with this rank's piece. The piece is needed by *every* reader, not only by the owner's forward: a tied head that
+calls `F.linear(x, self.embed.weight)`, attention that hands `self.out_proj.weight` to a fused function, a recurrent
+layer with its list of flat weights; and again when activation checkpointing runs a block a second time, from backward.
+
+So each module is given a subclass of its own class (same name, `isinstance` holds) in which every parameter name is a
+property. It reads `_parameters`, the one place torch itself keeps them, and while code of the model runs it returns the
+local tensor. "While code of the model runs" is one flag per model, raised by every module's `_call_impl`: below
+`__call__`, `torch.compile` and activation checkpointing alike, and lowered again whatever is raised.
+
+The local tensor is a differentiable view: its gradient becomes the DTensor's gradient, summed over ranks first where
+every rank computes only a part of it (`ParameterRule.gradient`).
+
+A DTensor on more than one mesh dim is the form FSDP2 keeps between uses. No forward may compute with it, and FSDP2 does
+read it through the attribute: it is handed out as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autoplan.execute.collectives import RankGroup, all_reduce, copy_to_ranks
+from autoplan.execute.parameters.held import Held, record_of
+
+__all__ = ["local_view", "reading_locally", "view_class"]
+
+
+# --------------------------------------------------------------------------------------------------------- the view
+
+
+def local_view(parameter: torch.Tensor | None, held: Held | None) -> torch.Tensor | None:
+    """The plain tensor this rank computes with."""
+    if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim != 1:
+        return parameter
+    local = parameter.to_local()
+    if held is None:
+        return local
+    if held.gradient != "local" and held.group.size > 1 and local.requires_grad:
+        if held.dim is None:
+            local = copy_to_ranks(local, held.group)
+        elif held.shared.count:
+            shared = held.shared
+            local = _SumSharedRows.apply(local, held.group, held.dim, shared.positions, shared.places, shared.count)
+    return _Divide.apply(local, held.group.size) if held.divide and held.group.size > 1 else local
+
+
+class _Divide(torch.autograd.Function):
+    """1/n of a bias that n ranks add up again. Each rank then sees the whole gradient already: it passes unscaled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, parts: int) -> torch.Tensor:
+        return x / parts
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
+
+
+class _SumSharedRows(torch.autograd.Function):
+    """Identity whose gradient is summed over the holders of each row that several ranks hold."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        group: RankGroup,
+        dim: int,
+        positions: tuple[int, ...],
+        places: tuple[int, ...],
+        count: int,
+    ) -> torch.Tensor:
+        ctx.group, ctx.dim, ctx.positions, ctx.places, ctx.count = group, dim, positions, places, count
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        positions = torch.tensor(ctx.positions, dtype=torch.long, device=gradient.device)
+        places = torch.tensor(ctx.places, dtype=torch.long, device=gradient.device)
+        shape = list(gradient.shape)
+        shape[ctx.dim] = ctx.count
+        parts = gradient.new_zeros(shape).index_copy(ctx.dim, places, gradient.index_select(ctx.dim, positions))
+        sums = all_reduce(parts, ctx.group).index_select(ctx.dim, places)
+        return gradient.index_copy(ctx.dim, positions, sums), None, None, None, None, None
+
+
+@contextmanager
+def reading_locally(model: nn.Module) -> Iterator[None]:
+    """For methods of a model that are not its forward (`get_image_features`): its parameters read as local tensors."""
+    record = record_of(model)
+    if record is None:
+        yield
+        return
+    before = record.reading.inside
+    record.reading.inside = True
+    try:
+        yield
+    finally:
+        record.reading.inside = before
+
+
+# ------------------------------------------------------------------------------------------------------ the subclass
+
+
+def view_class(cls: type, names: tuple[str, ...]) -> type:
+    """The subclass of `cls` whose parameters `names` read as local tensors while the model runs."""
+    return _view_class(cls, names)
+
+
+@cache
+def _view_class(cls: type, names: tuple[str, ...]) -> type:
+    namespace: dict[str, Any] = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "_call_impl": _reading_call(cls),
+        "__reduce_ex__": _reduce_to(cls, names),
+    }
+    namespace.update(_methods_that_read(cls, names))
+    namespace.update((name, _parameter_property(name)) for name in names)
+    if issubclass(cls, nn.RNNBase):
+        namespace["_flat_weights"] = _flat_weights_property()
+        namespace["_update_flat_weights"] = _keep_flat_weights
+    made: type = type(cls)(cls.__name__, (cls,), namespace)
+    return made
+
+
+def _reading_call(cls: type) -> Callable[..., Any]:
+    base: Any = cls._call_impl  # type: ignore[attr-defined]
+
+    def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        reading = self.__dict__["_autoplan"].reading
+        before = reading.inside
+        reading.inside = True
+        try:
+            return base(self, *args, **kwargs)
+        finally:
+            reading.inside = before
+
+    return _call_impl
+
+
+def _methods_that_read(cls: type, names: tuple[str, ...]) -> dict[str, Any]:
+    """Public methods besides forward whose code mentions one of the parameters: called from outside
+    (`get_image_features`), they compute with local tensors too."""
+    found: dict[str, Any] = {}
+    for name in dir(cls):
+        method: Any = getattr(cls, name, None)
+        if not isinstance(method, FunctionType) or hasattr(nn.Module, name) or name.startswith("_"):
+            continue
+        if len(inspect.signature(method).parameters) > 1:
+            code = getattr(inspect.unwrap(method), "__code__", None)
+            if code is not None and not set(names).isdisjoint(code.co_names):
+                found[name] = _reading_method(method)
+    return found
+
+
+def _reading_method(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def read(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with reading_locally(self):
+            return method(self, *args, **kwargs)
+
+    return read
+
+
+def _parameter_property(name: str) -> property:
+    def read(self: nn.Module) -> Any:
+        parameters = self.__dict__["_parameters"]
+        if name not in parameters:  # taken out by someone: weight_norm and its kin set a plain attribute instead
+            if name in self.__dict__:
+                return self.__dict__[name]
+            raise AttributeError(name)  # nn.Module.__getattr__ looks further and words the error
+        record = self.__dict__["_autoplan"]
+        if not record.reading.inside:
+            return parameters[name]
+        held = record.parameters.get(name)
+        if not torch._C._is_torch_function_mode_enabled():
+            return local_view(parameters[name], held)
+        with torch._C.DisableTorchFunction():  # a scoped function mode counts the module's calls, not ours
+            return local_view(parameters[name], held)
+
+    def write(self: nn.Module, value: Any) -> None:
+        self.__dict__[name] = value
+
+    def delete(self: nn.Module) -> None:
+        if name not in self.__dict__:
+            raise AttributeError(name)
+        del self.__dict__[name]
+
+    return property(read, write, delete)
+
+
+def _flat_weights_property() -> property:
+    """Recurrent layers keep a list of their weights beside the attributes and compute with the list."""
+
+    def read(self: Any) -> Any:
+        if "_flat_weights" not in self.__dict__:
+            raise AttributeError("_flat_weights")
+        if not self.__dict__["_autoplan"].reading.inside:
+            return self.__dict__["_flat_weights"]
+        return [getattr(self, name, None) for name in self._flat_weights_names]
+
+    def write(self: Any, value: Any) -> None:
+        self.__dict__["_flat_weights"] = value
+
+    return property(read, write)
+
+
+def _keep_flat_weights(self: nn.Module) -> None:
+    """Views are new tensors each time; recurrent layers take that for changed weights and would store them."""
+
+
+# ------------------------------------------------------------------------------------------------ copies and pickles
+
+
+def _reduce_to(cls: type, names: tuple[str, ...]) -> Callable[..., Any]:
+    """The subclass cannot be found by its name, so copies and pickles say how to make it again."""
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        made: Any = _view_class(cls, names)
+        how, what, *rest = super(made, self).__reduce_ex__(max(2, protocol))
+        if getattr(how, "__name__", "") == "__newobj__" and what == (made,):
+            return (_rebuild, (cls, names), *rest)
+        return (how, what, *rest)  # a class derived from ours, or with its own way: theirs to rebuild
+
+    return __reduce_ex__
+
+
+def _rebuild(cls: type, names: tuple[str, ...]) -> nn.Module:
+    made: Any = view_class(cls, names)
+    module: nn.Module = made.__new__(made)
+    return module

@@ -1,0 +1,272 @@
+"""Put every parameter of a model on the tp mesh, prepared first and committed as one.
+
+The problem: a model is sharded whole or left as it was. So nothing of the model changes while rules are checked and
+pieces are cut; `commit` then only swaps references, and `undo` swaps them back.
+
+Every parameter becomes a DTensor: the split ones as `Shard(dim)` holding `Layout.rows` of the original (`held.py` has
+the order), all others as `Replicate`. Optimizers and gradient clipping take no mixture of DTensors and plain tensors.
+Parameters that are one object stay one object under all their names.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._prims_common import make_contiguous_strides_for
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.hooks import RemovableHandle
+
+from autoplan.common.errors import AutoplanError, IndivisibleError, PlanMismatchError
+from autoplan.common.layout import Layout, chunk
+from autoplan.execute.collectives import RankGroup, all_gather_rows, mesh_device
+from autoplan.execute.parameters.held import Held, ModuleRecord, Reading
+from autoplan.execute.parameters.local_views import view_class
+from autoplan.execute.parameters.state_dict import register_hooks
+from autoplan.values import ParameterRule
+
+__all__ = ["Prepared", "mesh_device", "prepare_parameters", "shard_parameters"]
+
+Rules = Mapping[str, ParameterRule | None]
+_SAMPLES = 16  # elements of each parameter that ranks compare
+
+
+def shard_parameters(model: nn.Module, tp_mesh: DeviceMesh, rules: Rules) -> Prepared:
+    """Prepare and commit in one step; the result can still `undo`."""
+    prepared = prepare_parameters(model, tp_mesh, rules)
+    prepared.commit()
+    return prepared
+
+
+def prepare_parameters(model: nn.Module, tp_mesh: DeviceMesh, rules: Rules) -> Prepared:
+    """Check `rules` (by full name of a parameter or buffer; absent or None: whole) and cut all pieces.
+
+    Collective: ranks compare samples of their weights, for pieces of differently seeded models would train silently.
+    """
+    builder = _Builder(tp_mesh, RankGroup.of(tp_mesh), _by_tensor(model, rules))
+    prepared = Prepared(model)
+    reading = Reading()
+    for path, module in model.named_modules():
+        if not any(True for _ in module.parameters()) and not any(True for _ in module.buffers(recurse=False)):
+            continue
+        _refuse_module(module, path)
+        record = ModuleRecord(reading, type(module))
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                new, record.parameters[name] = builder.parameter(_join(path, name), parameter, module)
+                prepared.swaps.append(_Swap(module._parameters, name, parameter, new))
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            new_buffer, held = builder.buffer(_join(path, name), buffer)
+            if held is not None:
+                record.buffers[name] = held
+            if new_buffer is not buffer:
+                prepared.swaps.append(_Swap(module._buffers, name, buffer, new_buffer))
+        prepared.modules.append((module, record, type(module), view_class(type(module), tuple(record.parameters))))
+    _refuse_differing_ranks(builder, model)
+    return prepared
+
+
+# ------------------------------------------------------------------------------------------------------ what changes
+
+
+@dataclass
+class _Swap:
+    where: dict[str, Any]
+    name: str
+    old: Any
+    new: Any
+
+
+@dataclass
+class Prepared:
+    """Everything that sharding will change. `commit` and `undo` swap references and cannot fail half way."""
+
+    model: nn.Module
+    swaps: list[_Swap] = field(default_factory=list)
+    modules: list[tuple[nn.Module, ModuleRecord, type[nn.Module], type[nn.Module]]] = field(default_factory=list)
+    _hooks: list[RemovableHandle] = field(default_factory=list)
+
+    def commit(self) -> None:
+        """Shard the model."""
+        assert not self._hooks, "committed already"
+        for swap in self.swaps:
+            swap.where[swap.name] = swap.new
+        for module, record, _, made in self.modules:
+            record.attach(module)
+            module.__class__ = made
+            self._hooks += register_hooks(module)
+            _refresh_flat_weights(module)
+
+    def undo(self) -> None:
+        """The model as it was, with the very same parameter objects."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for swap in self.swaps:
+            swap.where[swap.name] = swap.old
+        for module, _, cls, _ in self.modules:
+            module.__class__ = cls
+            ModuleRecord.detach(module)
+            _refresh_flat_weights(module)
+
+
+def _refresh_flat_weights(module: nn.Module) -> None:
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights = [module._parameters.get(name) for name in module._flat_weights_names]
+
+
+# ------------------------------------------------------------------------------------------------------ making pieces
+
+
+class _Builder:
+    """Makes each tensor's piece once, however many names it has."""
+
+    def __init__(self, mesh: DeviceMesh, group: RankGroup, rules: dict[int, ParameterRule]) -> None:
+        self.mesh, self.group, self.rules = mesh, group, rules
+        self.device = mesh_device(mesh)
+        self.made: dict[int, tuple[nn.Parameter, Held]] = {}
+        self.originals: list[tuple[str, torch.Tensor]] = []
+
+    def parameter(self, fqn: str, parameter: nn.Parameter, module: nn.Module) -> tuple[nn.Parameter, Held]:
+        if id(parameter) not in self.made:
+            _refuse_parameter(fqn, parameter)
+            held = self._held(fqn, parameter)
+            if held.dim is not None and isinstance(module, nn.RNNBase):
+                raise AutoplanError(
+                    f"{fqn} cannot be split: {type(module).__name__} computes all gates in one fused call",
+                    hint="keep its parameters whole",
+                )
+            self.made[id(parameter)] = (self._distribute(parameter, held), held)
+            self.originals.append((fqn, parameter))
+        return self.made[id(parameter)]
+
+    def buffer(self, fqn: str, buffer: torch.Tensor) -> tuple[torch.Tensor, Held | None]:
+        """The local piece of a split buffer; a whole one as it is, but on the mesh's device."""
+        held = self._held(fqn, buffer)
+        if held.dim is None:
+            return self._to_device(buffer), None
+        return self._to_device(held.cut(buffer.detach())), held
+
+    def _held(self, fqn: str, tensor: torch.Tensor) -> Held:
+        rule = self.rules.get(id(tensor), ParameterRule(fqn))
+        shape, tp = tuple(tensor.shape), self.group.size
+        if rule.dim is None or rule.layout is None or not Layout.parse(rule.layout).is_split:
+            return Held(shape, self.group, gradient=rule.gradient, divide=rule.divide)
+        if not -len(shape) <= rule.dim < len(shape):
+            raise PlanMismatchError(f"{fqn} has {len(shape)} dims; the plan cuts dim {rule.dim}")
+        dim = rule.dim % len(shape)
+        held = Held(shape, self.group, dim, rule.layout, rule.gradient, rule.divide)
+        _refuse_layout(fqn, held, Layout.parse(rule.layout), tp)
+        return held
+
+    def _distribute(self, parameter: nn.Parameter, held: Held) -> nn.Parameter:
+        with torch.no_grad():
+            local = self._to_device(held.cut(parameter.detach()))
+            if held.dim is None:
+                shape, stride, placement = local.shape, local.stride(), Replicate()
+            else:
+                sizes = list(held.shape)
+                sizes[held.dim] = sum(len(rows) for rows in held.rows)
+                shape, stride = torch.Size(sizes), make_contiguous_strides_for(sizes)
+                placement = Shard(held.dim)
+            tensor = DTensor.from_local(local, self.mesh, [placement], run_check=False, shape=shape, stride=stride)
+            new = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+        for name, value in vars(parameter).items():  # marks that libraries leave on parameters
+            new.__dict__.setdefault(name, value)
+        return new
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.is_meta or tensor.device == self.device else tensor.to(self.device)
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+def _by_tensor(model: nn.Module, rules: Rules) -> dict[int, ParameterRule]:
+    """The rules by identity of the tensor they are about: names of one tensor must agree."""
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    found: dict[int, tuple[str, ParameterRule]] = {}
+    for fqn, rule in rules.items():
+        if fqn not in tensors:
+            near = difflib.get_close_matches(fqn, tensors, n=1)
+            raise PlanMismatchError(
+                f"the plan names {fqn}, which this model does not have",
+                hint=f"the nearest is {near[0]}" if near else "was the plan made for another model?",
+            )
+        if rule is None:
+            continue
+        other, known = found.setdefault(id(tensors[fqn]), (fqn, rule))
+        if _meaning(known) != _meaning(rule):
+            raise PlanMismatchError(f"{other} and {fqn} are one tensor, but the plan lays them out differently")
+    return {key: rule for key, (_, rule) in found.items()}
+
+
+def _meaning(rule: ParameterRule) -> tuple[Any, ...]:
+    return rule.dim, rule.layout, rule.gradient, rule.divide
+
+
+def _refuse_module(module: nn.Module, path: str) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise AutoplanError(f"{path or 'the model'} is a TorchScript module: its code cannot be run on shards")
+
+
+def _refuse_parameter(fqn: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, DTensor):
+        raise AutoplanError(f"{fqn} is a DTensor already", hint="shard the model once, before fully_shard")
+    if torch.nn.parameter.is_lazy(parameter):
+        raise AutoplanError(f"{fqn} has no shape yet", hint="run the lazy module once")
+    if type(parameter) is not nn.Parameter:
+        raise AutoplanError(f"{fqn} is a {type(parameter).__name__}: only plain parameters can be laid on ranks")
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise AutoplanError(f"{fqn} has gradient hooks, which would be lost", hint="register them after sharding")
+
+
+def _refuse_layout(fqn: str, held: Held, layout: Layout, tp: int) -> None:
+    """Does the layout fit the tensor, cover it, and give each rank what an ordinary `Shard` gives it?"""
+    assert held.dim is not None
+    where, size = f"{fqn}, dim {held.dim}", held.shape[held.dim]
+    if layout.size != size:
+        raise PlanMismatchError(f"{where} has {size} rows; its layout {layout} is about {layout.size}")
+    counts = [len(rows) for rows in held.rows]
+    missing = size - len({row for rows in held.rows for row in rows})
+    if missing:
+        raise IndivisibleError(f"{where}: layout {layout} leaves {missing} of {size} rows to no rank at tp {tp}")
+    if counts != [len(chunk(sum(counts), tp, rank)) for rank in range(tp)]:
+        raise IndivisibleError(f"{where}: layout {layout} gives the ranks {counts} rows at tp {tp}, which is uneven")
+    if held.gradient == "sum" and tp > 1 and not held.shared.count:
+        raise PlanMismatchError(f"{where}: every row of {layout} has one holder, so no gradient can be summed")
+
+
+def _refuse_differing_ranks(builder: _Builder, model: nn.Module) -> None:
+    """Compare a few elements of every parameter across ranks, in one exchange."""
+    real = [(fqn, tensor.detach()) for fqn, tensor in builder.originals if not tensor.is_meta and tensor.numel()]
+    if builder.group.size == 1 or not real:
+        return
+    samples = [_sample(tensor).to(builder.device) for _, tensor in real]
+    mine = torch.cat(samples)[None]
+    all_ranks = all_gather_rows(mine, builder.group, 0, [1] * builder.group.size)
+    wrong = (~torch.isclose(all_ranks, all_ranks[:1], rtol=0, atol=0, equal_nan=True)).any(0)
+    if not bool(wrong.any()):
+        return
+    flags = wrong.split([len(sample) for sample in samples])
+    names = [fqn for (fqn, _), flag in zip(real, flags, strict=True) if bool(flag.any())]
+    raise AutoplanError(
+        f"the ranks hold different weights in {len(names)} of {len(real)} parameters, first {names[0]}",
+        hint="build the model from one seed or one checkpoint on every rank of a tp group",
+    )
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    flat = torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor.reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLES)][: 2 * _SAMPLES].to(torch.float64)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,202 @@
+"""State dicts of a sharded model speak the checkpoint's language: its names, shapes and row order.
+
+The problem: a packed weight lies in rank order (`held.py`), and a split buffer is a plain piece. Whoever saves or loads
+must not notice. So a hook on each module restores the checkpoint's order when a state dict is made (one packed weight
+is gathered at a time and cut again into ordinary consecutive pieces), and another puts whatever is loaded, DTensors or
+whole plain tensors, into the form the module holds. Making a state dict of a model with packed weights is therefore
+collective, as is loading DTensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils.hooks import RemovableHandle
+
+from autoplan.common.layout import chunk
+from autoplan.execute.collectives import RankGroup, all_gather_rows
+from autoplan.execute.parameters.held import Held, record_of
+
+__all__ = [
+    "gathered",
+    "as_held",
+    "in_checkpoint_order",
+    "local_piece",
+    "register_hooks",
+    "whole_buffer",
+    "whole_tensor",
+]
+
+
+def register_hooks(module: nn.Module) -> list[RemovableHandle]:
+    """Translate this module's own entries whenever state dicts are made or loaded."""
+    return [
+        module.register_state_dict_post_hook(_to_checkpoint),
+        module.register_load_state_dict_pre_hook(_from_checkpoint),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------ saving
+
+
+def _to_checkpoint(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    record = record_of(module)
+    if record is None:
+        return
+    for name, held in record.parameters.items():
+        tensor = state_dict.get(prefix + name)
+        if held.in_rank_order and isinstance(tensor, DTensor):
+            state_dict[prefix + name] = in_checkpoint_order(tensor, held)
+    for name, held in record.buffers.items():
+        if prefix + name in state_dict:
+            state_dict[prefix + name] = whole_buffer(state_dict[prefix + name], held)
+
+
+def in_checkpoint_order(tensor: DTensor, held: Held) -> DTensor:
+    """The same tensor as the checkpoint has it, cut into consecutive pieces on the same mesh."""
+    whole = whole_tensor(tensor, held)
+    placements = [Shard(p.dim) if hasattr(p, "dim") else p for p in tensor.placements]  # FSDP2's strided ones too
+    return distribute_tensor(whole, tensor.device_mesh, placements, src_data_rank=None)
+
+
+def whole_tensor(tensor: torch.Tensor, held: Held | None) -> torch.Tensor:
+    """The checkpoint's plain tensor, new in memory. Collective over every mesh dim of a DTensor."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    if tensor.is_meta:
+        return torch.empty(held.shape if held is not None else tensor.shape, dtype=tensor.dtype, device="meta")
+    rows = None if held is None or held.dim is None else [len(mine) for mine in held.rows]
+    whole = gathered(tensor, rows)
+    if held is not None and held.in_rank_order:
+        return held.to_checkpoint_order(whole)
+    return whole.clone() if whole.data_ptr() == tensor.to_local().data_ptr() else whole
+
+
+def gathered(tensor: DTensor, rows: Sequence[int] | None = None) -> torch.Tensor:
+    """`full_tensor()`, for 8-bit floats too: not every backend sends those, but each sends bytes.
+
+    `rows`: how many each rank of tp holds, where that is not as DTensor would have it.
+    """
+    if _is_cut_again(tensor):
+        return _put_together(tensor, rows)
+    if tensor.dtype.itemsize > 1 or not tensor.is_floating_point():
+        return tensor.full_tensor()
+    bits = tensor.to_local().view(torch.uint8)
+    how: Any = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
+    return DTensor.from_local(bits, tensor.device_mesh, tensor.placements, **how).full_tensor().view(tensor.dtype)
+
+
+def _is_cut_again(tensor: DTensor) -> bool:
+    """Has FSDP2 cut further, along the same dim, what a rank of tp holds?"""
+    *before, last = tensor.placements
+    return any(hasattr(p, "split_factor") and p.dim == getattr(last, "dim", None) for p in before)
+
+
+def _put_together(tensor: DTensor, rows: Sequence[int] | None) -> torch.Tensor:
+    """Undo `local_piece`: the pieces of FSDP2's mesh dims first, then those of tp, which hold so many `rows`.
+
+    `full_tensor()` does the same, but remembers the sizes of uneven pieces by thread: wrong for simulated ranks.
+    """
+    mesh, local, dim = tensor.device_mesh, tensor.to_local(), tensor.placements[-1].dim
+    tp = mesh.ndim - 1
+    sizes = rows or [len(chunk(tensor.shape[dim], mesh.size(tp), rank)) for rank in range(mesh.size(tp))]
+    levels = [(tp, sizes)]
+    held = sizes[mesh.get_local_rank(tp)]
+    for mesh_dim, placement in enumerate(tensor.placements[:-1]):
+        if getattr(placement, "dim", None) == dim:
+            pieces = [len(chunk(held, mesh.size(mesh_dim), rank)) for rank in range(mesh.size(mesh_dim))]
+            levels.append((mesh_dim, pieces))
+            held = pieces[mesh.get_local_rank(mesh_dim)]
+    for mesh_dim, pieces in reversed(levels):
+        group = RankGroup.of(mesh.get_group(mesh_dim))
+        local = all_gather_rows(local, group, dim, pieces) if group.size > 1 else local
+    return local
+
+
+def whole_buffer(local: torch.Tensor, held: Held) -> torch.Tensor:
+    """The checkpoint's buffer from the ranks' pieces. Collective."""
+    assert held.dim is not None
+    if held.group.size == 1:
+        return held.to_checkpoint_order(local)
+    ranked = all_gather_rows(local.detach(), held.group, held.dim, [len(rows) for rows in held.rows])
+    return held.to_checkpoint_order(ranked)
+
+
+# ----------------------------------------------------------------------------------------------------------- loading
+
+
+def _from_checkpoint(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    _metadata: Any,
+    _strict: bool,
+    _missing: list[str],
+    _unexpected: list[str],
+    errors: list[str],
+) -> None:
+    record = record_of(module)
+    if record is None:
+        return
+    for held_by_name, own in ((record.parameters, module._parameters), (record.buffers, module._buffers)):
+        for name, held in held_by_name.items():
+            value, current = state_dict.get(prefix + name), own.get(name)
+            if not isinstance(value, torch.Tensor) or current is None:
+                continue  # missing: torch's own message
+            if tuple(value.shape) != held.shape:
+                errors.append(_size_mismatch(prefix + name, value, held))
+                state_dict[prefix + name] = current
+            elif isinstance(current, DTensor):
+                state_dict[prefix + name] = as_held(value, current, held)
+            elif name in record.buffers:
+                state_dict[prefix + name] = held.cut(_plain(value))
+
+
+def _size_mismatch(key: str, value: torch.Tensor, held: Held) -> str:
+    """torch's own words, with the checkpoint's shape rather than the one in rank order."""
+    return (
+        f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, "
+        f"the shape in current model is {torch.Size(held.shape)}."
+    )
+
+
+def as_held(value: torch.Tensor, parameter: DTensor, held: Held) -> DTensor:
+    """A loaded tensor, plain and whole or a DTensor in checkpoint order, laid out as `parameter` is."""
+    mesh, placements = parameter.device_mesh, parameter.placements
+    same = isinstance(value, DTensor) and (value.device_mesh, value.placements) == (mesh, placements)
+    if same and not held.in_rank_order:
+        return value
+    local = local_piece(_plain(value), held, mesh, placements)
+    target = parameter.to_local().device
+    if target.type != "meta":
+        local = local.to(target)
+    elif local.device.type != mesh.device_type:
+        local = local.to(mesh.device_type)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+def local_piece(whole: torch.Tensor, held: Held, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
+    """This rank's piece: its rows on the tp mesh, and of those its share where FSDP2 has cut them further.
+
+    FSDP2 puts its mesh dims before tp's, and cuts what a tp rank holds into consecutive pieces.
+    """
+    local = held.cut(whole.detach())
+    for mesh_dim, placement in enumerate(placements[:-1]):
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            mine = chunk(local.size(dim), mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
+            local = local.narrow(dim, mine.start, len(mine))
+    return local.contiguous()
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    return gathered(value) if isinstance(value, DTensor) else value

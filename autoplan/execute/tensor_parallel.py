@@ -1,0 +1,276 @@
+"""Apply a plan to a live model: all of it, or none of it.
+
+Everything that can fail happens first: patterns are matched, pieces are cut, integers are checked. Then parameters are
+swapped, integers set and hooks put in place; whatever fails on the way undoes what was done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoplan.common.errors import AutoplanError, PlanMismatchError
+from autoplan.common.layout import chunk
+from autoplan.common.patterns import matches, nearest
+from autoplan.execute.calls.kernel_guard import guard_kernels
+from autoplan.execute.collectives import RankGroup
+from autoplan.execute.hooks.install import ModuleWork, install, install_root
+from autoplan.execute.hooks.running import Running
+from autoplan.execute.parameters.integers import apply_edit
+from autoplan.execute.parameters.shard import mesh_device, prepare_parameters
+from autoplan.execute.randomness.dropout import SharedRandomness
+from autoplan.execute.reproducible import make_reproducible
+from autoplan.values import ParameterRule, Plan
+
+__all__ = ["Applied", "apply_plan", "applied", "check_matches", "record", "tp_mesh_of", "undo_all"]
+
+_RECORD = "_autoplan_applied"
+_AT_EXIT = ("gather", "gather_whole")  # done where the model returns, not by a hook of its own
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What was done to a model, in plain data.
+
+    `split`: parameters cut over tp ranks; `edits`: integers changed (module, attribute, before, after); `hooked`: where
+    ranks communicate. `checkpointed`: modules whose activations are computed again; `saved_bytes`: what that saves per
+    token, estimated. `units`: what FSDP2 gathers together, the model itself last; `data_parallel`: (replicas, shards).
+    `notes`: what was left out, and why.
+    """
+
+    plan: Plan
+    tp_size: int
+    split: tuple[str, ...]
+    edits: tuple[tuple[str, str, int, int], ...]
+    hooked: tuple[str, ...]
+    checkpointed: tuple[str, ...] = ()
+    saved_bytes: int = 0
+    units: tuple[tuple[str, ...], ...] = ()
+    data_parallel: tuple[int, int] = (1, 1)
+    notes: tuple[str, ...] = ()
+    undo: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
+    running: Running | None = field(default=None, repr=False, compare=False)
+
+
+def applied(model: nn.Module) -> Applied | None:
+    """The record of what `parallelize` did to a model, or None."""
+    return model.__dict__.get(_RECORD)
+
+
+def tp_mesh_of(mesh: DeviceMesh, plan: Plan, names: dict[str, str] | None = None) -> DeviceMesh | None:
+    """The 1-D mesh over which the plan splits; None when there is nothing to split over.
+
+    That is "tp", or "ep" where the plan only deals out experts.
+    """
+    purpose = "ep" if plan.tp_size == 1 < plan.ep_size else "tp"
+    wanted = (names or {}).get(purpose, purpose)
+    dims = mesh.mesh_dim_names or ()
+    if wanted in dims:
+        found = mesh[wanted] if mesh.ndim > 1 else mesh
+    elif plan.ranks == 1:
+        return None
+    else:
+        raise PlanMismatchError(
+            f"the plan is for {purpose}={plan.ranks}, but the mesh has no dim named {wanted!r} (it has {list(dims)})",
+            hint=f'name it: init_device_mesh(device, shape, mesh_dim_names=("{purpose}",)), or pass '
+            f'mesh_dims={{"{purpose}": name}}',
+        )
+    if found.size() != plan.ranks:
+        raise PlanMismatchError(
+            f"the plan is for {purpose}={plan.ranks}, but the mesh's {wanted!r} dim has {found.size()} ranks",
+            hint=f"plan again with {purpose}_size={found.size()}",
+        )
+    return found
+
+
+def apply_plan(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Plan,
+    *,
+    gather_logits: bool = False,
+    sequence_padding: str = "error",
+    reproducible_forward: bool = False,
+) -> nn.Module:
+    """Shard `model` in place over a 1-D tp mesh and return it."""
+    if applied(model) is not None:
+        raise PlanMismatchError("the model is already parallelized", hint="build a fresh one")
+    group = RankGroup.of(mesh)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    rules = parameter_rules(model, plan)
+    if sequence_padding not in ("error", "pad"):
+        raise AutoplanError(f"sequence_padding={sequence_padding!r}", hint="choose 'error' or 'pad'")
+    running = Running(
+        mesh, group, gather_logits, SharedRandomness(group, mesh_device(mesh)), sequence_padding=sequence_padding
+    )
+    running.split_loss = not reproducible_forward  # its sums are over ranks too
+    running.branches.apart = reproducible_forward  # added in the order in which the model adds them
+    works = _works(modules, plan)
+    undo: list[Callable[[], None]] = []
+    try:
+        edits = _edit_integers(modules, plan, group.rank, undo)
+        _localise_padding(modules, works, group, undo)
+        prepared = prepare_parameters(model, mesh, rules)
+        undo.append(prepared.undo)
+        prepared.commit()
+        for name, work in works.items():
+            for handle in install(modules[name], work, running):
+                undo.append(handle.remove)
+        for handle in _install_root(model, plan, running):
+            undo.append(handle.remove)
+        guard_kernels(model, (modules[name] for name, work in works.items() if work.communicates), undo)
+        if reproducible_forward:  # after the hooks, which find their inputs by the signature of the forward
+            make_reproducible(modules, plan, rules, undo)
+    except BaseException:
+        _roll_back(undo)
+        raise
+    model.__dict__[_RECORD] = Applied(
+        plan=plan,
+        tp_size=group.size,
+        split=tuple(sorted(name for name, rule in rules.items() if rule is not None and rule.dim is not None)),
+        edits=edits,
+        hooked=tuple(works),
+        undo=lambda: _undo(model, undo),
+        running=running,
+    )
+    return model
+
+
+def record(model: nn.Module, plan: Plan, **facts: Any) -> None:
+    """Add to what is remembered about a model; the first to do so where nothing was split."""
+    known = applied(model) or Applied(plan, plan.tp_size, (), (), ())
+    model.__dict__[_RECORD] = replace(known, **facts)
+
+
+def check_matches(model: nn.Module, plan: Plan) -> None:
+    """Does every pattern of the plan mean something in this model? Raises PlanMismatchError with the nearest path."""
+    parameter_rules(model, plan)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    runtime = plan.runtime
+    items = (runtime.edits, runtime.hooks, runtime.heads, runtime.scoped, runtime.experts)
+    patterns = [item.pattern for group in items for item in group]
+    for pattern in patterns:
+        _module_names(pattern, modules)
+
+
+def undo_all(model: nn.Module) -> None:
+    """Forget what was recorded, and undo the split."""
+    known = model.__dict__.pop(_RECORD, None)
+    if known is not None:
+        known.undo()
+
+
+def _undo(model: nn.Module, undo: list[Callable[[], None]]) -> None:
+    _roll_back(undo)
+    model.__dict__.pop(_RECORD, None)
+
+
+def _roll_back(undo: list[Callable[[], None]]) -> None:
+    while undo:
+        undo.pop()()
+
+
+def parameter_rules(model: nn.Module, plan: Plan) -> dict[str, ParameterRule | None]:
+    """The rule of every parameter and split buffer by full name; every pattern must mean something."""
+    names = [n for n, _ in model.named_parameters(remove_duplicate=False)]
+    names += [n for n, _ in model.named_buffers(remove_duplicate=False)]
+    found: dict[str, ParameterRule | None] = {}
+    for rule in plan.runtime.parameters:
+        hits = [rule.pattern] if rule.pattern in names else [n for n in names if matches(rule.pattern, n)]
+        if not hits:
+            close = nearest(rule.pattern, names)
+            raise PlanMismatchError(
+                f"the plan's pattern {rule.pattern!r} matches no parameter of {type(model).__name__}",
+                hint=f"the nearest is {close[0]!r}" if close else "the plan was made for another model",
+            )
+        for name in hits:
+            if name not in found or rule.pattern == name:
+                found[name] = rule
+    return found
+
+
+def _module_names(pattern: str, modules: dict[str, nn.Module]) -> list[str]:
+    hits = [pattern] if pattern in modules else [name for name in modules if matches(pattern, name)]
+    if not hits:
+        close = nearest(pattern, list(modules))
+        raise PlanMismatchError(
+            f"the plan's pattern {pattern!r} matches no module",
+            hint=f"the nearest is {close[0]!r}" if close else "the plan was made for another model",
+        )
+    return hits
+
+
+def _works(modules: dict[str, nn.Module], plan: Plan) -> dict[str, ModuleWork]:
+    """What each module has to do, one module object once however many names it has."""
+    works: dict[str, ModuleWork] = {}
+    names: dict[int, str] = {}
+
+    def work(name: str) -> ModuleWork:
+        known = names.setdefault(id(modules[name]), name)
+        return works.setdefault(known, ModuleWork(known))
+
+    def each(items: Any, add: Callable[[ModuleWork, Any], None]) -> None:
+        for item in items:
+            for name in _module_names(item.pattern, modules):
+                if item.pattern or name == "":
+                    add(work(name), item)
+
+    def add_hook(target: ModuleWork, item: Any) -> None:
+        if item not in target.hooks and not (item.pattern == "" and item.side == "output" and item.action in _AT_EXIT):
+            target.hooks.append(item)
+
+    each(plan.runtime.hooks, add_hook)
+    each([h for h in plan.runtime.heads if h.kind == "embedding"], lambda w, h: setattr(w, "embedding", h))
+    each([h for h in plan.runtime.heads if h.kind == "logits"], lambda w, h: setattr(w, "logits", h))
+    each(plan.runtime.scoped, lambda w, c: w.scoped.append(c))
+    each(plan.runtime.experts, lambda w, e: setattr(w, "experts", e))
+    for name in [w.name for w in works.values() if w.scoped]:
+        for inner, module in modules.items():
+            if inner.startswith(f"{name}." if name else "") and inner != name and module is not modules[name]:
+                work(inner).framed = True
+    for kind, patterns in (("split", plan.runtime.random), ("whole", plan.runtime.random_whole)):
+        for pattern in patterns:
+            for name in _module_names(pattern, modules):
+                work(name).random = kind
+    return {name: found for name, found in works.items() if not found.empty}
+
+
+def _edit_integers(
+    modules: dict[str, nn.Module], plan: Plan, rank: int, undo: list[Callable[[], None]]
+) -> tuple[tuple[str, str, int, int], ...]:
+    done, seen = [], set()
+    for edit in plan.runtime.edits:
+        for name in _module_names(edit.pattern, modules):
+            key = (id(modules[name]), edit.attribute, edit.index)
+            if key in seen:
+                continue
+            seen.add(key)
+            undo.append(apply_edit(name, modules[name], edit, rank))
+            done.append((name, edit.attribute, edit.old, edit.new if edit.per_rank is None else edit.per_rank[rank]))
+    return tuple(done)
+
+
+def _localise_padding(
+    modules: dict[str, nn.Module], works: dict[str, ModuleWork], group: RankGroup, undo: list[Callable[[], None]]
+) -> None:
+    """The padding row of a split table lives on one rank; its number is local there."""
+    for name, work in works.items():
+        state = modules[name].__dict__
+        padding = state.get("padding_idx")
+        if work.embedding is None or padding is None:
+            continue
+        own = chunk(work.embedding.size, group.size, group.rank)
+        state["padding_idx"] = padding - own.start if padding in own else None
+        undo.append(partial(state.__setitem__, "padding_idx", padding))
+
+
+def _install_root(model: nn.Module, plan: Plan, running: Running) -> list[Any]:
+    heads = tuple(h for h in plan.runtime.heads if h.kind == "logits")
+    outputs = [h for h in plan.runtime.hooks if h.pattern == "" and h.side == "output" and h.action in _AT_EXIT]
+    random = bool(plan.runtime.random or plan.runtime.random_whole)
+    return install_root(model, heads, outputs, running, (random, plan.runtime.draws), plan.runtime.outputs)

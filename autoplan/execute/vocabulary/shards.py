@@ -1,0 +1,238 @@
+"""Logits of which each rank holds some columns: whose columns, and the sums over a whole row.
+
+The problem: what a loss or a sampler wants of a row of logits is a number or two (its log-sum-exp, one element, a mean
+of elements), but a row lies on all ranks. Gathering it costs tokens × vocabulary bytes on every rank, the largest
+tensor of a training step. Every such number is a sum of what each rank can say of its own columns, so a few numbers per
+row are all that needs to travel.
+
+Columns are dealt out by ceiling, as DTensor deals them: the last ranks may have fewer, or none. Sums are float32
+at least, a chunk of rows at a time if wanted, so that no second tensor of the logits' size is alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from autoplan.common.errors import AutoplanError
+from autoplan.common.layout import chunk
+from autoplan.execute.collectives import RankGroup, all_reduce, copy_to_ranks
+
+__all__ = ["Columns", "Ranks", "columns_of", "plain", "row_entropy", "row_sums", "wide"]
+
+_CHUNK = 2**22  # elements that are widened at a time, unless asked otherwise
+
+Ranks: TypeAlias = "RankGroup | DeviceMesh | dist.ProcessGroup"
+
+
+@dataclass(frozen=True)
+class Columns:
+    """This rank's columns of logits [..., vocabulary]: a plain tensor, differentiable."""
+
+    local: torch.Tensor
+    group: RankGroup
+    size: int
+
+    @property
+    def own(self) -> range:
+        """The tokens whose columns these are."""
+        return chunk(self.size, self.group.size, self.group.rank)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """[tokens, columns]."""
+        return self.local.reshape(-1, self.local.shape[-1]) if self.local.shape[-1] else self._no_columns()
+
+    def _no_columns(self) -> torch.Tensor:
+        return self.local.reshape(self.local.shape[:-1].numel(), 0)
+
+
+def columns_of(logits: torch.Tensor, group: Ranks | None = None, vocabulary: int | None = None) -> Columns:
+    """Logits as they leave a model (a DTensor split in its last dim), or one rank's columns with group and size."""
+    if isinstance(logits, DTensor):
+        return _of_dtensor(logits)
+    if group is None or vocabulary is None:
+        raise AutoplanError(
+            f"plain logits of shape {list(logits.shape)} do not say which columns of the vocabulary they are",
+            hint="pass group= and vocabulary=, or the DTensor that leaves the model",
+        )
+    ranks = RankGroup.of(group)
+    wanted = len(chunk(vocabulary, ranks.size, ranks.rank))
+    if logits.shape[-1] != wanted:
+        raise AutoplanError(
+            f"rank {ranks.rank} of {ranks.size} holds {wanted} of {vocabulary} columns, the logits have "
+            f"{logits.shape[-1]}",
+            hint="vocabulary= is the size over all ranks; columns are dealt out by ceiling, as DTensor does",
+        )
+    return Columns(logits, ranks, vocabulary)
+
+
+def _of_dtensor(logits: DTensor) -> Columns:
+    last = logits.dim() - 1
+    split = [at for at, placed in enumerate(logits.placements) if placed == Shard(last)]
+    others = [placed for at, placed in enumerate(logits.placements) if at not in split and not placed.is_replicate()]
+    if len(split) > 1 or others:
+        raise AutoplanError(
+            f"logits are placed {logits.placements}: only a split of the vocabulary, over one mesh dim, is understood",
+            hint="pass logits.to_local() with group= and vocabulary=; the result then speaks of these rows",
+        )
+    if not split:
+        return Columns(logits.to_local(), RankGroup("", 1, 0), logits.shape[-1])
+    return Columns(logits.to_local(), RankGroup.of(logits.device_mesh.get_group(split[0])), logits.shape[-1])
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Token ids may come as a DTensor too."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums are made."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+# ------------------------------------------------------------------------------------------------------ sums of rows
+
+
+def row_sums(
+    columns: Columns, tokens: torch.Tensor, *, weight: torch.Tensor | None = None, chunk_tokens: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each row: its log-sum-exp, the logit of its token, and the sum of its logits times `weight` (zeros without).
+
+    `tokens` are flat, one per row; a token outside the vocabulary has the logit 0. `weight` has an element per column
+    of this rank.
+    """
+    local = columns.local
+    if weight is not None:
+        weight = weight.to(local.device, wide(local.dtype))
+    step = _step(chunk_tokens, columns.rows)
+    sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    sums = _RowSums.apply(columns.rows, tokens, weight, columns.group, columns.own.start, step)
+    return sums
+
+
+def row_entropy(columns: Columns, *, chunk_tokens: int | None = None) -> torch.Tensor:
+    """The entropy of each row's distribution, in nats."""
+    rows = columns.rows
+    entropy: torch.Tensor = _Entropy.apply(rows, columns.group, _step(chunk_tokens, rows))
+    return entropy
+
+
+def _step(chunk_tokens: int | None, rows: torch.Tensor) -> int:
+    """How many rows at a time. Compiled code fuses what would need the memory, and loops would be unrolled."""
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise AutoplanError(f"chunk_tokens={chunk_tokens}", hint="give a whole number from 1 on, or None")
+    if chunk_tokens is None and not torch.compiler.is_compiling():
+        chunk_tokens = _CHUNK // max(1, rows.shape[1])
+    return max(1, rows.shape[0] if chunk_tokens is None else chunk_tokens)
+
+
+def _chunks(rows: torch.Tensor, step: int) -> Iterator[slice]:
+    return (slice(start, start + step) for start in range(0, rows.shape[0], step))
+
+
+def _in_chunks(part: Callable[[slice], torch.Tensor], rows: torch.Tensor, step: int) -> torch.Tensor:
+    """A gradient for `rows`, made a chunk of them at a time."""
+    if rows.shape[0] <= step:
+        return part(slice(0, rows.shape[0])).to(rows.dtype)
+    gradient = torch.empty_like(rows)
+    for at in _chunks(rows, step):
+        gradient[at] = part(at)
+    return gradient
+
+
+def _log_sum_exp(rows: torch.Tensor, step: int) -> torch.Tensor:
+    """Over this rank's columns; minus infinity where there are none."""
+    parts = [torch.logsumexp(rows[at].to(wide(rows.dtype)), -1) for at in _chunks(rows, step)]
+    return torch.cat(parts) if parts else rows.new_zeros(0, dtype=wide(rows.dtype))
+
+
+def _over_ranks(local: torch.Tensor, *sums: torch.Tensor, group: RankGroup) -> tuple[torch.Tensor, ...]:
+    """The log-sum-exp of every rank's log-sum-exp, and sums: two reductions of a few numbers per row."""
+    if group.size == 1:
+        return (local, *sums)
+    peak = all_reduce(local, group, "max")
+    total, *others = all_reduce(torch.stack([torch.exp(local - peak), *sums]), group).unbind()
+    return (peak + torch.log(total), *others)
+
+
+def _own(tokens: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tokens have their column here, and in which column (0 for the others)."""
+    own = (tokens >= first) & (tokens < first + count)
+    return own, torch.where(own, tokens - first, 0)
+
+
+class _RowSums(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        tokens: torch.Tensor,
+        weight: torch.Tensor | None,
+        group: RankGroup,
+        first: int,
+        step: int,
+    ) -> Any:
+        own, column = _own(tokens, first, rows.shape[1])
+        chosen = torch.zeros(tokens.shape, dtype=wide(rows.dtype), device=rows.device)
+        if rows.shape[1]:
+            chosen = torch.where(own, rows.gather(1, column[:, None])[:, 0].to(chosen.dtype), chosen)
+        weighted = torch.zeros_like(chosen)
+        if weight is not None and rows.shape[0]:
+            weighted = torch.cat([rows[at].to(chosen.dtype) @ weight for at in _chunks(rows, step)])
+        whole, chosen, weighted = _over_ranks(_log_sum_exp(rows, step), chosen, weighted, group=group)
+        ctx.save_for_backward(rows, tokens, weight, whole)
+        ctx.group, ctx.first, ctx.step = group, first, step
+        return whole, chosen, weighted
+
+    @staticmethod
+    def backward(ctx: Any, of_whole: torch.Tensor, of_chosen: torch.Tensor, of_weighted: torch.Tensor) -> Any:
+        """Softmax, the token's own column, and the weights; each rank makes its columns from numbers all ranks have."""
+        rows, tokens, weight, whole = ctx.saved_tensors
+        shared = (whole, of_whole, of_chosen, of_weighted)
+        whole, of_whole, of_chosen, of_weighted = (copy_to_ranks(value, ctx.group) for value in shared)
+        own, column = _own(tokens, ctx.first, rows.shape[1])
+
+        def part(at: slice) -> torch.Tensor:
+            made = torch.exp(rows[at].to(whole.dtype) - whole[at, None]) * of_whole[at, None]
+            if rows.shape[1]:
+                made = made.scatter_add(1, column[at, None], torch.where(own, of_chosen, 0.0)[at, None])
+            return made if weight is None else made + of_weighted[at, None] * weight
+
+        return _in_chunks(part, rows, ctx.step), None, None, None, None, None
+
+
+class _Entropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: RankGroup, step: int) -> torch.Tensor:
+        (whole,) = _over_ranks(_log_sum_exp(rows, step), group=group)
+        parts = [_surprise(rows[at], whole[at]).sum(-1) for at in _chunks(rows, step)]
+        entropy = torch.cat(parts) if parts else torch.zeros_like(whole)
+        entropy = entropy if group.size == 1 else all_reduce(entropy, group)
+        ctx.save_for_backward(rows, whole, entropy)
+        ctx.step = step
+        return entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        """dH/dx = -p (log p + H)."""
+        rows, whole, entropy = ctx.saved_tensors
+
+        def part(at: slice) -> torch.Tensor:
+            x = rows[at].to(whole.dtype)
+            return (_surprise(x, whole[at]) - torch.exp(x - whole[at, None]) * entropy[at, None]) * gradient[at, None]
+
+        return _in_chunks(part, rows, ctx.step), None, None
+
+
+def _surprise(rows: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """-p log p; 0 where a logit is minus infinity."""
+    log_p = rows.to(whole.dtype) - whole[:, None]
+    return -(torch.exp(log_p) * log_p.clamp(min=torch.finfo(log_p.dtype).min))

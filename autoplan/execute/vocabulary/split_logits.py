@@ -1,0 +1,288 @@
+"""Logits that a model is still working on while they lie split over the vocabulary: its loss needs no whole ones.
+
+The problem: given `labels=`, a model computes its loss inside its own forward, with code that knows nothing of ranks:
+`logits.float()`, a shift, `view(-1, vocab_size)`, then `cross_entropy`. Gathering the logits for it costs more memory
+than anything else in a training step.
+
+So the head hands out its columns as a `SplitLogits`: a tensor that shows the whole shape and knows what is done to it.
+Casts, scalings, views and indexing that leave the vocabulary alone are done on the columns; `cross_entropy` becomes
+the vocabulary-parallel one. Whatever else reads them gets the whole logits, gathered at that moment: right, and as
+costly as before. Nothing can read columns for whole logits unnoticed; changing them in place in a way that is not
+understood is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from autoplan.common.errors import PlanMismatchError
+from autoplan.common.layout import chunk
+from autoplan.execute.collectives import RankGroup, gather_pieces
+from autoplan.execute.vocabulary.losses import cross_entropy
+from autoplan.execute.vocabulary.shards import Columns
+
+__all__ = ["SplitLogits", "can_stay_split", "columns_in", "split_class"]
+
+
+def can_stay_split(size: int, group: RankGroup) -> bool:
+    """Has every rank two columns at least? One alone looks like a dim to broadcast, and none has no sums."""
+    return len(chunk(size, group.size, group.size - 1)) > 1
+
+
+class SplitLogits(torch.Tensor):
+    """This rank's columns (its data and its gradient are theirs) behaving as whole logits. See `split_class`."""
+
+    group: RankGroup
+    vocabulary: int
+    dim_from_end: int  # the split dim, -1 the last
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = _RULES.get(func)
+        result = NotImplemented if found is None else found(cls, func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        _refuse_in_place(func, args, kwargs)
+        return func(*_gathered(cls, args), **_gathered(cls, kwargs))
+
+
+@cache
+def split_class(group: RankGroup, vocabulary: int, dim_from_end: int = -1) -> type[SplitLogits]:
+    """The class of logits that are split so; `local.as_subclass(it)` makes them."""
+    names = {"group": group, "vocabulary": vocabulary, "dim_from_end": dim_from_end, "__doc__": SplitLogits.__doc__}
+    return type("SplitLogits", (SplitLogits,), names)
+
+
+def columns_in(value: Any, change: Callable[[torch.Tensor, type[SplitLogits]], torch.Tensor]) -> Any:
+    """A model's result with its split logits changed; `change` gets the columns and the class that describes them."""
+    if isinstance(value, SplitLogits):
+        return change(_raw(value), type(value))
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if isinstance(item, (SplitLogits, dict, tuple, list)):
+                value[key] = columns_in(item, change)
+    elif isinstance(value, (tuple, list)):
+        items = [columns_in(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+Kind = type[SplitLogits]
+
+# ---------------------------------------------------------------------------------------------------- whole or split
+
+
+def _raw(x: Any) -> Any:
+    """The columns as a plain tensor."""
+    if not isinstance(x, SplitLogits):
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.ops.aten.alias(x)  # `as_subclass(torch.Tensor)` is the same, but torch.compile cannot trace it
+
+
+def _gathered(cls: Kind, value: Any) -> Any:
+    """Arguments with whole logits in the place of split ones; most of them are of the class `cls`."""
+    if isinstance(value, SplitLogits):
+        kind = cls if type(value) is cls else type(value)
+        return gather_pieces(_raw(value), kind.group, kind.dim_from_end, kind.vocabulary)
+    if isinstance(value, dict):
+        return {key: _gathered(cls, item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
+        return type(value)([_gathered(cls, item) for item in value])
+    return value
+
+
+def _refuse_in_place(func: Any, args: Any, kwargs: Any) -> None:
+    name = func.__name__
+    changes = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name in _IN_PLACE_OPERATORS
+    if (changes and isinstance(args[0], SplitLogits)) or isinstance(kwargs.get("out"), SplitLogits):
+        raise PlanMismatchError(
+            f"the model changes its logits in place ({name}) while they are split over the vocabulary",
+            hint="call it without labels and compute the loss by autoplan.vocab_parallel_cross_entropy",
+        )
+
+
+def _whole_shape(cls: Kind, x: SplitLogits) -> torch.Size:
+    sizes = list(_raw(x).shape)
+    sizes[cls.dim_from_end] = cls.vocabulary
+    return torch.Size(sizes)
+
+
+# --------------------------------------------------------------------------------------- what leaves the columns alone
+
+
+def _shape(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    return _whole_shape(cls, args[0])
+
+
+def _size(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    return _whole_shape(cls, args[0]) if dim is None else _whole_shape(cls, args[0])[dim]
+
+
+def _numel(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    return _whole_shape(cls, args[0]).numel()
+
+
+def _as_it_is(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    """What is the same for columns and whole logits, and no tensor. Hooks see the gradient of the columns."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _each_element(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    """Casts and functions of single elements."""
+    x = args[0]
+    result = func(*map(_raw, args), **kwargs)
+    return result.as_subclass(cls) if isinstance(x, SplitLogits) else result
+
+
+def _arithmetic(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    """With numbers, tensors that are the same for every token of the vocabulary, and columns that lie as ours do."""
+    split = [a for a in args if isinstance(a, SplitLogits)]
+    others = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and not isinstance(a, SplitLogits)]
+    if kwargs.get("out") is not None or len(split) != 1:
+        return NotImplemented
+    raw = _raw(split[0])
+    for other in others:
+        width = other.shape[cls.dim_from_end] if other.dim() >= -cls.dim_from_end else 1
+        ours = width == raw.shape[cls.dim_from_end]  # a bias that is cut as the head is
+        alike = width == 1 and not other.requires_grad  # its gradient would be a part only
+        if other.dim() > raw.dim() or not (ours or alike):
+            return NotImplemented
+    return func(*map(_raw, args), **kwargs).as_subclass(cls)
+
+
+def _view(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    """A view whose last dim is the vocabulary still."""
+    x, shape = args[0], args[1:]
+    shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+    if kwargs or cls.dim_from_end != -1 or not shape or not all(isinstance(size, int) for size in shape):
+        return NotImplemented
+    raw, shape = _raw(x), list(shape)
+    if -1 in shape:
+        known = 1
+        for size in shape:
+            known *= 1 if size == -1 else size
+        shape[shape.index(-1)] = _whole_shape(cls, x).numel() // known if known else -1
+    if shape[-1] != cls.vocabulary:
+        return NotImplemented
+    return func(raw, *shape[:-1], raw.shape[-1]).as_subclass(cls)
+
+
+def _flatten(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    first = args[1] if len(args) > 1 else kwargs.get("start_dim", 0)
+    last = args[2] if len(args) > 2 else kwargs.get("end_dim", -1)
+    raw = _raw(x)
+    if cls.dim_from_end != -1 or last % raw.dim() == raw.dim() - 1:
+        return NotImplemented
+    return raw.flatten(first, last).as_subclass(cls)
+
+
+def _item(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    """Indexing that takes whole rows."""
+    x, index = args
+    if not isinstance(x, SplitLogits) or cls.dim_from_end != -1:
+        return NotImplemented
+    items = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(item, (SplitLogits, list)) for item in items):
+        return NotImplemented
+    used = sum(_dims_of(item) for item in items)
+    reaches_last = used >= _raw(x).dim() or any(item is Ellipsis for item in items)
+    if reaches_last and not (isinstance(items[-1], slice) and items[-1] == slice(None)) and items[-1] is not Ellipsis:
+        return NotImplemented
+    return _raw(x)[index].as_subclass(cls)
+
+
+def _dims_of(item: Any) -> int:
+    """How many dims one item of an index speaks of."""
+    if item is None or item is Ellipsis:
+        return 0
+    return item.dim() if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
+
+
+def _transpose(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    """The vocabulary may become another dim: class scores come second in cross_entropy."""
+    if kwargs or len(args) != 3:
+        return NotImplemented
+    raw = _raw(args[0])
+    one, other, split = args[1] % raw.dim(), args[2] % raw.dim(), cls.dim_from_end % raw.dim()
+    at = other if split == one else one if split == other else split
+    return raw.transpose(one, other).as_subclass(split_class(cls.group, cls.vocabulary, at - raw.dim()))
+
+
+def _permute(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    dims = args[1] if len(args) == 2 and isinstance(args[1], Sequence) else args[1:]
+    if kwargs:
+        return NotImplemented
+    raw = _raw(args[0])
+    at = [dim % raw.dim() for dim in dims].index(cls.dim_from_end % raw.dim())
+    return raw.permute(*dims).as_subclass(split_class(cls.group, cls.vocabulary, at - raw.dim()))
+
+
+# --------------------------------------------------------------------------------------------------------- the loss
+
+
+def _cross_entropy(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    """The vocabulary-parallel one, if the classes are the vocabulary and the targets are token ids."""
+    return _loss(cls, *args, **kwargs)
+
+
+def _loss(
+    cls: Kind,
+    input: Any,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    if not isinstance(input, SplitLogits) or isinstance(target, SplitLogits) or isinstance(weight, SplitLogits):
+        return NotImplemented
+    raw = _raw(input)
+    classes = 1 if raw.dim() > 1 else 0
+    of_ids = not target.is_floating_point() and target.shape == raw.shape[:classes] + raw.shape[classes + 1 :]
+    if size_average is not None or reduce is not None or not of_ids or cls.dim_from_end % raw.dim() != classes:
+        return NotImplemented
+    if weight is not None and weight.requires_grad:
+        return NotImplemented
+    columns = Columns(raw.movedim(classes, -1), cls.group, cls.vocabulary)
+    loss = cross_entropy(columns, target, weight, ignore_index, reduction, label_smoothing)
+    return loss.to(raw.dtype)
+
+
+_T = torch.Tensor
+_IN_PLACE_OPERATORS = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__")
+_PROPERTIES = ("dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout", "ndim", "is_cuda", "is_meta")
+_RULES: dict[Any, Callable[[Kind, Any, Any, Any], Any]] = {
+    F.cross_entropy: _cross_entropy,
+    _T.shape.__get__: _shape,
+    _T.size: _size,
+    **dict.fromkeys((_T.numel, _T.nelement), _numel),
+    **{getattr(_T, name).__get__: _as_it_is for name in _PROPERTIES},
+    **dict.fromkeys((_T.dim, _T.ndimension, _T.is_floating_point, torch.is_floating_point), _as_it_is),
+    **dict.fromkeys((_T.is_complex, torch.is_complex, _T.register_hook, _T.is_contiguous), _as_it_is),
+    **dict.fromkeys((_T.get_device, _T.element_size, _T.__hash__), _as_it_is),
+    **dict.fromkeys((_T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.type_as, _T.contiguous), _each_element),
+    **dict.fromkeys((_T.clone, torch.clone, _T.detach, _T.cpu, _T.cuda, _T.tanh, torch.tanh), _each_element),
+    **dict.fromkeys((_T.neg, torch.neg, _T.__neg__), _each_element),
+    **dict.fromkeys((_T.mul, torch.mul, _T.__mul__, _T.__rmul__, _T.multiply, torch.multiply), _arithmetic),
+    **dict.fromkeys((_T.div, torch.div, _T.__truediv__, _T.true_divide, torch.true_divide), _arithmetic),
+    **dict.fromkeys((_T.add, torch.add, _T.__add__, _T.__radd__, _T.sub, torch.sub, _T.__sub__), _arithmetic),
+    **dict.fromkeys((_T.view, _T.reshape, torch.reshape), _view),
+    **dict.fromkeys((_T.__iadd__, _T.add_, _T.__isub__, _T.sub_, _T.__imul__, _T.mul_), _arithmetic),
+    **dict.fromkeys((_T.__itruediv__, _T.div_), _arithmetic),
+    **dict.fromkeys((_T.flatten, torch.flatten), _flatten),
+    _T.__getitem__: _item,
+    **dict.fromkeys((_T.transpose, torch.transpose, _T.swapaxes, torch.swapaxes), _transpose),
+    **dict.fromkeys((_T.permute, torch.permute), _permute),
+}

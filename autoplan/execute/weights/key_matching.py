@@ -1,0 +1,165 @@
+"""Which tensor of a checkpoint becomes which tensor of a model.
+
+The problem: names differ. Tied weights are stored once; a base model's checkpoint lacks the prefix its user adds, or
+has one too many; and transformers renames, merges and splits checkpoint tensors on the way in (one file entry per
+expert becomes one packed weight). The first two are settled here; the last by transformers' own rules, applied
+unchanged where a model is one of its own. Whatever then has no partner is listed, never guessed.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoplan.common.errors import AutoplanError, PlanMismatchError
+
+__all__ = ["Converted", "Matched", "match_keys", "refuse_unmatched"]
+
+_SHOWN = 5  # names printed per kind of mismatch
+
+
+@dataclass
+class Converted:
+    """Tensors that transformers makes out of several (or parts of) checkpoint tensors, together."""
+
+    converter: Any
+    first: str  # the target that transformers names the conversion by
+    keys: list[str] = field(default_factory=list)
+
+    def targets(self) -> list[str]:
+        patterns = self.converter.target_patterns
+        return [self.first.replace(patterns[0], pattern) for pattern in patterns]
+
+    def make(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        try:
+            made = self.converter.convert(self.first, model=model, config=getattr(model, "config", None))
+        except (RuntimeError, ValueError, LookupError) as error:
+            raise AutoplanError(
+                f"transformers' conversion of {len(self.keys)} checkpoint tensors ({self.keys[0]}, …) "
+                f"to {self.first} failed: {error}",
+                hint="is the checkpoint complete, and is transformers as new as the checkpoint?",
+            ) from error
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+@dataclass
+class Matched:
+    """The outcome: targets read as they are, conversions, and what has no partner."""
+
+    direct: dict[str, str] = field(default_factory=dict)  # name in the model -> key in the files
+    converted: list[Converted] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+    def converted_names(self) -> set[str]:
+        return {name for conversion in self.converted for name in conversion.targets()}
+
+
+def match_keys(
+    model: nn.Module,
+    groups: Sequence[Sequence[str]],
+    passing: Iterable[str],
+    keys: Iterable[str],
+    read: Callable[[str], torch.Tensor],
+) -> Matched:
+    """Find a source for each group of names (one tensor each). `passing`: names of buffers that are not saved.
+
+    A group is served by the first of its names that the checkpoint has.
+    """
+    names = {name for group in groups for name in group}
+    rename, converters = _transformers_rules(model)
+    prefix = getattr(model, "base_model_prefix", None) or "model"
+    matched, conversions = Matched(), dict[str, Converted]()
+    for key in sorted(keys, key=_numbered):  # experts in order, as converters expect
+        name, pattern = rename(key)
+        name = _with_or_without(prefix, name, names)
+        if name not in names and _with_or_without(prefix, key, names) in names:
+            name, pattern = _with_or_without(prefix, key, names), None
+        if pattern is None and name in names:
+            matched.direct[name] = key
+        elif pattern is not None:
+            group = conversions.setdefault(name, Converted(copy.deepcopy(converters[pattern]), name))
+            group.converter.add_tensor(name, key, pattern, lambda key=key: read(key))
+            group.keys.append(key)
+        else:
+            matched.unexpected.append(key)
+    for conversion in conversions.values():
+        if any(name in names for name in conversion.targets()):
+            matched.converted.append(conversion)
+        else:
+            matched.unexpected += conversion.keys
+    found = set(matched.direct) | matched.converted_names()
+    matched.missing = [group[0] for group in groups if not found & set(group)]
+    _forget_ignored(model, matched, set(passing), prefix)
+    return matched
+
+
+def _numbered(key: str) -> list[tuple[int, str]]:
+    """Sorts layers.2 before layers.10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in key.split(".")]
+
+
+def _with_or_without(prefix: str, name: str, names: set[str]) -> str:
+    """The name as the model has it, when only the base model's prefix is too much or lacking."""
+    if name in names:
+        return name
+    if name.startswith(f"{prefix}.") and name.removeprefix(f"{prefix}.") in names:
+        return name.removeprefix(f"{prefix}.")
+    return f"{prefix}.{name}" if f"{prefix}.{name}" in names else name
+
+
+def _transformers_rules(model: nn.Module) -> tuple[Callable[[str], tuple[str, str | None]], dict[str, Any]]:
+    """How transformers renames a checkpoint key, and its converters by the pattern that calls for them."""
+    if not hasattr(type(model), "_from_config"):
+        return lambda key: (key, None), {}
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    return lambda key: rename_source_key(key, renamings, converters), by_pattern
+
+
+def _forget_ignored(model: nn.Module, matched: Matched, passing: set[str], prefix: str) -> None:
+    """Old checkpoints hold buffers that are no longer saved; a model may name further keys as harmless."""
+    missing = [re.compile(text) for text in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
+    surplus = [re.compile(text) for text in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    matched.missing = [name for name in matched.missing if not any(rule.search(name) for rule in missing)]
+    matched.unexpected = [
+        key
+        for key in matched.unexpected
+        if _with_or_without(prefix, key, passing) not in passing and not any(rule.search(key) for rule in surplus)
+    ]
+
+
+def refuse_unmatched(matched: Matched, wrong_shapes: Sequence[str], where: str) -> None:
+    """One error that lists everything, with the nearest name of the other side for each."""
+    texts = []
+    if matched.missing:
+        texts.append(_listed("missing", matched.missing, matched.unexpected))
+    if matched.unexpected:
+        texts.append(_listed("unexpected", matched.unexpected, matched.missing))
+    if wrong_shapes:
+        texts.append(f"{len(wrong_shapes)} of other shapes: " + "; ".join(wrong_shapes[:_SHOWN]))
+    if texts:
+        raise PlanMismatchError(
+            f"{where} is not this model's checkpoint: " + ". ".join(texts),
+            hint="strict=False loads what fits" if not wrong_shapes else "",
+        )
+
+
+def _listed(kind: str, names: Sequence[str], others: Sequence[str]) -> str:
+    shown = []
+    for name in names[:_SHOWN]:
+        near = difflib.get_close_matches(name, others, n=1, cutoff=0.5)
+        shown.append(f"{name} (nearest: {near[0]})" if near else name)
+    return f"{len(names)} {kind}: " + ", ".join(shown) + (", …" if len(names) > _SHOWN else "")

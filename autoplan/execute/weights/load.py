@@ -1,0 +1,193 @@
+"""Fill a sharded model from a folder of safetensors, each rank reading only what it holds.
+
+The problem: a planned model on the meta device has shapes and layouts but no numbers, and no rank may ever hold a whole
+weight. Everything is matched and measured first (`key_matching.py`), so that a checkpoint of another model changes
+nothing; then each parameter's piece is read (`checkpoint_files.py`), moved to the mesh's device, cast to the
+parameter's dtype and put in place, under all the names it has. Buffers that no checkpoint holds are built again
+(`buffers.py`). No communication takes place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _IncompatibleKeys
+
+from autoplan.common.errors import AutoplanError
+from autoplan.common.layout import chunk
+from autoplan.execute.collectives import mesh_device
+from autoplan.execute.parameters.buffers import rebuild_passing_tensors
+from autoplan.execute.parameters.held import Held, plain_name, record_of
+from autoplan.execute.parameters.state_dict import local_piece
+from autoplan.execute.weights.files import CheckpointFiles
+from autoplan.execute.weights.key_matching import Matched, match_keys, refuse_unmatched
+
+__all__ = ["load_weights"]
+
+
+def load_weights(model: nn.Module, folder: str | Path, *, strict: bool = True) -> _IncompatibleKeys:
+    """Fill `model`, on meta or holding numbers already, from the safetensors files in `folder`.
+
+    Returns the missing and unexpected names, which `strict` makes an error; what is missing stays as it was. Shapes
+    must agree in any case.
+    """
+    files = CheckpointFiles(folder)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # its root keeps whole parameters between forwards
+    tensors = list(_saved_tensors(model))
+    places = {name: tensor for tensor in tensors for name in tensor.names}
+    groups = [tensor.names for tensor in tensors]
+    matched = match_keys(model, groups, _passing_buffers(model), files.keys, files.read)
+    wrong = [
+        f"{name} is {list(files.shape(key))}, the model wants {list(places[name].shape)}"
+        for name, key in matched.direct.items()
+        if files.shape(key) != places[name].shape
+    ]
+    if strict or wrong:
+        refuse_unmatched(matched if strict else Matched(), wrong, str(folder))
+    with torch.no_grad():
+        _fill(model, files, tensors, matched)
+        rebuild_passing_tensors(model, _device(tensors))
+    _tell_fsdp(model)
+    return _IncompatibleKeys(matched.missing, matched.unexpected)
+
+
+# ------------------------------------------------------------------------------------------------------ what to fill
+
+
+@dataclass
+class _Saved:
+    """One parameter or saved buffer of the model with every place it is found at."""
+
+    tensor: torch.Tensor
+    held: Held | None
+    names: list[str] = field(default_factory=list)
+    places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In the checkpoint."""
+        return self.held.shape if self.held is not None else tuple(self.tensor.shape)
+
+    def rows(self) -> dict[int, Sequence[int]]:
+        """Which of the checkpoint's rows this rank holds, by dim; absent dims are held whole."""
+        rows: dict[int, Sequence[int]] = {}
+        if self.held is not None and self.held.dim is not None:
+            rows[self.held.dim] = self.held.rows[self.held.group.rank]
+        if isinstance(self.tensor, DTensor):
+            mesh = self.tensor.device_mesh
+            for mesh_dim, placement in enumerate(self.tensor.placements[:-1]):  # what FSDP2 cut further
+                dim = getattr(placement, "dim", None)
+                if dim is not None:
+                    held = rows.get(dim, range(self.shape[dim]))
+                    mine = chunk(len(held), mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
+                    rows[dim] = held[mine.start : mine.stop]
+        return rows
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of a tensor that could not be read by pieces."""
+        if self.held is None:
+            return whole
+        if isinstance(self.tensor, DTensor):
+            return local_piece(whole, self.held, self.tensor.device_mesh, self.tensor.placements)
+        return self.held.cut(whole)
+
+    def fill(self, piece: torch.Tensor) -> None:
+        """Copy into the memory there is; on meta, put a new tensor at every place."""
+        local = self.tensor.to_local() if isinstance(self.tensor, DTensor) else self.tensor
+        if not local.is_meta:
+            local.copy_(piece)
+            return
+        new: torch.Tensor = piece.to(device=_device([self]), dtype=self.tensor.dtype).contiguous()
+        old = self.tensor
+        if isinstance(old, DTensor):
+            new = DTensor.from_local(
+                new, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
+            )
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=old.requires_grad)
+            for name, value in vars(old).items():
+                new.__dict__.setdefault(name, value)
+        for where, name in self.places:
+            where[name] = new
+        self.tensor = new
+
+
+def _saved_tensors(model: nn.Module) -> Iterator[_Saved]:
+    """Everything a checkpoint of the model holds, each tensor once, in the model's order."""
+    found: dict[int, _Saved] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        record = record_of(module)
+        saved = [(module._parameters, name, False) for name in module._parameters]
+        saved += [(module._buffers, name, True) for name in module._buffers if _is_saved(module, name)]
+        for where, name, buffer in saved:
+            tensor = where[name]
+            if tensor is None:
+                continue
+            known = None if record is None else (record.buffers if buffer else record.parameters).get(name)
+            entry = found.setdefault(id(tensor), _Saved(tensor, known))
+            entry.names.append(plain_name(f"{path}.{name}" if path else name))
+            if not any(place is where and key == name for place, key in entry.places):
+                entry.places.append((where, name))
+    yield from found.values()
+
+
+def _is_saved(module: nn.Module, name: str) -> bool:
+    return name not in module._non_persistent_buffers_set
+
+
+def _passing_buffers(model: nn.Module) -> Iterator[str]:
+    for path, module in model.named_modules():
+        for name in module._non_persistent_buffers_set:
+            yield plain_name(f"{path}.{name}" if path else name)
+
+
+def _device(tensors: Sequence[_Saved]) -> torch.device:
+    """Where meta tensors become real: the mesh's device, else where the others are."""
+    for saved in tensors:
+        if isinstance(saved.tensor, DTensor):
+            return mesh_device(saved.tensor.device_mesh)
+    return next((saved.tensor.device for saved in tensors if not saved.tensor.is_meta), torch.device("cpu"))
+
+
+# ----------------------------------------------------------------------------------------------------------- filling
+
+
+def _fill(model: nn.Module, files: CheckpointFiles, tensors: list[_Saved], matched: Matched) -> None:
+    owner = {name: saved for saved in tensors for name in saved.names}
+    done: set[int] = set()
+    for saved in tensors:
+        key = next((matched.direct[name] for name in saved.names if name in matched.direct), None)
+        if key is not None:
+            saved.fill(files.read(key, saved.rows()))
+            done.add(id(saved))
+    for conversion in matched.converted:
+        for name, whole in conversion.make(model).items():
+            if name not in owner or id(owner[name]) in done:
+                continue
+            if tuple(whole.shape) != owner[name].shape:
+                raise AutoplanError(
+                    f"{name} is converted to {list(whole.shape)}, the model wants {list(owner[name].shape)}",
+                    hint="does the checkpoint belong to this version of transformers?",
+                )
+            owner[name].fill(owner[name].cut(whole))
+            done.add(id(owner[name]))
+    promised = matched.converted_names()
+    forgotten = [saved.names[0] for saved in tensors if id(saved) not in done and saved.names[0] in promised]
+    if forgotten:
+        raise AutoplanError(f"transformers' conversions did not make {', '.join(forgotten[:5])}")
+
+
+def _tell_fsdp(model: nn.Module) -> None:
+    """FSDP2 keeps its own reference to each parameter and looks again after a load; this was one."""
+    for module in model.modules():
+        for hook in list(module._load_state_dict_post_hooks.values()):
+            hook(module, _IncompatibleKeys([], []))

@@ -1,0 +1,101 @@
+"""Example inputs: what to call a model with so that its forward runs and touches what there is to plan.
+
+An *entry* is one way to call a model: keyword arguments for its forward, under a name. The text pass comes first;
+models with several towers get one entry more per tower, because a text pass never touches a vision tower. Inputs are
+real CPU tensors also for models on meta, ids are below the vocabulary and are no special tokens, no size is 1, and
+the same arguments give the same numbers without touching any global random state.
+
+Where the inputs come from, first that applies: the user's; a transformers config (`transformers_inputs.py`); the
+forward's own signature and code (`derive_inputs.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from autoplan.capture.derive_inputs import derive
+from autoplan.common.errors import CaptureError
+from autoplan.hf.inputs.from_config import make_entries
+
+__all__ = ["Entries", "core_of", "entries_for", "make_inputs"]
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Entry name -> keyword arguments, and a note for each entry that could not be made."""
+
+    entries: dict[str, dict[str, Any]]
+    notes: tuple[str, ...] = ()
+
+
+def entries_for(
+    model: nn.Module,
+    *,
+    config: PretrainedConfig | None = None,
+    model_type: str = "",
+    inputs: Mapping[str, Any] | None = None,
+    batch: int = 2,
+    length: int = 10,
+    seed: int = 0,
+) -> dict[str, dict[str, Any]]:
+    """Entry name -> keyword arguments for `model(**kwargs)`. Raises CaptureError when not even one can be made."""
+    return make_inputs(
+        model, config=config, model_type=model_type, inputs=inputs, batch=batch, length=length, seed=seed
+    ).entries
+
+
+def make_inputs(
+    model: nn.Module,
+    *,
+    config: PretrainedConfig | None = None,
+    model_type: str = "",
+    inputs: Mapping[str, Any] | None = None,
+    batch: int = 2,
+    length: int = 10,
+    seed: int = 0,
+) -> Entries:
+    """`entries_for` with notes on what is missing. The user's inputs are taken as they are, at any size asked."""
+    if inputs is not None:
+        return Entries(_users_entries(inputs))
+    core = core_of(model)
+    config = config or (core.config if core is not None else None)
+    if config is not None:
+        made, notes = make_entries(core or model, config, model_type or config.model_type or "", batch, length, seed)
+        return Entries(made, tuple(notes))
+    return Entries({"forward": derive(model, batch, length, seed)})
+
+
+def core_of(model: nn.Module) -> PreTrainedModel | None:
+    """The transformers model that `model` is, or that it wraps: it holds all parameters and is called the same way."""
+    if isinstance(model, PreTrainedModel):
+        return model
+    core = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+    if core is None or {id(p) for p in core.parameters()} != {id(p) for p in model.parameters()}:
+        return None
+    taken = inspect.signature(model.forward).parameters.values()
+    passes_on = any(parameter.kind == parameter.VAR_KEYWORD for parameter in taken)
+    return core if passes_on or core.main_input_name in {parameter.name for parameter in taken} else None
+
+
+def _users_entries(inputs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """`{argument: value}` is one entry; `{entry: {argument: value}}` is as many as it says.
+
+    An entry with the key "@module" calls that part in place of the model (`called.py`).
+    """
+    if not isinstance(inputs, Mapping) or not inputs:
+        raise CaptureError(
+            f"inputs= is {'empty' if isinstance(inputs, Mapping) else type(inputs).__name__}",
+            hint="give {argument: tensor}, or {entry name: {argument: tensor}}",
+        )
+    wrong = [name for name in inputs if not isinstance(name, str)]
+    if wrong:
+        raise CaptureError(f"inputs= has the key {wrong[0]!r}", hint="keys are names of forward's arguments")
+    if all(isinstance(value, Mapping) for value in inputs.values()):
+        return {entry: dict(keywords) for entry, keywords in inputs.items()}
+    return {"forward": dict(inputs)}

@@ -1,0 +1,160 @@
+"""A prompt with a picture, a sound or a film in it: what makes a text model's towers and projectors run.
+
+The prompt must hold exactly as many placeholder tokens as the tower makes features. How many that is, only the model
+knows: so its own `get_image_features` (or `get_audio_features`, …) is run on a copy, and the whole call is tried on
+that copy before it is offered as an entry. What is handed to the tower is described in `rules/inputs/<type>.toml`, or
+guessed (`pictures.py`, `sounds.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from autoplan.capture.dry_run import Twin, depends_on_data, tried
+from autoplan.common.errors import CaptureError
+from autoplan.hf.shrink import all_configs
+
+__all__ = ["MODALITIES", "Modality", "prompt_entry", "together"]
+
+_TOKEN_TYPES = ("mm_token_type_ids", "moe_mm_token_type_ids")
+_ALONG_TEXT = ("input_ids", *_TOKEN_TYPES)
+
+
+@dataclass(frozen=True)
+class Modality:
+    """What is put into a prompt: its main argument, the names of its placeholder token, who makes its features."""
+
+    name: str
+    argument: str
+    tokens: tuple[str, ...] = ()
+    features: str = ""
+    token_type: int = 1  # how `mm_token_type_ids` calls it
+
+
+MODALITIES = (
+    Modality(
+        "image",
+        "pixel_values",
+        ("image_token_id", "image_token_index", "media_placeholder_token_id", "image_patch_id", "im_patch_id"),
+        "get_image_features",
+    ),
+    Modality("audio", "input_features", ("audio_token_id", "audio_token_index"), "get_audio_features", 3),
+    Modality("video", "pixel_values_videos", ("video_token_id", "video_token_index"), "get_video_features", 2),
+)
+
+
+def prompt_entry(
+    modality: Modality,
+    model: nn.Module,
+    config: PretrainedConfig,
+    text: torch.Tensor,
+    guesses: Iterable[Mapping[str, Any]],
+    takes: Callable[[str], bool],
+) -> dict[str, Any]:
+    """Keyword arguments for prompts with one picture (sound, film) each. CaptureError says what stands in the way."""
+    token = _token(modality, config)
+    tried = list(guesses)
+    first: Exception | None = None
+    for folded in (True, False):
+        twin = Twin(model, folded=folded)
+        for given in tried:
+            found = _tried(modality, twin, token, text, dict(given), takes)
+            if not isinstance(found, Exception):
+                return found
+            first = first or found
+    if first is None:
+        raise CaptureError(f"nothing is known about {modality.argument!r}")
+    reason = " ".join(str(first).split())[:200]
+    raise CaptureError(f"the {modality.name}'s path does not run: {type(first).__name__}: {reason}") from first
+
+
+def together(model: nn.Module, entries: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The entries as one, a prompt with all that theirs have, if that makes the model read what none of them does."""
+    merged: dict[str, Any] = {}
+    for entry in entries.values():
+        for name, value in entry.items():
+            joins = name in merged and name in _ALONG_TEXT
+            merged[name] = torch.cat([merged[name], value], dim=1) if joins else value
+    found = tried(model, merged, *entries.values())
+    return {"_".join(entries): merged} if found.failure is None and found.used else {}
+
+
+def _token(modality: Modality, config: PretrainedConfig) -> int | None:
+    """The placeholder: said by the config, else by the one of a tower."""
+    said = (getattr(one, name, None) for one in all_configs(config) for name in modality.tokens)
+    return next((value for value in said if isinstance(value, int)), None)
+
+
+def _tried(
+    modality: Modality,
+    twin: Twin,
+    token: int | None,
+    text: torch.Tensor,
+    given: dict[str, Any],
+    takes: Callable[[str], bool],
+) -> dict[str, Any] | Exception:
+    """The whole call, if it runs on the twin, else what was raised."""
+    entry: dict[str, Any] = {}
+    try:
+        ids, maker, count = text, _maker(twin.module, modality, given), given.pop("placeholders", None)
+        if count is None and maker is not None and token is not None:
+            count = _features(twin.run(maker, _known_to(maker, given)))
+        if count is not None and token is not None:
+            ids = _with_placeholders(text, token, count)
+        entry = {"input_ids": ids, **given, **_token_types(ids == token, takes, modality)}
+        twin.run(twin.module, entry)
+    except Exception as error:  # someone else's forward, tried on a guess, may raise anything
+        if not (entry and depends_on_data(error)):
+            return error
+    return entry
+
+
+def _maker(twin: nn.Module, modality: Modality, given: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """The method that makes the features: of the outermost module that takes most of what is given."""
+    found = [method for part in twin.modules() if callable(method := getattr(part, modality.features or "-", None))]
+    return max(found, key=lambda method: len(_named(method) & given.keys()), default=None)
+
+
+def _named(method: Callable[..., Any]) -> set[str]:
+    parameters = inspect.signature(method).parameters.values()
+    return {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+
+
+def _known_to(method: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    names = _named(method)
+    return {name: value for name, value in given.items() if not names or name in names}
+
+
+def _features(made: Any) -> int:
+    """How many feature vectors: models return them plain, in lists of lists, or as an output's pooled part."""
+    for part in ("pooler_output", "deepstack_features", "last_hidden_state"):
+        held = getattr(made, part, None)
+        if held is not None:
+            return _features(held[0] if part == "deepstack_features" else held)
+    if isinstance(made, torch.Tensor):
+        return made.numel() // made.shape[-1]
+    if isinstance(made, list | tuple) and made:
+        return sum(_features(item) for item in made if not isinstance(item, int))
+    raise CaptureError(f"the features are a {type(made).__name__}")
+
+
+def _with_placeholders(words: torch.Tensor, token: int, count: int) -> torch.Tensor:
+    """Some text, the placeholders, more text."""
+    rows = words.shape[0]
+    if count % rows:
+        raise CaptureError(f"{count} features for {rows} prompts")
+    return torch.cat([words[:, :2], torch.full((rows, count // rows), token), words[:, 2:]], dim=1)
+
+
+def _token_types(places: Any, takes: Callable[[str], bool], modality: Modality) -> dict[str, torch.Tensor]:
+    if not isinstance(places, torch.Tensor):
+        return {}
+    wanted = [name for name in _TOKEN_TYPES if takes(name)]
+    return {name: places.long() * modality.token_type for name in wanted}

@@ -1,0 +1,222 @@
+"""MODEL strings: an existing folder, `package.module:builder`, a model type, or a hub id, tried in this order.
+
+Only a config is ever read, never weights. Code that comes with a checkpoint runs only when the user said so.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import transformers
+from huggingface_hub import constants
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from autoplan.common.errors import SourceError
+from autoplan.hf.type_rules import type_rules
+
+__all__ = ["Found", "default_config", "from_string", "transformers_class"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a string led to: a module with perhaps inputs, or a config, perhaps with a class and a place."""
+
+    module: nn.Module | None = None
+    inputs: Mapping[str, Any] | None = None
+    config: PretrainedConfig | None = None
+    class_name: str | None = None
+    where: str = ""
+
+
+def from_string(text: str, *, trust_remote_code: bool = False) -> Found:
+    """Follow a MODEL string. Raises SourceError that says what was tried."""
+    text = text.strip()
+    if not text:
+        raise SourceError(
+            "the model string is empty", hint="give a folder, 'package.module:builder', a type or a hub id"
+        )
+    if Path(text).expanduser().is_dir():
+        return _from_folder(Path(text).expanduser(), trust_remote_code)
+    left, colon, right = text.partition(":")
+    if colon and left in CONFIG_MAPPING and hasattr(transformers, right):
+        return Found(config=default_config(left), class_name=right)
+    if colon and "/" not in left:
+        return _from_builder(left, right)
+    if text in CONFIG_MAPPING:
+        return Found(config=default_config(text))
+    return _from_hub(text, trust_remote_code)
+
+
+def default_config(model_type: str) -> PretrainedConfig:
+    """The library's default config of a model type, completed by rules/inputs where the default does not build."""
+    try:
+        return CONFIG_MAPPING[model_type](**type_rules(model_type).default)
+    except Exception as error:  # a config class may raise anything; the user learns which
+        raise SourceError(
+            f"the default config of model type {model_type!r} cannot be made: {error}",
+            hint="give a folder with a config.json, or a config object",
+        ) from error
+
+
+def _from_folder(folder: Path, trust_remote_code: bool) -> Found:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise SourceError(f"folder {folder} has no config.json", hint="weights are not needed, but its config is")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise SourceError(f"{path} is not JSON: {error}", hint="fetch the file again") from error
+    if not isinstance(data, dict):
+        raise SourceError(f"{path} holds a {type(data).__name__}, not a config", hint="fetch the file again")
+    _refuse_remote_code(data, str(folder), trust_remote_code)
+    model_type = data.get("model_type")
+    if model_type not in CONFIG_MAPPING and "AutoConfig" not in (data.get("auto_map") or {}):
+        near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING), 3)
+        raise SourceError(
+            f"{path} has model_type {model_type!r}, which transformers {transformers.__version__} does not know",
+            hint=f"did you mean {', '.join(near)}?" if near else "update transformers, or pass the model itself",
+        )
+    return Found(config=_load(str(folder), trust_remote_code), where=str(folder))
+
+
+def _from_hub(text: str, trust_remote_code: bool) -> Found:
+    """Files that are in the hub's local cache need no network."""
+    try:
+        config = AutoConfig.from_pretrained(
+            text, trust_remote_code=trust_remote_code, local_files_only=not _reachable()
+        )
+    except Exception as error:  # network, cache, parsing and validation each raise their own family
+        if "trust_remote_code" in str(error):
+            raise _remote_code_error(text) from error
+        near = difflib.get_close_matches(text, list(CONFIG_MAPPING), 3)
+        meant = f"did you mean {' or '.join(near)}? " if near else ""
+        raise SourceError(
+            f"{text!r} is no folder, no 'package.module:builder', no model type, and no hub model that can be reached: "
+            f"{_said(error).split('. ')[0]}",
+            hint=f"{meant}offline, give a folder that holds its config.json (weights are not needed)",
+        ) from error
+    _refuse_remote_code(config.to_dict(), text, trust_remote_code)
+    return Found(config=config, where=text)
+
+
+def _reachable() -> bool:
+    """Can the hub's host be found at all? Asking first saves half a minute of retries; a proxy is left to try."""
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return True
+    try:
+        return bool(socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443))
+    except OSError:
+        return False
+
+
+def _load(folder: str, trust_remote_code: bool) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # validation raises a family of its own for each config class
+        raise SourceError(f"{folder}/config.json cannot be used: {_said(error)}", hint="mend the config") from error
+
+
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _refuse_remote_code(data: Mapping[str, Any], where: str, trust_remote_code: bool) -> None:
+    """A config whose classes come with it needs the user's word, unless transformers has them itself."""
+    known = data.get("model_type") in CONFIG_MAPPING
+    if data.get("auto_map") and not trust_remote_code and not known:
+        raise _remote_code_error(where)
+
+
+def _remote_code_error(where: str) -> SourceError:
+    return SourceError(
+        f"{where} brings its own modeling code, which is not run unasked",
+        hint="read that code, then say --trust-remote-code (trust_remote_code=True)",
+    )
+
+
+def _from_builder(module_name: str, function_name: str) -> Found:
+    """`package.module:builder`, called without arguments; the working directory counts as a place for modules."""
+    what = f"{module_name}:{function_name}"
+    builder = _import_builder(module_name, function_name, what)
+    try:
+        made = builder()
+    except Exception as error:  # the user's code may raise anything
+        raise SourceError(
+            f"{what}() raised {type(error).__name__}: {error}", hint="it is called without arguments"
+        ) from error
+    module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(module, nn.Module):
+        raise SourceError(
+            f"{what}() returned {type(module).__name__}",
+            hint="a builder returns an nn.Module, or (module, inputs) with inputs as keyword arguments of its forward",
+        )
+    if inputs is not None and not isinstance(inputs, Mapping):
+        raise SourceError(
+            f"{what}() returned inputs of type {type(inputs).__name__}", hint="give a dict: argument name -> tensor"
+        )
+    return Found(module=module, inputs=inputs)
+
+
+def _import_builder(module_name: str, function_name: str, what: str) -> Any:
+    here = os.getcwd()
+    added = here not in sys.path and "" not in sys.path
+    if added:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # importing runs the user's code
+        raise SourceError(
+            f"{what}: importing {module_name!r} raised {type(error).__name__}: {error}",
+            hint="write 'package.module:builder'; the module must import from here",
+        ) from error
+    finally:
+        if added:
+            sys.path.remove(here)
+    builder: Any = module
+    for part in function_name.split("."):
+        builder = getattr(builder, part, None)
+    if not callable(builder):
+        near = difflib.get_close_matches(function_name, [n for n in vars(module) if not n.startswith("_")], 3)
+        raise SourceError(
+            f"{what}: {module_name} has no function {function_name!r}",
+            hint=f"did you mean {', '.join(near)}?" if near else "name a function that returns the model",
+        )
+    return builder
+
+
+def transformers_class(name: str, config: PretrainedConfig, where: str, trust_remote_code: bool) -> type:
+    """The model class of that name, from transformers or, when trusted, from the code beside the config."""
+    found = getattr(transformers, name, None)
+    if isinstance(found, type):
+        return found
+    references = getattr(config, "auto_map", None) or {}
+    reference = next((r for r in references.values() if isinstance(r, str) and r.endswith(f".{name}")), None)
+    if reference is None:
+        raise SourceError(
+            f"transformers {transformers.__version__} has no class {name!r} (architectures[0] of the config)",
+            hint="mend `architectures`, or build the model under torch.device('meta') and pass it",
+        )
+    if not trust_remote_code:
+        raise _remote_code_error(where or name)
+    try:
+        return get_class_from_dynamic_module(reference, where or config.name_or_path or "")
+    except Exception as error:  # fetching and importing someone's code may raise anything
+        raise SourceError(
+            f"{reference} of {where} cannot be imported: {type(error).__name__}: {error}",
+            hint="install what it imports, or update it for this transformers",
+        ) from error

@@ -1,0 +1,384 @@
+"""From the config of a real model to the config of a tiny one that is built the same way.
+
+A tiny clone stands for the real model only if every choice of its config survives: one kv head stays one, as many kv
+heads as heads stay as many, tied stays tied, every type of layer still occurs. So the given config is shrunk, not the
+class's default, and a field that the class derived from others is left out, so that the class derives it again.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import re
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from autoplan.common.errors import SourceError
+from autoplan.hf.tiny_sizes import VARIANTS, Sizes, amount, field_rule, is_layer_count, is_token_id
+from autoplan.hf.type_rules import type_rules
+
+__all__ = ["all_configs", "sub_configs", "tiny_config"]
+
+_HIDDEN = ("hidden_size", "d_model", "n_embd", "hidden_dim", "dim", "embed_dim")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "attention_heads")
+_DEPTH = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "depth")
+_PERIODS = (
+    "full_attention_interval",
+    "attn_layer_period",
+    "layer_group_size",
+    "global_attn_every_n_layers",
+    "no_rope_layer_interval",
+    "sliding_window_pattern",
+    "_sliding_window_pattern",
+    "encoder_sparse_step",
+    "decoder_sparse_step",
+)
+_PER_LAYER = re.compile(r"types?$|layers_block_type|pattern|layers_config|no_rope_layers")
+_LAYER_INDEX = re.compile(r"layer|index|idx|indices")
+_STAGES = "out_indices"  # of a backbone: the stages whose output it returns, kept in a private field
+_SHARED = "num_kv_shared_layers"  # so many of the last layers read the keys and values of earlier ones
+_MOST_LAYERS, _MOST_PERIOD = 4, 8
+# What every config has and a clone decides for itself.
+_OWN_BUSINESS = {"transformers_version", "dtype", "torch_dtype", "quantization_config", "use_cache", "auto_map"}
+
+
+@dataclass
+class _Shrinking:
+    """One shrinking of a whole config tree: special tokens keep their identity across sub-configs."""
+
+    sizes: Sizes
+    widths_stay: bool = False
+    token_ids: dict[int, int] = field(default_factory=dict)
+
+    def token(self, value: int) -> int:
+        """An id below the tiny vocabulary; small ids stay, large ones move to the top, equal ones stay equal."""
+        if value < 100:
+            return value
+        return self.token_ids.setdefault(value, self.sizes.vocab - 1 - len(self.token_ids) % (self.sizes.vocab // 3))
+
+
+def tiny_config(config: PretrainedConfig, variant: int = 0, shrink: str = "all") -> PretrainedConfig:
+    """A tiny config of the same class that makes the same choices. `config` is not touched.
+
+    `shrink="depth"` leaves every width as it is, "nothing" the layers too: for models whose sizes depend on each other
+    in ways that no field tells. Raises SourceError when the class refuses the shrunk fields.
+    """
+    if shrink == "nothing":
+        return copy.deepcopy(config)
+    if not 0 <= variant < len(VARIANTS):
+        raise SourceError(f"there is no tiny variant {variant}", hint=f"use 0 to {len(VARIANTS) - 1}")
+    tiny = _shrunk(copy.deepcopy(config), _Shrinking(VARIANTS[variant], shrink == "depth"), {})
+    for one in all_configs(tiny):
+        _fit_rotary_lists(one)
+    _fit_tiles(config, tiny)
+    return tiny
+
+
+def sub_configs(config: PretrainedConfig) -> dict[str, PretrainedConfig]:
+    """The configs inside a config, by field."""
+    return {name: value for name, value in vars(config).items() if isinstance(value, PretrainedConfig)}
+
+
+def _shrunk(config: PretrainedConfig, work: _Shrinking, overrides: dict[str, Any]) -> PretrainedConfig:
+    """Shrink one config and the ones inside it, then build it anew."""
+    overrides = _merged(type_rules(config.model_type or "").tiny, overrides)
+    inner = sub_configs(config)
+    keywords = _chosen_fields(config)
+    layers = _layers_needed(config)
+    keywords = {name: _small(name, value, config, layers, work) for name, value in keywords.items()}
+    keywords |= _single_layers(config, layers, work)
+    for name, sub in inner.items():
+        keywords[name] = _shrunk(sub, work, overrides.get(name, {}))
+    for name, value in overrides.items():
+        if name in inner:
+            continue
+        if value == "=default":
+            keywords.pop(name, None)
+        else:
+            keywords[name] = _read_sizes(value, work.sizes)
+    try:
+        built = type(config)(**keywords)
+        past_the_end = {
+            name: value
+            for name, value in vars(built).items()
+            if name not in keywords
+            and vars(config).get(name) == value
+            and _point_at_layers(name, value, layers, _depth(config))
+        }
+        if not past_the_end:
+            return built
+        kept = {name: _small(name, value, config, layers, work) for name, value in past_the_end.items()}
+        return type(config)(**keywords, **kept)
+    except Exception as error:  # whatever a config class raises, the caller learns which class and fields
+        small = {name: value for name, value in keywords.items() if isinstance(value, int | list)}
+        raise SourceError(
+            f"{type(config).__name__} refuses the sizes of a tiny clone: {error}",
+            hint=f"tried {small}; say what it needs in rules/inputs/{config.model_type}.toml under [tiny]",
+        ) from error
+
+
+# ------------------------------------------------------------------------------------ which fields were chosen
+
+
+def _defaults(cls: type) -> dict[str, Any]:
+    """Every field that the class can be built with, and its default."""
+    found: dict[str, Any] = {}
+    for item in dataclasses.fields(cls):
+        default = item.default
+        if item.default_factory is not dataclasses.MISSING:
+            default = item.default_factory()
+        found[item.name] = None if default is dataclasses.MISSING else default
+    for given in inspect.signature(cls).parameters.values():  # remote code often has an __init__ of its own
+        if given.kind in (given.POSITIONAL_OR_KEYWORD, given.KEYWORD_ONLY):
+            found.setdefault(given.name, None if given.default is given.empty else given.default)
+    aliases = getattr(cls, "attribute_map", {})  # a value is stored under the name that an alias stands for
+    return {aliases.get(name, name): default for name, default in found.items()}
+
+
+def _chosen_fields(config: PretrainedConfig) -> dict[str, Any]:
+    """The fields that were given a value, less those that the class derives by itself and equal to what it derives."""
+    defaults = _defaults(type(config))
+    inner = set(sub_configs(config))
+    current = {n: v for n, v in vars(config).items() if n not in inner and n not in _OWN_BUSINESS}
+    if stages := current.get(f"_{_STAGES}"):
+        current[_STAGES] = stages
+    fixed: dict[str, Any] = {}
+    open_fields: dict[str, Any] = {}
+    for name, value in current.items():
+        default = defaults.get(name)
+        if name.startswith("_") or value is None and default is None:
+            continue
+        derived = default is None or isinstance(default, str) and not isinstance(value, str)
+        (open_fields if derived else fixed)[name] = value
+    baseline = _derived(config, fixed)
+    depth = _depth(config)
+    chosen = {
+        name: value
+        for name, value in open_fields.items()
+        if name not in baseline or baseline[name] != value or (name in defaults and _per_layer(value, depth))
+    }
+    return copy.deepcopy({**fixed, **chosen})
+
+
+def _derived(config: PretrainedConfig, fixed: dict[str, Any]) -> dict[str, Any]:
+    """What the class itself makes of the fields that were not left open."""
+    try:
+        return vars(type(config)(**copy.deepcopy({**fixed, **sub_configs(config)})))
+    except Exception:  # it needs an open field to be built at all: then every field is taken as chosen
+        return {}
+
+
+# -------------------------------------------------------------------------------------------- how small a value
+
+
+def _small(name: str, value: Any, config: PretrainedConfig, layers: list[int], work: _Shrinking) -> Any:
+    """The tiny value of one field. `layers`: which of the real layers the clone keeps."""
+    if isinstance(value, bool) or not isinstance(value, int | list | tuple):
+        return value
+    if is_token_id(name):
+        return value if work.widths_stay else _map_ints(value, work.token)
+    depth = _depth(config)
+    if isinstance(value, int):
+        counts = is_layer_count(name)
+        if counts:
+            if name == _SHARED:
+                return sum(i >= (depth or 0) - value for i in layers)
+            return min(value, len(layers) if counts == "depth" or value == depth else 1)
+        return _size(name, value, config, work)
+    if depth and _per_layer(value, depth) and depth > len(layers):
+        return type(value)(_map_ints(value[i], lambda x: _size(name, x, config, work)) for i in layers)
+    if name == _STAGES and depth and len(layers) < depth and max(value) <= depth:
+        after_the_last = len(layers) + 1  # 0 stands for what goes into the first
+        return type(value)(range(after_the_last - len(value), after_the_last))
+    if _point_at_layers(name, value, layers, depth):
+        return type(value)(x for x in value if x < len(layers)) or type(value)([len(layers) - 1])
+    if name in ("image_size", "crop_size", "img_size"):
+        return _map_ints(value, lambda x: _size(name, x, config, work))
+    return value
+
+
+def _point_at_layers(name: str, value: Any, layers: list[int], depth: int | None) -> bool:
+    """Are these numbers of layers, of which the clone does not have all?"""
+    if not isinstance(value, list | tuple) or not value or "feature_layer" in name or not _LAYER_INDEX.search(name):
+        return False
+    return depth is not None and all(type(x) is int for x in value) and len(layers) <= max(value) <= depth
+
+
+def _size(name: str, value: int, config: PretrainedConfig, work: _Shrinking) -> int:
+    """The tiny value of one integer that counts or measures something."""
+    size, how = field_rule(name)
+    sizes = work.sizes
+    hidden, heads = _first_int(config, _HIDDEN), _first_int(config, _HEADS)
+    if work.widths_stay or how == "keep" or value <= 1:
+        return value
+    if how == "one":
+        return 1
+    if how == "image":
+        patch = _read(config, "patch_size") or 14
+        patch = patch[0] if isinstance(patch, list | tuple) else patch
+        return min(value, 4 * patch)
+    target: int = getattr(sizes, size)
+    if how == "exact" or size == "hidden" and value == hidden and how == "most":
+        return target
+    if how == "kv":
+        return sizes.heads if heads and value >= heads else target
+    if how == "head" and hidden and heads and heads * value != hidden:
+        return min(value, sizes.wide_head_dim)
+    if how == "width" and (not hidden or value == hidden):
+        target = sizes.hidden
+    if how == "double":
+        target = 2 * sizes.hidden
+    return min(value, target)
+
+
+def _per_layer(value: Any, depth: int | None) -> bool:
+    return isinstance(value, list | tuple) and depth is not None and len(value) == depth > 2
+
+
+def _layers_needed(config: PretrainedConfig) -> list[int]:
+    """The first layers that show every type of layer; when that takes too many, the first layer of each type."""
+    depth = _depth(config) or 2
+    rows = [
+        [str(x) for x in value]
+        for name, value in vars(config).items()
+        if _per_layer(value, depth) and _PER_LAYER.search(name)
+    ]
+    kinds = list(zip(*rows, strict=True))
+    shared = _read(config, _SHARED) or 0
+    outputs = len(vars(config).get(f"_{_STAGES}") or ())
+    if 0 < shared < depth and kinds:
+        return _first_of_each(kinds[: depth - shared], 0) + _first_of_each(kinds[depth - shared :], depth - shared)
+    first = _first_of_each(kinds, 0)
+    needed = first[-1] + 1 if first else 0
+    if len(first) < 2:
+        periods = [p for name in _PERIODS if isinstance(p := _read(config, name), int)]
+        repeated = [len(v) for name, v in vars(config).items() if _PER_LAYER.search(name) and _is_round(v, depth)]
+        needed = max([needed, outputs, *periods, *repeated])
+    if needed <= _MOST_LAYERS:
+        return list(range(min(max(needed, 2), max(depth, 1))))
+    return first if len(first) > 1 else list(range(min(needed, _MOST_PERIOD)))
+
+
+def _is_round(value: Any, depth: int) -> bool:
+    """Types of layer that follow each other again and again?"""
+    strings = isinstance(value, list | tuple) and all(isinstance(x, str) for x in value)
+    return strings and len(set(value)) > 1 and len(value) < depth
+
+
+def _first_of_each(kinds: list[tuple[str, ...]], start: int) -> list[int]:
+    return sorted({kind: start + i for i, kind in reversed(list(enumerate(kinds)))}.values())
+
+
+def _single_layers(config: PretrainedConfig, layers: list[int], work: _Shrinking) -> dict[str, Any]:
+    """Fields that differ for single layers: shrunk alike, and still larger or smaller than for the other layers."""
+    spec = vars(config).get("_heterogeneity_spec")
+    single = getattr(spec, "per_layer_overrides", None) or {}
+    result: dict[int, dict[str, Any]] = {}
+    for place, layer in enumerate(layers):
+        for name, value in single.get(layer, {}).items():
+            common = vars(config).get(name)
+            small, usual = (_small(name, v, config, layers, work) for v in (value, common))
+            if isinstance(small, int) and small == usual and value != common and small > 1:
+                more = work.sizes.heads if field_rule(name)[1] == "kv" else 2 * small
+                small = more if value > common else small // 2
+            result.setdefault(place, {})[name] = small
+    return {"per_layer_config": result} if result else {}
+
+
+def _depth(config: PretrainedConfig) -> int | None:
+    """How many layers there are: a number, or as many as there are types in the list of them."""
+    types = _read(config, "layer_types")
+    return _first_int(config, _DEPTH) or (len(types) if isinstance(types, list | tuple) else None)
+
+
+def _first_int(config: PretrainedConfig, names: tuple[str, ...]) -> int | None:
+    values = (_read(config, name) for name in names)
+    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool)), None)
+
+
+def _read(config: PretrainedConfig, name: str) -> Any:
+    """A field under its own or its common name, as it is stored: no property, no look at single layers."""
+    return vars(config).get(type(config).attribute_map.get(name, name))
+
+
+def _map_ints(value: Any, change: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_map_ints(x, change) for x in value)
+    return change(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+# ---------------------------------------------------------------------------------------------------- overrides
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """`above` wins; tables are merged."""
+    result = dict(below)
+    for name, value in above.items():
+        old = result.get(name)
+        result[name] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return result
+
+
+def _read_sizes(value: Any, sizes: Sizes) -> Any:
+    if isinstance(value, list):
+        return [_read_sizes(x, sizes) for x in value]
+    if isinstance(value, dict):
+        return {name: _read_sizes(x, sizes) for name, x in value.items()}
+    return amount(value, sizes) if isinstance(value, str) and value.startswith("=") else value
+
+
+# --------------------------------------------------------------------------------------------- rotary embeddings
+
+
+def _fit_rotary_lists(config: PretrainedConfig) -> None:
+    """Lists in rope parameters that have one number per rotary frequency must fit the tiny head width."""
+    rope = vars(config).get("rope_parameters")
+    heads, hidden = _first_int(config, _HEADS), _first_int(config, _HIDDEN)
+    head_dim = _first_int(config, ("head_dim",)) or (hidden // heads if hidden and heads else None)
+    if not isinstance(rope, dict) or not head_dim:
+        return
+    for parameters in [x for x in rope.values() if isinstance(x, dict)] or [rope]:
+        part = parameters.get("partial_rotary_factor") or _read(config, "partial_rotary_factor") or 1.0
+        half = int(head_dim * part) // 2
+        old = parameters.get("mrope_section")
+        file = inspect.getsourcefile(type(config)) or ""
+        if sum(old or ()) != half and (old or _modeling_mentions(file, "mrope_section")):
+            parameters["mrope_section"] = _shared_out(half, old or [1, 1, 1])
+        for name in ("short_factor", "long_factor"):
+            if isinstance(parameters.get(name), list):
+                parameters[name] = parameters[name][:half]
+
+
+def _shared_out(total: int, old: list[int]) -> list[int]:
+    """Integers in the proportions of `old` that sum to `total`; what rounding leaves goes to the largest shares."""
+    shares = [total * part / sum(old) for part in old]
+    new = [int(share) for share in shares]
+    for i in sorted(range(len(old)), key=lambda i: new[i] - shares[i])[: total - sum(new)]:
+        new[i] += 1
+    return new
+
+
+def _fit_tiles(config: PretrainedConfig, tiny: PretrainedConfig) -> None:
+    """Resolutions in whole tiles, each as long as the vision tower's image: as many tiny tiles."""
+    old, new = (next((n for c in all_configs(one) if isinstance(n := _read(c, "image_size"), int)), 0)
+                for one in (config, tiny))  # fmt: skip
+    pinpoints = vars(tiny).get("image_grid_pinpoints")
+    if pinpoints and old:
+        given = vars(config)["image_grid_pinpoints"]
+        tiny.image_grid_pinpoints = _map_ints(given, lambda pixels: max(1, pixels // old) * new)
+
+
+@lru_cache(maxsize=1024)
+def _modeling_mentions(config_file: str, word: str) -> bool:
+    """Does the modeling code beside a config use the word? (It may have a default for it that is too wide.)"""
+    files = sorted(Path(config_file).parent.glob("modeling_*.py"))
+    return any(word in file.read_text(encoding="utf-8") for file in files)
+
+
+def all_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
+    return [config] + [inner for sub in sub_configs(config).values() for inner in all_configs(sub)]

@@ -1,0 +1,289 @@
+"""What the user pointed at, as one value: a module, a config, or a MODEL string.
+
+Everything later needs two things from a model: the module itself (its own, or built on meta from a config: weights
+are never needed), and a tiny clone with real random numbers on which a plan can be proven. A `Source` gives both and
+leaves what it was given untouched: the module, its config, and every random number generator.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from transformers import PretrainedConfig, PreTrainedModel
+
+from autoplan.common.dtypes import cast_numbers
+from autoplan.common.errors import SourceError
+from autoplan.common.random_values import BUILDING, fill_meta, randomise, untouched_randomness
+from autoplan.hf.adapters import settings_of, wrap
+from autoplan.hf.catalogue import class_name_of
+from autoplan.hf.model_string import from_string, transformers_class
+from autoplan.hf.shrink import all_configs, tiny_config
+from autoplan.hf.type_rules import type_rules
+
+__all__ = ["Source", "resolve"]
+
+_SMALL = 30_000_000  # parameters up to which a module is its own tiny clone
+_RUNS_IN_SECONDS = 60_000_000
+_LARGEST_PICTURE = 384  # pixels per side that a clone on the CPU is shown
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model before anything was done with it. `name` is what the plan calls it."""
+
+    name: str
+    model_type: str = ""
+    config: PretrainedConfig | None = None
+    inputs: Mapping[str, Any] | None = None
+    trust_remote_code: bool = False
+    model_class: type[nn.Module] | None = None
+    given: nn.Module | None = None
+    shrink: str = "all"  # what of the config a tiny clone makes smaller (see shrink.tiny_config)
+
+    def module(self) -> nn.Module:
+        """The given module untouched, or one built on meta from the config, in eval mode."""
+        if self.given is not None:
+            return self.given
+        assert self.config is not None and self.model_class is not None
+        with torch.device("meta"):
+            return _build(self.model_class, copy.deepcopy(self.config), None).eval()
+
+    @property
+    def exact_dtype(self) -> torch.dtype:
+        """The widest dtype that the model's own code runs in: float64, but for a few that say otherwise."""
+        named: torch.dtype = getattr(torch, type_rules(self.model_type).dtype)
+        return named
+
+    @cached_property
+    def can_shrink(self) -> bool:
+        """Is there a tiny clone? Yes with a config that describes the module, and for a module that is small."""
+        return self._described_by_config or self._small or self._adapted
+
+    def tiny(
+        self,
+        variant: int = 0,
+        dtype: torch.dtype = torch.float64,
+        seed: int = 0,
+        experts: str | None = "eager",
+        attention: str | None = None,
+    ) -> nn.Module:
+        """A real tiny clone on the CPU in eval mode, with random numbers everywhere, norms and biases too.
+
+        The same arguments give the same numbers. `variant=1` has other sizes where a config says what they are;
+        `experts` and `attention` choose transformers' implementations, None leaves the config's choice.
+        """
+        if self._described_by_config:
+            model = self._tiny_from_config(variant, dtype, experts, attention)
+        elif self._small:
+            assert self.given is not None
+            model = copy.deepcopy(self.given)
+            model = fill_meta(model, seed) if _on_meta(model) else model.cpu()
+            cast_numbers(model, dtype)
+        elif self._adapted:
+            model = self._tiny_with_adapters(variant, dtype, experts, attention)
+        else:
+            raise SourceError(
+                f"{self.name} has {_count(self.module()):,} parameters and no config to shrink",
+                hint=f"give a transformers config, or a builder of the same model with at most {_SMALL:,} parameters",
+            )
+        randomise(model, seed)
+        return model.eval()
+
+    def _tiny_from_config(
+        self, variant: int, dtype: torch.dtype, experts: str | None, attention: str | None
+    ) -> PreTrainedModel:
+        assert self.config is not None and self.model_class is not None
+        config = tiny_config(self.config, variant, self.shrink)
+        for one in all_configs(config):
+            if experts is not None:
+                one._experts_implementation = experts
+            one.dtype = torch.float32  # so that tables made while building are as exact as the library makes them
+        with torch.device("cpu"):
+            model = _build(self.model_class, config, attention)
+        cast_numbers(model, dtype)
+        for one in all_configs(model.config):
+            one.dtype = dtype
+        return model
+
+    def _tiny_with_adapters(
+        self, variant: int, dtype: torch.dtype, experts: str | None, attention: str | None
+    ) -> nn.Module:
+        """What the adapters were put on, tiny, with such adapters put on it."""
+        assert self.given is not None
+        given: Any = self.given
+        inside = given.get_base_model()
+        settings = settings_of(self.given) or {}
+        base = Source(_qualname(type(inside)), self.model_type, inside.config, model_class=type(inside))
+        model = wrap(base._tiny_from_config(variant, dtype, experts, attention), settings)
+        cast_numbers(model, dtype)
+        return model
+
+    def ever_larger(self) -> Iterator[Source]:
+        """This source, then the same with clones that are shrunk less, while they can be run in seconds.
+
+        Stages, patches and grids of some models fit each other in ways that no field of their config tells, and only
+        their own sizes are known to fit.
+        """
+        yield self
+        if not self._described_by_config or _pixels(self.config) > _LARGEST_PICTURE:
+            return
+        for shrink in ("depth", "nothing"):
+            larger = replace(self, shrink=shrink)
+            try:
+                with torch.device("meta"):
+                    assert larger.config is not None and larger.model_class is not None
+                    size = _count(_build(larger.model_class, tiny_config(larger.config, 0, shrink), None))
+            except SourceError:
+                continue
+            if size <= _RUNS_IN_SECONDS:
+                yield larger
+
+    @cached_property
+    def _adapted(self) -> bool:
+        return (
+            self.given is not None
+            and settings_of(self.given) is not None
+            and isinstance(self.given.get_base_model(), PreTrainedModel)
+        )
+
+    @cached_property
+    def _small(self) -> bool:
+        return self.given is not None and _count(self.given) <= _SMALL
+
+    @cached_property
+    def _described_by_config(self) -> bool:
+        """A given module may have been changed since it was built (adapters, cut layers): then its config lies."""
+        if self.config is None or self.model_class is None:
+            return False
+        if self.given is None:
+            return True
+        try:
+            with torch.device("meta"):
+                twin = _build(self.model_class, copy.deepcopy(self.config), None)
+        except (SourceError, TypeError):
+            return False
+        return _shapes(twin) == _shapes(self.given)
+
+
+def resolve(
+    model: nn.Module | PretrainedConfig | ExportedProgram | str,
+    *,
+    trust_remote_code: bool = False,
+    inputs: Mapping[str, Any] | None = None,
+) -> Source:
+    """Find out what `model` is. Raises SourceError, with what was tried, when it is nothing that can be built."""
+    if isinstance(model, str):
+        found = from_string(model, trust_remote_code=trust_remote_code)
+        if found.module is not None:
+            return _from_module(found.module, inputs if inputs is not None else found.inputs, trust_remote_code)
+        assert found.config is not None
+        return _from_config(found.config, inputs, trust_remote_code, found.class_name, found.where)
+    if isinstance(model, PretrainedConfig):
+        return _from_config(model, inputs, trust_remote_code, None, "")
+    if isinstance(model, ExportedProgram):
+        module = model.module()
+        return _from_module(module, _inputs_of(model, module) if inputs is None else inputs, trust_remote_code)
+    if isinstance(model, nn.Module):
+        return _from_module(model, inputs, trust_remote_code)
+    raise SourceError(
+        f"a model is an nn.Module, a transformers config, an exported program or a string, not {type(model).__name__}",
+        hint="pass the model itself, its config, a folder, 'package.module:builder', a model type, or a hub id",
+    )
+
+
+def _inputs_of(program: ExportedProgram, module: nn.Module) -> Mapping[str, Any] | None:
+    """What the program was exported with, by the names that its module takes."""
+    if program.example_inputs is None:
+        return None
+    args, kwargs = program.example_inputs
+    return inspect.signature(module.forward).bind(*args, **kwargs).arguments
+
+
+def _from_module(module: nn.Module, inputs: Mapping[str, Any] | None, trust_remote_code: bool) -> Source:
+    cls = type(module)
+    config = module.config if isinstance(module, PreTrainedModel) else None
+    model_type = (config.model_type or "") if config is not None else ""
+    return Source(_qualname(cls), model_type, config, inputs, trust_remote_code, cls, module)
+
+
+def _from_config(
+    config: PretrainedConfig,
+    inputs: Mapping[str, Any] | None,
+    trust_remote_code: bool,
+    class_name: str | None,
+    where: str,
+) -> Source:
+    """The class is named by the string, else by the config, else it is the first auto class of the type."""
+    model_type = config.model_type or ""
+    name = class_name or (config.architectures or [None])[0] or class_name_of(model_type)
+    if name is None:
+        raise SourceError(
+            f"{type(config).__name__} (model type {model_type!r}) names no class: `architectures` is empty and no "
+            "auto mapping has the type",
+            hint="set config.architectures, or pass the model itself, built under torch.device('meta')",
+        )
+    cls = transformers_class(name, config, where, trust_remote_code)
+    config = _config_for(cls, config)
+    return Source(_qualname(cls), config.model_type or model_type, config, inputs, trust_remote_code, cls, None)
+
+
+def _config_for(cls: type, config: PretrainedConfig) -> PretrainedConfig:
+    """A class that is a part of a larger model takes the part of the config that is its own."""
+    wanted = getattr(cls, "config_class", None)
+    if not isinstance(wanted, type) or isinstance(config, wanted):
+        return config
+    return next((one for one in all_configs(config) if isinstance(one, wanted)), config)
+
+
+def _build(cls: type, config: PretrainedConfig, attention: str | None) -> Any:
+    """Build from a config that is ours to change."""
+    keywords = {"attn_implementation": attention} if attention else {}
+    try:
+        with BUILDING, untouched_randomness(0):
+            return cls._from_config(config, **keywords)  # type: ignore[attr-defined]
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        KeyError,
+        IndexError,
+        AssertionError,
+        ImportError,
+    ) as error:
+        raise SourceError(
+            f"{cls.__name__} cannot be built from its config: {type(error).__name__}: {error}",
+            hint="mend the config, or build the model yourself and pass it",
+        ) from error
+
+
+def _pixels(config: PretrainedConfig | None) -> int:
+    """The longest side of a picture that any part of the config names."""
+    sizes = [getattr(one, "image_size", 0) for one in all_configs(config)] if config is not None else []
+    sides = (side for size in sizes for side in (size if isinstance(size, list | tuple) else (size,)))
+    return max((side for side in sides if isinstance(side, int)), default=0)
+
+
+def _count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def _on_meta(model: nn.Module) -> bool:
+    tensors = [*model.parameters(), *model.buffers()]
+    return any(tensor.is_meta for tensor in tensors)
+
+
+def _qualname(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

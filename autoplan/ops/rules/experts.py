@@ -1,0 +1,43 @@
+"""A module that holds a stack of experts, as one op (analyse/splits/experts.py puts it in the place of what it did)."""
+
+from __future__ import annotations
+
+from autoplan.axes.events import Event
+from autoplan.axes.terms import product
+from autoplan.ops.rules.site import Answer, Dims, Site, rule
+from autoplan.values import Ref
+
+__all__ = ["BOX", "INSIDE"]
+
+BOX = "experts"  # args: (stacked weights, tokens, (indices, routing weights) or (), what else is read)
+INSIDE = "inside_experts"  # what became of the ops and calls in a box: nothing goes in, nothing comes out
+
+
+@rule(BOX)
+def experts(site: Site) -> Answer:
+    """One axis leads all stacked weights. Nothing is said of what lies inside an expert."""
+    stack, tokens, routing, others = site.op.args
+    first = site.terms(stack[0])[0]
+    for ref in stack:
+        leading, *inner = site.terms(ref)
+        site.unify(first, leading)
+        _close(site, inner)
+    for ref in others:
+        _close(site, site.terms(ref))
+    site.mark(first, Event.BATCH_W)
+    site.mark(first, Event.EXPERTS)
+    return [site.terms(tokens) if routing else _sorted(site, tokens, first.size)]
+
+
+def _close(site: Site, dims: Dims) -> None:
+    for term in dims:
+        site.mark(term, Event.OPAQUE)
+
+
+def _sorted(site: Site, tokens: Ref, count: int) -> Dims | None:
+    """Tokens lie expert by expert: inside, this rank's experts have theirs; outside every rank has all."""
+    major, *rest = site.terms(tokens)
+    halves = site.algebra.split(major, count, major.size // count)
+    if halves is None:
+        return None
+    return [product([site.terms(site.op.args[0][0])[0], halves[1]]), *rest]

@@ -1,0 +1,251 @@
+"""Ops that look up or replace positions by tensors of integers or masks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoplan.axes.events import Event
+from autoplan.axes.terms import Term, find, is_data
+from autoplan.ops.rules.pieces import slice_of
+from autoplan.ops.rules.site import Answer, Dims, Site, rule
+from autoplan.values import Ref
+
+__all__: list[str] = []
+
+
+@rule("embedding")
+def embedding(site: Site) -> Answer:
+    """Rows of a table."""
+    table, indices = site.inputs[:2]
+    rows, width = site.terms(table)
+    site.mark(rows, Event.EMBED_INDEX)
+    return [[*site.terms(indices), site.from_weight(width)]]
+
+
+@rule("_embedding_bag", "_embedding_bag_forward_only")
+def embedding_bag(site: Site) -> Answer:
+    """The sum, mean or maximum of some rows of a table for each bag. Which rows, the data say."""
+    table, _, offsets = site.inputs[:3]
+    rows, width = site.terms(table)
+    site.mark(rows, Event.EMBED_INDEX)
+    bags = site.terms(offsets)[0]
+    if bags.size != site.out_shape[0]:  # the last offset may be an end
+        bags = site.fresh(site.out_shape[0], data=True)
+    return [[bags, site.from_weight(width)], *(None for _ in site.outputs[1:])]
+
+
+@dataclass(frozen=True)
+class _Lookup:
+    """x[indices] taken apart: dims before and after the looked-up ones, and what each index tensor brings.
+
+    Integer tensors bring their dims, a mask brings one: how many positions it keeps (`None` until a shape tells).
+    """
+
+    before: Dims
+    after: Dims
+    operands: list[Dims | None]
+    event: Event
+    masked_data: bool
+
+    def dims(self, site: Site, sizes: Sequence[int]) -> Dims:
+        """Dims of x[indices], given the sizes of the looked-up part."""
+        kept = [site.fresh(sizes[-1], self.event, data=self.masked_data)] if sizes else []
+        middle = site.broadcast([kept if operand is None else operand for operand in self.operands], sizes)
+        return [find(term) for term in (*self.before, *middle, *self.after)]
+
+
+@rule("index", "_unsafe_index", view=True)
+def index(site: Site) -> Answer:
+    source = site.inputs[0]
+    indices = list(site.arg(1, "indices"))
+    run = _constant_run(site, site.terms(source), indices)
+    if run is not None:
+        return [run]
+    lookup = _look_up(site, indices, Event.INDEX_W if site.is_weight(source) else Event.INDEX)
+    shape = site.out_shape
+    return [lookup.dims(site, shape[len(lookup.before) : len(shape) - len(lookup.after)])]
+
+
+@rule("index_put", "_index_put_impl", "_unsafe_index_put")
+def index_put(site: Site) -> Answer:
+    """x[indices] = values: values stretch to what the lookup would give."""
+    lookup = _look_up(site, list(site.arg(1, "indices")), Event.SCATTER)
+    values = site.terms(site.inputs[-1])
+    place = len(lookup.after) + 1
+    kept = values[-place].size if len(values) >= place else 1
+    sizes = _broadcast_sizes([[kept] if o is None else [term.size for term in o] for o in lookup.operands])
+    dims = lookup.dims(site, sizes)
+    shape = [term.size for term in dims]
+    if not site.broadcasts([[term.size for term in values]], shape):
+        return None
+    site.broadcast([dims, values], shape)
+    return [site.terms(site.inputs[0])]
+
+
+def _broadcast_sizes(shapes: Sequence[Sequence[int]]) -> list[int]:
+    """The shape in which tensors of these shapes meet."""
+    sizes: list[int] = []
+    for place in range(max(map(len, shapes)), 0, -1):
+        here = [shape[-place] for shape in shapes if len(shape) >= place]
+        sizes.append(next((size for size in here if size != 1), 1))
+    return sizes
+
+
+def _constant_run(site: Site, dims: Dims, indices: Sequence[Ref | None]) -> Dims | None:
+    """One index tensor whose values are always the same consecutive positions: a slice."""
+    where = [position for position, ref in enumerate(indices) if ref is not None]
+    ref = indices[where[0]] if len(where) == 1 else None
+    values = site.constant_values(ref) if ref is not None and len(site.shape(ref)) == 1 else None
+    if ref is None or not values or "bool" in site.info(ref).dtype:
+        return None
+    size = dims[where[0]].size
+    positions = [value % size for value in values]
+    if positions != list(range(positions[0], positions[0] + len(positions))):
+        return None
+    dims = list(dims)
+    dims[where[0]] = slice_of(site, dims[where[0]], positions[0], positions[0] + len(positions))
+    return dims
+
+
+def _look_up(site: Site, indices: Sequence[Ref | None], event: Event) -> _Lookup:
+    """Mark what is looked up. A mask covers as many dims as it has; where index tensors are apart, they go first."""
+    dims = site.terms(site.inputs[0])
+    rest: list[tuple[int, Term]] = []
+    operands: list[Dims | None] = []
+    places: list[int] = []
+    covered: Dims = []
+    position = 0
+    for place, ref in enumerate([*indices, *[None] * len(dims)]):
+        if ref is None:
+            rest += [(place, term) for term in dims[position : position + 1]]
+            position += 1
+            continue
+        places.append(place)
+        masked = site.info(ref).dtype in ("bool", "uint8")
+        looked_up = dims[position : position + (len(site.shape(ref)) if masked else 1)]
+        position += len(looked_up)
+        for term in looked_up:
+            site.mark(term, event)
+        if masked:
+            site.unify_equal_sizes(looked_up, site.terms(ref))
+            covered += looked_up
+        operands.append(None if masked else site.terms(ref))
+    first = places[0] if places == list(range(places[0], places[-1] + 1)) else 0
+    before, after = ([t for p, t in rest if p < first], [t for p, t in rest if p >= first])
+    return _Lookup(before, after, operands, event, all(is_data(term) for term in covered if term.size > 1))
+
+
+@rule("masked_select")
+def masked_select(site: Site) -> Answer:
+    dims = site.terms(site.inputs[0])
+    for term in site.terms(site.inputs[1]):
+        site.mark(term, Event.INDEX)
+    return [[site.replaced([term for term in dims if term.size > 1], site.out_shape[0], Event.INDEX)]]
+
+
+@rule("masked_scatter")
+def masked_scatter(site: Site) -> Answer:
+    """Masked places are filled from the source in order; whole rows are taken to stay rows."""
+    target, mask, source = site.inputs[:3]
+    dims = site.broadcast([site.terms(target), site.terms(mask)], site.out_shape)
+    given = site.terms(source)
+    while dims and given and len(given) > 1 and dims[-1].size == given[-1].size:
+        site.unify(dims.pop(), given.pop())
+    for term in (*dims, *given):
+        site.mark(term, Event.SCATTER)
+    return [site.terms(target)]
+
+
+@rule("index_select", view=True)
+def index_select(site: Site) -> Answer:
+    source, positions = site.inputs[:2]
+    dims = site.terms(source)
+    dim = site.arg(1, "dim")
+    if not dims:
+        return [[]]
+    site.mark(dims[dim], Event.INDEX_W if site.is_weight(source) else Event.INDEX)
+    dims[dim] = site.terms(positions)[0] if site.shape(positions) else site.fresh(1)
+    return [dims]
+
+
+@rule("gather", "take_along_dim")
+def gather(site: Site) -> Answer:
+    source, positions = site.inputs[:2]
+    dims, chosen = site.terms(source), site.terms(positions)
+    if not dims:
+        return [chosen]
+    dim = site.arg(1, "dim") % len(dims)
+    site.unify_equal_sizes(dims, chosen, skip=dim)
+    site.mark(dims[dim], Event.GATHER)
+    return [site.terms(positions)]
+
+
+@rule("take")
+def take(site: Site) -> Answer:
+    for term in site.terms(site.inputs[0]):
+        site.mark(term, Event.GATHER)
+    return [site.terms(site.inputs[1])]
+
+
+@rule("scatter", "scatter_add", "scatter_reduce")
+def scatter(site: Site) -> Answer:
+    """x[..., positions, ...] = source, position by position."""
+    dims = site.terms(site.inputs[0])
+    dim = site.arg(1, "dim") % max(1, len(dims))
+    operands = [site.terms(ref) for ref in site.inputs[1:]]
+    for operand in operands:
+        site.unify_equal_sizes(dims, operand, skip=dim)
+    for term in dims[dim : dim + 1]:
+        site.mark(term, Event.SCATTER)
+    if len(operands) == 2 and operands[0] and operands[0][dim].size == operands[1][dim].size:
+        site.unify(operands[0][dim], operands[1][dim])
+    return [site.terms(site.inputs[0])]
+
+
+@rule("index_add", "index_copy", "index_fill", "index_reduce")
+def index_add(site: Site) -> Answer:
+    """x[..., positions, ...] += source, row by row."""
+    dims = site.terms(site.inputs[0])
+    dim = site.arg(1, "dim") % max(1, len(dims))
+    positions, source = site.inputs[1], site.inputs[2] if len(site.inputs) > 2 else None
+    for term in dims[dim : dim + 1]:
+        site.mark(term, Event.SCATTER)
+    given = site.terms(source) if source is not None else []
+    if len(given) == len(dims) and given:
+        site.unify_equal_sizes(dims, given, skip=dim)
+        if site.shape(positions) and site.shape(positions)[0] == given[dim].size:
+            site.unify(site.terms(positions)[0], given[dim])
+    return [site.terms(site.inputs[0])]
+
+
+@rule("one_hot")
+def one_hot(site: Site) -> Answer:
+    return [[*site.terms(site.inputs[0]), site.fresh(site.out_shape[-1], Event.SCATTER)]]
+
+
+@rule("nonzero", "argwhere")
+def nonzero(site: Site) -> Answer:
+    """Positions as integers: one row per hit, one column per dim."""
+    dims = site.terms(site.inputs[0])
+    rows = site.replaced([term for term in dims if term.size > 1], site.out_shape[0], Event.INDEX)
+    return [[rows, site.fresh(site.out_shape[1], Event.STACK)]]
+
+
+@rule("nonzero_numpy")
+def nonzero_numpy(site: Site) -> Answer:
+    dims = site.terms(site.inputs[0])
+    rows = site.replaced([term for term in dims if term.size > 1], site.out_shape[0], Event.INDEX)
+    return [[rows] for _ in site.outputs]
+
+
+@rule("nll_loss_forward", "nll_loss2d_forward", "nll_loss")
+def nll_loss(site: Site) -> Answer:
+    """The log-probability at the target's position, averaged."""
+    scores, target = site.inputs[:2]
+    dims = site.terms(scores)
+    channel = 1 if len(dims) > 1 else 0
+    site.mark(dims[channel], Event.GATHER)
+    rest = [term for position, term in enumerate(dims) if position != channel]
+    site.unify_equal_sizes(rest, site.terms(target))
+    return [rest if site.shape(output) else [] for output in site.outputs]

@@ -1,0 +1,265 @@
+"""The table of op rules, and what a rule gets to see.
+
+A rule says, for one family of aten ops, how the dimensions of the outputs follow from those of the inputs, which of
+them are one and the same, and which events happen to them. Rules register by op name; an op without a rule, or one
+whose rule answers None, is treated as opaque by `axes.infer_axes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from autoplan.axes.algebra import Algebra
+from autoplan.axes.events import Event
+from autoplan.axes.terms import Term, factors, find, is_data, leaf, product, show
+from autoplan.values import Op, Ref, TensorInfo, Trace
+
+__all__ = ["Answer", "Dims", "RULES", "Rule", "Site", "State", "refs", "rule", "rule_for"]
+
+Dims = list[Term]
+Answer = list[Dims | None] | None  # dims per output tensor; None: this rule does not know
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule. `view`: the first output shows (all or part of) its first input, so a weight stays a weight."""
+
+    function: Callable[[Site], Answer]
+    view: bool = False
+
+
+RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str, view: bool = False) -> Callable[[Callable[[Site], Answer]], Callable[[Site], Answer]]:
+    """Register a function as the rule for these ops (their in-place forms are covered)."""
+
+    def register(function: Callable[[Site], Answer]) -> Callable[[Site], Answer]:
+        for name in names:
+            assert name not in RULES, f"two rules for {name}"
+            RULES[name] = Rule(function, view)
+        return function
+
+    return register
+
+
+def rule_for(name: str) -> Rule | None:
+    """The rule for an op; an in-place op follows that of its plain form."""
+    return RULES.get(name) or (RULES.get(name[:-1]) if name.endswith("_") else None)
+
+
+def refs(value: Any) -> Iterator[Ref]:
+    """Every tensor mentioned in recorded arguments or outputs, in order."""
+    if isinstance(value, Ref):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from refs(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from refs(item)
+
+
+@dataclass
+class State:
+    """What is known so far while a trace is read from its first op to its last."""
+
+    trace: Trace
+    algebra: Algebra = field(default_factory=Algebra)
+    dims: dict[int, Dims] = field(default_factory=dict)
+    sources: dict[int, int] = field(default_factory=dict)  # weights: tensor -> the parameter it shows
+    static: set[int] = field(default_factory=set)
+    identities: set[int] = field(default_factory=set)  # identity matrices, whose dims are one axis
+    contracted: dict[int, Term] = field(default_factory=dict)  # everything summed over
+    gathered: bool = False  # the op at hand is followed by an all-gather
+
+    def terms(self, tensor: int) -> Dims:
+        """The dims of a tensor. One that no op made is new here: a parameter, an input or a constant."""
+        known = self.dims.get(tensor)
+        if known is None:
+            info = self.trace.tensors[tensor]
+            known = self.dims[tensor] = [leaf(size, info.kind == "input") for size in info.shape]
+            if info.kind == "constant":
+                for term in known:
+                    self.algebra.mark(term, Event.CONST)
+        return known
+
+
+class Site:
+    """One op as its rule sees it: arguments, shapes, terms, and the algebra to relate them."""
+
+    __slots__ = ("algebra", "inputs", "op", "outputs", "state")
+
+    def __init__(self, op: Op, state: State, inputs: Sequence[Ref], outputs: Sequence[Ref]) -> None:
+        self.op, self.state, self.algebra = op, state, state.algebra
+        self.inputs, self.outputs = inputs, outputs
+
+    # ---------------------------------------------------------------------------------- what was passed
+
+    def arg(self, index: int, name: str = "", default: Any = None) -> Any:
+        """An argument by position, else by name, else its default."""
+        if index < len(self.op.args):
+            return self.op.args[index]
+        return self.op.kwargs.get(name, default)
+
+    def tensor(self, index: int, name: str = "") -> Ref | None:
+        """An argument if it is a tensor."""
+        value = self.arg(index, name)
+        return value if isinstance(value, Ref) else None
+
+    def info(self, ref: Ref) -> TensorInfo:
+        return self.state.trace.tensors[ref.id]
+
+    def shape(self, ref: Ref) -> tuple[int, ...]:
+        return self.state.trace.tensors[ref.id].shape
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Shape of the first output."""
+        return self.shape(self.outputs[0])
+
+    def terms(self, ref: Ref) -> Dims:
+        """The dims of a tensor, as a list that the rule may change."""
+        return [find(term) for term in self.state.terms(ref.id)]
+
+    def is_weight(self, ref: Ref | None) -> bool:
+        """Is this a parameter, or a view of one?"""
+        return ref is not None and ref.id in self.state.sources
+
+    def is_parameter(self, ref: Ref) -> bool:
+        """Is this a whole parameter, not a part of one?"""
+        return self.state.sources.get(ref.id) == ref.id
+
+    def constant_values(self, ref: Ref) -> tuple[int, ...] | None:
+        """The elements of a small integer tensor that is the same in every run."""
+        fixed = ref.id in self.state.static or self.info(ref).kind in ("buffer", "constant")
+        return self.info(ref).values if fixed else None
+
+    # ---------------------------------------------------------------------------------- what to say about it
+
+    def mark(self, term: Term, event: Event) -> None:
+        self.algebra.mark(term, event)
+
+    def unify(self, left: Term, right: Term) -> None:
+        self.algebra.unify(left, right)
+
+    def fresh(self, size: int, event: Event | None = None, data: bool = False) -> Term:
+        """A new axis, with an event where positions along it already mean something."""
+        term = leaf(size, data)
+        if event:
+            self.algebra.mark(term, event)
+        return term
+
+    def replaced(self, old: Sequence[Term], size: int, event: Event) -> Term:
+        """A new axis in the place of others whose link cannot be kept: both sides are marked; input stays input."""
+        for term in old:
+            self.algebra.mark(term, event)
+        return self.fresh(size, event, data=bool(old) and all(is_data(term) for term in old))
+
+    def contract(self, term: Term, event: Event) -> None:
+        """The op sums over this term (or takes a norm, which is a sum of squares)."""
+        self.mark(term, event)
+        term = find(term)
+        if term.parts:
+            self.state.contracted[term.id] = term
+
+    def from_weight(self, term: Term) -> Term:
+        """An output dim that a weight brings in: what follows an all-gather no longer depends on its axis."""
+        return self.fresh(term.size, Event.GATHERED) if self.state.gathered else term
+
+    def unify_equal_sizes(self, left: Sequence[Term], right: Sequence[Term], skip: int = -1) -> None:
+        """Pair dims position by position; those that differ in size are not what they seem and are marked."""
+        for position, (a, b) in enumerate(zip(left, right, strict=False)):
+            if position == skip:
+                continue
+            if a.size == b.size:
+                self.unify(a, b)
+            elif a.size > 1 and b.size > 1:
+                self.mark(a, Event.CUT)
+                self.mark(b, Event.CUT)
+
+    def broadcast(self, operands: Sequence[Dims], shape: Sequence[int]) -> Dims:
+        """Dims of an elementwise result: equal where sizes are, aligned at the end."""
+        result: Dims = []
+        for position in range(1, len(shape) + 1):
+            size = shape[-position]
+            if size == 1:
+                result.append(leaf(1))
+                continue
+            meeting = [dims[-position] for dims in operands if len(dims) >= position and dims[-position].size == size]
+            for other in meeting[1:]:
+                self.unify(meeting[0], other)
+            result.append(find(meeting[0]) if meeting else leaf(size))
+        return result[::-1]
+
+    def broadcasts(self, shapes: Sequence[Sequence[int]], shape: Sequence[int]) -> bool:
+        """Can tensors of these shapes meet in one of `shape`?"""
+        return all(
+            len(operand) <= len(shape) and all(n in (1, m) for n, m in zip(operand[::-1], shape[::-1], strict=False))
+            for operand in shapes
+        )
+
+    def reshape(self, dims: Dims, shape: Sequence[int]) -> Dims:
+        """Dims of a view. Groups of dims with equal products are worked out apart, so that one that fails is alone."""
+        if 0 in shape:
+            return [leaf(size) for size in shape]
+        result: Dims = []
+        for old, new in _groups(dims, shape):
+            regrouped = self._regroup(old, new)
+            result += self._mixed(old, new) if regrouped is None else regrouped
+        return result
+
+    def _regroup(self, old: Dims, sizes: Sequence[int]) -> Dims | None:
+        """Distribute the factors of some dims over others of the same total size."""
+        if len(old) == len(sizes) == 1:
+            return list(old)
+        rest = factors(product(old))[::-1]  # a stack, major factor on top
+        result: Dims = []
+        for size in sizes:
+            taken: Dims = []
+            missing = size
+            while missing > 1:
+                factor = find(rest.pop())
+                if factor.kind == "product":  # refined meanwhile
+                    rest.extend(factors(factor)[::-1])
+                    continue
+                if missing % factor.size == 0:
+                    taken.append(factor)
+                    missing //= factor.size
+                    continue
+                halves = None
+                if factor.size % missing == 0:
+                    halves = self.algebra.split(factor, missing, factor.size // missing)
+                if halves is None:
+                    return None
+                taken.append(halves[0])
+                rest.extend(factors(halves[1])[::-1])
+                missing = 1
+            result.append(product(taken))
+        return result
+
+    def _mixed(self, old: Dims, sizes: Sequence[int]) -> Dims:
+        """A view that mixes neighbours. Input axes among themselves may; anything else is a conflict."""
+        axes = [term for term in old if term.size > 1]
+        if not all(map(is_data, axes)):
+            self.algebra.conflict("view", ", ".join(map(show, axes)), str(list(sizes)), axes, Event.BADVIEW)
+        return [self.replaced(axes, size, Event.BADVIEW) for size in sizes]
+
+
+def _groups(dims: Dims, shape: Sequence[int]) -> Iterator[tuple[Dims, list[int]]]:
+    """The smallest runs of old dims and new sizes that hold the same number of elements."""
+    i = j = 0
+    while i < len(dims) or j < len(shape):
+        old, new = dims[i : i + 1], list(shape[j : j + 1])
+        i, j = i + len(old), j + len(new)
+        while (have := prod(term.size for term in old)) != (want := prod(new)):
+            if have < want:
+                old.append(dims[i])
+                i += 1
+            else:
+                new.append(shape[j])
+                j += 1
+        yield old, new

@@ -1,0 +1,155 @@
+"""What checks have to say: findings, reports, a line and a table of the scoreboard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+__all__ = ["Finding", "Report", "Score", "Scoreboard", "Traffic", "Verdict"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing a check has to say."""
+
+    check: str
+    level: Literal["error", "warn", "note"]
+    where: str
+    message: str
+    hint: str = ""
+    bytes: int = 0
+    proof: str = ""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one block moves between ranks in a call, beside the least that its split owes.
+
+    `forward` and `backward`: kind of collective -> how many, and bytes for each token (those of the whole value; an
+    all-reduce counts twice). `least_*`: the same for a placement that no other undercuts. `once`: bytes of gradients
+    of whole parameters, summed once a step.
+    """
+
+    block: str
+    forward: dict[str, tuple[int, int]]
+    backward: dict[str, tuple[int, int]]
+    least_forward: tuple[int, int]
+    least_backward: tuple[int, int]
+    once: int = 0
+
+    @property
+    def ratio(self) -> float | None:
+        """Bytes moved for each byte owed."""
+        moved = sum(size for kinds in (self.forward, self.backward) for _, size in kinds.values())
+        least = self.least_forward[1] + self.least_backward[1]
+        return moved / least if least else None
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of `verify` or `audit`."""
+
+    ok: bool
+    findings: tuple[Finding, ...] = ()
+    gradients: dict[str, float] = field(default_factory=dict)
+    forward: float | None = None
+    tp_size: int = 1
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """The verdict, what was compared, and the findings, for a terminal."""
+        from autoplan.emit.tables.terminal import plain_text, report_view
+
+        return plain_text(report_view(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data: what `autoplan verify --json` prints. JSON has no NaN: such errors are null."""
+        from autoplan.common.plain import finite, plain
+
+        report: dict[str, Any] = finite(plain(self))
+        return report
+
+
+Verdict = Literal["exact", "wrong", "failed", "refused", "not comparable", "cannot run"]
+
+
+@dataclass(frozen=True)
+class Score:
+    """One architecture on the scoreboard: its tiny clone, planned and verified.
+
+    `verdict`: exact; wrong (numbers differ); failed (autoplan or the sharded model raised, or ran out of time);
+    refused (nothing can be split); not comparable (the unsharded model's numbers are NaN); cannot run (nor can the
+    unsharded model). `split` of `counted` parameters with two dims or more are cut; tables and latents that stay whole
+    are not counted, `unused` ones are. `forward`, `backward`: all-reduces in a block of the main stack, on average.
+    Where sequence parallelism was asked for, `regions` is how often a block of the main stack gathers the sequence, on
+    average, and `uncut` why the stream is not cut (then the verdict is that of the plan without it).
+    `recomputed`, where checkpointing was asked for: how many blocks are checkpointed (all, or it failed), how many of
+    them ran again.
+    """
+
+    model_type: str
+    class_name: str
+    verdict: Verdict
+    reason: str = ""
+    split: int = 0
+    counted: int = 0
+    whole: tuple[str, ...] = ()  # patterns of counted parameters that stay whole although they were used, and why
+    unused: tuple[str, ...] = ()  # patterns of parameters that no run of the model used
+    forward: float | None = None
+    backward: float | None = None
+    collectives: dict[str, dict[str, int]] = field(default_factory=dict)  # of one call, as measured on rank 0
+    scoped: int = 0  # calls whose literals are rewritten at run time
+    error: float | None = None  # the largest error of outputs and gradients
+    seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+    regions: float | None = None
+    uncut: str = ""
+    communication: tuple[Traffic, ...] = ()  # measured, block by block
+    recomputed: tuple[int, int] | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Bytes that blocks moved for each byte that their split owes, the worst of them."""
+        return max((one.ratio for one in self.communication if one.ratio is not None), default=None)
+
+    @property
+    def share(self) -> float | None:
+        return self.split / self.counted if self.counted else None
+
+
+@dataclass(frozen=True)
+class Scoreboard:
+    """Many architectures verified at one size, in the order in which transformers lists them."""
+
+    mapping: str
+    tp_size: int
+    engine: str
+    checks: tuple[str, ...]
+    scores: tuple[Score, ...]
+    versions: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    sequence_parallel: bool = False
+    lengths: tuple[int, ...] = ()
+    ep_size: int = 1
+    checkpointing: str = ""
+    mesh: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not any(score.verdict in ("wrong", "failed") for score in self.scores)
+
+    def totals(self) -> dict[str, int]:
+        """How many architectures have each verdict."""
+        found: dict[str, int] = dict.fromkeys(get_args(Verdict), 0)
+        for score in self.scores:
+            found[score.verdict] += 1
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data: what `autoplan scoreboard --json` prints."""
+        from autoplan.common.plain import finite, plain
+
+        board: dict[str, Any] = finite(plain(self)) | {"ok": self.ok, "totals": self.totals()}
+        for score, row in zip(self.scores, board["scores"], strict=True):
+            row |= {"share": score.share, "ratio": score.ratio}
+        return board

@@ -1,0 +1,177 @@
+"""A plan, and what it is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any, Literal
+
+from autoplan.values.findings import Finding, Traffic
+from autoplan.values.instructions import Runtime
+
+__all__ = ["Change", "Entry", "Obstacle", "Plan", "Proof", "Replicated", "Stack"]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was proven, how, and at which tp."""
+
+    method: Literal["none", "graph", "ranks"]
+    tp_size: int
+    ok: bool
+    checked: tuple[str, ...] = ()
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One planned module pattern. `segments` says, per parameter, "dim:layout"; `reduces` what it costs.
+
+    `bytes` is the size of the parameters of all modules that it stands for, unsplit. `axes` are numbers of the axes
+    that cut it: entries that share one are cut together, or not at all.
+    """
+
+    pattern: str
+    parameters: tuple[str, ...]
+    style: str
+    role: str
+    rule: str
+    source: Literal["user", "handwritten", "inferred", "hf"]
+    reason: str
+    units: str = ""
+    segments: tuple[str, ...] = ()
+    reduces: tuple[str, ...] = ()
+    proof: str = "unproven"
+    bytes: int = 0
+    axes: tuple[int, ...] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why a library that wraps the call of a module cannot cut these ones, though `execute` can.
+
+    `kind`: "edited" (who gets the output changes it in place, and a wrapped output is a view), "read" (other modules'
+    code reads its weight), "shape" (it is no linear layer or table: its weight has other than two dims, or its code
+    does not say how wide it is), "count" (a module above split ones reads the integer `attribute`, which must stay).
+    """
+
+    pattern: str
+    kind: Literal["edited", "read", "shape", "count"]
+    why: str
+    attribute: str = ""
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """A parameter that stays whole, with its size and why. Unpacks as (fqn, bytes, reason)."""
+
+    fqn: str
+    bytes: int
+    reason: str
+
+    def __iter__(self) -> Any:
+        return iter((self.fqn, self.bytes, self.reason))
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A repeated stack of blocks, flattened in call order."""
+
+    name: str
+    kind: Literal["decoder", "encoder", "vision", "audio", "other"]
+    fqns: tuple[str, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One difference between two plans."""
+
+    pattern: str
+    what: str
+    before: Any
+    after: Any
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan: for one model at one tp size. See `str(plan)`, `explain`, `diff`, `save`.
+
+    `ep_size`: over how many ranks experts are dealt out whole; 1: they are cut inside. It is the tp size, or with
+    tp_size 1 any other.
+    """
+
+    model: str
+    tp_size: int
+    sequence_parallel: bool = False
+    source: str = "inferred"
+    entries: tuple[Entry, ...] = ()
+    replicated: tuple[Replicated, ...] = ()
+    layers: tuple[Stack, ...] = ()
+    legal_tp: tuple[int, ...] = (1,)
+    findings: tuple[Finding, ...] = ()
+    proof: Proof = Proof("none", 1, False)
+    runtime: Runtime = Runtime()
+    communication: tuple[Traffic, ...] = ()
+    obstacles: tuple[Obstacle, ...] = ()
+    ep_size: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Over how many ranks parameters are cut: those of tp, or those of ep where only experts are dealt out."""
+        return max(self.tp_size, self.ep_size)
+
+    def __str__(self) -> str:
+        """A table for a terminal."""
+        from autoplan.emit.tables.terminal import plain_text, plan_view
+
+        return plain_text(plan_view(self))
+
+    def explain(self, path: str) -> str:
+        """Why a module, a parameter, or a pattern of either is split or whole, and what runs around it."""
+        from autoplan.emit.explain import explain
+
+        return explain(self, path)
+
+    def diff(self, other: Plan) -> tuple[Change, ...]:
+        """What `other` has changed; empty exactly when the plans are equal."""
+        from autoplan.emit.differences import diff
+
+        return diff(self, other)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain data: what files hold and `autoplan plan --json` prints."""
+        from autoplan.decide.written_plans.plan_file import plan_to_dict
+
+        return plan_to_dict(self)
+
+    def to_torch(self, *, gather_logits: bool = False) -> dict[str, Any]:
+        """{pattern: ParallelStyle} for torch's `parallelize_module(model, tp_mesh, …)`; fresh objects each call."""
+        from autoplan.execute.styles import to_torch
+
+        return dict(to_torch(self, gather_logits=gather_logits))
+
+    def to_hf(self, model: Any = None, *, old: bool = False, drop: bool = False) -> dict[str, str]:
+        """{pattern: style name} for transformers; give the `model`, so that shipped keys we do not use are overridden.
+
+        Raises on what transformers cannot say, with the bytes lost; with `drop` that stays whole.
+        """
+        from autoplan.emit.exports.hf import to_hf
+
+        return to_hf(self, shipped=getattr(model, "_tp_plan", None) or (), old=old, drop=drop)
+
+    def export(self, target: str, model: Any = None, *, drop: bool = False) -> str:
+        """The text of the plan for another system; `autoplan export --help` lists them. See `to_hf` for `drop`."""
+        from autoplan.emit.exports.export import Surroundings, export
+
+        if model is None:
+            return export(self, target, Surroundings(), drop=drop)
+        from autoplan.emit.exports.surroundings import surroundings
+
+        return export(self, target, surroundings(model, self), drop=drop)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write a plan file, YAML or JSON by suffix; `autoplan.load_plan` reads it back exactly."""
+        from autoplan.decide.written_plans.plan_file import save_plan
+
+        save_plan(self, path)

@@ -1,0 +1,150 @@
+"""What one run of a model did: a trace, and what it is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+__all__ = ["Call", "Fold", "ModuleVisit", "Op", "Ref", "Symbolic", "TensorInfo", "Trace"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor mentioned in recorded arguments: an index into `Trace.tensors`."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Symbolic:
+    """An integer in recorded arguments together with where it came from.
+
+    `origin` is an expression tree of tuples: ("attr", module, attribute, index|None), ("config", module, field),
+    ("size", tensor id, dim), ("numel", tensor id), ("const", n), or (operator, left, right) with operator one of
+    add sub mul floordiv mod neg.
+    """
+
+    value: int
+    origin: tuple[Any, ...]
+
+
+_ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "bool": 1, "uint8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a trace. `values` holds the elements of small integer or bool constants, flattened."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    kind: Literal["parameter", "buffer", "input", "constant", "activation"]
+    names: tuple[str, ...] = ()
+    values: tuple[int, ...] | None = None
+
+    @property
+    def differentiable(self) -> bool:
+        return self.dtype.startswith(("float", "bfloat", "complex")) and not self.dtype.startswith("float8")
+
+    @property
+    def item_size(self) -> int:
+        """Bytes of one element."""
+        return _ITEM_BYTES.get(self.dtype, 1 if self.dtype.startswith("float8") else 4)
+
+    @property
+    def quantised(self) -> bool:
+        """A matrix in few bits, whose numbers mean something only together with scales that are kept beside it."""
+        stored = self.kind in ("parameter", "buffer") and len(self.shape) >= 2
+        return stored and (self.dtype.startswith("float8") or self.dtype in ("int8", "uint8", "int32"))
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One aten operation. `name` has no namespace or overload ("mm"); tensors in args are `Ref`s.
+
+    `outputs` mirrors what the op returned (Refs, possibly in tuples); `module` is the innermost running module's name.
+    """
+
+    name: str
+    overload: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[Any, ...]
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One outermost torch-function call made by a module's own Python code.
+
+    `module`, `visit` and `position` name it: the position-th call in the visit-th run of that module. `place` says
+    where in the code it stands (common/code_place.py). `ops` is the half-open range of `Trace.ops` it caused.
+    Integers in args are plain or `Symbolic`.
+    """
+
+    name: str
+    module: str
+    visit: int
+    position: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: Any
+    ops: tuple[int, int]
+    grad_enabled: bool = True
+    place: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleVisit:
+    """One run of one module: tensors by path in its arguments and results, and the calls made meanwhile.
+
+    A path is a tuple of names and indices: ("hidden_states",), ("position_embeddings", 0); positional arguments are
+    named by the forward's signature. `calls` is the half-open range of `Trace.calls`.
+    """
+
+    module: str
+    visit: int
+    inputs: tuple[tuple[tuple[Any, ...], int], ...]
+    outputs: tuple[tuple[tuple[Any, ...], int], ...]
+    calls: tuple[int, int]
+    parent: int | None = None  # index into Trace.visits
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Repeated blocks of one container that were traced through representatives: member key -> representative key.
+
+    `alike`: traced blocks of one kind, key -> the representative of the kind. What holds for one of them must hold for
+    the other, or the representative cannot stand for more.
+    """
+
+    container: str
+    members: tuple[tuple[str, str], ...]
+    alike: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a model did, in plain data. `module_classes` maps every module name to its class name (for printing).
+
+    `comparisons` are the equalities that Python tested on traced integers: (module, left, right, result), each side an
+    int or Symbolic. `escapes` are traced attributes whose value turned into a float or a Python index: editing those
+    would change numbers, ("attr"/"config" origin, how).
+    """
+
+    tensors: tuple[TensorInfo, ...]
+    ops: tuple[Op, ...]
+    calls: tuple[Call, ...]
+    visits: tuple[ModuleVisit, ...]
+    module_classes: dict[str, str]
+    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)  # module -> integer attributes by name
+    comparisons: tuple[tuple[str, Any, Any, bool], ...] = ()
+    escapes: tuple[tuple[tuple[Any, ...], str], ...] = ()
+    folds: tuple[Fold, ...] = ()
+    entries: tuple[str, ...] = ("forward",)
+    real: bool = False  # traced on real (tiny) tensors rather than fake ones
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def by_name(self) -> dict[str, int]:
+        return {name: i for i, tensor in enumerate(self.tensors) for name in tensor.names}

@@ -1,0 +1,82 @@
+"""One plan serves every implementation of the experts that transformers offers, router gradients included."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from autoplan.api import plan_source
+from autoplan.check.verify.clone import Clone, clone_of
+from autoplan.check.verify.verify import verify_clone
+from autoplan.hf.shrink import all_configs
+from autoplan.hf.source import resolve
+from autoplan.values import Plan
+
+# packed weights by rows and by columns, interleaved, with biases, with shared experts, between other mixers
+TYPES = ["mixtral", "deepseek_v3", "gpt_oss", "llama4_text", "jamba"]
+SINGLE_PRECISION_ONLY = ("grouped_mm",)
+
+
+@cache
+def planned(model_type: str) -> tuple[Clone, Plan]:
+    """A tiny clone, and its plan made from the one trace there is."""
+    clone = clone_of(resolve(model_type))
+    return clone, plan_source(resolve(clone.model, inputs=clone.entries), 2, prove="none")
+
+
+def computing_with(clone: Clone, implementation: str) -> Clone:
+    model = copy.deepcopy(clone.model)
+    for config in all_configs(model.config):
+        config._experts_implementation = implementation
+    if implementation not in SINGLE_PRECISION_ONLY:
+        return replace(clone, model=model)
+    entries, others = (_in_single_precision(inputs) for inputs in (clone.entries, clone.others))
+    return replace(clone, model=model.float(), entries=entries, others=others)
+
+
+def _in_single_precision(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.is_floating_point() else value
+    return {key: _in_single_precision(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_exact_in_every_implementation(model_type: str, implementation: str) -> None:
+    clone, plan = planned(model_type)
+    report = verify_clone(computing_with(clone, implementation), plan, checks=("parameters", "forward", "second_shape"))
+    assert report.ok, report.findings
+    routed = [name for name, p in clone.model.named_parameters() if p.dim() == 2 and _is_router(clone, name)]
+    assert routed and all(name in report.gradients for name in routed)
+
+
+def _is_router(clone: Clone, name: str) -> bool:
+    """Its rows are as many as the experts beside it."""
+    state = dict(clone.model.named_parameters())
+    block = name.rpartition(".")[0].rpartition(".")[0]
+    experts = {p.shape[0] for other, p in state.items() if p.dim() == 3 and other.startswith(f"{block}.")}
+    return state[name].shape[0] in experts
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_nothing_hangs_on_the_order_of_calls_inside_experts(model_type: str) -> None:
+    """Scoped calls are known by their position, and positions differ between implementations."""
+    clone, plan = planned(model_type)
+    experts = {name for name, module in clone.model.named_modules()
+               if any(p is not None and p.dim() == 3 for p in module._parameters.values())}  # fmt: skip
+    convolutions = {name for name in experts if "Conv" in type(clone.model.get_submodule(name)).__name__}
+    assert not [call for call in plan.runtime.scoped if call.pattern in experts - convolutions]
+
+
+def test_a_bias_added_to_each_experts_part_is_added_in_shares() -> None:
+    """Whichever call adds it, each rank adds half, and the halves are summed where the experts' module ends."""
+    _, plan = planned("gpt_oss")
+    divided = {rule.pattern.rpartition(".")[2] for rule in plan.runtime.parameters if rule.divide}
+    assert "down_proj_bias" in divided
+    ends = [hook for hook in plan.runtime.hooks if hook.pattern.endswith(".experts") and hook.side == "output"]
+    assert ends and {hook.action for hook in ends} == {"reduce"}

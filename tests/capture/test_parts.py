@@ -1,0 +1,99 @@
+"""Parts that a model's own forward never runs are called alone: they are split, and right whoever calls them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from mesh_toys import mesh_of
+from torch import nn
+from torch.nn import functional as F
+from transformers import PretrainedConfig
+
+import autoplan
+from autoplan.capture.called import PART, call
+from autoplan.check.ranks.run import run_ranks
+from autoplan.hf.inputs.make import make_inputs
+
+
+class Ribs(nn.Module):
+    """Widens and narrows again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rise, self.fall = nn.Linear(16, 48), nn.Linear(48, 16)
+
+    def forward(self, tide: torch.Tensor) -> torch.Tensor:
+        return self.fall(F.gelu(self.rise(tide)))
+
+
+class Press(nn.Module):
+    """No forward that anybody needs: methods run its halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.outward = Ribs(), Ribs()
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inward(x)
+
+    def unpack(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outward(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.unpack(self.pack(x))
+
+
+class Painter(nn.Module):
+    """Writes in forward; a method of its own paints. One of two choices is never taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = PretrainedConfig(vocab_size=60, hidden_size=16)
+        self.config.brush = PretrainedConfig(width=48)
+        self.token, self.head = nn.Embedding(60, 16), nn.Linear(16, 60, bias=False)
+        self.press, self.sketch, self.choices = Press(), Ribs(), nn.ModuleList([Ribs(), Ribs()])
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.token(input_ids)
+        return self.head(x + self.choices[0](x))
+
+    def paint(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.press.unpack(self.sketch(self.token(input_ids))).tanh()
+
+
+def test_parts_that_forward_never_runs_have_entries() -> None:
+    """Halves that methods run are parts; of choices the one that was not taken follows the other."""
+    model = Painter()
+    entries = make_inputs(model, config=model.config).entries
+    assert set(entries) == {"text", "press.inward", "press.outward", "sketch"}
+    assert entries["sketch"][PART] == "sketch"
+    torch.testing.assert_close(call(model, entries["sketch"]), model.sketch(entries["sketch"]["tide"]))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_parts_are_split_and_a_method_that_runs_them_is_right(tp: int) -> None:
+    """What goes into a part carries gradient within the model: the table's gradient shows that none is lost."""
+    torch.manual_seed(0)
+    model = Painter().double()
+    entries = make_inputs(model, config=model.config).entries
+    plan = autoplan.plan(model, tp, inputs=entries)
+    whole = {item.fqn for item in plan.replicated}
+    assert not {f"{part}.{half}.weight" for part in ("press.outward", "sketch") for half in ("rise", "fall")} & whole
+    assert autoplan.verify(model, plan, tp_size=tp, inputs=entries).ok
+    ids = torch.arange(12).view(2, 6)
+    model.paint(ids).square().sum().backward()
+
+    def on_rank(rank: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        sharded = autoplan.parallelize(copy.deepcopy(model), mesh_of(tp=tp), plan)
+        sharded.zero_grad()
+        painted = sharded.paint(ids)
+        painted.square().sum().backward()
+        return painted.detach(), autoplan.full_tensors(sharded, grads=True)
+
+    for painted, gradients in run_ranks(on_rank, tp):
+        torch.testing.assert_close(painted, model.paint(ids).detach())
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                torch.testing.assert_close(gradients[name], parameter.grad)

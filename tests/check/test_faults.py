@@ -1,0 +1,116 @@
+"""Verify is shown able to find: every kind of fault, planted into plans of real architectures, is caught."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+
+from autoplan.analyse.solve import solve
+from autoplan.capture.capture import capture_real
+from autoplan.check.verify.faults import FAULTS, Fault, plant
+from autoplan.check.verify.sharded import check_sharding
+from autoplan.check.verify.verify import sharding_of
+from autoplan.common.random_values import randomise
+from autoplan.hf.inputs.make import make_inputs
+from autoplan.values import Plan
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 6,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "max_position_embeddings": 64,
+}
+SMALL = {
+    "llama": {**SIZES, "tie_word_embeddings": True},
+    "qwen3": SIZES,
+    "olmo2": SIZES,
+    "phi3": {name: size for name, size in SIZES.items() if name != "head_dim"},
+    "gpt2": {"vocab_size": 64, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "falcon": {"vocab_size": 64, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "bloom": {"vocab_size": 64, "hidden_size": 48, "n_layer": 2, "n_head": 4},
+    "opt": {**SIZES, "ffn_dim": 40, "word_embed_proj_dim": 48},
+}
+
+
+@cache
+def subject(model_type: str) -> tuple[torch.nn.Module, dict, Plan]:
+    """A tiny model with random weights, the call to make, and its plan for two ranks."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(model_type, **SMALL[model_type])
+    model = AutoModelForCausalLM.from_config(config).double().eval()
+    randomise(model)
+    entries = make_inputs(model, config=config, model_type=model_type).entries
+    solution = solve(capture_real(copy.deepcopy(model), entries).trace, 2)
+    return model, entries, Plan(model=model_type, tp_size=2, runtime=solution.runtime)
+
+
+def report_of(model_type: str, fault: Fault | None):
+    model, entries, plan = subject(model_type)
+    if fault is None:
+        return check_sharding(model, entries, sharding_of(plan), 2)
+    planted = plant(fault, plan, sharding_of)
+    if planted is None or (fault.name == "untied head" and not tied(model)):
+        return None
+    return check_sharding(model, entries, planted.sharding, 2, checks=fault.checks)
+
+
+def tied(model: torch.nn.Module) -> bool:
+    return len(list(model.named_parameters())) < len(list(model.named_parameters(remove_duplicate=False)))
+
+
+def places(fault: Fault) -> Iterator[str]:
+    """The models in which this fault can be planted, cheapest first."""
+    for model_type in SMALL:
+        plan = subject(model_type)[2]
+        if fault.spoil(plan) is not None and (fault.name != "untied head" or tied(subject(model_type)[0])):
+            yield model_type
+
+
+@pytest.mark.parametrize("model_type", SMALL)
+def test_right_plans_are_clean(model_type: str) -> None:
+    report = report_of(model_type, None)
+    assert report.ok, report.findings[:3]
+    assert max(report.gradients.values()) < 1e-6
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_every_fault_is_caught(fault: Fault) -> None:
+    tried = list(places(fault))
+    assert tried, f"no model has a place for {fault.name!r}: the test proves nothing"
+    for model_type in tried:
+        report = report_of(model_type, fault)
+        assert not report.ok, f"{fault.name} in {model_type} went unnoticed"
+
+
+def test_some_faults_leave_forward_exact() -> None:
+    """What comparing outputs alone would have missed."""
+    silent = {
+        fault.name
+        for fault in FAULTS
+        for model_type in ("qwen3", "falcon")
+        if (report := report_of(model_type, fault)) is not None and (report.forward or 1) < 1e-9
+    }
+    assert {"no gradient sum", "double gradient sum", "no gradient sum of a parameter"} <= silent
+
+
+def test_a_gradient_fault_names_its_parameter() -> None:
+    fault = next(fault for fault in FAULTS if fault.name == "no gradient sum of a parameter")
+    (rule,) = set(subject("qwen3")[2].runtime.parameters) - set(fault.spoil(subject("qwen3")[2]).runtime.parameters)
+    wrong = {finding.where for finding in report_of("qwen3", fault).findings}
+    assert wrong == {rule.pattern}
+
+
+def test_there_are_enough_kinds() -> None:
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 12

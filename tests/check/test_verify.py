@@ -1,0 +1,200 @@
+"""Verify finds nothing in a right sharding and the fault in a wrong one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from toy_sharding import Toy, sharding
+
+import autoplan
+from autoplan.check.ranks.run import run_processes
+from autoplan.check.verify.faults import FAULTS
+from autoplan.check.verify.sharded import CHECK_NAMES, check_sharding
+from autoplan.check.verify.subject import give_random_values
+from autoplan.check.verify.verify import verify
+from autoplan.common.errors import AutoplanError
+
+
+def toy(**kwargs) -> Toy:
+    torch.manual_seed(0)
+    return give_random_values(Toy(**kwargs)).double()
+
+
+def ids(batch: int, length: int) -> dict[str, dict[str, torch.Tensor]]:
+    return {"forward": {"ids": torch.randint(12, (batch, length), generator=torch.Generator().manual_seed(7))}}
+
+
+def check(model: Toy, fault: str = "", **kwargs):
+    return check_sharding(model, ids(2, 5), sharding(fault), 2, others=ids(3, 12), **kwargs)
+
+
+@pytest.mark.parametrize("engine", ["threads", "gloo"])
+def test_right_sharding_is_exact(engine) -> None:
+    report = check(toy(), engine=engine)
+    assert report.ok
+    (advice,) = report.findings  # the toy's shards are plain parameters, so a rank sees a part of the norm only
+    assert advice.level == "warn" and "clip_grad_norm_" in advice.hint
+    assert set(report.gradients) == {name for name, _ in toy().named_parameters()}
+    assert max(report.gradients.values()) < 1e-12 and report.forward < 1e-12
+    assert set(report.details["checked"]) == set(CHECK_NAMES) - {"attention", "cache"}
+    assert set(report.details["not_checked"]) == {"attention", "cache"}
+    assert report.details["collectives"] == {"forward": {"all_reduce": 1}, "backward": {"all_reduce": 2}}
+
+
+def on_live_mesh(rank: int, fault: str) -> tuple[bool, set[str], bool]:
+    """What a rank of a running job does."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model, state = toy(), torch.get_rng_state()
+    report = check(model, fault, mesh=mesh)
+    wrong = {finding.where for finding in report.findings if finding.level == "error"}
+    return report.ok, wrong, torch.equal(torch.get_rng_state(), state)
+
+
+def test_real_ranks_verify_on_their_own_mesh() -> None:
+    assert run_processes(on_live_mesh, ("",), 2) == [(True, set(), True)] * 2
+    for ok, wrong, _ in run_processes(on_live_mesh, ("rank's own norm",), 2):
+        assert not ok and "norm.weight" in wrong
+
+
+@pytest.mark.parametrize(
+    ("fault", "model", "checks_that_see_it", "named"),
+    [
+        ("no gradient sum", {}, {"gradients", "second_shape", "loss", "optimizer"}, "scale"),
+        ("scale without sum", {}, {"gradients", "second_shape", "loss", "optimizer", "dropout"}, "scale"),
+        ("double gradient sum", {}, {"gradients"}, "norm.weight"),
+        ("no forward sum", {}, {"forward", "second_shape", "loss", "state_dict"}, "logits"),
+        ("wrong piece", {}, {"parameters", "forward", "gradients", "state_dict"}, "gate.weight"),
+        ("untied", {"tied": True}, {"gradients", "optimizer"}, "embedding.weight"),
+        ("rank's own norm", {}, {"parameters", "forward"}, "norm.weight"),
+        ("renamed", {}, {"state_dict"}, ""),
+        ("unseeded dropout", {"dropout": 0.3}, {"dropout"}, "logits"),
+        ("wrong dim", {}, {"forward"}, ""),
+    ],
+)
+def test_wrong_sharding_is_found_and_named(fault, model, checks_that_see_it, named) -> None:
+    report = check(toy(**model), fault)
+    assert not report.ok
+    errors = [finding for finding in report.findings if finding.level == "error"]
+    assert checks_that_see_it <= {finding.check for finding in errors}
+    assert named in {finding.where for finding in errors} or not named
+
+
+def test_forward_alone_does_not_see_a_missing_gradient_sum() -> None:
+    """Why gradients are compared at all."""
+    report = check(toy(), "no gradient sum", checks=["forward"])
+    assert {finding.check for finding in report.findings} == {"gradients"}
+    assert report.forward < 1e-12 and max(report.gradients.values()) > 0.1
+
+
+def test_dropout_drawn_alike_is_right() -> None:
+    assert check(toy(dropout=0.3)).ok
+
+
+@pytest.mark.parametrize("engine", ["threads", "gloo"])
+def test_a_rank_that_raises_is_a_finding(engine) -> None:
+    report = check(toy(), "a rank raises", engine=engine)
+    (finding,) = report.findings
+    assert finding.check == "forward" and "planted" in finding.message and "toy_sharding.py" in finding.message
+
+
+def test_ranks_that_wait_for_each_other_are_a_finding(monkeypatch) -> None:
+    monkeypatch.setattr("autoplan.check.ranks.threads.STUCK_AFTER", 0.4)
+    report = check(toy(), "ranks wait for each other", checks=["forward"])
+    assert not report.ok and "others never enter" in report.findings[0].message
+
+
+def test_nan_reference_is_not_comparable() -> None:
+    model = toy()
+    with torch.no_grad():
+        model.norm.weight[0] = torch.nan
+    report = check(model, checks=["forward"])
+    assert {finding.level for finding in report.findings} == {"warn"}
+    assert "not comparable" in report.findings[0].message
+
+
+def test_single_precision_is_said() -> None:
+    report = check(toy().float())
+    assert report.ok and report.details["precision"] == "float32" and report.details["tolerance"] > 1e-5
+
+
+def test_the_model_is_left_alone() -> None:
+    model, state = toy().train(), torch.get_rng_state()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    check(model)
+    assert model.training and type(model) is Toy and all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_unknown_check_is_refused() -> None:
+    with pytest.raises(AutoplanError, match="no such check: 'fowrard'"):
+        check(toy(), checks=["fowrard"])
+
+
+# ------------------------------------------------------------------------------------------------ verify itself
+
+
+def llama(**sizes):
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+                          "num_attention_heads": 4, "num_key_value_heads": 2, **sizes})  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["threads", "gloo"])
+def test_a_config_is_planned_and_verified(engine) -> None:
+    report = verify(llama(), tp_size=2, engine=engine)
+    assert report.ok and report.findings == () and report.tp_size == 2
+    assert set(report.details["checked"]) == set(CHECK_NAMES)
+    assert report.details["collectives"] == {"forward": {"all_reduce": 5}, "backward": {"all_reduce": 5}}
+
+
+def test_a_plan_for_another_size_is_compared_with_the_clones() -> None:
+    large = llama(hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, num_hidden_layers=6)
+    plan = autoplan.plan(large, tp_size=8, prove="none")
+    report = verify(large, plan, tp_size=2, checks=["forward"])
+    assert report.ok and not [finding for finding in report.findings if finding.check == "plan"]
+    assert (report.tp_size, report.details["plan_tp"]) == (2, 8)
+    other = replace(plan, entries=tuple(replace(entry, style="rowwise") for entry in plan.entries))
+    warned = verify(large, other, tp_size=2, checks=["forward"]).findings
+    assert warned and {finding.check for finding in warned} == {"plan"}
+
+
+def test_a_plan_for_this_very_model_is_applied_as_it_is() -> None:
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM(llama())
+    plan = autoplan.plan(model, tp_size=2, prove="none")
+    spoiled = next(f for f in FAULTS if f.name == "no gradient sum").spoil(plan)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert verify(model, plan, checks=["forward"]).ok
+    assert not verify(model, spoiled, checks=["forward"]).ok
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+class OneDropout(nn.Module):
+    """One dropout for an MLP's inner width, which is split, and for the stream, which is not."""
+
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.table, self.norm, self.head = nn.Embedding(61, 16), nn.LayerNorm(16), nn.Linear(16, 61, bias=False)
+        self.up, self.down, self.forget = nn.Linear(16, inner), nn.Linear(inner, 16), nn.Dropout(0.3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        inner = self.forget(nn.functional.gelu(self.up(self.norm(x))))
+        return self.head(x + self.forget(self.down(inner)))
+
+
+@pytest.mark.parametrize(("inner", "apart"), [(48, True), (32, False)])
+def test_a_dropout_shared_by_two_widths_is_told_apart_where_that_is_certain(inner: int, apart: bool) -> None:
+    """Half of 32 is as wide as the stream: then the place does not tell which value comes."""
+    model = OneDropout(inner)
+    plan = autoplan.plan(model, tp_size=2)
+    marks = [call.place.partition("!")[2] for call in plan.runtime.scoped if ("random", "split") in call.details]
+    assert marks == (["16"] if apart else [])
+    assert autoplan.verify(model, plan, tp_size=2).ok

@@ -1,0 +1,135 @@
+"""Outputs that a caller asks for at call time: whole on every rank, or an error that says what to do; never a part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autoplan
+from autoplan.check.ranks.run import run_ranks
+
+ASKING = {"output_hidden_states": True, "output_attentions": True}
+
+
+def build() -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=160,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="eager",
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+IDS = torch.arange(16).view(2, 8)
+
+
+def ask(plan: autoplan.Plan, **asked: bool) -> list[Any]:
+    """What two ranks return, or the error that they raise."""
+
+    def rank(number: int) -> Any:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = autoplan.parallelize(build(), mesh, plan, gather_logits=True)
+        try:
+            return [dict(model(IDS, **asked)) for _ in range(2)][1]
+        except autoplan.AutoplanError as error:
+            return str(error)
+
+    return run_ranks(rank, 2)
+
+
+def same(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_hidden_states_are_whole_under_tensor_parallelism() -> None:
+    expected = build()(IDS, output_hidden_states=True)
+    for found in ask(autoplan.plan(build(), 2, prove="none"), output_hidden_states=True):
+        same(found["hidden_states"], expected.hidden_states)
+
+
+@pytest.mark.parametrize("planned", [{}, {"inputs": {"input_ids": IDS, "output_hidden_states": True}}])
+def test_hidden_states_are_whole_under_sequence_parallelism(planned: dict[str, Any]) -> None:
+    """Whether the plan saw them or not; the first is collected behind the hook that cuts it."""
+    expected = build()(IDS, output_hidden_states=True)
+    plan = autoplan.plan(build(), 2, sequence_parallel=True, **planned)
+    assert plan.sequence_parallel and plan.proof.ok
+    for found in ask(plan, output_hidden_states=True):
+        assert len(found["hidden_states"]) == 6
+        same(found["hidden_states"], expected.hidden_states)
+        same(found["logits"], expected.logits)
+
+
+def test_gradients_of_losses_on_hidden_states_are_right_under_sequence_parallelism() -> None:
+    def step(model: Any) -> None:
+        output = model(IDS, output_hidden_states=True)
+        sum(h.square().mean() * n for n, h in enumerate(output.hidden_states)).backward()
+
+    whole = build()
+    step(whole)
+    plan = autoplan.plan(build(), 2, sequence_parallel=True, prove="none")
+
+    def rank(number: int) -> Any:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = autoplan.parallelize(build(), mesh, plan, gather_logits=True)
+        step(model)
+        return autoplan.full_tensors(model, grads=True)
+
+    for found in run_ranks(rank, 2):
+        for name, parameter in whole.named_parameters():
+            if parameter.grad is not None:
+                same(found[name], parameter.grad)
+
+
+def test_parts_are_refused_by_name() -> None:
+    for sequence_parallel in (False, True):
+        plan = autoplan.plan(build(), 2, prove="none", sequence_parallel=sequence_parallel)
+        assert plan.sequence_parallel == sequence_parallel
+        for found in ask(plan, output_attentions=True):
+            assert "output 'attentions" in found and "'output_attentions': True" in found
+
+
+def test_explain_says_what_is_done_along_the_sequence() -> None:
+    text = autoplan.plan(build(), 2, sequence_parallel=True, prove="none").explain("model.layers.0")
+    assert "cut along the sequence" in text and "is a share of the sequence" in text
+
+
+def test_what_was_planned_with_is_whole_in_every_block() -> None:
+    """The trace had fewer blocks than the model."""
+    plan = autoplan.plan(build(), 2, inputs={"input_ids": IDS, **ASKING}, prove="none")
+    expected = build()(IDS, **ASKING)
+    for found in ask(plan, **ASKING):
+        assert len(found["attentions"]) == 5
+        same(found["attentions"], expected.attentions)
+        same(found["hidden_states"], expected.hidden_states)
+
+
+class SaysMore(nn.Module):
+    """Returns a second result only when it is given something to say it about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head, self.more = nn.Embedding(64, 16), nn.Linear(16, 64), nn.Linear(16, 48)
+
+    def forward(self, ids: torch.Tensor, besides: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        said = {"logits": self.head(self.table(ids))}
+        return said if besides is None else {**said, "more": self.more(self.table(besides))}
+
+
+def test_a_result_that_a_call_does_not_return_is_not_missed() -> None:
+    """The plan gathers it where it is returned, and the call without it runs."""
+    ids = torch.arange(12).view(2, 6)
+    calls = {"short": {"ids": ids}, "long": {"ids": ids, "besides": ids.flip(0)}}
+    plan = autoplan.plan(SaysMore(), 2, inputs=calls)
+    assert "more.weight" not in {item.fqn for item in plan.replicated}
+    report = autoplan.verify(SaysMore(), plan, tp_size=2, inputs=calls)
+    assert report.ok, report.findings

@@ -1,0 +1,136 @@
+"""A tiny clone stands for a model only if all that runs in the model runs in the clone, too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import Dinov2Config, HGNetV2Config
+from transformers.pytorch_utils import compile_compatible_method_lru_cache
+
+import autoplan
+from autoplan.capture.recorder import record
+from autoplan.check.prove import prove_graph
+from autoplan.common.random_values import randomise
+from autoplan.hf.inputs.make import make_inputs
+from autoplan.hf.shrink import tiny_config
+from autoplan.hf.source import resolve
+
+# Kinds of layer that come late or seldom: every fourth, every fifth from the fourth on, in rounds of three, chosen by
+# a list, or only where the sequence is long.
+KINDS = {
+    "mllama:MllamaForCausalLM": "MllamaTextCrossAttention",
+    "recurrent_gemma:RecurrentGemmaForCausalLM": "RecurrentGemmaAttention",
+    "nllb-moe:NllbMoeForConditionalGeneration": "NllbMoeExperts",
+    "big_bird:BigBirdForMaskedLM": "BigBirdBlockSparseAttention",
+    "bigbird_pegasus:BigBirdPegasusForConditionalGeneration": "BigBirdPegasusBlockSparseAttention",
+    "jamba:JambaForCausalLM": "JambaAttention",
+    "llama4_text:Llama4ForCausalLM": "Llama4TextMoe",
+    "zamba2:Zamba2ForCausalLM": "Zamba2AttentionDecoderLayer",
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_seldom_kinds_of_layer_run_in_the_clone(name: str) -> None:
+    source = resolve(name)
+    clone = source.tiny(dtype=torch.float32)
+    entries = make_inputs(clone, config=clone.config, model_type=source.model_type).entries
+    ran: set[str] = set()
+    for module in clone.modules():
+        module.register_forward_hook(lambda module, *_: ran.add(type(module).__name__))
+    for entry in entries.values():
+        clone(**entry)
+    assert KINDS[name] in ran, sorted(ran)
+
+
+def test_a_proof_says_what_the_clone_never_ran() -> None:
+    source = resolve("llama")
+    plan = autoplan.plan("llama", 2)
+    assert not any("never runs" in finding.message for finding in plan.findings)
+    another, _ = record(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), {"forward": {"input": torch.randn(2, 8)}})
+    found = [finding.message for finding in prove_graph(source, plan, another).findings]
+    assert len(found) == 1 and "never runs Sequential, Tanh:" in found[0], found
+
+
+class Folded(nn.Module):
+    """A product whose dims of one are squeezed in place, as einsum does it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.far = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.near(torch.tanh(x)))
+        apart = hidden.unsqueeze(1) * 2
+        apart.squeeze_(1)
+        apart = apart + 1
+        apart.transpose_(0, 1)
+        return x + self.far(apart.transpose(0, 1))
+
+
+def test_what_is_reshaped_in_place_is_another_value() -> None:
+    inputs = {"x": torch.randn(3, 4, 16, dtype=torch.float64)}
+    model = Folded().double()
+    trace, _ = record(model, {"forward": inputs})
+    squeezed = next(op for op in trace.ops if op.name == "squeeze")
+    before, after = (trace.tensors[ref.id].shape for ref in (squeezed.args[0], squeezed.outputs[0]))
+    assert (before, after) == ((3, 1, 4, 32), (3, 4, 32))
+    plan = autoplan.plan(model, 2, inputs=inputs)
+    assert plan.proof.ok and {entry.style for entry in plan.entries} == {"colwise", "rowwise"}
+    report = autoplan.verify(model, plan, inputs=inputs)
+    assert report.ok, report.findings
+
+
+@compile_compatible_method_lru_cache(maxsize=4)
+def waves(places: int, width: int) -> torch.Tensor:
+    return torch.arange(places * width, dtype=torch.float64).view(places, width).cos()
+
+
+class Tables(nn.Module):
+    """A table that is kept for all models of the class, by its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.far = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    @staticmethod
+    @compile_compatible_method_lru_cache(maxsize=4)
+    def table(places: int, width: int) -> torch.Tensor:
+        return torch.arange(places * width, dtype=torch.float64).view(places, width).sin()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.far(
+            torch.tanh(self.near(x + self.table(x.shape[1], x.shape[2]) * waves(x.shape[1], x.shape[2])))
+        )
+
+
+def test_a_recording_leaves_nothing_in_the_caches_of_a_class() -> None:
+    inputs = {"x": torch.randn(2, 5, 16, dtype=torch.float64)}
+    assert autoplan.plan(Tables().double(), 2, inputs=inputs).proof.ok
+    for function in (Tables.table, waves):
+        assert type(function(5, 16)) is torch.Tensor  # not one without storage
+        assert function(5, 16) is function(5, 16)  # the cache is back
+
+
+def test_deep_stacks_of_wide_layers_keep_their_size() -> None:
+    """Were each to amplify, thirty of them would drown everything in rounding."""
+    stack = nn.Sequential(*(nn.Conv1d(256, 256, 7, padding=3) for _ in range(30)))
+    randomise(stack)
+    with torch.no_grad():
+        assert 0.01 < stack(torch.randn(1, 256, 64)).abs().mean() < 100
+
+
+def test_one_number_per_feature_stays_near_what_it_starts_from() -> None:
+    scale = nn.ParameterList([torch.ones(1, 64, 1)])
+    randomise(scale)
+    assert scale[0].mean() > 0.8
+
+
+@pytest.mark.parametrize("stages", [["stage2", "stage3", "stage4"], ["stage4"]])
+def test_the_tiny_backbone_returns_the_same_stages(stages: list[str]) -> None:
+    assert tiny_config(HGNetV2Config(out_features=stages)).out_features == stages
+
+
+def test_a_backbone_with_fewer_blocks_returns_as_many_outputs() -> None:
+    tiny = tiny_config(Dinov2Config(out_indices=[3, 6, 9, 12]))
+    assert (tiny.num_hidden_layers, tiny.out_indices) == (4, [1, 2, 3, 4])

@@ -1,0 +1,258 @@
+"""What holds for the project as a whole: who may import whom, which names are public, what the wheel carries.
+
+Each check is shown able to fail, on a small example of what it is there to catch.
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "autoplan"
+
+# The pure part of the path: plain data in, plain data out.
+PURE = (
+    "values",
+    "layout",
+    "errors",
+    "patterns",
+    "rules_folder",
+    "version",
+    "analyse",
+    "decide",
+    "emit",
+    "cli",
+    "cli_audit",
+    "cli_shared",
+)
+HEAVY = ("torch", "transformers", "numpy")
+
+PUBLIC = (
+    "Applied",
+    "AutoplanError",
+    "Change",
+    "Entry",
+    "Finding",
+    "Plan",
+    "Proof",
+    "Report",
+    "Stack",
+    "__version__",
+    "applied",
+    "audit",
+    "clip_gradients",
+    "full_tensors",
+    "global_norm",
+    "layers",
+    "load_plan",
+    "load_weights",
+    "parallelize",
+    "plan",
+    "to_local",
+    "unshard",
+    "verify",
+    "vocab_parallel_argmax",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_entropy",
+    "vocab_parallel_logprobs",
+    "vocab_parallel_sample",
+)
+COMMANDS = ("audit", "compare", "explain", "export", "layers", "plan", "rules", "scoreboard", "verify")
+
+
+def modules_of(*names: str) -> list[str]:
+    """Dotted names of all modules in these packages or files of autoplan."""
+    found: list[str] = []
+    for name in names:
+        folder, file = PACKAGE / name, PACKAGE / f"{name}.py"
+        paths = sorted(folder.rglob("*.py")) if folder.is_dir() else [file]
+        found += [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    return found
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+
+
+def import_without(blocked: tuple[str, ...], modules: list[str]) -> subprocess.CompletedProcess[str]:
+    """Import `modules` in a Python where importing any of `blocked` raises."""
+    block = f"import sys; sys.modules.update(dict.fromkeys({blocked!r}))"  # None in sys.modules means: not to be had
+    return python(f"{block}\nimport importlib\nfor name in {modules!r}: importlib.import_module(name)")
+
+
+# ------------------------------------------------------------------------------------------------ layering
+
+
+def test_the_pure_core_imports_no_torch() -> None:
+    done = import_without(HEAVY, ["autoplan", *modules_of(*PURE)])
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_check_above_can_fail() -> None:
+    done = import_without(HEAVY, ["autoplan.capture.recorder"])
+    assert done.returncode != 0 and "torch" in done.stderr
+
+
+def imports_of(path: Path) -> set[str]:
+    """The parts of autoplan that a file imports anywhere, in functions too."""
+    import ast
+
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("autoplan."):
+            found.add(node.module.split(".")[1])
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("autoplan.")}
+    return found
+
+
+# The path runs capture → analyse → decide → Plan → execute, check, emit. What a part may not know:
+AHEAD = {"decide", "execute", "check", "emit", "api", "cli"}
+FORBIDDEN = {
+    "capture": AHEAD,  # sees, and judges nothing
+    "analyse": AHEAD | {"capture"},
+    "decide": AHEAD - {"decide"} | {"capture"},
+    "execute": AHEAD - {"execute"} | {"analyse"},  # applying a plan decides nothing
+    "emit": AHEAD - {"emit", "decide"} | {"capture", "analyse"},  # plans and rules are all that is printed
+}
+
+
+@pytest.mark.parametrize("part", FORBIDDEN)
+def test_no_part_knows_what_it_must_not(part: str) -> None:
+    for path in sorted((PACKAGE / part).rglob("*.py")):
+        known = imports_of(path) & FORBIDDEN[part]
+        assert not known, f"{path.relative_to(ROOT)} imports autoplan.{', autoplan.'.join(sorted(known))}"
+
+
+def test_imports_are_seen_wherever_they_stand(tmp_path: Path) -> None:
+    file = tmp_path / "example.py"
+    file.write_text("import autoplan.check.verify.verify\ndef f():\n    from autoplan.execute.hooks.install import g\n")
+    assert imports_of(file) == {"check", "execute"}
+
+
+# ------------------------------------------------------------------------------------------------ frozen lists
+
+
+def test_public_names() -> None:
+    import autoplan
+
+    assert tuple(sorted(autoplan.__all__)) == PUBLIC
+    for name in PUBLIC:
+        assert getattr(autoplan, name).__doc__, f"autoplan.{name} has no docstring"
+
+
+def test_commands() -> None:
+    import typer
+
+    from autoplan.cli.app import app
+
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert tuple(sorted(commands)) == COMMANDS
+    assert all(command.help for command in commands.values())
+
+
+# ------------------------------------------------------------------------------------------------ what is shipped
+
+
+def test_one_version() -> None:
+    from autoplan.version import __version__
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["hatch"]["version"]["path"] == "autoplan/version.py"
+    assert "version" in project["project"]["dynamic"]
+    assert __version__.count(".") == 2
+
+
+def built(kind: str, folder: Path) -> Path:
+    """A wheel as a user's pip would build it, without network: hatchling is one of the test tools."""
+    assert importlib.util.find_spec("hatchling"), "hatchling is missing: pip install -e '.[dev]'"
+    done = python(f"from hatchling.build import build_{kind}; print(build_{kind}({str(folder)!r}))")
+    assert done.returncode == 0, done.stderr
+    return folder / done.stdout.split()[-1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built("wheel", tmp_path_factory.mktemp("wheel"))
+
+
+def rules_seen_from(site: Path, cwd: Path) -> Path:
+    """Where autoplan finds its rules when `site` is the only place that it is installed in."""
+    code = (
+        f"import site; site.addsitedir({str(site)!r})\nfrom autoplan.common.rules_folder import rules_folder\n"
+        "print(rules_folder())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.strip())
+
+
+def test_the_wheel_carries_all_rules_and_nothing_else(wheel: Path) -> None:
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    expected = {f"autoplan/{path.relative_to(PACKAGE).as_posix()}" for path in PACKAGE.rglob("*.py")}
+    expected |= {f"autoplan/_rules/{p.relative_to(ROOT / 'rules').as_posix()}" for p in (ROOT / "rules").rglob("*.*")}
+    assert names == expected
+
+
+def test_an_installed_wheel_finds_its_rules(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    assert rules_seen_from(tmp_path / "site", tmp_path / "site") == tmp_path / "site" / "autoplan" / "_rules"
+
+
+def test_an_editable_install_finds_the_rules_of_the_checkout(tmp_path: Path) -> None:
+    zipfile.ZipFile(built("editable", tmp_path)).extractall(tmp_path / "site")
+    assert rules_seen_from(tmp_path / "site", tmp_path) == ROOT / "rules"
+
+
+def test_make_targets_and_ci() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in ("demo", "test", "lint", "types"):
+        assert f"\n{target}:" in makefile
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & 0o111, ".ci/run is not executable"
+    steps = script.read_text()
+    assert all(f"make {target}" in steps for target in ("lint", "types", "test", "demo"))
+
+
+# ------------------------------------------------------------------------------------------------ the README
+
+
+def readme_tree() -> list[Path]:
+    """The paths that the file tree in the README names."""
+    block = (ROOT / "README.md").read_text(encoding="utf-8").split("## The tree")[1].split("```")[1]
+    paths, folder = [], Path()
+    for line in block.strip().splitlines():
+        name = line.split()[0]
+        folder = folder if line.startswith(" ") else Path(name)
+        paths.append(folder / name if line.startswith(" ") else folder)
+    return paths
+
+
+def test_the_readme_shows_what_is_there() -> None:
+    import autoplan
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [path for path in readme_tree() if not (ROOT / path).exists()] == []
+    assert {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"} <= {
+        path.name for path in readme_tree()
+    }
+    commands = set(re.findall(r"^autoplan (\w+) .*(?:MODEL|RULE|MAPPING)", text, re.MULTILINE))
+    assert commands == set(COMMANDS)
+    for name in re.findall(r"autoplan\.(\w+)\(", text):
+        assert name in autoplan.__all__, name
+
+
+@pytest.mark.parametrize("module", ["common.layout", "common.patterns", "emit.words"])
+def test_docstrings_tell_the_truth(module: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"autoplan.{module}"))
+    assert result.attempted and not result.failed
