@@ -11,6 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from autoplan import conveniences as _conveniences  # noqa: F401 - says who does what plans promise
 from autoplan.common.errors import AutoplanError
 from autoplan.values import Change, Entry, Finding, Plan, Proof, Report, Stack
 from autoplan.version import __version__

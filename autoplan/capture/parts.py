@@ -27,8 +27,8 @@ from autoplan.capture.called import PART
 from autoplan.capture.derive_inputs import derive
 from autoplan.capture.dry_run import Twin, tried
 from autoplan.capture.fold import CONTAINERS
-from autoplan.capture.recorder import flatten_tensors
 from autoplan.common.errors import CaptureError
+from autoplan.common.nested import flatten_tensors
 
 __all__ = ["part_entries"]
 

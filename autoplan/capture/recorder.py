@@ -10,10 +10,8 @@ from the aten level up to Python, and `torch.no_grad` blocks in the model remain
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -26,36 +24,15 @@ from autoplan.capture.known_values import KnownValues
 from autoplan.capture.traced_ints import Escapes, TracedInt, integer_attributes, trace_attributes
 from autoplan.common.code_place import call_name, code_place
 from autoplan.common.errors import CaptureError
+from autoplan.common.nested import flatten_tensors, signature_names
 from autoplan.patches.uncached import uncached_functions
 from autoplan.values import Call, Fold, ModuleVisit, Op, Ref, Symbolic, TensorInfo, Trace
 
-__all__ = ["Recording", "flatten_tensors", "record", "signature_names"]
+__all__ = ["Recording", "record"]
 
 # In place, but the same numbers in another shape: einsum does so.
 _RESHAPED_IN_PLACE = frozenset({"squeeze_", "unsqueeze_", "transpose_", "t_", "swapaxes_", "swapdims_"})
 _KEEP_VALUES_BELOW = 4097  # elements of integer constants worth keeping: index tables, not token ids
-
-
-def flatten_tensors(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    """Every tensor in nested tuples, lists and dicts, with its path."""
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from flatten_tensors(item, (*path, key))
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from flatten_tensors(item, (*path, index))
-
-
-def signature_names(module: torch.nn.Module) -> tuple[str, ...]:
-    """Names of the positional parameters of a module's forward, as far as it says."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    try:
-        parameters = inspect.signature(module.forward).parameters.values()
-    except (TypeError, ValueError):
-        return ()
-    return tuple(p.name for p in parameters if p.kind in kinds)
 
 
 class Recording:

@@ -174,9 +174,9 @@ def verify(
 def layers(model: Model, trust_remote_code: Trust = False, as_json: AsJson = False, output: Output = None) -> None:
     """The repeated blocks of a model: what FSDP2 gathers together and activation checkpointing takes."""
     import autoplan
-    from autoplan.common.plain import plain
     from autoplan.emit.tables.terminal import layers_view
     from autoplan.hf.source import resolve
+    from autoplan.values.plain import plain
 
     source = resolve(model, trust_remote_code=trust_remote_code)
     found = autoplan.layers(source.module())
@@ -259,9 +259,9 @@ def rules_test(
     output: Output = None,
 ) -> None:
     """Does each rule do what its examples say?"""
-    from autoplan.common.plain import plain
     from autoplan.decide.rulebook.rule_tests import test_rules
     from autoplan.emit.tables.rule_pages import results_view
+    from autoplan.values.plain import plain
 
     results = test_rules(strict=strict)
     emit(results_view(results), plain(results), as_json, output)

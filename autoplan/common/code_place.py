@@ -19,11 +19,9 @@ from typing import Any
 import torch
 import torch.nn.modules.module as module_calls
 
-import autoplan
-
 __all__ = ["call_name", "code_place"]
 
-_OURS = os.path.dirname(autoplan.__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # the package, one folder up
 _TORCH = os.path.dirname(os.path.dirname(os.path.dirname(module_calls.__file__))) + os.sep  # module.py is in nn/modules
 
 

@@ -1,19 +1,42 @@
-"""Changing one tensor inside nested arguments or results, by the path the recorder gave it."""
+"""Tensors inside nested arguments and results: listing them with their paths, and changing one by its path."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from autoplan.common.errors import PlanMismatchError
 
-__all__ = ["change_at", "change_if_returned", "change_input", "change_output"]
+__all__ = ["change_at", "change_if_returned", "change_input", "change_output", "flatten_tensors", "signature_names"]
 
 EACH = "*"  # in a path: every item of a sequence, which has one for each block
 Path = tuple[Any, ...]
 Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def flatten_tensors(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """Every tensor in nested tuples, lists and dicts, with its path."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from flatten_tensors(item, (*path, key))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from flatten_tensors(item, (*path, index))
+
+
+def signature_names(module: torch.nn.Module) -> tuple[str, ...]:
+    """Names of the positional parameters of a module's forward, as far as it says."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(p.name for p in parameters if p.kind in kinds)
 
 
 def change_at(value: Any, path: Path, change: Change, where: str) -> Any:

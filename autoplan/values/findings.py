@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from autoplan.values.conveniences import done_above
+from autoplan.values.plain import finite, plain
+
 __all__ = ["Finding", "Report", "Score", "Scoreboard", "Traffic", "Verdict"]
 
 
@@ -58,14 +61,10 @@ class Report:
 
     def __str__(self) -> str:
         """The verdict, what was compared, and the findings, for a terminal."""
-        from autoplan.emit.tables.terminal import plain_text, report_view
-
-        return plain_text(report_view(self))
+        return str(done_above("Report.__str__", self))
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data: what `autoplan verify --json` prints. JSON has no NaN: such errors are null."""
-        from autoplan.common.plain import finite, plain
-
         report: dict[str, Any] = finite(plain(self))
         return report
 
@@ -147,8 +146,6 @@ class Scoreboard:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data: what `autoplan scoreboard --json` prints."""
-        from autoplan.common.plain import finite, plain
-
         board: dict[str, Any] = finite(plain(self)) | {"ok": self.ok, "totals": self.totals()}
         for score, row in zip(self.scores, board["scores"], strict=True):
             row |= {"share": score.share, "ratio": score.ratio}

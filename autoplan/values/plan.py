@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any, Literal
 
+from autoplan.values.conveniences import done_above
 from autoplan.values.findings import Finding, Traffic
 from autoplan.values.instructions import Runtime
 
@@ -123,55 +124,39 @@ class Plan:
 
     def __str__(self) -> str:
         """A table for a terminal."""
-        from autoplan.emit.tables.terminal import plain_text, plan_view
-
-        return plain_text(plan_view(self))
+        return str(done_above("Plan.__str__", self))
 
     def explain(self, path: str) -> str:
         """Why a module, a parameter, or a pattern of either is split or whole, and what runs around it."""
-        from autoplan.emit.explain import explain
-
-        return explain(self, path)
+        return str(done_above("Plan.explain", self, path))
 
     def diff(self, other: Plan) -> tuple[Change, ...]:
         """What `other` has changed; empty exactly when the plans are equal."""
-        from autoplan.emit.differences import diff
-
-        return diff(self, other)
+        changes: tuple[Change, ...] = done_above("Plan.diff", self, other)
+        return changes
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data: what files hold and `autoplan plan --json` prints."""
-        from autoplan.decide.written_plans.plan_file import plan_to_dict
-
-        return plan_to_dict(self)
+        data: dict[str, Any] = done_above("Plan.to_dict", self)
+        return data
 
     def to_torch(self, *, gather_logits: bool = False) -> dict[str, Any]:
         """{pattern: ParallelStyle} for torch's `parallelize_module(model, tp_mesh, …)`; fresh objects each call."""
-        from autoplan.execute.styles import to_torch
-
-        return dict(to_torch(self, gather_logits=gather_logits))
+        styles: dict[str, Any] = done_above("Plan.to_torch", self, gather_logits=gather_logits)
+        return styles
 
     def to_hf(self, model: Any = None, *, old: bool = False, drop: bool = False) -> dict[str, str]:
         """{pattern: style name} for transformers; give the `model`, so that shipped keys we do not use are overridden.
 
         Raises on what transformers cannot say, with the bytes lost; with `drop` that stays whole.
         """
-        from autoplan.emit.exports.hf import to_hf
-
-        return to_hf(self, shipped=getattr(model, "_tp_plan", None) or (), old=old, drop=drop)
+        styles: dict[str, str] = done_above("Plan.to_hf", self, model, old=old, drop=drop)
+        return styles
 
     def export(self, target: str, model: Any = None, *, drop: bool = False) -> str:
         """The text of the plan for another system; `autoplan export --help` lists them. See `to_hf` for `drop`."""
-        from autoplan.emit.exports.export import Surroundings, export
-
-        if model is None:
-            return export(self, target, Surroundings(), drop=drop)
-        from autoplan.emit.exports.surroundings import surroundings
-
-        return export(self, target, surroundings(model, self), drop=drop)
+        return str(done_above("Plan.export", self, target, model, drop=drop))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a plan file, YAML or JSON by suffix; `autoplan.load_plan` reads it back exactly."""
-        from autoplan.decide.written_plans.plan_file import save_plan
-
-        save_plan(self, path)
+        done_above("Plan.save", self, path)

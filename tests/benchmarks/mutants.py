@@ -4,9 +4,9 @@
 
 Every kind of fault that a plan can hold (autoplan/check/verify/faults.py) is planted into the inferred plans of tiny
 clones of a cross-section of architectures, at up to `--places` places of each. Printed is, by kind: how many mutants
-there are, how many the audit's static checks see without running anything, how many verify sees on two simulated ranks, and
-which ones nobody sees. Of these, a mutant is called equivalent when it is exact at tp 2 and 4 with two sets of weights (4
-where the clone can be split so far). Measures, and asserts nothing.
+there are, how many the audit's static checks see without running anything, how many verify sees on two simulated ranks,
+and which ones nobody sees. Of these, a mutant is called equivalent when it is exact at tp 2 and 4 with two sets of
+weights (4 where the clone can be split so far). Measures, and asserts nothing.
 """
 
 from __future__ import annotations

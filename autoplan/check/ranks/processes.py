@@ -26,7 +26,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-from autoplan.check.ranks.run import RankError, RankTimeout
+from autoplan.check.ranks.common import RankError, RankTimeout
 from autoplan.common.errors import AutoplanError
 from autoplan.patches.kernels import on_reference_path
 

@@ -14,10 +14,11 @@ This module loads no torch until it is asked to run something.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeVar
 
+from autoplan.check.ranks.common import RankError, RankTimeout, one_compute_thread
 from autoplan.common.errors import AutoplanError
 
 __all__ = [
@@ -32,19 +33,6 @@ __all__ = [
 
 Engine = Literal["threads", "gloo"]
 Result = TypeVar("Result")
-
-
-class RankError(AutoplanError):
-    """A simulated rank raised. `rank` is the first that did, `cause` what it raised (on gloo: its traceback's text)."""
-
-    def __init__(self, rank: int, world_size: int, cause: BaseException | str) -> None:
-        text = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
-        super().__init__(f"rank {rank} of {world_size} raised {text}")
-        self.rank, self.cause = rank, cause
-
-
-class RankTimeout(AutoplanError):
-    """Simulated ranks did not finish: usually they wait in different collectives."""
 
 
 def run_ranks(
@@ -82,19 +70,6 @@ def count_collectives() -> AbstractContextManager[Counter[str]]:
     from autoplan.check.ranks.threads import counted
 
     return counted()
-
-
-@contextmanager
-def one_compute_thread() -> Iterator[None]:
-    """Tiny tensors only: OpenMP threads that wait for each other make them many times slower, ranks even more so."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _checked(world_size: int) -> int:

@@ -31,7 +31,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.multi_threaded_pg import Collective, ProcessLocalGroup, ThreadLocalWorld
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoplan.check.ranks.run import RankError, RankTimeout, one_compute_thread
+from autoplan.check.ranks.common import RankError, RankTimeout, one_compute_thread
 from autoplan.common.errors import AutoplanError
 
 __all__ = ["counted", "is_simulated", "listening", "run_threads"]

@@ -19,10 +19,11 @@ import torch
 
 from autoplan.analyse.shards import Shards, refs
 from autoplan.analyse.splits.model_ends import gathered_product
-from autoplan.capture.recorder import Recording, flatten_tensors
+from autoplan.capture.recorder import Recording
 from autoplan.check.ranks.run import one_compute_thread
 from autoplan.check.replay.op_rules import RULES, Local, Rule
 from autoplan.check.verify.compare import error_of
+from autoplan.common.nested import flatten_tensors
 from autoplan.ops.rules.experts import INSIDE
 from autoplan.values import Finding, Op, Ref, Symbolic, Trace
 

@@ -14,10 +14,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autoplan.common.plain import plain
 from autoplan.decide.rulebook.read import Example, Rule
 from autoplan.decide.rulebook.rule_tests import RuleResult
 from autoplan.emit.words import count
+from autoplan.values.plain import plain
 
 __all__ = ["results_view", "rule_to_dict", "rule_view", "rules_view"]
 

@@ -16,9 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.hooks import RemovableHandle
 
-from autoplan.capture.recorder import signature_names
 from autoplan.common.layout import Layout, chunk
-from autoplan.common.nested import change_if_returned, change_input, change_output
+from autoplan.common.nested import change_if_returned, change_input, change_output, signature_names
 from autoplan.execute.calls.function_mode import ModuleMode
 from autoplan.execute.collectives import (
     copy_to_ranks,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autoplan.capture.recorder import flatten_tensors
+from autoplan.common.nested import flatten_tensors
 
 __all__ = ["Share", "is_share", "mark_share", "shares_in"]
 

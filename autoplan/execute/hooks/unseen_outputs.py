@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from autoplan.capture.recorder import flatten_tensors
 from autoplan.common.errors import PlanMismatchError
+from autoplan.common.nested import flatten_tensors
 from autoplan.execute.collectives import RankGroup, all_reduce
 
 __all__ = ["UnseenOutputs"]

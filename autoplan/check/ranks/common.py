@@ -1,0 +1,36 @@
+"""What both engines share: how a rank fails, and one compute thread for each. In a file below both and their face."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from autoplan.common.errors import AutoplanError
+
+__all__ = ["RankError", "RankTimeout", "one_compute_thread"]
+
+
+class RankError(AutoplanError):
+    """A simulated rank raised. `rank` is the first that did, `cause` what it raised (on gloo: its traceback's text)."""
+
+    def __init__(self, rank: int, world_size: int, cause: BaseException | str) -> None:
+        text = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
+        super().__init__(f"rank {rank} of {world_size} raised {text}")
+        self.rank, self.cause = rank, cause
+
+
+class RankTimeout(AutoplanError):
+    """Simulated ranks did not finish: usually they wait in different collectives."""
+
+
+@contextmanager
+def one_compute_thread() -> Iterator[None]:
+    """Tiny tensors only: OpenMP threads that wait for each other make them many times slower, ranks even more so."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,89 @@
+"""Who does what `plan.save(…)`, `plan.explain(…)` and their like promise.
+
+At the top of the house, since those who do it are spread over it.
+
+Importing this imports nothing else: each function loads its room when it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from os import PathLike
+from typing import Any
+
+from autoplan.values import Change, Plan, Report
+from autoplan.values.conveniences import provide
+
+__all__ = ["provided"]
+
+
+def _plan_text(plan: Plan) -> str:
+    from autoplan.emit.tables.terminal import plain_text, plan_view
+
+    return plain_text(plan_view(plan))
+
+
+def _report_text(report: Report) -> str:
+    from autoplan.emit.tables.terminal import plain_text, report_view
+
+    return plain_text(report_view(report))
+
+
+def _explain(plan: Plan, path: str) -> str:
+    from autoplan.emit.explain import explain
+
+    return explain(plan, path)
+
+
+def _diff(plan: Plan, other: Plan) -> tuple[Change, ...]:
+    from autoplan.emit.differences import diff
+
+    return diff(plan, other)
+
+
+def _to_dict(plan: Plan) -> dict[str, Any]:
+    from autoplan.decide.written_plans.plan_file import plan_to_dict
+
+    return plan_to_dict(plan)
+
+
+def _to_torch(plan: Plan, *, gather_logits: bool) -> dict[str, Any]:
+    from autoplan.execute.styles import to_torch
+
+    return dict(to_torch(plan, gather_logits=gather_logits))
+
+
+def _to_hf(plan: Plan, model: Any, *, old: bool, drop: bool) -> dict[str, str]:
+    from autoplan.emit.exports.hf import to_hf
+
+    return to_hf(plan, shipped=getattr(model, "_tp_plan", None) or (), old=old, drop=drop)
+
+
+def _export(plan: Plan, target: str, model: Any, *, drop: bool) -> str:
+    from autoplan.emit.exports.export import Surroundings, export
+
+    if model is None:
+        return export(plan, target, Surroundings(), drop=drop)
+    from autoplan.emit.exports.surroundings import surroundings
+
+    return export(plan, target, surroundings(model, plan), drop=drop)
+
+
+def _save(plan: Plan, path: str | PathLike[str]) -> None:
+    from autoplan.decide.written_plans.plan_file import save_plan
+
+    save_plan(plan, path)
+
+
+provided: dict[str, Callable[..., Any]] = {
+    "Plan.__str__": _plan_text,
+    "Plan.explain": _explain,
+    "Plan.diff": _diff,
+    "Plan.to_dict": _to_dict,
+    "Plan.to_torch": _to_torch,
+    "Plan.to_hf": _to_hf,
+    "Plan.export": _export,
+    "Plan.save": _save,
+    "Report.__str__": _report_text,
+}
+provide(provided)
