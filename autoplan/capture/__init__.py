@@ -1,1 +1,4 @@
-"""From a model to a trace: find it, fold it, feed it, record it."""
+"""One run of a model, written down: folded, fed, recorded.
+
+In: a module and example inputs. Out: a Trace of plain data. May import: values, common, patches.
+"""

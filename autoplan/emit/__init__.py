@@ -1,1 +1,4 @@
-"""What leaves the path for people and files: plan files, tables, explanations, differences, pages of rules."""
+"""What leaves the house for people and other tools: tables, explanations, differences, exports.
+
+In: a Plan, a Report, a Scoreboard. Out: text and tables. May import: values, common, decide. Loads no torch.
+"""

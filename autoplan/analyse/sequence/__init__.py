@@ -1,1 +1,4 @@
-"""analyse.sequence."""
+"""Sequence parallelism: which stretches of the residual stream lie cut along the sequence, and at which boundaries.
+
+In: the calls of a trace and the sums that are owed. Out: instructions at the borders. May import: what analyse may.
+"""

@@ -1,1 +1,4 @@
-"""decide.written_plans."""
+"""Plans that people and other libraries wrote, read into one vocabulary (`Choices`); our own plan files, both ways.
+
+In: dicts, files, dotted paths, plan ids. Out: Choices, or a Plan. May import: what decide may. Loads no torch.
+"""

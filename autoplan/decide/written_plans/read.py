@@ -12,10 +12,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from torch import nn
 
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.patterns import matches
@@ -29,6 +28,9 @@ from autoplan.decide.written_plans.torch_styles import read_styles
 from autoplan.decide.written_plans.transformers_plans import hf_plan, read_strings, with_prefix
 from autoplan.decide.written_plans.wrappers import ancestors_of, unwrapped
 from autoplan.values import Plan
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["SOURCES", "PlanSource", "read_source"]
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from autoplan.common.patterns import matches
 from autoplan.decide.written_plans.choices import Choice, ChoiceError, Choices, check_style
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["ALIASES", "hf_plan", "read_strings", "with_prefix"]
 

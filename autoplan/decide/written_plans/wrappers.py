@@ -7,7 +7,10 @@ names that wrapping libraries use.
 
 from __future__ import annotations
 
-from torch import nn
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["ancestors_of", "unwrapped"]
 

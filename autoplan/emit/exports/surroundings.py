@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import TYPE_CHECKING
 
 from autoplan.emit.exports.export import Surroundings
 from autoplan.values import Plan
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["surroundings"]
 

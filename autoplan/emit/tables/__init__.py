@@ -1,1 +1,4 @@
-"""emit.tables."""
+"""What is shown in a terminal, a pull request or a code-review tool.
+
+In: values. Out: rich tables and text. May import: what emit may.
+"""

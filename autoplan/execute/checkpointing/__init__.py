@@ -1,1 +1,4 @@
-"""execute.checkpointing."""
+"""Activation checkpointing: which modules, by which means, and what that saves.
+
+In: stacks of blocks. Out: blocks that keep their inputs and run again when gradients are due.
+"""

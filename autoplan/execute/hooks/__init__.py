@@ -1,1 +1,4 @@
-"""execute.hooks."""
+"""What the plan does at the boundaries of modules.
+
+In: the plan's instructions for one module. Out: one pre-hook and one post-hook.
+"""
