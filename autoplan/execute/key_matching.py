@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoplan.capture.model_config import config_of
 from autoplan.errors import AutoplanError, PlanMismatchError
 
 __all__ = ["Converted", "Matched", "match_keys", "refuse_unmatched"]
@@ -39,7 +40,7 @@ class Converted:
 
     def make(self, model: nn.Module) -> dict[str, torch.Tensor]:
         try:
-            made = self.converter.convert(self.first, model=model, config=getattr(model, "config", None))
+            made = self.converter.convert(self.first, model=model, config=config_of(model))
         except (RuntimeError, ValueError, LookupError) as error:
             raise AutoplanError(
                 f"transformers' conversion of {len(self.keys)} checkpoint tensors ({self.keys[0]}, …) "
