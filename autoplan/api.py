@@ -25,7 +25,7 @@ from autoplan.check.prove import prove_graph, prove_ranks, sequence_findings, se
 from autoplan.common.errors import AutoplanError, CaptureError, IndivisibleError
 from autoplan.common.requirements import check_versions
 from autoplan.common.undo import undoing
-from autoplan.decide.plan.chosen import plan_chosen, solve_chosen
+from autoplan.decide.plan.chosen import fitting, plan_chosen, solve_chosen
 from autoplan.decide.plan.experts import check_expert_size, expert_findings, experts_of
 from autoplan.decide.plan.folding import same_in_like_blocks
 from autoplan.decide.written_plans.choices import Choices
@@ -69,10 +69,10 @@ def plan(
     (its plan is for `program.module()`), or a string: a folder with a config.json, "package.module:builder", a model
     type ("llama"), or a hub id.
 
-    `source` is where the choice of what is cut comes from: "auto" (a hand-written plan for the class, else analysis),
-    "inferred" (analysis), "handwritten", "hf" (transformers' own plan), the path of a plan file, the id of a plan in
-    rules/plans, a dotted path to a plan or to a function that returns one, or a dict {pattern: style}. `overrides`
-    are laid over it. `unmatched` "list" notes keys and styles that mean nothing, where "error" raises.
+    `source` is where the choice of what is cut comes from: "auto" (a hand-written plan for the class where it fits,
+    else analysis), "inferred" (analysis), "handwritten", "hf" (transformers' own plan), the path of a plan file, the id
+    of a plan in rules/plans, a dotted path to a plan or to a function that returns one, or a dict {pattern: style}.
+    `overrides` are laid over it. `unmatched` "list" notes keys and styles that mean nothing, where "error" raises.
 
     `ep_size` deals whole experts out over ranks rather than cut each inside: over those of tp (`ep_size=tp_size`), or
     with `tp_size=1` over a mesh dim "ep". Experts that are modules of their own stay as they are; a finding says so.
@@ -128,9 +128,8 @@ def plan_source(
         wanted = Means(True, sequence_parallel and tp_size > 1)
         means, tried = (wanted, ()) if prove == "none" or ranks == 1 else settle_means(source, wanted, tp_size, ep_size)
     blocks = tuple(stack.fqns for stack in stacks) if means.sequence else None
-    solution = solve_source(
-        source, captured, tp_size, ep_size, choices=choices, means=means, strict=strict, sequence_stacks=blocks
-    )
+    how: Any = {"means": means, "strict": strict, "sequence_stacks": blocks}
+    solution, choices, misfit = fitting(partial(solve_source, source, captured, tp_size, ep_size, **how), choices)
     runtime = without_namesakes(source, solution.runtime, solution.trace.module_classes)
     solution = replace(solution, runtime=runtime)
     made = plan_chosen(
@@ -140,7 +139,7 @@ def plan_source(
         layers=stacks,
         sequence_parallel=solution.sequence_parallel,
     )
-    made = replace(made, tp_size=tp_size, ep_size=ep_size, findings=made.findings + tried)
+    made = replace(made, tp_size=tp_size, ep_size=ep_size, findings=misfit + made.findings + tried)
     made = replace(made, findings=made.findings + (sequence_findings(solution) if means.sequence else ()))
     if ep_size > 1 and means.experts:
         made = replace(made, findings=made.findings + expert_findings(made, solution))

@@ -102,8 +102,7 @@ def _recorded_clone(source: Source) -> tuple[nn.Module, dict[str, Any], Captured
     for one in source.ever_larger():
         try:
             clone = one.tiny(dtype=one.exact_dtype, experts="batched_mm")
-            config = getattr(clone, "config", None)
-            made = make_inputs(clone, config=config, model_type=one.model_type, inputs=one.inputs)
+            made = make_inputs(clone, model_type=one.model_type, inputs=one.inputs)
             entries = inputs_in(working_dtype(clone), made.entries)
             return clone, entries, capture_real(copy.deepcopy(clone), entries, keep_values=True)
         except AutoplanError as error:

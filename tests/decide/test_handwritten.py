@@ -182,6 +182,59 @@ def test_adapters_are_looked_through() -> None:
     assert plan.source == "handwritten"
 
 
+# ------------------------------------------------------------------------------------------------ one that does not fit
+
+# Query heads, key/value heads, tp: the query heads are cut within their groups, key and value stay whole.
+GROUPED = [(6, 3, 2), (24, 8, 3), (14, 2, 7), (15, 5, 3)]
+
+
+def grouped_llama(heads: int, groups: int, tp: int) -> Any:
+    config = transformers.LlamaConfig(
+        hidden_size=8 * heads,
+        head_dim=8,
+        intermediate_size=16 * tp,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        vocab_size=32 * tp,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize(("heads", "groups", "tp"), GROUPED)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_analysis_stands_in_for_a_plan_that_does_not_fit(
+    heads: int, groups: int, tp: int, sequence_parallel: bool
+) -> None:
+    model = grouped_llama(heads, groups, tp)
+    how: Any = {"sequence_parallel": sequence_parallel, "prove": "none"}
+    inferred = autoplan.plan(model, tp, source="inferred", **how)
+    plan = autoplan.plan(model, tp, **how)
+    assert plan.source == "inferred" and cuts(plan) == cuts(inferred) and plan.entries == inferred.entries
+    (warning,) = (f for f in plan.findings if f.level == "warn")
+    assert warning.check == "written plan" and "llama.toml" in warning.message
+    assert f"{groups}*{tp}!*8" in warning.message  # why it does not fit
+    for source in ("handwritten", "llama"):  # asked for by name
+        with pytest.raises(autoplan.AutoplanError, match=r"llama.toml.*segments"):
+            autoplan.plan(model, tp, source=source, **how)
+
+
+def test_a_plan_that_stands_in_is_proven_and_exact() -> None:
+    model = grouped_llama(6, 3, 2)
+    plan = autoplan.plan(model, 2, prove="graph")
+    assert plan.proof.ok and plan.source == "inferred"
+    check_on_ranks(model, plan)
+
+
+def test_overrides_stay_where_the_plan_below_them_does_not_fit() -> None:
+    plan = autoplan.plan(grouped_llama(6, 3, 2), 2, overrides={"lm_head": "colwise_gather_output"}, prove="none")
+    sources = {entry.pattern: entry.source for entry in plan.entries}
+    assert plan.source == "inferred" and sources.pop("lm_head") == "user" and set(sources.values()) == {"inferred"}
+    assert any(hook.pattern == "lm_head" for hook in plan.runtime.hooks)
+    with pytest.raises(autoplan.AutoplanError, match="overrides"):  # wrong by themselves
+        autoplan.plan(grouped_llama(6, 3, 2), 2, overrides={"lm_haed": "colwise"}, prove="none")
+
+
 # ------------------------------------------------------------------------------------------------ bad files
 
 

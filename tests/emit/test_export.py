@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,8 @@ def test_the_generated_module_says_what_it_needs(model: str, tmp_path: Path) -> 
     assert stock != ("import autoplan" in text or "from autoplan" in text)
     file = tmp_path / "plan.py"
     file.write_text(text)
-    assert os.system(f"ruff format --check --line-length 120 -q {file}") == 0 or not stock
+    check = [sys.executable, "-m", "ruff", "format", "--check", "--line-length", "120", "-q", str(file)]
+    assert subprocess.run(check).returncode == 0 or not stock
     compile(text, "plan.py", "exec")
 
 

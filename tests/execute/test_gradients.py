@@ -96,6 +96,52 @@ def test_low_precision_gradients_are_scaled_in_place() -> None:
 
 
 @pytest.mark.parametrize("norm_type", NORMS)
+@pytest.mark.parametrize("shape", [(), (3,), (3, 4)])
+def test_one_tensor_is_a_source_as_it_is_for_torch(shape: tuple[int, ...], norm_type: float) -> None:
+    ours, theirs = (nn.Parameter(torch.ones(shape)) for _ in range(2))
+    for parameter in (ours, theirs):
+        parameter.grad = torch.full(shape, 3.0)
+    torch.testing.assert_close(
+        autoplan.global_norm(ours, norm_type), torch.nn.utils.get_total_norm([theirs.grad], norm_type)
+    )
+    norm = autoplan.clip_gradients(ours, 0.5, norm_type)
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(theirs, 0.5, norm_type))
+    torch.testing.assert_close(ours.grad, theirs.grad)
+    assert float(autoplan.global_norm(ours, norm_type)) == pytest.approx(0.5, rel=1e-4)
+
+
+def test_one_sharded_parameter_is_a_source() -> None:
+    expected = reference("mlp")[1]["up.weight"].norm()
+
+    def rank_body(rank: int) -> Any:
+        weight = trained("mlp", mesh_of(tp=2)).up.weight
+        return autoplan.clip_gradients(weight, 0.1), autoplan.global_norm(weight)
+
+    for before, after in run_ranks(rank_body, 2):
+        torch.testing.assert_close(before, expected)
+        assert float(after) == pytest.approx(0.1, rel=1e-3)
+
+
+WRONG = {
+    "number": (3, "is int,"),
+    "nothing": (None, "is NoneType,"),
+    "text": ("model", "str holding str"),
+    "dict": ({"weight": torch.ones(1)}, "dict holding str"),
+    "names, too": (list(nn.Linear(1, 1).named_parameters()), "list holding tuple"),
+    "holes": ([torch.ones(1), None], "list holding NoneType"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_holds_no_parameters_is_refused(kind: str) -> None:
+    source, said = WRONG[kind]
+    for call in (autoplan.global_norm, lambda given: autoplan.clip_gradients(given, 1.0)):
+        with pytest.raises(AutoplanError, match=said) as refused:
+            call(source)
+        assert "model.parameters()" in str(refused.value.hint)
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
 def test_no_parameters_and_no_gradients_have_norm_zero(norm_type: float) -> None:
     assert float(autoplan.global_norm([], norm_type)) == 0
     assert float(autoplan.clip_gradients([], 1.0, norm_type)) == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -187,6 +188,68 @@ def test_make_targets_and_ci() -> None:
     assert script.stat().st_mode & 0o111, ".ci/run is not executable"
     steps = script.read_text()
     assert all(f"make {target}" in steps for target in ("lint", "types", "test", "demo"))
+
+
+REPORT = """
+%:
+\t@echo "$@ python=$(PYTHON) path=$(PATH) rest=$(wildcard rest) folder=$(CURDIR)"
+"""
+
+
+@pytest.mark.parametrize("rest", [False, True])
+def test_ci_sees_the_commit_and_the_systems_tools_only(rest: bool, tmp_path: Path) -> None:
+    """In a repository of its own whose targets tell what they see."""
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "python3").symlink_to(sys.executable)
+    home = tmp_path / "repository"
+    (home / ".ci").mkdir(parents=True)
+    (home / ".ci" / "run").write_text((ROOT / ".ci" / "run").read_text())
+    (home / "Makefile").write_text(REPORT)
+    git = ["git", "-C", str(home), "-c", "user.name=n", "-c", "user.email=e"]
+    for command in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "-m", "all"]):
+        subprocess.run([*git, *command], check=True)
+    if rest:
+        (home / "rest").touch()
+    folders = f"{tmp_path / 'tools'}:{os.environ['PATH']}"
+    done = subprocess.run(["bash", str(home / ".ci" / "run")], capture_output=True, text=True, env={"PATH": folders})
+    assert done.returncode == 0, done.stderr
+    seen = re.findall(r"^(\S+) python=(.*) path=(.*) rest=(.*) folder=(.*)$", done.stdout, re.MULTILINE)
+    assert [target for target, *_ in seen] == ["lint", "types", "demo", "test", "test-hosts"]
+    for _, interpreter, path, found, folder in seen:
+        assert Path(interpreter).is_absolute() and Path(interpreter).exists()
+        assert all(part.startswith(("/usr/", "/bin", "/sbin")) for part in path.split(":"))
+        assert found == "" and (Path(folder) == home) != rest and Path(folder).exists() != rest
+
+
+def bare_calls(path: Path) -> list[str]:
+    """Tools that a file starts by a name that the shell's PATH must know."""
+    import ast
+
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in SHELLS:
+            found.append(ast.unparse(node.func))
+        if isinstance(node, ast.List) and node.elts and isinstance(node.elts[0], ast.Constant):
+            found += [tool for tool in TOOLS if tool == node.elts[0].value]
+    return found
+
+
+SHELLS = ("os.system", "os.popen", "shutil.which")
+TOOLS = ("python", "python3", "pip", "ruff", "mypy", "pytest", "torchrun", "hatch", "accelerate")
+
+
+@pytest.mark.parametrize("folder", ["autoplan", "tests", "examples"])
+def test_tools_are_called_through_the_environment(folder: str) -> None:
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        assert not bare_calls(path), f"{path.relative_to(ROOT)}: call it by sys.executable -m"
+
+
+def test_calls_by_bare_names_are_seen(tmp_path: Path) -> None:
+    file = tmp_path / "example.py"
+    file.write_text(
+        "os.system('ls')\nsubprocess.run(['ruff', 'check'])\nsubprocess.run([sys.executable, '-m', 'ruff'])\n"
+    )
+    assert bare_calls(file) == ["os.system", "ruff"]
 
 
 # ------------------------------------------------------------------------------------------------ the README

@@ -17,6 +17,7 @@ import torch
 from autoplan.capture.called import calls_the_model
 from autoplan.check.verify.compare import Tolerance, compare
 from autoplan.check.verify.subject import Observation, Subject, plain, tensors_in
+from autoplan.common.model_config import config_of
 from autoplan.values import Finding
 
 __all__ = ["CHECKS", "Check", "judge", "labels_for"]
@@ -241,7 +242,7 @@ def _other_attention(subject: Subject) -> str:
 
 
 def _one_attention(subject: Subject) -> str:
-    if not hasattr(subject.model, "set_attn_implementation"):
+    if config_of(subject.model) is None or not hasattr(subject.model, "set_attn_implementation"):
         return "the model has one attention implementation"
     with _attention_restored(subject.model):
         try:

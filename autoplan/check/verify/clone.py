@@ -136,10 +136,7 @@ def entries_at(source: Any, model: Any, *, batch: int, length: int) -> dict[str,
 def _made(source: Any, model: Any, batch: int, length: int) -> Any:
     from autoplan.hf.inputs.make import make_inputs
 
-    config = getattr(model, "config", None) if source.config is not None else None
-    return make_inputs(
-        model, config=config, model_type=source.model_type, inputs=source.inputs, batch=batch, length=length
-    )
+    return make_inputs(model, model_type=source.model_type, inputs=source.inputs, batch=batch, length=length)
 
 
 def _calls(made: Any) -> int:

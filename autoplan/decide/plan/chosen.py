@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from autoplan.analyse.solve import Solution
 from autoplan.analyse.solve_experts import Experts, solve_experts
 from autoplan.analyse.splits.requests import NO_DEMANDS, stay_whole
+from autoplan.common.errors import IndivisibleError
 from autoplan.decide.plan.folding import Names
 from autoplan.decide.plan.planner import make_plan
-from autoplan.decide.written_plans.choices import CUTS, Choice, Choices
+from autoplan.decide.written_plans.choices import CUTS, Choice, ChoiceError, Choices
 from autoplan.decide.written_plans.constraints import check_choices, demands_of
 from autoplan.values import Finding, Plan, Stack, Trace
 
-__all__ = ["choices_of_plan", "plan_chosen", "solve_chosen"]
+__all__ = ["choices_of_plan", "fitting", "plan_chosen", "solve_chosen"]
 
 _UNLIKE = "cut, a tiny clone did not give the same on simulated ranks"
 
@@ -38,6 +39,21 @@ def solve_chosen(
     notes = choices.notes + choices.check_keys(names.modules, names.parameters)
     solution = solve_experts(trace, tp, demands=demands_of(choices, trace), **how)
     return replace(solution, notes=notes + (check_choices(choices, solution) if tp > 1 else ()))
+
+
+def fitting(
+    solved: Callable[..., Solution], choices: Choices | None
+) -> tuple[Solution, Choices | None, tuple[Finding, ...]]:
+    """The solution under a written plan, or without its optional part where that does not fit; a finding says why."""
+    try:
+        return solved(choices=choices), choices, ()
+    except (ChoiceError, IndivisibleError) as error:
+        asked = choices.without_optional() if choices is not None else None
+        if asked == choices:
+            raise
+        why = error.message
+    text = f"the hand-written plan of this class does not fit here, and analysis decides in its place: {why}"
+    return solved(choices=asked), asked, (Finding("written plan", "warn", "", text),)
 
 
 def plan_chosen(

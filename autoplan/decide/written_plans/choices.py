@@ -81,7 +81,8 @@ class Choices:
 
     `source` is what entries will say. `tolerant`: keys that match nothing and cuts that a model does not allow are
     noted rather than refused (a plan for a whole family of models); `trial`: so is every other contradiction (the plan
-    was accepted for the model and is tried on a small clone of it). `under` is asked for what this plan does not name.
+    was accepted for the model and is tried on a small clone of it). `optional`: nobody asked for this plan, so where it
+    does not fit analysis stands in for it. `under` is asked for what this plan does not name.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Choices:
     complete: bool = True
     tolerant: bool = False
     trial: bool = False
+    optional: bool = False
     notes: tuple[str, ...] = ()
     under: Choices | None = None
     _cache: dict[str, Choice | None] = field(default_factory=dict, compare=False, repr=False)
@@ -110,6 +112,11 @@ class Choices:
         """The same plan, to be tried on a clone of other sizes and fewer blocks."""
         under = self.under.for_clone() if self.under else None
         return replace(self, tolerant=True, trial=True, under=under, _cache={})
+
+    def without_optional(self) -> Choices | None:
+        """What somebody asked for; None if that is nothing."""
+        under = self.under.without_optional() if self.under else None
+        return None if self.optional else replace(self, under=under, _cache={})
 
     @property
     def decides_all(self) -> bool:

@@ -168,6 +168,7 @@ class _Reader:
         if not wanted and self.sequence_parallel and isinstance(plan.sequence_parallel, str):
             return None
         choices = plan.choices(sequence_parallel=self.sequence_parallel, matched=how)
+        choices = replace(choices, optional=not wanted, _cache={})
         modules, parameters = _paths(self.model)
         if not any(name.startswith(f"{path}.") for name in parameters):
             return choices  # not wrapped, or by a wrapper that keeps the names

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -48,13 +49,16 @@ def to_local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def global_norm(source: nn.Module | Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of all gradients of a model, or of these parameters: the unsharded model's, the same on every rank.
+Source: TypeAlias = nn.Module | torch.Tensor | Iterable[torch.Tensor]
+
+
+def global_norm(source: Source, norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of all gradients of a model, or of one or more parameters: the unsharded one's, the same on every rank.
 
     Collective over every mesh that the parameters lie on. Without any gradient it is 0.
     """
     _check(norm_type)
-    found = list(_parameters(source))
+    found = list(_parameters(_given(source)))
     meshes: dict[DeviceMesh | None, list[tuple[torch.Tensor, Held | None]]] = {}
     for parameter, held in found:
         meshes.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(
@@ -71,18 +75,18 @@ def global_norm(source: nn.Module | Iterable[torch.Tensor], norm_type: float = 2
 
 
 def clip_gradients(
-    source: nn.Module | Iterable[torch.Tensor],
+    source: Source,
     max_norm: float,
     norm_type: float = 2.0,
     *,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale the gradients of a model, or of these parameters, in place, so that their norm is at most `max_norm`.
+    """Scale the gradients of a model, or of one or more parameters, in place, so that their norm is at most `max_norm`.
 
     Returns the norm before. Collective, as `global_norm` is.
     """
-    parameters = source if isinstance(source, nn.Module) else list(source)
-    norm = global_norm(parameters, norm_type)
+    given = _given(source)
+    norm = global_norm(given, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise AutoplanError(
             f"the norm of the gradients is {float(norm)}, so they cannot be clipped",
@@ -90,7 +94,7 @@ def clip_gradients(
         )
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     with torch.no_grad():
-        for parameter, _ in _parameters(parameters):
+        for parameter, _ in _parameters(given):
             if parameter.grad is not None:
                 local = to_local(parameter.grad)
                 local.mul_(scale.to(local.device))
@@ -105,14 +109,30 @@ def _check(norm_type: float) -> None:
         raise AutoplanError(f"norm_type={norm_type!r}", hint="give a positive number, or float('inf')")
 
 
-def _parameters(source: nn.Module | Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, Held | None]]:
+def _given(source: Source) -> nn.Module | list[torch.Tensor]:
+    """A model as it is, one tensor as a list of one; what is neither, nor tensors, is refused."""
+    if isinstance(source, nn.Module):
+        return source
+    if isinstance(source, torch.Tensor):
+        return [source]
+    given = list(source) if isinstance(source, Iterable) else None
+    odd = [source] if given is None else [one for one in given if not isinstance(one, torch.Tensor)]
+    if given is None or odd:
+        holding = "" if given is None else f" holding {type(odd[0]).__name__}"
+        raise AutoplanError(
+            f"the source of gradients is {type(source).__name__}{holding}, not a model and no parameters",
+            hint="give the model, one parameter, or a list of parameters, such as model.parameters()",
+        )
+    return given
+
+
+def _parameters(source: nn.Module | list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, Held | None]]:
     """Every parameter once, with how it is held."""
     seen: set[int] = set()
     if isinstance(source, nn.Module):
         pairs: Iterable[tuple[torch.Tensor, Held | None]] = ((p, held) for _, p, held in held_parameters(source))
     else:
-        given = [source] if isinstance(source, torch.Tensor) else source
-        pairs = ((p, held_by(p)) for p in given)
+        pairs = ((p, held_by(p)) for p in source)
     for parameter, held in pairs:
         if id(parameter) not in seen:
             seen.add(id(parameter))

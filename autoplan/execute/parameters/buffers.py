@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from autoplan.common.errors import AutoplanError
+from autoplan.common.model_config import config_of
 from autoplan.common.random_values import BUILDING
 from autoplan.execute.parameters.held import plain_name, record_of
 
@@ -72,7 +73,7 @@ def _cannot_rebuild(names: list[str]) -> AutoplanError:
 def _twin_modules(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
     record = record_of(model)
     cls: Any = record.original if record is not None else type(model)
-    config = getattr(model, "config", None)
+    config = config_of(model)
     if config is None or not hasattr(cls, "_from_config"):
         raise _cannot_rebuild(names)
     for empty_is_meta in (True, False):  # a few models fill an empty tensor and make that the buffer

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoplan.common.model_config import config_of
 from autoplan.execute.collectives import RankGroup, all_reduce
 from autoplan.execute.randomness import streams as random_streams
 
@@ -85,16 +86,23 @@ def may_draw(model: nn.Module) -> bool:
     """
     for module in model.modules():
         rate = getattr(module, "p", 0.0) if isinstance(module, nn.modules.dropout._DropoutNd) else 0.0
-        as_dict = getattr(getattr(module, "config", None), "to_dict", None)
-        settings = as_dict() if as_dict is not None else {}
-        if rate > 0 or _turned_on(vars(module)) or _turned_on(settings):
+        if rate > 0 or _turned_on(vars(module)) or _turned_on(_settings(module)):
             return True
     return False
 
 
+def _settings(module: nn.Module) -> Mapping[str, Any]:
+    """What the config of a module says by name, whatever kind of config it is."""
+    ours = config_of(module)
+    if ours is not None:
+        return ours.to_dict()
+    config = getattr(module, "config", None)
+    return config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+
+
 def _turned_on(settings: Mapping[str, Any]) -> bool:
     for name, value in settings.items():
-        if isinstance(value, dict) and not name.startswith("_") and _turned_on(value):
+        if isinstance(value, dict) and not str(name).startswith("_") and _turned_on(value):
             return True
         if isinstance(value, float) and value > 0 and any(word in str(name) for word in _RATES):
             return True

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from autoplan.common.errors import AutoplanError, PlanMismatchError
+from autoplan.common.model_config import config_of
 
 __all__ = ["Converted", "Matched", "match_keys", "refuse_unmatched"]
 
@@ -39,7 +40,7 @@ class Converted:
 
     def make(self, model: nn.Module) -> dict[str, torch.Tensor]:
         try:
-            made = self.converter.convert(self.first, model=model, config=getattr(model, "config", None))
+            made = self.converter.convert(self.first, model=model, config=config_of(model))
         except (RuntimeError, ValueError, LookupError) as error:
             raise AutoplanError(
                 f"transformers' conversion of {len(self.keys)} checkpoint tensors ({self.keys[0]}, …) "
