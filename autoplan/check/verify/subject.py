@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from autoplan.capture.called import PART, call
 from autoplan.execute.parameters.state_dict import gathered
-from autoplan.execute.randomness.dropout import proposed_seed
 from autoplan.execute.randomness import streams as random_streams
+from autoplan.execute.randomness.dropout import proposed_seed
 from autoplan.patches.double_precision import Lifted
 
 __all__ = ["Inputs", "Observation", "Subject", "give_random_values", "plain", "tensors_in"]
