@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from autoplan.analyse.solve import Solution
@@ -97,11 +98,15 @@ def _never_ran(model: Trace, clone: Trace) -> Iterator[Finding]:
 
 
 def _recorded_clone(source: Source) -> tuple[nn.Module, dict[str, Any], Captured]:
-    """A tiny clone that runs, its calls, and what it does in them; shrunk less where the smallest cannot run."""
+    """A tiny clone that runs, its calls, and what it does in them.
+
+    Shrunk less where the smallest cannot run, and in single precision where code that asks for it does not run in double.
+    """
     refusal: AutoplanError | None = None
-    for one in source.ever_larger():
+    precisions = dict.fromkeys((source.exact_dtype, torch.float32))
+    for one, dtype in ((one, dtype) for one in source.ever_larger() for dtype in precisions):
         try:
-            clone = one.tiny(dtype=one.exact_dtype, experts="batched_mm")
+            clone = one.tiny(dtype=dtype, experts="batched_mm")
             config = getattr(clone, "config", None)
             made = make_inputs(clone, config=config, model_type=one.model_type, inputs=one.inputs)
             entries = inputs_in(working_dtype(clone), made.entries)

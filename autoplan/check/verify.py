@@ -261,8 +261,8 @@ def _plan_for(clone: Clone, source: Any, plan: Plan | None, sizes: Sizes, means:
     written = None if plan is None else choices_of_plan(plan)
     choices = None if written is None else written.for_clone()
 
-    inputs = source.inputs if source.inputs is not None else dict(clone.entries)
-    found = resolve(clone.model, inputs=inputs)
+    # the clone's own calls: a user's inputs have the dtype of the user's model, and the clone computes in another
+    found = resolve(clone.model, inputs=dict(clone.entries))
     derived = plan_source(found, sizes.tp, sizes.ep, choices=choices, means=means, prove="none")
     return derived, [] if plan is None else _correspondence(plan, derived, clone.model)
 
