@@ -1,7 +1,8 @@
 """Proofs that a plan carries: permutation law and graph replay on a tiny clone, or a run on simulated ranks.
 
 The tiny clone is planned by the same rules at its own small size; what holds for its axes holds for the large model's,
-since both are the same code. Where a clone cannot be made or run, the proof says so and entries stay unproven.
+since both are the same code. Where a clone cannot be made or run, the proof says why and what to pass, and entries stay
+unproven: a plan is proven only if its clone ran on simulated ranks too.
 """
 
 from __future__ import annotations
@@ -23,12 +24,22 @@ from autoplan.decide.choices import Choices
 from autoplan.decide.chosen import choices_of_plan, solve_chosen
 from autoplan.decide.experts import experts_of
 from autoplan.errors import AutoplanError
-from autoplan.values import Entry, Finding, Means, Plan, Proof, Trace
+from autoplan.values import Entry, Finding, Means, Plan, Proof, Trace, Trial
 
-__all__ = ["TRIED", "GraphProof", "prove_graph", "prove_ranks", "sequence_findings", "settle_means"]
+__all__ = ["TRIED", "GraphProof", "Settled", "prove_graph", "prove_ranks", "sequence_findings", "settle_means"]
 
 TRIED = "proof"  # the check under which findings tell how a plan did on simulated ranks
 _TINY_TP = 2
+_TO_PASS = "pass inputs= with which the model runs forward and backward in float64 or float32"
+
+
+@dataclass(frozen=True)
+class Settled:
+    """By which means the plan shards, and how they were found: the trial on simulated ranks."""
+
+    means: Means
+    trial: Trial = Trial()
+    findings: tuple[Finding, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -37,7 +48,6 @@ class GraphProof:
 
     proof: Proof
     findings: tuple[Finding, ...] = ()
-    failed: bool = False
 
     def stamp(self, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
         """Say in each entry what was proven."""
@@ -46,10 +56,17 @@ class GraphProof:
         return tuple(replace(entry, proof=f"graph at tp={self.proof.tp_size}") for entry in entries)
 
 
-def prove_graph(source: Source, plan: Plan, trace: Trace, choices: Choices | None = None) -> GraphProof:
+def prove_graph(
+    source: Source,
+    plan: Plan,
+    trace: Trace,
+    choices: Choices | None = None,
+    trial: Trial = Trial(),  # noqa: B008 - frozen
+) -> GraphProof:
     """Permutation law and replay on a tiny clone, at a size of its own, under the same choices.
 
-    `trace` is what the model itself does: a clone that does less proves less, and a finding says so.
+    `trace` is what the model itself does: a clone that does less proves less, and a finding says so. `trial` is how
+    the plan did on simulated ranks: without it nothing is proven, since the graph holds none of the model's Python.
     """
     from autoplan.check.permute import check_permutations
     from autoplan.check.replay import replay
@@ -57,8 +74,10 @@ def prove_graph(source: Source, plan: Plan, trace: Trace, choices: Choices | Non
     try:
         clone, entries, captured = _recorded_clone(source)
     except AutoplanError as error:
-        note = Finding("proof", "note", "", f"no tiny clone to prove the plan on: {error.message}")
-        return GraphProof(Proof("none", 1, False, (), "unproven"), (note,))
+        text = f"no tiny clone to prove the plan on: {error.message}"
+        wrong = ("trial",) if trial.outcome == "wrong" else ()
+        proof = Proof("none", 1, False, (), text, trial, wrong)
+        return GraphProof(proof, (Finding("proof", "warn", "", text, error.hint or _TO_PASS),))
     solution = solve_chosen(
         captured.trace,
         _TINY_TP,
@@ -80,9 +99,10 @@ def prove_graph(source: Source, plan: Plan, trace: Trace, choices: Choices | Non
     text = (
         f"{len(law.passed)} axes permuted without change, {played.split_ops} ops replayed on {_TINY_TP} simulated ranks"
     )
-    failed = any(finding.level == "error" for finding in findings)
-    proof = Proof("graph", _TINY_TP, not failed, ("permutation", "replay"), text)
-    return GraphProof(proof, tuple(findings), failed)
+    wrong = tuple(dict.fromkeys(finding.check for finding in findings if finding.level == "error"))
+    wrong += ("trial",) if trial.outcome == "wrong" else ()
+    ok = not wrong and trial.outcome != "skipped"
+    return GraphProof(Proof("graph", _TINY_TP, ok, ("permutation", "replay"), text, trial, wrong), tuple(findings))
 
 
 def _never_ran(model: Trace, clone: Trace) -> Iterator[Finding]:
@@ -100,7 +120,7 @@ def _never_ran(model: Trace, clone: Trace) -> Iterator[Finding]:
 def _recorded_clone(source: Source) -> tuple[nn.Module, dict[str, Any], Captured]:
     """A tiny clone that runs, its calls, and what it does in them.
 
-    Shrunk less where the smallest cannot run, and in single precision where code that asks for it does not run in double.
+    Shrunk less where the smallest cannot run, in single precision where code asks for it and does not run in double.
     """
     refusal: AutoplanError | None = None
     precisions = dict.fromkeys((source.exact_dtype, torch.float32))
@@ -132,12 +152,11 @@ def sequence_findings(solution: Solution) -> tuple[Finding, ...]:
     return tuple(Finding("sequence", "note", "", f"the whole sequence at {note}") for note in solution.sequence_notes)
 
 
-def settle_means(
-    source: Source, wanted: Means, tp_size: int = _TINY_TP, ep_size: int = 1
-) -> tuple[Means, tuple[Finding, ...]]:
+def settle_means(source: Source, wanted: Means, tp_size: int = _TINY_TP, ep_size: int = 1) -> Settled:
     """Shard the tiny clone on simulated ranks and keep the first means that give the same numbers.
 
-    Findings say what had to be left out, or that nothing would do. Without a clone what is wanted stays.
+    Findings say what had to be left out, or that nothing would do. Where no clone can be tried, what is wanted stays,
+    and the outcome says why and what to pass.
     """
     from autoplan.check.verify import verify_source
 
@@ -150,12 +169,15 @@ def settle_means(
             checks=("forward",),
         )
     except AutoplanError as error:
-        return wanted, (Finding("proof", "note", "", f"not tried on simulated ranks: {error.message}"),)
+        trial = Trial("skipped", error.message, error.hint or _TO_PASS)
+        text = f"derived, not tried on simulated ranks: {trial.why}"
+        return Settled(wanted, trial, (Finding("proof", "warn", "", text, trial.hint),))
     means: Means = report.details["means"]
     first = next((finding for finding in report.findings if finding.level == "error"), None)
     if first is not None:
         text = f"on simulated ranks the sharded tiny clone differs: {first.where} {first.message}"
-        return means, (Finding(TRIED, "error", first.where, text, "keep the modules named here whole"),)
+        hint = "keep the modules named here whole"
+        return Settled(means, Trial("wrong", text, hint), (Finding(TRIED, "error", first.where, text, hint),))
     left_out = []
     if wanted.sequence and not means.sequence:
         left_out.append(_left_out("sequence", "sequence parallelism was asked for and is not applied"))
@@ -166,7 +188,7 @@ def settle_means(
         left_out.append(_left_out("experts", "expert parallelism was asked for and is not applied"))
     if wanted.scoped and not means.scoped:
         left_out.append(_left_out("scoped", "calls in the middle of a module's Python are not rewritten"))
-    return means, tuple(left_out)
+    return Settled(means, Trial("passed"), tuple(left_out))
 
 
 def _left_out(check: str, what: str) -> Finding:
@@ -184,7 +206,9 @@ def prove_ranks(source: Source, plan: Plan) -> Plan:
     report = verify_source(source, written, tp_size=tp_size, ep_size=ep_size, **how)
     checked = tuple(report.details.get("checked", ()))
     text = f"largest gradient error {max(report.gradients.values(), default=0.0):.1e}"
-    proof = Proof("ranks", _TINY_TP, report.ok, checked, text)
-    stamp = f"ranks at tp={_TINY_TP}" if report.ok else "unproven"
+    wrong = plan.proof.wrong + tuple(finding.check for finding in report.findings if finding.level == "error")
+    trial = plan.proof.trial if plan.proof.trial.outcome == "wrong" else Trial("passed" if report.ok else "wrong")
+    proof = Proof("ranks", _TINY_TP, not wrong, checked, text, trial, tuple(dict.fromkeys(wrong)))
+    stamp = f"ranks at tp={_TINY_TP}" if proof.ok else "unproven"
     entries = tuple(replace(entry, proof=stamp) for entry in plan.entries)
     return replace(plan, proof=proof, findings=plan.findings + report.findings, entries=entries)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from autoplan.values.done import Edit, ExpertSite, HeadSite, HookSite, Means, ParameterRule, Runtime, ScopedCall
 from autoplan.values.found import ClassFact, ParameterFact
-from autoplan.values.planned import Change, Entry, Obstacle, Plan, Proof, Replicated, Stack
+from autoplan.values.planned import Change, Entry, Obstacle, Plan, Proof, Replicated, Stack, Trial
 from autoplan.values.reported import Finding, Report, Score, Scoreboard, Traffic, Verdict
 from autoplan.values.traced import Call, Fold, ModuleVisit, Op, Ref, Symbolic, TensorInfo, Trace
 
@@ -44,6 +44,7 @@ __all__ = [
     "TensorInfo",
     "Trace",
     "Traffic",
+    "Trial",
     "Verdict",
     "replace",
 ]
