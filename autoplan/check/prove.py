@@ -8,7 +8,7 @@ unproven: a plan is proven only if its clone ran on simulated ranks too.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -75,8 +75,7 @@ def prove_graph(
         clone, entries, captured = _recorded_clone(source)
     except AutoplanError as error:
         text = f"no tiny clone to prove the plan on: {error.message}"
-        wrong = ("trial",) if trial.outcome == "wrong" else ()
-        proof = Proof("none", 1, False, (), text, trial, wrong)
+        proof = Proof("none", 1, False, (), text, trial, _found_wrong(trial))
         return GraphProof(proof, (Finding("proof", "warn", "", text, error.hint or _TO_PASS),))
     solution = solve_chosen(
         captured.trace,
@@ -99,10 +98,15 @@ def prove_graph(
     text = (
         f"{len(law.passed)} axes permuted without change, {played.split_ops} ops replayed on {_TINY_TP} simulated ranks"
     )
-    wrong = tuple(dict.fromkeys(finding.check for finding in findings if finding.level == "error"))
-    wrong += ("trial",) if trial.outcome == "wrong" else ()
+    wrong = _found_wrong(trial, findings)
     ok = not wrong and trial.outcome != "skipped"
     return GraphProof(Proof("graph", _TINY_TP, ok, ("permutation", "replay"), text, trial, wrong), tuple(findings))
+
+
+def _found_wrong(trial: Trial, findings: Iterable[Finding] = ()) -> tuple[str, ...]:
+    """The checks that say so."""
+    checks = [finding.check for finding in findings if finding.level == "error"]
+    return tuple(dict.fromkeys(checks + ["trial"] * (trial.outcome == "wrong")))
 
 
 def _never_ran(model: Trace, clone: Trace) -> Iterator[Finding]:
@@ -206,9 +210,9 @@ def prove_ranks(source: Source, plan: Plan) -> Plan:
     report = verify_source(source, written, tp_size=tp_size, ep_size=ep_size, **how)
     checked = tuple(report.details.get("checked", ()))
     text = f"largest gradient error {max(report.gradients.values(), default=0.0):.1e}"
-    wrong = plan.proof.wrong + tuple(finding.check for finding in report.findings if finding.level == "error")
+    wrong = tuple(dict.fromkeys(plan.proof.wrong + _found_wrong(Trial(), report.findings)))
     trial = plan.proof.trial if plan.proof.trial.outcome == "wrong" else Trial("passed" if report.ok else "wrong")
-    proof = Proof("ranks", _TINY_TP, not wrong, checked, text, trial, tuple(dict.fromkeys(wrong)))
+    proof = Proof("ranks", _TINY_TP, not wrong, checked, text, trial, wrong)
     stamp = f"ranks at tp={_TINY_TP}" if proof.ok else "unproven"
     entries = tuple(replace(entry, proof=stamp) for entry in plan.entries)
     return replace(plan, proof=proof, findings=plan.findings + report.findings, entries=entries)
