@@ -125,7 +125,7 @@ def plan_source(
     ranks = max(tp_size, ep_size)
     settled = Settled(Means(True, sequence_parallel and tp_size > 1) if means is None else means)
     if means is None and prove != "none" and ranks > 1:
-        settled = settle_means(source, settled.means, tp_size, ep_size)
+        settled = settle_means(source, settled.means, tp_size, ep_size, choices)
     means = settled.means
     blocks = tuple(stack.fqns for stack in stacks) if means.sequence else None
     solution = solve_source(

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import autoplan
 from autoplan.check.audit.gate import refuse_disproven, warn_unproven
-from autoplan.errors import PlanRefusedError, UnprovenPlanWarning
+from autoplan.errors import AutoplanError, PlanRefusedError, UnprovenPlanWarning
 from autoplan.values import Proof, Trial, replace
 
 torch.set_num_threads(1)
@@ -190,3 +190,14 @@ def test_the_other_ways_to_prove(tmp_path: Any) -> None:
     for made in (plan, wrong, planned(Torn())):
         made.save(tmp_path / "plan.yaml")
         assert autoplan.load_plan(tmp_path / "plan.yaml") == made
+
+
+def test_what_somebody_chose_is_what_is_tried() -> None:
+    """Overrides used to be laid over a plan that had been tried without them, and what it kept whole was cut again."""
+    plan = planned(Single("bytes"), overrides={"mix": "replicate"})
+    assert any("cut, the tiny clone did not give the same" in text for text in said(plan)), plan.findings
+    report = autoplan.verify(Single("bytes"), plan, inputs=inputs(), checks=["forward"])
+    assert report.ok, report.findings
+    with pytest.raises(AutoplanError, match=r"cuts .* and so the tiny clone did not give the same.*\n.*'replicate'"):
+        planned(Single("bytes"), overrides={"up": "colwise", "down": "rowwise"})
+    assert planned(Single("bytes"), overrides={"up": "replicate", "down": "replicate"}).proof.ok

@@ -156,8 +156,10 @@ def sequence_findings(solution: Solution) -> tuple[Finding, ...]:
     return tuple(Finding("sequence", "note", "", f"the whole sequence at {note}") for note in solution.sequence_notes)
 
 
-def settle_means(source: Source, wanted: Means, tp_size: int = _TINY_TP, ep_size: int = 1) -> Settled:
-    """Shard the tiny clone on simulated ranks and keep the first means that give the same numbers.
+def settle_means(
+    source: Source, wanted: Means, tp_size: int = _TINY_TP, ep_size: int = 1, choices: Choices | None = None
+) -> Settled:
+    """Shard the tiny clone on simulated ranks, as somebody chose, and keep the first means that give the same numbers.
 
     Findings say what had to be left out, or that nothing would do. Where no clone can be tried, what is wanted stays,
     and the outcome says why and what to pass.
@@ -171,6 +173,7 @@ def settle_means(source: Source, wanted: Means, tp_size: int = _TINY_TP, ep_size
             ep_size=min(ep_size, _TINY_TP),
             sequence_parallel=wanted.sequence,
             checks=("forward",),
+            choices=choices,
         )
     except AutoplanError as error:
         trial = Trial("skipped", error.message, error.hint or _TO_PASS)
