@@ -24,12 +24,14 @@ from autoplan.decide.choices import Choices
 from autoplan.decide.chosen import choices_of_plan, solve_chosen
 from autoplan.decide.experts import experts_of
 from autoplan.errors import AutoplanError
+from autoplan.patterns import is_under, matches
 from autoplan.values import Entry, Finding, Means, Plan, Proof, Trace, Trial
 
 __all__ = ["TRIED", "GraphProof", "Settled", "prove_graph", "prove_ranks", "sequence_findings", "settle_means"]
 
 TRIED = "proof"  # the check under which findings tell how a plan did on simulated ranks
 _TINY_TP = 2
+_UNPROVEN = "unproven"
 _TO_PASS = "pass inputs= with which the model runs forward and backward in float64 or float32"
 
 
@@ -44,16 +46,21 @@ class Settled:
 
 @dataclass(frozen=True)
 class GraphProof:
-    """The outcome of the graph proof, ready to be written into a plan."""
+    """The outcome of the graph proof, ready to be written into a plan. `unseen`: modules that it shows nothing of."""
 
     proof: Proof
     findings: tuple[Finding, ...] = ()
+    unseen: tuple[str, ...] = ()
 
     def stamp(self, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
         """Say in each entry what was proven."""
         if not self.proof.ok:
             return entries
-        return tuple(replace(entry, proof=f"graph at tp={self.proof.tp_size}") for entry in entries)
+        stamp = f"graph at tp={self.proof.tp_size}"
+        return tuple(entry if self._is_unseen(entry) else replace(entry, proof=stamp) for entry in entries)
+
+    def _is_unseen(self, entry: Entry) -> bool:
+        return any(matches(entry.pattern, name) for name in self.unseen)
 
 
 def prove_graph(
@@ -86,7 +93,8 @@ def prove_graph(
     assert solution.shards is not None
     law = check_permutations(clone, entries, captured.trace, solution.axes, solution.shards.marks)
     played = replay(solution.shards.trace, captured.recording, solution.shards)
-    findings = [*_never_ran(trace, captured.trace), *played.findings] + [
+    missing = _never_ran(trace, captured.trace)
+    findings = [*_unseen_classes(missing), *played.findings] + [
         Finding(
             "permutation",
             "error",
@@ -98,9 +106,11 @@ def prove_graph(
     text = (
         f"{len(law.passed)} axes permuted without change, {played.split_ops} ops replayed on {_TINY_TP} simulated ranks"
     )
+    text += f"; not in {', '.join(missing)}, which the tiny clone never runs" if missing else ""
     wrong = _found_wrong(trial, findings)
     ok = not wrong and trial.outcome != "skipped"
-    return GraphProof(Proof("graph", _TINY_TP, ok, ("permutation", "replay"), text, trial, wrong), tuple(findings))
+    proof = Proof("graph", _TINY_TP, ok, ("permutation", "replay"), text, trial, wrong)
+    return GraphProof(proof, tuple(findings), _inside(missing, trace))
 
 
 def _found_wrong(trial: Trial, findings: Iterable[Finding] = ()) -> tuple[str, ...]:
@@ -109,13 +119,22 @@ def _found_wrong(trial: Trial, findings: Iterable[Finding] = ()) -> tuple[str, .
     return tuple(dict.fromkeys(checks + ["trial"] * (trial.outcome == "wrong")))
 
 
-def _never_ran(model: Trace, clone: Trace) -> Iterator[Finding]:
+def _never_ran(model: Trace, clone: Trace) -> tuple[str, ...]:
     """Classes that run in the model and not in its tiny clone: the proof shows nothing of them."""
     of_model, of_clone = (
         {trace.module_classes[visit.module] for visit in trace.visits if visit.module in trace.module_classes}
         for trace in (model, clone)
     )
-    missing = sorted(of_model - of_clone)
+    return tuple(sorted(of_model - of_clone))
+
+
+def _inside(classes: tuple[str, ...], trace: Trace) -> tuple[str, ...]:
+    """The modules of these classes, and all that they hold."""
+    tops = [name for name, kind in trace.module_classes.items() if kind in classes]
+    return tuple(name for name in trace.module_classes if any(is_under(top, name) for top in tops))
+
+
+def _unseen_classes(missing: tuple[str, ...]) -> Iterator[Finding]:
     if missing:
         text = f"the tiny clone never runs {', '.join(missing)}: what the plan does there is derived, not proven"
         yield Finding("proof", "warn", "", text)
@@ -216,6 +235,7 @@ def prove_ranks(source: Source, plan: Plan) -> Plan:
     wrong = tuple(dict.fromkeys(plan.proof.wrong + _found_wrong(Trial(), report.findings)))
     trial = plan.proof.trial if plan.proof.trial.outcome == "wrong" else Trial("passed" if report.ok else "wrong")
     proof = Proof("ranks", _TINY_TP, not wrong, checked, text, trial, wrong)
-    stamp = f"ranks at tp={_TINY_TP}" if proof.ok else "unproven"
-    entries = tuple(replace(entry, proof=stamp) for entry in plan.entries)
+    stamp = f"ranks at tp={_TINY_TP}" if proof.ok else _UNPROVEN
+    unseen = [entry for entry in plan.entries if plan.proof.ok and entry.proof == _UNPROVEN]
+    entries = tuple(entry if entry in unseen else replace(entry, proof=stamp) for entry in plan.entries)
     return replace(plan, proof=proof, findings=plan.findings + report.findings, entries=entries)
