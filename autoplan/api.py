@@ -20,8 +20,8 @@ from transformers import PretrainedConfig
 
 from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_any, capture_fake
-from autoplan.check.audit.gate import refuse_disproven, refuse_wrong
-from autoplan.check.prove import prove_graph, prove_ranks, sequence_findings, settle_means
+from autoplan.check.audit.gate import refuse_disproven, refuse_wrong, warn_unproven
+from autoplan.check.prove import Settled, prove_graph, prove_ranks, sequence_findings, settle_means
 from autoplan.common.errors import AutoplanError, CaptureError, IndivisibleError
 from autoplan.common.requirements import check_versions
 from autoplan.common.undo import undoing
@@ -41,7 +41,7 @@ from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import Source, resolve
 from autoplan.hf.stacks import layers
 from autoplan.patches.kernels import kernel_note
-from autoplan.values import Finding, Means, Plan
+from autoplan.values import Means, Plan
 
 __all__ = ["capture_source", "parallelize", "plan", "plan_source", "solve_source"]
 
@@ -122,11 +122,11 @@ def plan_source(
     module = source.module() if module is None else module
     captured = capture_source(source, module, choices)
     stacks = layers(module)
-    tried: tuple[Finding, ...] = ()
     ranks = max(tp_size, ep_size)
-    if means is None:
-        wanted = Means(True, sequence_parallel and tp_size > 1)
-        means, tried = (wanted, ()) if prove == "none" or ranks == 1 else settle_means(source, wanted, tp_size, ep_size)
+    settled = Settled(Means(True, sequence_parallel and tp_size > 1) if means is None else means)
+    if means is None and prove != "none" and ranks > 1:
+        settled = settle_means(source, settled.means, tp_size, ep_size, choices)
+    means = settled.means
     blocks = tuple(stack.fqns for stack in stacks) if means.sequence else None
     how: Any = {"means": means, "strict": strict, "sequence_stacks": blocks}
     solution, choices, misfit = fitting(partial(solve_source, source, captured, tp_size, ep_size, **how), choices)
@@ -139,13 +139,13 @@ def plan_source(
         layers=stacks,
         sequence_parallel=solution.sequence_parallel,
     )
-    made = replace(made, tp_size=tp_size, ep_size=ep_size, findings=misfit + made.findings + tried)
+    made = replace(made, tp_size=tp_size, ep_size=ep_size, findings=misfit + made.findings + settled.findings)
     made = replace(made, findings=made.findings + (sequence_findings(solution) if means.sequence else ()))
     if ep_size > 1 and means.experts:
         made = replace(made, findings=made.findings + expert_findings(made, solution))
     if prove == "none" or ranks == 1:
         return made
-    proof = prove_graph(source, made, captured.trace, choices)
+    proof = prove_graph(source, made, captured.trace, choices, settled.trial)
     made = replace(made, proof=proof.proof, findings=made.findings + proof.findings, entries=proof.stamp(made.entries))
     return prove_ranks(source, made) if prove == "ranks" else made
 
@@ -251,8 +251,8 @@ def parallelize(
     Tensor parallelism over "tp" (over "ep" with a plan that only deals out experts), then activation checkpointing,
     then FSDP2 over "dp_shard" (also called dp, fsdp or dp_shard_cp; "dp_replicate" before it makes HSDP).
     `mesh_dims={"tp": name}` names mesh dims differently; cp and pp are left alone. Without a `plan` one is made for the
-    mesh. It may be anything that `autoplan.plan` takes as a source: what comes in a foreign dialect is audited first,
-    and refused if it is wrong, unless `check=False`.
+    mesh. It may be anything that `autoplan.plan` takes as a source: what comes in a foreign dialect is audited first.
+    A plan that was found wrong is refused, and one that could not be tried is warned of, unless `check=False`.
 
     Logits leave split over the vocabulary unless `gather_logits`; every other output is whole. A loss that the model
     computes from labels gathers none either (under torch.compile, logits beside a loss carry no gradient).
@@ -270,6 +270,7 @@ def parallelize(
     dims.check_experts(plan.tp_size, plan.ep_size)
     if check:
         refuse_disproven(plan)
+        warn_unproven(plan)
     tp_mesh = tp_mesh_of(mesh, plan, dims.names)
     data = DataParallel(mp_policy, offload_policy, cpu_offload, reshard_after_forward, prefetch, frozen)
     data.check(has_mesh=dims.data is not None)

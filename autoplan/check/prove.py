@@ -1,54 +1,79 @@
 """Proofs that a plan carries: permutation law and graph replay on a tiny clone, or a run on simulated ranks.
 
 The tiny clone is planned by the same rules at its own small size; what holds for its axes holds for the large model's,
-since both are the same code. Where a clone cannot be made or run, the proof says so and entries stay unproven.
+since both are the same code. Where a clone cannot be made or run, the proof says why and what to pass, and entries stay
+unproven: a plan is proven only if its clone ran on simulated ranks too.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_real
 from autoplan.common.dtypes import inputs_in, working_dtype
 from autoplan.common.errors import AutoplanError
+from autoplan.common.patterns import is_under, matches
 from autoplan.decide.plan.chosen import choices_of_plan, solve_chosen
 from autoplan.decide.plan.experts import experts_of
 from autoplan.decide.written_plans.choices import Choices
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import Source
-from autoplan.values import Entry, Finding, Means, Plan, Proof, Trace
+from autoplan.values import Entry, Finding, Means, Plan, Proof, Trace, Trial
 
-__all__ = ["TRIED", "GraphProof", "prove_graph", "prove_ranks", "sequence_findings", "settle_means"]
+__all__ = ["TRIED", "GraphProof", "Settled", "prove_graph", "prove_ranks", "sequence_findings", "settle_means"]
 
 TRIED = "proof"  # the check under which findings tell how a plan did on simulated ranks
 _TINY_TP = 2
+_UNPROVEN = "unproven"
+_TO_PASS = "pass inputs= with which the model runs forward and backward in float64 or float32"
+
+
+@dataclass(frozen=True)
+class Settled:
+    """By which means the plan shards, and how they were found: the trial on simulated ranks."""
+
+    means: Means
+    trial: Trial = Trial()
+    findings: tuple[Finding, ...] = ()
 
 
 @dataclass(frozen=True)
 class GraphProof:
-    """The outcome of the graph proof, ready to be written into a plan."""
+    """The outcome of the graph proof, ready to be written into a plan. `unseen`: modules that it shows nothing of."""
 
     proof: Proof
     findings: tuple[Finding, ...] = ()
-    failed: bool = False
+    unseen: tuple[str, ...] = ()
 
     def stamp(self, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
         """Say in each entry what was proven."""
         if not self.proof.ok:
             return entries
-        return tuple(replace(entry, proof=f"graph at tp={self.proof.tp_size}") for entry in entries)
+        stamp = f"graph at tp={self.proof.tp_size}"
+        return tuple(entry if self._is_unseen(entry) else replace(entry, proof=stamp) for entry in entries)
+
+    def _is_unseen(self, entry: Entry) -> bool:
+        return any(matches(entry.pattern, name) for name in self.unseen)
 
 
-def prove_graph(source: Source, plan: Plan, trace: Trace, choices: Choices | None = None) -> GraphProof:
+def prove_graph(
+    source: Source,
+    plan: Plan,
+    trace: Trace,
+    choices: Choices | None = None,
+    trial: Trial = Trial(),  # noqa: B008 - frozen
+) -> GraphProof:
     """Permutation law and replay on a tiny clone, at a size of its own, under the same choices.
 
-    `trace` is what the model itself does: a clone that does less proves less, and a finding says so.
+    `trace` is what the model itself does: a clone that does less proves less, and a finding says so. `trial` is how
+    the plan did on simulated ranks: without it nothing is proven, since the graph holds none of the model's Python.
     """
     from autoplan.check.replay.permute import check_permutations
     from autoplan.check.replay.replay import replay
@@ -56,8 +81,9 @@ def prove_graph(source: Source, plan: Plan, trace: Trace, choices: Choices | Non
     try:
         clone, entries, captured = _recorded_clone(source)
     except AutoplanError as error:
-        note = Finding("proof", "note", "", f"no tiny clone to prove the plan on: {error.message}")
-        return GraphProof(Proof("none", 1, False, (), "unproven"), (note,))
+        text = f"no tiny clone to prove the plan on: {error.message}"
+        proof = Proof("none", 1, False, (), text, trial, _found_wrong(trial))
+        return GraphProof(proof, (Finding("proof", "warn", "", text, error.hint or _TO_PASS),))
     solution = solve_chosen(
         captured.trace,
         _TINY_TP,
@@ -67,7 +93,8 @@ def prove_graph(source: Source, plan: Plan, trace: Trace, choices: Choices | Non
     assert solution.shards is not None
     law = check_permutations(clone, entries, captured.trace, solution.axes, solution.shards.marks)
     played = replay(solution.shards.trace, captured.recording, solution.shards)
-    findings = [*_never_ran(trace, captured.trace), *played.findings] + [
+    missing = _never_ran(trace, captured.trace)
+    findings = [*_unseen_classes(missing), *played.findings] + [
         Finding(
             "permutation",
             "error",
@@ -79,29 +106,50 @@ def prove_graph(source: Source, plan: Plan, trace: Trace, choices: Choices | Non
     text = (
         f"{len(law.passed)} axes permuted without change, {played.split_ops} ops replayed on {_TINY_TP} simulated ranks"
     )
-    failed = any(finding.level == "error" for finding in findings)
-    proof = Proof("graph", _TINY_TP, not failed, ("permutation", "replay"), text)
-    return GraphProof(proof, tuple(findings), failed)
+    text += f"; not in {', '.join(missing)}, which the tiny clone never runs" if missing else ""
+    wrong = _found_wrong(trial, findings)
+    ok = not wrong and trial.outcome != "skipped"
+    proof = Proof("graph", _TINY_TP, ok, ("permutation", "replay"), text, trial, wrong)
+    return GraphProof(proof, tuple(findings), _inside(missing, trace))
 
 
-def _never_ran(model: Trace, clone: Trace) -> Iterator[Finding]:
+def _found_wrong(trial: Trial, findings: Iterable[Finding] = ()) -> tuple[str, ...]:
+    """The checks that say so."""
+    checks = [finding.check for finding in findings if finding.level == "error"]
+    return tuple(dict.fromkeys(checks + ["trial"] * (trial.outcome == "wrong")))
+
+
+def _never_ran(model: Trace, clone: Trace) -> tuple[str, ...]:
     """Classes that run in the model and not in its tiny clone: the proof shows nothing of them."""
     of_model, of_clone = (
         {trace.module_classes[visit.module] for visit in trace.visits if visit.module in trace.module_classes}
         for trace in (model, clone)
     )
-    missing = sorted(of_model - of_clone)
+    return tuple(sorted(of_model - of_clone))
+
+
+def _inside(classes: tuple[str, ...], trace: Trace) -> tuple[str, ...]:
+    """The modules of these classes, and all that they hold."""
+    tops = [name for name, kind in trace.module_classes.items() if kind in classes]
+    return tuple(name for name in trace.module_classes if any(is_under(top, name) for top in tops))
+
+
+def _unseen_classes(missing: tuple[str, ...]) -> Iterator[Finding]:
     if missing:
         text = f"the tiny clone never runs {', '.join(missing)}: what the plan does there is derived, not proven"
         yield Finding("proof", "warn", "", text)
 
 
 def _recorded_clone(source: Source) -> tuple[nn.Module, dict[str, Any], Captured]:
-    """A tiny clone that runs, its calls, and what it does in them; shrunk less where the smallest cannot run."""
+    """A tiny clone that runs, its calls, and what it does in them.
+
+    Shrunk less where the smallest cannot run, in single precision where code asks for it and does not run in double.
+    """
     refusal: AutoplanError | None = None
-    for one in source.ever_larger():
+    precisions = dict.fromkeys((source.exact_dtype, torch.float32))
+    for one, dtype in ((one, dtype) for one in source.ever_larger() for dtype in precisions):
         try:
-            clone = one.tiny(dtype=one.exact_dtype, experts="batched_mm")
+            clone = one.tiny(dtype=dtype, experts="batched_mm")
             made = make_inputs(clone, model_type=one.model_type, inputs=one.inputs)
             entries = inputs_in(working_dtype(clone), made.entries)
             return clone, entries, capture_real(copy.deepcopy(clone), entries, keep_values=True)
@@ -127,11 +175,12 @@ def sequence_findings(solution: Solution) -> tuple[Finding, ...]:
 
 
 def settle_means(
-    source: Source, wanted: Means, tp_size: int = _TINY_TP, ep_size: int = 1
-) -> tuple[Means, tuple[Finding, ...]]:
-    """Shard the tiny clone on simulated ranks and keep the first means that give the same numbers.
+    source: Source, wanted: Means, tp_size: int = _TINY_TP, ep_size: int = 1, choices: Choices | None = None
+) -> Settled:
+    """Shard the tiny clone on simulated ranks, as somebody chose, and keep the first means that give the same numbers.
 
-    Findings say what had to be left out, or that nothing would do. Without a clone what is wanted stays.
+    Findings say what had to be left out, or that nothing would do. Where no clone can be tried, what is wanted stays,
+    and the outcome says why and what to pass.
     """
     from autoplan.check.verify.verify import verify_source
 
@@ -142,14 +191,18 @@ def settle_means(
             ep_size=min(ep_size, _TINY_TP),
             sequence_parallel=wanted.sequence,
             checks=("forward",),
+            choices=choices,
         )
     except AutoplanError as error:
-        return wanted, (Finding("proof", "note", "", f"not tried on simulated ranks: {error.message}"),)
+        trial = Trial("skipped", error.message, error.hint or _TO_PASS)
+        text = f"derived, not tried on simulated ranks: {trial.why}"
+        return Settled(wanted, trial, (Finding("proof", "warn", "", text, trial.hint),))
     means: Means = report.details["means"]
     first = next((finding for finding in report.findings if finding.level == "error"), None)
     if first is not None:
         text = f"on simulated ranks the sharded tiny clone differs: {first.where} {first.message}"
-        return means, (Finding(TRIED, "error", first.where, text, "keep the modules named here whole"),)
+        hint = "keep the modules named here whole"
+        return Settled(means, Trial("wrong", text, hint), (Finding(TRIED, "error", first.where, text, hint),))
     left_out = []
     if wanted.sequence and not means.sequence:
         left_out.append(_left_out("sequence", "sequence parallelism was asked for and is not applied"))
@@ -160,7 +213,7 @@ def settle_means(
         left_out.append(_left_out("experts", "expert parallelism was asked for and is not applied"))
     if wanted.scoped and not means.scoped:
         left_out.append(_left_out("scoped", "calls in the middle of a module's Python are not rewritten"))
-    return means, tuple(left_out)
+    return Settled(means, Trial("passed"), tuple(left_out))
 
 
 def _left_out(check: str, what: str) -> Finding:
@@ -178,7 +231,10 @@ def prove_ranks(source: Source, plan: Plan) -> Plan:
     report = verify_source(source, written, tp_size=tp_size, ep_size=ep_size, **how)
     checked = tuple(report.details.get("checked", ()))
     text = f"largest gradient error {max(report.gradients.values(), default=0.0):.1e}"
-    proof = Proof("ranks", _TINY_TP, report.ok, checked, text)
-    stamp = f"ranks at tp={_TINY_TP}" if report.ok else "unproven"
-    entries = tuple(replace(entry, proof=stamp) for entry in plan.entries)
+    wrong = tuple(dict.fromkeys(plan.proof.wrong + _found_wrong(Trial(), report.findings)))
+    trial = plan.proof.trial if plan.proof.trial.outcome == "wrong" else Trial("passed" if report.ok else "wrong")
+    proof = Proof("ranks", _TINY_TP, not wrong, checked, text, trial, wrong)
+    stamp = f"ranks at tp={_TINY_TP}" if proof.ok else _UNPROVEN
+    unseen = [entry for entry in plan.entries if plan.proof.ok and entry.proof == _UNPROVEN]
+    entries = tuple(entry if entry in unseen else replace(entry, proof=stamp) for entry in plan.entries)
     return replace(plan, proof=proof, findings=plan.findings + report.findings, entries=entries)

@@ -103,7 +103,8 @@ def plan(
     else:
         made.save(output)
         note(f"written to {output}")
-    proven = made.proof.ok or made.proof.method == "none"
+    unasked = made.proof.method == "none" and made.proof.trial.outcome == "unasked"
+    proven = made.proof.ok or unasked
     raise typer.Exit(_exit_code(made.findings) if proven else FINDINGS)
 
 

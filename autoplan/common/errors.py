@@ -10,6 +10,7 @@ __all__ = [
     "PlanMismatchError",
     "PlanRefusedError",
     "SourceError",
+    "UnprovenPlanWarning",
 ]
 
 
@@ -43,3 +44,7 @@ class PlanMismatchError(AutoplanError):
 
 class PlanRefusedError(AutoplanError):
     """A plan that somebody wrote was audited before it was applied, and is wrong."""
+
+
+class UnprovenPlanWarning(UserWarning):
+    """A plan that nothing was found wrong with, because it could not be tried, is applied."""

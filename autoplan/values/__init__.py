@@ -10,7 +10,7 @@ from dataclasses import replace
 from autoplan.values.facts import ClassFact, ParameterFact
 from autoplan.values.findings import Finding, Report, Score, Scoreboard, Traffic, Verdict
 from autoplan.values.instructions import Edit, ExpertSite, HeadSite, HookSite, Means, ParameterRule, Runtime, ScopedCall
-from autoplan.values.plan import Change, Entry, Obstacle, Plan, Proof, Replicated, Stack
+from autoplan.values.plan import Change, Entry, Obstacle, Plan, Proof, Replicated, Stack, Trial
 from autoplan.values.trace import Call, Fold, ModuleVisit, Op, Ref, Symbolic, TensorInfo, Trace
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "TensorInfo",
     "Trace",
     "Traffic",
+    "Trial",
     "Verdict",
     "replace",
 ]

@@ -10,18 +10,44 @@ from autoplan.values.conveniences import done_above
 from autoplan.values.findings import Finding, Traffic
 from autoplan.values.instructions import Runtime
 
-__all__ = ["Change", "Entry", "Obstacle", "Plan", "Proof", "Replicated", "Stack"]
+__all__ = ["Change", "Entry", "Obstacle", "Plan", "Proof", "Replicated", "Stack", "Trial"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How the sharded tiny clone did on simulated ranks: the one step that runs the model's own code on shares.
+
+    `why`: what came out wrong, or why it was not tried; `hint`: what to do, or to pass, so that it can be.
+    "unasked": nobody wanted one, or the plan is of a time when plans did not say.
+    """
+
+    outcome: Literal["unasked", "passed", "wrong", "skipped"] = "unasked"
+    why: str = ""
+    hint: str = ""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What was proven, how, and at which tp."""
+    """What was proven, how, and at which tp.
+
+    `ok`: all of it was done and held, the trial on simulated ranks too. `wrong`: the checks that found the plan wrong.
+    A plan that is not `ok` may have `failed`, or just not be proven: `trial` and `text` say why.
+    """
 
     method: Literal["none", "graph", "ranks"]
     tp_size: int
     ok: bool
     checked: tuple[str, ...] = ()
     text: str = ""
+    trial: Trial = Trial()
+    wrong: tuple[str, ...] = ()
+
+    @property
+    def failed(self) -> bool:
+        """Was the plan found wrong?"""
+        if self.wrong or self.trial.outcome == "wrong":
+            return True
+        return self.method != "none" and not self.ok and self.trial.outcome != "skipped"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from transformers import Dinov2Config, HGNetV2Config
 from transformers.pytorch_utils import compile_compatible_method_lru_cache
 
 import autoplan
+from autoplan.api import capture_source
 from autoplan.capture.recorder import record
 from autoplan.check.prove import prove_graph
 from autoplan.common.random_values import randomise
@@ -50,6 +53,16 @@ def test_a_proof_says_what_the_clone_never_ran() -> None:
     another, _ = record(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), {"forward": {"input": torch.randn(2, 8)}})
     found = [finding.message for finding in prove_graph(source, plan, another).findings]
     assert len(found) == 1 and "never runs Sequential, Tanh:" in found[0], found
+
+
+def test_what_the_clone_never_ran_is_not_called_proven() -> None:
+    source, plan = resolve("llama"), autoplan.plan("llama", 2, prove="none")
+    trace = capture_source(source, source.module()).trace
+    classes = {name: "Seldom" if name.endswith(".mlp") else kind for name, kind in trace.module_classes.items()}
+    proof = prove_graph(source, plan, replace(trace, module_classes=classes))
+    unproven = {entry.pattern for entry in proof.stamp(plan.entries) if entry.proof == "unproven"}
+    assert unproven == {f"model.layers.*.mlp.{name}_proj" for name in ("gate", "up", "down")}
+    assert proof.proof.text.endswith("not in Seldom, which the tiny clone never runs")
 
 
 class Folded(nn.Module):

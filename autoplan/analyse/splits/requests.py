@@ -7,7 +7,7 @@ the solver as this: everything that is not to be cut is refused from the start, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoplan.analyse.infer import Axes
 from autoplan.axes.terms import Term, find, leaves
@@ -33,6 +33,10 @@ class Demands:
         found = [trace.tensors[number] for number in tensors]
         more = {(name, dim): why for info in found for name in info.names[:1] for dim in range(len(info.shape))}
         return Demands({**more, **self.whole}, self.gathered)
+
+    def and_also(self, other: Demands) -> Demands:
+        """Both: what either keeps whole stays whole, for its own reason where it has one."""
+        return replace(self, whole={**other.whole, **self.whole}, gathered=self.gathered | other.gathered)
 
     def refused(self, trace: Trace, axes: Axes) -> dict[Term, str]:
         """The axes that may not be split, as the solver wants them."""

@@ -2,20 +2,21 @@
 
 A dict of styles says little of what its author meant. So what their own library would make of it is tried on simulated
 ranks first (`auditor.py`), and a plan that is wrong there, or cannot run, is refused with the proof, before anything of
-the model is touched. Plans of ours are not foreign: they were proven when they were made.
+the model is touched. Plans of ours are not foreign: they say themselves how they did when they were made.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from autoplan.check.audit.auditor import audit_source
 from autoplan.check.audit.lines import read_foreign
 from autoplan.check.prove import TRIED
-from autoplan.common.errors import PlanRefusedError
+from autoplan.common.errors import PlanRefusedError, UnprovenPlanWarning
 from autoplan.values import Finding, Plan
 
-__all__ = ["refuse_disproven", "refuse_wrong"]
+__all__ = ["refuse_disproven", "refuse_wrong", "warn_unproven"]
 
 _SHOWN = 5
 
@@ -41,13 +42,26 @@ def refuse_wrong(source: Any, plan: Any, tp_size: int) -> tuple[Finding, ...]:
 
 def refuse_disproven(plan: Plan) -> None:
     """A plan of ours says itself whether it was found wrong when it was made."""
-    errors = [f for f in plan.findings if f.level == "error" and f.check == TRIED]
-    if errors:
+    errors = [f for f in plan.findings if f.level == "error"]
+    if plan.proof.failed or any(f.check == TRIED for f in errors):
+        errors = errors or [Finding(TRIED, "error", "", plan.proof.trial.why or plan.proof.text)]
         raise PlanRefusedError(
             f"the plan for {plan.model} at tp={plan.tp_size} was found wrong when it was made; nothing was applied:"
             + "".join(f"\n    {_line(finding)}" for finding in errors[:_SHOWN]),
             hint="keep the modules named here whole (overrides={pattern: 'replicate'}), or give check=False",
         )
+
+
+def warn_unproven(plan: Plan) -> None:
+    """A plan that could not be tried is applied, but nobody is left to think that it was.
+
+    One that nobody asked to prove (`prove="none"`) passes in silence: who made it knows.
+    """
+    trial = plan.proof.trial
+    if trial.outcome == "skipped":
+        text = f"the plan for {plan.model} at tp={plan.tp_size} is derived, not tried on simulated ranks: {trial.why}"
+        hint = f"to have it tried: {trial.hint}; check=False applies it without this warning"
+        warnings.warn(f"{text}\n  → {hint}", UnprovenPlanWarning, stacklevel=3)
 
 
 def _line(finding: Finding) -> str:

@@ -60,7 +60,9 @@ def _clone_at_size(source: Any) -> Clone:
             note += f"; in float32, because in float64 it does not run ({refusal})"
         return Clone(model, entries, others, note)
     raise AutoplanError(
-        f"the tiny clone of {source.name} cannot run unsharded: {refusal}", hint="pass inputs= that the model accepts"
+        f"the tiny clone of {source.name} cannot run unsharded: {refusal}",
+        hint="pass inputs= that the model accepts, and let its code take dtypes from its inputs or weights: clones "
+        "compute in float64 or float32",
     )
 
 

@@ -24,6 +24,7 @@ from autoplan.check.verify.sharded import CHECK_NAMES, Sharding, check_sharding
 from autoplan.check.verify.sizes import Sizes
 from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import best_match, matches
+from autoplan.decide.written_plans.choices import Choices
 from autoplan.values import Finding, Means, Plan, Report
 
 __all__ = [
@@ -82,8 +83,9 @@ def verify_source(
     engine: Engine = "threads",
     checks: Iterable[str] | None = None,
     rounding: bool = False,
+    choices: Choices | None = None,
 ) -> Report:
-    """`verify` for a source that is already resolved."""
+    """`verify` for a source that is already resolved; without a plan, under the choices of a written one."""
     if isinstance(mesh, (str, Mapping)):
         if rounding:
             raise AutoplanError("rounding is measured on tensor-parallel ranks", hint=f"leave mesh={mesh!r} out")
@@ -91,12 +93,12 @@ def verify_source(
     sizes = Sizes.of(tp_size, ep_size, plan) if mesh is None else Sizes.of_mesh(mesh, ep_size, plan)
     clone = clone_of(source)
     for means in means_of(plan, sequence_parallel, sizes):
-        applied, findings = _plan_for(clone, source, plan, sizes, means)
+        applied, findings = _plan_for(clone, source, plan, sizes, means, choices)
         report = verify_clone(clone, applied, mesh=mesh, engine=engine, checks=checks)
         if not _decisively_wrong(report):
             break
     if plan is None and _decisively_wrong(report):
-        means, report, applied = _narrowed(clone, source, applied, means, report, mesh, engine, checks)
+        means, report, applied = _narrowed(clone, source, applied, means, report, mesh, engine, checks, choices)
     details = {**report.details, "model": source.name, "plan_tp": (plan or applied).tp_size, "means": means}
     if rounding:
         from autoplan.check.verify.rounding import measure_rounding
@@ -209,6 +211,7 @@ def _narrowed(
     mesh: Any,
     engine: Engine,
     checks: Iterable[str] | None,
+    choices: Choices | None,
 ) -> tuple[Means, Report, Plan]:
     """Keep what is cut wrongly whole (and with it all that shares its cut), so that the rest is right."""
     sizes = Sizes(applied.tp_size, applied.ep_size)
@@ -216,7 +219,7 @@ def _narrowed(
 
     def planned(whole: tuple[str, ...]) -> Plan | None:
         try:
-            return _plan_for(clone, source, None, sizes, replace(means, whole=whole))[0]
+            return _plan_for(clone, source, None, sizes, replace(means, whole=whole), choices)[0]
         except AutoplanError:  # nothing is left to split
             return None
 
@@ -249,7 +252,9 @@ def means_of(plan: Plan | None, sequence_parallel: bool, sizes: Sizes) -> tuple[
     return found + inside
 
 
-def _plan_for(clone: Clone, source: Any, plan: Plan | None, sizes: Sizes, means: Means) -> tuple[Plan, list[Finding]]:
+def _plan_for(
+    clone: Clone, source: Any, plan: Plan | None, sizes: Sizes, means: Means, choices: Choices | None = None
+) -> tuple[Plan, list[Finding]]:
     """The plan to apply to the clone, and how it differs from the one to be verified."""
     if plan is not None and _fits(plan, clone.model, source, sizes):
         return plan, []
@@ -258,11 +263,11 @@ def _plan_for(clone: Clone, source: Any, plan: Plan | None, sizes: Sizes, means:
     from autoplan.hf.source import resolve
 
     # What somebody chose is chosen again; a plan that nobody wrote is derived by the same rules.
-    written = None if plan is None else choices_of_plan(plan)
+    written = choices if plan is None else choices_of_plan(plan)
     choices = None if written is None else written.for_clone()
 
-    inputs = source.inputs if source.inputs is not None else dict(clone.entries)
-    found = resolve(clone.model, inputs=inputs)
+    # the clone's own calls: a user's inputs have the dtype of the user's model, and the clone computes in another
+    found = resolve(clone.model, inputs=dict(clone.entries))
     derived = plan_source(found, sizes.tp, sizes.ep, choices=choices, means=means, prove="none")
     return derived, [] if plan is None else _correspondence(plan, derived, clone.model)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from autoplan.analyse.solve import Solution
 from autoplan.analyse.solve_experts import Experts, solve_experts
-from autoplan.analyse.splits.requests import NO_DEMANDS, stay_whole
+from autoplan.analyse.splits.requests import NO_DEMANDS, Demands, stay_whole
 from autoplan.common.errors import IndivisibleError
 from autoplan.decide.plan.folding import Names
 from autoplan.decide.plan.planner import make_plan
@@ -33,11 +33,13 @@ def solve_chosen(
 ) -> Solution:
     """The solution under a written plan, with notes on it. Raises where the plan asks for what cannot be."""
     how: dict[str, Any] = {"scoped": scoped, "sequence_stacks": sequence_stacks, "experts": experts}
+    tried = stay_whole(trace, whole, _UNLIKE) if whole else NO_DEMANDS
     if choices is None:
-        return solve_experts(trace, tp, demands=stay_whole(trace, whole, _UNLIKE) if whole else NO_DEMANDS, **how)
+        return solve_experts(trace, tp, demands=tried, **how)
+    _refuse_tried(choices, tried)
     names = Names(trace)
     notes = choices.notes + choices.check_keys(names.modules, names.parameters)
-    solution = solve_experts(trace, tp, demands=demands_of(choices, trace), **how)
+    solution = solve_experts(trace, tp, demands=demands_of(choices, trace).and_also(tried), **how)
     return replace(solution, notes=notes + (check_choices(choices, solution) if tp > 1 else ()))
 
 
@@ -54,6 +56,17 @@ def fitting(
         why = error.message
     text = f"the hand-written plan of this class does not fit here, and analysis decides in its place: {why}"
     return solved(choices=asked), asked, (Finding("written plan", "warn", "", text),)
+
+
+def _refuse_tried(choices: Choices, tried: Demands) -> None:
+    """Raise where somebody's own line cuts what gave other numbers on ranks: leaving it whole is theirs to decide."""
+    for name in () if choices.tolerant else dict.fromkeys(name for name, _ in tried.whole):
+        choice = choices.of(name)
+        if choice is not None and choice.cut not in ("whole", "nothing"):
+            raise ChoiceError(
+                f"{choices.name}: {choice} cuts {name}, and so the tiny clone did not give the same on simulated ranks",
+                hint=f"write {choice.pattern!r}: 'replicate'; prove='none' plans it untried",
+            )
 
 
 def plan_chosen(

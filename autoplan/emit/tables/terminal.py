@@ -102,6 +102,10 @@ def _headline(plan: Plan) -> RenderableType:
     if plan.sequence_parallel:
         facts.append("sequence parallel")
     facts.append(f"legal at tp {', '.join(map(str, plan.legal_tp))}")
+    if plan.proof.failed:
+        facts.append("found wrong")
+    elif plan.proof.trial.outcome == "skipped":
+        facts.append("derived, not tried")
     return Text.assemble((plan.model, "bold"), *(f" · {fact}" for fact in facts))
 
 
@@ -189,14 +193,26 @@ def _findings_in_full(findings: Iterable[Finding]) -> Iterable[RenderableType]:
 
 
 def _proof(proof: Proof) -> RenderableType:
+    """What a plan may be trusted for. Without a trial on ranks that is not "proven", whatever the graph says."""
+    if proof.trial.outcome == "wrong" and proof.method != "ranks":
+        return Text.assemble(("Proof failed", "bold red"), f" on simulated ranks: {proof.trial.why}")
+    if proof.trial.outcome == "skipped" and not proof.failed:
+        return _untried(proof)
     if proof.method == "none":
-        return Text("Not proven.", "yellow")
+        same = "; on simulated ranks the tiny clone gave the same" if proof.trial.outcome == "passed" else ""
+        return Text(f"Not proven{same}.", "yellow")
     where = {"graph": f"on the graph at tp {proof.tp_size}", "ranks": f"on {count(proof.tp_size, 'simulated rank')}"}
     verdict = Text.assemble(("Proven", "bold green") if proof.ok else ("Proof failed", "bold red"))
     verdict.append(f" {where[proof.method]}")
     if proof.checked:
         verdict.append(f" by {', '.join(proof.checked)}")
     return verdict.append(f": {proof.text}" if proof.text else ".")
+
+
+def _untried(proof: Proof) -> RenderableType:
+    said = Text.assemble(("Derived, not tried on simulated ranks", "bold yellow"), f": {proof.trial.why}")
+    said.append(f"; {proof.trial.hint}" if proof.trial.hint else "")
+    return said if proof.method == "none" else said.append(f". On the graph: {proof.text}")
 
 
 # ------------------------------------------------------------------------------------------------ one look for all

@@ -1,0 +1,203 @@
+"""A plan says "Proven" only where its sharded tiny clone was run on simulated ranks and gave the same.
+
+The modules here are those on which the trial was left out without a word, or on which only the trial sees the mistake.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import autoplan
+from autoplan.check.audit.gate import refuse_disproven, warn_unproven
+from autoplan.common.errors import AutoplanError, PlanRefusedError, UnprovenPlanWarning
+from autoplan.values import Proof, Trial, replace
+
+torch.set_num_threads(1)
+
+
+class Single(nn.Module):
+    """A convolution, which takes no other dtype than that of its weights, and then an MLP."""
+
+    def __init__(self, scale: str = "") -> None:
+        super().__init__()
+        self.mix = nn.Conv1d(64, 64, 3, padding=1)
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+        self.good_up, self.good_down = nn.Linear(64, 128), nn.Linear(128, 64)
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.mix(x.transpose(1, 2)).transpose(1, 2)
+        hidden = torch.tanh(self.up(x))
+        if self.scale == "bytes":  # of the share, on a rank: nothing that runs in torch shows it
+            hidden = hidden * (hidden.untyped_storage().nbytes() / hidden.element_size() / 1280)
+        x = x + self.down(hidden)
+        return x + self.good_down(torch.tanh(self.good_up(x)))
+
+
+class Pinned(nn.Module):
+    """Asks for single precision by name, in one way or another."""
+
+    def __init__(self, pin: str) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+        self.pin = pin
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.up(x))
+        if self.pin == "float":
+            hidden = hidden.float()
+        elif self.pin == "constant":
+            hidden = hidden @ torch.eye(128, dtype=torch.float32)
+        elif self.pin == "asserted":
+            assert hidden.dtype == torch.float32
+        return x + self.down(hidden)
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(2, 5, 64)}
+
+
+def planned(model: nn.Module, **how: Any) -> autoplan.Plan:
+    return autoplan.plan(model, 2, inputs=inputs(), **how)
+
+
+def said(plan: autoplan.Plan) -> list[str]:
+    return [finding.message for finding in plan.findings if finding.check == "proof"]
+
+
+def test_inputs_in_the_users_dtype_are_tried_on_ranks() -> None:
+    plan = planned(Single())
+    assert plan.proof.ok and said(plan) == []
+    narrowed = planned(Single("bytes"))
+    assert len(narrowed.entries) < len(plan.entries)
+    assert any("cut, the tiny clone did not give the same" in text for text in said(narrowed)), narrowed.findings
+    report = autoplan.verify(Single("bytes"), narrowed, inputs=inputs(), checks=["forward"])
+    assert report.ok, report.findings
+
+
+@pytest.mark.parametrize("pin", ["float", "constant", "asserted"])
+def test_what_asks_for_single_precision_is_proven_in_it(pin: str) -> None:
+    plan = planned(Pinned(pin))
+    assert plan.proof.ok and plan.proof.method == "graph" and said(plan) == [], plan.findings
+
+
+class Half(nn.Module):
+    """Runs in half precision only, in which rounding would hide mistakes: no trial."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)).to(torch.bfloat16))
+
+
+class Torn(nn.Module):
+    """Runs forward only: what its backward needs is changed in place. The graph shows nothing wrong with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.up(x))
+        hidden.mul_(2)
+        return x + self.down(hidden)
+
+
+class Aware(nn.Module):
+    """Wrong however it is split: its Python does something else where any weight is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.up(x))
+        split = sum(isinstance(parameter, DTensor) for parameter in self.parameters())
+        return x + self.down(hidden) * (1 + split)
+
+
+def test_what_cannot_be_tried_is_not_called_proven() -> None:
+    plan = planned(Torn())
+    assert plan.proof.method == "graph" and plan.proof.trial.outcome == "skipped"
+    assert not plan.proof.ok and not plan.proof.failed and {entry.proof for entry in plan.entries} == {"unproven"}
+    first, *_, last = " ".join(str(plan).split("\n\n")[0].split()), " ".join(str(plan).split("\n\n")[-1].split())
+    assert first.startswith("test_trial.Torn") and "derived, not tried" in first
+    assert last.startswith("Derived, not tried on simulated ranks: ") and "inplace" in last and "pass inputs=" in last
+    assert "Proven" not in str(plan)
+    (finding,) = [finding for finding in plan.findings if finding.check == "proof"]
+    assert finding.level == "warn" and "inplace" in finding.message and "inputs=" in finding.hint
+
+
+def test_half_precision_alone_is_no_trial() -> None:
+    plan = autoplan.plan(Half().bfloat16(), 2, inputs={"x": torch.randn(2, 5, 64, dtype=torch.bfloat16)})
+    assert plan.proof.trial.outcome == "skipped" and not plan.proof.ok
+    assert "float64 or float32" in plan.proof.trial.hint
+    assert all(f.level == "warn" and f.hint for f in plan.findings if f.check == "proof")
+
+
+def test_a_plan_that_is_wrong_on_ranks_failed() -> None:
+    plan = planned(Aware())
+    assert plan.proof.trial.outcome == "wrong" and plan.proof.failed and not plan.proof.ok
+    assert {entry.proof for entry in plan.entries} == {"unproven"}
+    assert "Proof failed on simulated ranks: " in str(plan) and "Proven" not in str(plan)
+    with pytest.raises(PlanRefusedError, match="was found wrong when it was made"):
+        refuse_disproven(plan)
+
+
+@pytest.mark.parametrize(
+    ("proof", "refused"),
+    [
+        (Proof("graph", 2, False, wrong=("permutation",), trial=Trial("passed")), True),
+        (Proof("graph", 2, False, wrong=("replay",), trial=Trial("skipped")), True),
+        (Proof("none", 1, False, trial=Trial("wrong", "off")), True),
+        (Proof("ranks", 2, False, ("forward",), "off"), True),
+        (Proof("graph", 2, False, trial=Trial("skipped", "why")), False),
+        (Proof("graph", 2, True, trial=Trial("passed")), False),
+        (Proof("none", 1, False), False),
+    ],
+)
+def test_a_failed_proof_is_refused_and_a_missing_one_is_not(proof: Proof, refused: bool) -> None:
+    plan = replace(autoplan.Plan("m", 2), proof=proof)
+    assert proof.failed == refused
+    if refused:
+        with pytest.raises(PlanRefusedError):
+            refuse_disproven(plan)
+    else:
+        refuse_disproven(plan)
+
+
+def test_a_plan_that_was_not_tried_is_applied_with_a_warning() -> None:
+    plan = autoplan.Plan("m", 2, proof=Proof("graph", 2, False, trial=Trial("skipped", "no clone", "pass a config")))
+    with pytest.warns(UnprovenPlanWarning, match=r"(?s)m at tp=2 is derived, not tried.*no clone.*pass a config"):
+        warn_unproven(plan)
+    for proof in (Proof("none", 1, False), Proof("graph", 2, True, trial=Trial("passed"))):
+        warn_unproven(replace(plan, proof=proof))  # warnings are errors here
+
+
+def test_the_other_ways_to_prove(tmp_path: Any) -> None:
+    assert planned(Single(), prove="none").proof == Proof("none", 1, False)
+    plan = planned(Single(), prove="ranks")
+    assert plan.proof.ok and plan.proof.method == "ranks" and plan.proof.trial == Trial("passed")
+    wrong = planned(Aware(), prove="ranks")
+    assert wrong.proof.failed and "forward" in wrong.proof.wrong and wrong.proof.trial.outcome == "wrong"
+    for made in (plan, wrong, planned(Torn())):
+        made.save(tmp_path / "plan.yaml")
+        assert autoplan.load_plan(tmp_path / "plan.yaml") == made
+
+
+def test_what_somebody_chose_is_what_is_tried() -> None:
+    """Overrides used to be laid over a plan that had been tried without them, and what it kept whole was cut again."""
+    plan = planned(Single("bytes"), overrides={"mix": "replicate"})
+    assert any("cut, the tiny clone did not give the same" in text for text in said(plan)), plan.findings
+    report = autoplan.verify(Single("bytes"), plan, inputs=inputs(), checks=["forward"])
+    assert report.ok, report.findings
+    with pytest.raises(AutoplanError, match=r"cuts .* and so the tiny clone did not give the same.*\n.*'replicate'"):
+        planned(Single("bytes"), overrides={"up": "colwise", "down": "rowwise"})
+    assert planned(Single("bytes"), overrides={"up": "replicate", "down": "replicate"}).proof.ok
