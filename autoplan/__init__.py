@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from autoplan.api import parallelize, plan
     from autoplan.check.audit import audit
     from autoplan.check.verify.verify import verify
+    from autoplan.common.options import Checkpointing, DataParallel, Options, TensorParallel, Wish
     from autoplan.decide.written_plans.plan_file import load_plan
     from autoplan.execute.data_parallel.gradients import clip_gradients, global_norm, to_local, unshard
     from autoplan.execute.parameters.gather import full_tensors
@@ -37,12 +38,17 @@ __all__ = [
     "Applied",
     "AutoplanError",
     "Change",
+    "Checkpointing",
+    "DataParallel",
     "Entry",
     "Finding",
+    "Options",
     "Plan",
     "Proof",
     "Report",
     "Stack",
+    "TensorParallel",
+    "Wish",
     "__version__",
     "applied",
     "audit",
@@ -65,6 +71,11 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Checkpointing": "autoplan.common.options",
+    "DataParallel": "autoplan.common.options",
+    "Options": "autoplan.common.options",
+    "TensorParallel": "autoplan.common.options",
+    "Wish": "autoplan.common.options",
     "Applied": "autoplan.execute.tensor_parallel",
     "applied": "autoplan.execute.tensor_parallel",
     "audit": "autoplan.check.audit",

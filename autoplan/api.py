@@ -1,52 +1,38 @@
 """The path, top to bottom: a model in, a plan out, a plan applied.
 
-    source ── capture ── analyse ── decide ── prove ── Plan ── parallelize
+    plan:         resolve ── read_source ── proven_plan ── Plan
+    parallelize:  read_mesh ── plan_for_mesh ── refuse what is wrong ── shard_model
 
-Every step is one call, made here and nowhere else.
+Every step is one call. What a step does is told where it lives: hf/source.py, decide/written_plans/read.py,
+planning.py and check/prove.py, execute/parallelize.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.export import ExportedProgram
 from transformers import PretrainedConfig
 
-from autoplan.analyse.solve import Solution
-from autoplan.capture.capture import Captured, capture_any, capture_fake
 from autoplan.check.audit.gate import refuse_disproven, refuse_wrong, warn_unproven
-from autoplan.check.prove import Settled, prove_graph, prove_ranks, sequence_findings, settle_means
-from autoplan.common.errors import AutoplanError, CaptureError, IndivisibleError
+from autoplan.check.prove import proven_plan
+from autoplan.common.options import Keywords, Options, Wish
 from autoplan.common.requirements import check_versions
-from autoplan.common.undo import undoing
-from autoplan.decide.plan.chosen import fitting, plan_chosen, solve_chosen
-from autoplan.decide.plan.experts import check_expert_size, expert_findings, experts_of
-from autoplan.decide.plan.folding import same_in_like_blocks
-from autoplan.decide.written_plans.choices import Choices
-from autoplan.decide.written_plans.constraints import same_in_folded_blocks
 from autoplan.decide.written_plans.read import PlanSource, read_source
-from autoplan.execute.checkpointing.choose import Request, checkpoint_blocks
-from autoplan.execute.data_parallel.fsdp import DataParallel, shard_data_parallel
-from autoplan.execute.data_parallel.mesh_dims import read_mesh
-from autoplan.execute.parameters.optimizer_state import mark_parameters
-from autoplan.execute.tensor_parallel import apply_plan, check_matches, record, tp_mesh_of, undo_all
-from autoplan.hf.expert_counts import without_namesakes
-from autoplan.hf.inputs.make import make_inputs
-from autoplan.hf.source import Source, resolve
+from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh
+from autoplan.execute.parallelize import shard_model
+from autoplan.execute.tensor_parallel import check_matches
+from autoplan.hf.source import resolve
 from autoplan.hf.stacks import layers
-from autoplan.patches.kernels import kernel_note
-from autoplan.values import Means, Plan
+from autoplan.values import Plan
 
-__all__ = ["capture_source", "parallelize", "plan", "plan_source", "solve_source"]
+__all__ = ["parallelize", "plan"]
 
 Model: TypeAlias = nn.Module | PretrainedConfig | ExportedProgram | str
-PROOFS = ("graph", "ranks", "none")
 
 
 def plan(
@@ -83,7 +69,7 @@ def plan(
     (run on simulated ranks too) or "none".
     """
     check_versions()
-    _check_options(tp_size, ep_size, prove)
+    wish = Wish(tp_size, ep_size, sequence_parallel, strict, prove)
     found = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
     module = found.module()
     written = read_source(
@@ -99,132 +85,7 @@ def plan(
     if isinstance(written, Plan):
         check_matches(module, written)
         return written
-    how: Any = {"sequence_parallel": sequence_parallel, "strict": strict, "prove": prove, "module": module}
-    return plan_source(found, tp_size, ep_size, choices=written, **how)
-
-
-def plan_source(
-    source: Source,
-    tp_size: int,
-    ep_size: int = 1,
-    *,
-    choices: Choices | None = None,
-    means: Means | None = None,
-    sequence_parallel: bool = False,
-    strict: bool = False,
-    prove: str = "graph",
-    module: nn.Module | None = None,
-) -> Plan:
-    """`plan` for a source that is already resolved, under the choices of a written plan if there is one.
-
-    Unless `means` are given, a tiny clone is sharded on simulated ranks to see which of them give the same numbers.
-    """
-    module = source.module() if module is None else module
-    captured = capture_source(source, module, choices)
-    stacks = layers(module)
-    ranks = max(tp_size, ep_size)
-    settled = Settled(Means(True, sequence_parallel and tp_size > 1) if means is None else means)
-    if means is None and prove != "none" and ranks > 1:
-        settled = settle_means(source, settled.means, tp_size, ep_size, choices)
-    means = settled.means
-    blocks = tuple(stack.fqns for stack in stacks) if means.sequence else None
-    how: Any = {"means": means, "strict": strict, "sequence_stacks": blocks}
-    solution, choices, misfit = fitting(partial(solve_source, source, captured, tp_size, ep_size, **how), choices)
-    runtime = without_namesakes(source, solution.runtime, solution.trace.module_classes)
-    solution = replace(solution, runtime=runtime)
-    made = plan_chosen(
-        solution,
-        choices,
-        model=source.name,
-        layers=stacks,
-        sequence_parallel=solution.sequence_parallel,
-    )
-    made = replace(made, tp_size=tp_size, ep_size=ep_size, findings=misfit + made.findings + settled.findings)
-    made = replace(made, findings=made.findings + (sequence_findings(solution) if means.sequence else ()))
-    if ep_size > 1 and means.experts:
-        made = replace(made, findings=made.findings + expert_findings(made, solution))
-    if prove == "none" or ranks == 1:
-        return made
-    proof = prove_graph(source, made, captured.trace, choices, settled.trial)
-    made = replace(made, proof=proof.proof, findings=made.findings + proof.findings, entries=proof.stamp(made.entries))
-    return prove_ranks(source, made) if prove == "ranks" else made
-
-
-def capture_source(source: Source, module: nn.Module, choices: Choices | None = None) -> Captured:
-    """Make example inputs and record what the module does with them.
-
-    Repeated blocks are traced once, unless a written plan tells them apart.
-    """
-    made = make_inputs(module, config=source.config, model_type=source.model_type, inputs=source.inputs)
-    note = kernel_note(module)
-    captured = capture_any(module, made.entries, (*made.notes, note) if note else made.notes)
-    unfold = partial(capture_fake, module, made.entries, folded=False)
-    if choices is None or same_in_folded_blocks(choices, captured.trace):
-        return replace(captured, unfold=unfold) if captured.trace.folds else captured
-    return unfold()
-
-
-def solve_source(
-    source: Source,
-    captured: Captured,
-    tp_size: int,
-    ep_size: int = 1,
-    *,
-    choices: Choices | None = None,
-    means: Means = Means(),  # noqa: B008 - frozen
-    strict: bool = False,
-    sequence_stacks: tuple[tuple[str, ...], ...] | None = None,
-) -> Solution:
-    """Decide the splits, under a written plan if there is one; say clearly when the size fits nothing."""
-    ranks = max(tp_size, ep_size)
-    solved = partial(
-        solve_chosen,
-        tp=ranks,
-        choices=choices,
-        sequence_stacks=sequence_stacks,
-        scoped=means.scoped,
-        whole=means.whole,
-        experts=experts_of(tp_size, ep_size, means),
-    )
-    solution = solved(captured.trace)
-    if captured.unfold and not same_in_like_blocks(solution.parameters, solution.runtime, captured.trace.folds):
-        try:
-            solution = solved(captured.unfold().trace)
-        except CaptureError as error:  # what need not be alike along the sequence is so without it
-            if sequence_stacks is None:
-                raise
-            uneven = f"its blocks are not cut alike, and cannot be recorded one by one: {error.message}"
-            solution = replace(solved(captured.trace, sequence_stacks=None), sequence_notes=(uneven,))
-    if ranks == 1:
-        return solution
-    if strict and solution.experts_inside:
-        inside = ": ".join(solution.experts_inside[0])
-        raise IndivisibleError(f"{source.name}: {inside}", hint="choose an ep_size that divides them, or 1")
-    legal = ", ".join(map(str, solution.legal_tp))
-    odd = [c for c in solution.classes if not c.split and "does not divide" in c.reason]
-    if strict and odd:
-        first = odd[0]
-        raise IndivisibleError(
-            f"{source.name}: an axis of {first.size} units in {first.parameters[0][0]} does not divide by tp={tp_size} "
-            f"({len(odd)} such axes)",
-            hint=f"choose one of the sizes that divide everything: {legal}",
-        )
-    if tp_size == 1 and not solution.runtime.experts:
-        told = "; ".join(f"{where}: {why}" for where, why in solution.experts_inside)
-        raise IndivisibleError(
-            f"{source.name}: no experts can be dealt out over {ep_size} ranks" + (f" ({told})" if told else ""),
-            hint="ep_size needs modules that hold all their experts in one stack of weights; else split with tp_size",
-        )
-    if not any(fact.dim is not None for fact in solution.parameters):
-        why = odd[0] if odd else None
-        unit = f": an axis of {why.size} units in {why.parameters[0][0]} stops it" if why else ""
-        raise IndivisibleError(
-            f"{source.name}: nothing can be split at tp={tp_size}{unit}",
-            hint=f"sizes that divide every axis: {legal}"
-            if odd
-            else "see plan(tp_size=1) for what stays whole and why",
-        )
-    return solution
+    return proven_plan(found, wish, written, module)
 
 
 def parallelize(
@@ -233,18 +94,9 @@ def parallelize(
     plan: PlanSource | None = None,
     *,
     check: bool = True,
-    gather_logits: bool = False,
-    sequence_padding: str = "error",
-    reproducible_forward: bool = False,
     mesh_dims: Mapping[str, str] | None = None,
-    activation_checkpointing: Request = False,
-    checkpoint_scope: str | Iterable[str] = "all",
-    mp_policy: MixedPrecisionPolicy | str | None = None,
-    offload_policy: OffloadPolicy | None = None,
-    cpu_offload: bool = False,
-    reshard_after_forward: bool | int | None = None,
-    prefetch: int | tuple[int, int] | None = None,
-    frozen: str = "units",
+    options: Options | None = None,
+    **keywords: Unpack[Keywords],
 ) -> nn.Module:
     """Shard `model` in place over a named mesh, whole or not at all, and return it.
 
@@ -264,56 +116,30 @@ def parallelize(
     "audio". `mp_policy`: FSDP2's, "bf16" (sums and outputs in float32), or None: dtypes as they are.
     `reshard_after_forward`: None frees all blocks but the last of each stack. `prefetch`: units ahead, or (forward,
     backward). `frozen`: stacks without trainable parameters are "units", in the "root" unit, or "ignore".
+
+    `options` holds the same as the keywords, as one value (`autoplan.Options`).
     """
+    options = Options.of(keywords) if options is None else options
     dims = read_mesh(mesh, mesh_dims)
-    plan = plan if isinstance(plan, Plan) else _plan_for_mesh(model, dims.tp_size, dims.ep_size, plan, check)
+    plan = plan if isinstance(plan, Plan) else _plan_for_mesh(model, dims, plan, check)
     dims.check_experts(plan.tp_size, plan.ep_size)
     if check:
         refuse_disproven(plan)
         warn_unproven(plan)
-    tp_mesh = tp_mesh_of(mesh, plan, dims.names)
-    data = DataParallel(mp_policy, offload_policy, cpu_offload, reshard_after_forward, prefetch, frozen)
-    data.check(has_mesh=dims.data is not None)
-    stacks = plan.layers or layers(model)
-    undo: list[Callable[[], None]] = []
-    with undoing(undo):
-        if tp_mesh is not None and plan.ranks > 1:
-            apply_plan(
-                model,
-                tp_mesh,
-                plan,
-                gather_logits=gather_logits,
-                sequence_padding=sequence_padding,
-                reproducible_forward=reproducible_forward,
-            )
-        record(model, plan, notes=dims.notes)
-        undo.append(lambda: undo_all(model))
-        if activation_checkpointing:
-            undo.append(checkpoint_blocks(model, stacks, activation_checkpointing, checkpoint_scope))
-        if dims.data is not None:
-            shard_data_parallel(model, dims.data, stacks, data)
-        mark_parameters(model)
-    return model
+    plan = plan if plan.layers else replace(plan, layers=layers(model))
+    return shard_model(model, mesh, plan, options, dims)
 
 
-def _plan_for_mesh(model: nn.Module, tp_size: int, ep_size: int, given: PlanSource | None, check: bool) -> Plan:
+def _plan_for_mesh(model: nn.Module, dims: MeshDims, given: PlanSource | None, check: bool) -> Plan:
     """Without a split only the layers matter, and they need no run of the model."""
     source = resolve(model)
-    if max(tp_size, ep_size) == 1:
+    wish = Wish(dims.tp_size, 1 if dims.tp_size > 1 else dims.ep_size)
+    if wish.ranks == 1:
         return Plan(source.name, 1, layers=layers(model))
-    ep_size = 1 if tp_size > 1 else ep_size
     if given is None:
-        return plan_source(source, tp_size, ep_size)
-    found = refuse_wrong(source, given, tp_size) if check else ()
-    written = read_source(given, None, model, name=source.name, tp_size=tp_size, ep_size=None)
-    made = written if isinstance(written, Plan) else plan_source(source, tp_size, ep_size, choices=written)
+        return proven_plan(source, wish)
+    found = refuse_wrong(source, given, wish.tp_size) if check else ()
+    written = read_source(given, None, model, name=source.name, tp_size=wish.tp_size, ep_size=None)
+    made = written if isinstance(written, Plan) else proven_plan(source, wish, written)
     check_matches(model, made)
     return replace(made, findings=made.findings + found)
-
-
-def _check_options(tp_size: int, ep_size: int, prove: str) -> None:
-    if not isinstance(tp_size, int) or tp_size < 1:
-        raise AutoplanError(f"tp_size is {tp_size!r}", hint="give a whole number from 1 on")
-    check_expert_size(tp_size, ep_size)
-    if prove not in PROOFS:
-        raise AutoplanError(f"prove={prove!r}", hint=f"choose one of {', '.join(PROOFS)}")

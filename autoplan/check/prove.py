@@ -19,15 +19,17 @@ from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_real
 from autoplan.common.dtypes import inputs_in, working_dtype
 from autoplan.common.errors import AutoplanError
+from autoplan.common.options import Wish
 from autoplan.common.patterns import is_under, matches
 from autoplan.decide.plan.chosen import choices_of_plan, solve_chosen
 from autoplan.decide.plan.experts import experts_of
 from autoplan.decide.written_plans.choices import Choices
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import Source
+from autoplan.planning import draft_plan, wanted_means
 from autoplan.values import Entry, Finding, Means, Plan, Proof, Trace, Trial
 
-__all__ = ["TRIED", "GraphProof", "Settled", "prove_graph", "prove_ranks", "sequence_findings", "settle_means"]
+__all__ = ["TRIED", "GraphProof", "Settled", "prove_graph", "prove_ranks", "proven_plan", "settle_means"]
 
 TRIED = "proof"  # the check under which findings tell how a plan did on simulated ranks
 _TINY_TP = 2
@@ -61,6 +63,23 @@ class GraphProof:
 
     def _is_unseen(self, entry: Entry) -> bool:
         return any(matches(entry.pattern, name) for name in self.unseen)
+
+
+def proven_plan(source: Source, wish: Wish, choices: Choices | None = None, module: nn.Module | None = None) -> Plan:
+    """A plan with its proof, by named steps: a trial on simulated ranks, the draft, the recorded graph.
+
+    The trial comes first because it says by which means the draft may be made. `wish.prove` "ranks" adds all that
+    verify does; "none" leaves a draft.
+    """
+    module = source.module() if module is None else module
+    if wish.prove == "none" or wish.ranks == 1:
+        return draft_plan(source, wish, choices=choices, module=module).plan
+    settled = settle_means(source, wanted_means(wish), wish.tp_size, wish.ep_size, choices)
+    draft = draft_plan(source, wish, choices=choices, means=settled.means, module=module)
+    made = replace(draft.plan, findings=draft.plan.findings + settled.findings)
+    proof = prove_graph(source, made, draft.trace, draft.choices, settled.trial)
+    made = replace(made, proof=proof.proof, findings=made.findings + proof.findings, entries=proof.stamp(made.entries))
+    return prove_ranks(source, made) if wish.prove == "ranks" else made
 
 
 def prove_graph(
@@ -164,14 +183,6 @@ def _where(solution: Solution, axis: object) -> str:
         if fact.split and fact.size == getattr(axis, "size", 0):
             return fact.parameters[0][0]
     return ""
-
-
-def sequence_findings(solution: Solution) -> tuple[Finding, ...]:
-    """What sequence parallelism leaves whole, or why there is none."""
-    if not solution.sequence_parallel:
-        why = "; ".join(solution.sequence_notes)
-        return (Finding("sequence", "warn", "", f"sequence parallelism was asked for and is not applied: {why}"),)
-    return tuple(Finding("sequence", "note", "", f"the whole sequence at {note}") for note in solution.sequence_notes)
 
 
 def settle_means(

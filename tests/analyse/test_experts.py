@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from autoplan.api import plan_source
 from autoplan.check.verify.clone import Clone, clone_of
 from autoplan.check.verify.verify import verify_clone
+from autoplan.common.options import Wish
 from autoplan.hf.shrink import all_configs
 from autoplan.hf.source import resolve
+from autoplan.planning import draft_plan
 from autoplan.values import Plan
 
 # packed weights by rows and by columns, interleaved, with biases, with shared experts, between other mixers
@@ -26,7 +27,7 @@ SINGLE_PRECISION_ONLY = ("grouped_mm",)
 def planned(model_type: str) -> tuple[Clone, Plan]:
     """A tiny clone, and its plan made from the one trace there is."""
     clone = clone_of(resolve(model_type))
-    return clone, plan_source(resolve(clone.model, inputs=clone.entries), 2, prove="none")
+    return clone, draft_plan(resolve(clone.model, inputs=clone.entries), Wish(2)).plan
 
 
 def computing_with(clone: Clone, implementation: str) -> Clone:

@@ -31,7 +31,7 @@ from autoplan.check.audit.subject import Subject
 from autoplan.check.verify.clone import Clone, clone_of
 from autoplan.check.verify.faults import FAULTS, Fault
 from autoplan.check.verify.sharded import check_sharding
-from autoplan.check.verify.verify import sharding_of
+from autoplan.check.verify.sharding import sharding_of
 from autoplan.common.errors import AutoplanError
 from autoplan.common.random_values import randomise
 from autoplan.decide.plan.planner import make_plan

@@ -13,7 +13,7 @@ from autoplan.analyse.solve import solve
 from autoplan.capture.capture import capture_real
 from autoplan.check.verify.faults import FAULTS, Fault, plant
 from autoplan.check.verify.sharded import check_sharding
-from autoplan.check.verify.verify import sharding_of
+from autoplan.check.verify.sharding import sharding_of
 from autoplan.common.random_values import randomise
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.values import Plan

@@ -10,8 +10,8 @@ from torch.overrides import TorchFunctionMode
 
 from autoplan.api import plan
 from autoplan.check.verify.sharded import check_sharding
+from autoplan.check.verify.sharding import sharding_of
 from autoplan.check.verify.subject import give_random_values
-from autoplan.check.verify.verify import sharding_of
 from autoplan.common.code_place import code_place
 
 

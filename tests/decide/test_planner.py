@@ -303,7 +303,7 @@ def cited(plan: Plan) -> set[str]:
     "model_type", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EVIDENCE]
 )
 def test_the_plans_of_the_models_a_rule_was_seen_in_cite_it(model_type: str) -> None:
-    from autoplan.api import capture_source
+    from autoplan.planning import capture_source
 
     source = resolve(model_type)
     plan = make_plan(solve(capture_source(source, source.module()).trace, 2), model=model_type)

@@ -18,16 +18,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import autoplan
-from autoplan.api import plan_source
 from autoplan.check.ranks.run import run_ranks
 from autoplan.check.verify.clone import Clone, clone_of
 from autoplan.check.verify.verify import verify_clone
 from autoplan.cli.app import main
 from autoplan.common.errors import AutoplanError, IndivisibleError, PlanFileError, PlanMismatchError
+from autoplan.common.options import Wish
 from autoplan.emit.exports.expressible import ExportError
 from autoplan.execute.collectives import RankGroup
 from autoplan.execute.hooks.experts import LocalExperts
 from autoplan.hf.source import resolve
+from autoplan.planning import draft_plan
 from autoplan.values import ExpertSite, Means, Plan
 
 torch.set_num_threads(1)
@@ -37,7 +38,7 @@ CHECKS = ("parameters", "forward", "second_shape")
 @cache
 def planned(model_type: str, tp_size: int = 2, ep_size: int = 2) -> tuple[Clone, Plan]:
     clone = clone_of(resolve(model_type))
-    return clone, plan_source(resolve(clone.model, inputs=clone.entries), tp_size, ep_size, prove="none")
+    return clone, draft_plan(resolve(clone.model, inputs=clone.entries), Wish(tp_size, ep_size)).plan
 
 
 def expert_weights(plan: Plan) -> dict[str, tuple[int | None, str | None]]:
@@ -94,7 +95,7 @@ def test_ranks_that_hold_experts_and_nothing_else() -> None:
 def test_under_sequence_parallel(model_type: str) -> None:
     clone = clone_of(resolve(model_type))
     source = resolve(clone.model, inputs=clone.entries)
-    plan = plan_source(source, 2, 2, prove="none", means=Means(True, True))
+    plan = draft_plan(source, Wish(2, 2), means=Means(True, True)).plan
     assert plan.sequence_parallel and plan.runtime.experts
     report = verify_clone(clone, plan, checks=CHECKS)
     assert report.ok, report.findings

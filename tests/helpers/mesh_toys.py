@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autoplan.api import plan_source
 from autoplan.check.verify.clone import Clone, clone_of
+from autoplan.common.options import Wish
 from autoplan.hf.source import resolve
 from autoplan.hf.stacks import layers
+from autoplan.planning import draft_plan
 from autoplan.values import Plan
 
 # DTensor says on every gather over two mesh dims that it takes two steps
@@ -107,4 +108,4 @@ def plan_of(kind: str, tp: int) -> Plan:
     made = clone(kind)
     if tp == 1:
         return Plan(kind, 1, layers=layers(made.model))
-    return plan_source(resolve(copy.deepcopy(made.model), inputs=dict(made.entries)), tp, prove="none")
+    return draft_plan(resolve(copy.deepcopy(made.model), inputs=dict(made.entries)), Wish(tp)).plan

@@ -11,13 +11,13 @@ from transformers import Dinov2Config, HGNetV2Config
 from transformers.pytorch_utils import compile_compatible_method_lru_cache
 
 import autoplan
-from autoplan.api import capture_source
 from autoplan.capture.recorder import record
 from autoplan.check.prove import prove_graph
 from autoplan.common.random_values import randomise
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.shrink import tiny_config
 from autoplan.hf.source import resolve
+from autoplan.planning import capture_source
 
 # Kinds of layer that come late or seldom: every fourth, every fifth from the fourth on, in rounds of three, chosen by
 # a list, or only where the sequence is long.

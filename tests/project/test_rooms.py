@@ -33,10 +33,10 @@ ROOMS: dict[str, tuple[str, ...] | None] = {
     "api": None,
     "testing": ("values", "common", "check"),
     "conveniences": None,
-    "cli": None,
     "the package": None,
+    "cli": None,
 }
-_FRONT = {"__init__": "the package", "__main__": "the package", "version": "values"}
+_FRONT = {"__init__": "the package", "__main__": "cli", "version": "values"}
 
 
 def module_name(path: Path, package: Path = PACKAGE) -> str:

@@ -106,8 +106,8 @@ def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAUL
     """Read the plan, analyse the model, run the plan."""
     from autoplan.analyse.picture.dataflow import dataflow
     from autoplan.analyse.solve_experts import solve_experts
-    from autoplan.api import capture_source
     from autoplan.hf.stacks import layers
+    from autoplan.planning import capture_source
 
     if not isinstance(tp_size, int) or tp_size < 1:
         raise AutoplanError(f"tp_size is {tp_size!r}", hint="give a whole number from 1 on")
@@ -140,9 +140,12 @@ def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAUL
 def _read(source: Any, plan: Any, module: Any, tp_size: int) -> ForeignPlan:
     foreign = read_foreign(plan, module, source.name)
     if isinstance(foreign, str):
-        import autoplan
+        from autoplan.common.options import Wish
+        from autoplan.decide.written_plans.read import read_source
+        from autoplan.planning import draft_plan
 
-        made = autoplan.plan(module, tp_size=tp_size, source=foreign, inputs=source.inputs, prove="none")
+        written = read_source(foreign, None, module, name=source.name, tp_size=tp_size)
+        made = written if isinstance(written, Plan) else draft_plan(source, Wish(tp_size), choices=written).plan
         return replace(foreign_of(made), name=f"the {foreign} plan")
     if foreign.plan is not None and foreign.plan.tp_size != tp_size:
         raise PlanMismatchError(
@@ -154,13 +157,12 @@ def _read(source: Any, plan: Any, module: Any, tp_size: int) -> ForeignPlan:
 
 def _right(source: Any, plan: Plan, module: Any) -> Plan | None:
     """What the choices of a plan of ours give when everything but the choices is derived again."""
-    from autoplan.api import plan_source
+    from autoplan.common.options import Wish
     from autoplan.decide.plan.chosen import choices_of_plan
+    from autoplan.planning import draft_plan
 
     try:
-        return plan_source(
-            source, plan.tp_size, plan.ep_size, choices=choices_of_plan(plan),
-            sequence_parallel=plan.sequence_parallel, prove="none", module=module,
-        )  # fmt: skip
+        wish = Wish(plan.tp_size, plan.ep_size, plan.sequence_parallel)
+        return draft_plan(source, wish, choices=choices_of_plan(plan), module=module).plan
     except AutoplanError:
         return None

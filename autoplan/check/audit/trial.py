@@ -67,7 +67,7 @@ def try_on_ranks(source: Any, plan: ForeignPlan, tp_size: int, right: Plan | Non
 def sharding_for(plan: ForeignPlan) -> Sharding:
     """How the plan's own library carries it out."""
     if plan.plan is not None:
-        from autoplan.check.verify.verify import sharding_of
+        from autoplan.check.verify.sharding import sharding_of
 
         return sharding_of(plan.plan)
     return _LIBRARIES[plan.dialect](plan.raw)
@@ -96,7 +96,8 @@ def _noticing(sharding: Sharding, thawed: dict[str, None]) -> Sharding:
 
 
 def _try_ours(clone: Any, source: Any, foreign: ForeignPlan, same: bool, right: Plan | None) -> Trial:
-    from autoplan.check.verify.verify import mesh_of, verify_source
+    from autoplan.check.verify.sharding import mesh_of
+    from autoplan.check.verify.verify import verify_source
 
     plan = foreign.plan
     assert plan is not None

@@ -20,9 +20,8 @@ from autoplan.check.ranks.run import Engine
 from autoplan.check.scoreboard.score import CHECK_SETS, How, score
 from autoplan.check.verify.mesh_sizes import parse_mesh
 from autoplan.common.errors import AutoplanError
+from autoplan.common.options import MODES, check_expert_size
 from autoplan.common.patterns import nearest
-from autoplan.decide.plan.experts import check_expert_size
-from autoplan.execute.checkpointing.blocks import MODES
 from autoplan.values import Score, Scoreboard
 
 __all__ = ["Progress", "scoreboard"]
@@ -31,7 +30,7 @@ Progress = Callable[[int, int, str, Score | None], None]  # done, of how many, w
 
 _PRELOADED = [
     "autoplan.check.scoreboard.score",
-    "autoplan.api",
+    "autoplan.planning",
     "autoplan.check.ranks.threads",
     "autoplan.check.verify.checks",
 ]

@@ -76,18 +76,19 @@ def _scored(blank: Score, how: How) -> Score:
 
 def score_clone(clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | None = None) -> Score:
     """Fill in the blank: plan and verify a tiny model that runs. `runs` are verified instead of the clone's entries."""
-    from autoplan.api import capture_source, solve_source
     from autoplan.check.verify.verify import verify_clone
+    from autoplan.common.options import Wish
     from autoplan.decide.plan.planner import make_plan
     from autoplan.hf.source import resolve
     from autoplan.hf.stacks import layers
+    from autoplan.planning import capture_source, solve_source
 
     source = resolve(clone.model, inputs=clone.entries)
     captured = capture_source(source, clone.model)
     stacks = layers(clone.model)
     blocks = tuple(stack.fqns for stack in stacks) if how.sequence_parallel else None
     try:
-        solution = solve_source(source, captured, how.tp_size, how.ep_size, sequence_stacks=blocks)
+        solution = solve_source(source, captured, Wish(how.tp_size, how.ep_size), sequence_stacks=blocks)
     except IndivisibleError as error:
         return replace(blank, verdict="refused", reason=_said(error))
     cut = solution.sequence_parallel

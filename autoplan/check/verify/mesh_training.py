@@ -183,10 +183,11 @@ def _on_rank(rank: int, job: _Job) -> Observation:
 
 
 def _sharded(model: nn.Module, job: _Job, mesh: Any) -> tuple[Subject, torch.optim.Optimizer]:
-    from autoplan.api import parallelize
+    from autoplan.common.options import Checkpointing, Options, TensorParallel
+    from autoplan.execute.parallelize import shard_model
 
-    how: Any = {"check": False, "activation_checkpointing": job.checkpointing, "sequence_padding": "pad"}
-    parallelize(model, mesh, job.plan, **how)
+    options = Options(TensorParallel(sequence_padding="pad"), Checkpointing(job.checkpointing))
+    shard_model(model, mesh, job.plan, options)
     return Subject(model, {}, gather=full_tensors, lifted=job.lifted), _optimizer(model, job.rate)
 
 

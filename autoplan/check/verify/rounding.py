@@ -120,7 +120,7 @@ def _on_ranks(job: _Job, engine: Engine, mesh: Any) -> list[Outputs]:
 def _on_rank(rank: int, job: _Job) -> Outputs:
     from torch.distributed.device_mesh import init_device_mesh
 
-    from autoplan.check.verify.verify import mesh_of
+    from autoplan.check.verify.sharding import mesh_of
 
     ((name, size),) = mesh_of(job.plan).items()
     return _sharded(job, init_device_mesh("cpu", (size,), mesh_dim_names=(name,)))

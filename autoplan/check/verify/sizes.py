@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from autoplan.decide.plan.experts import check_expert_size
+from autoplan.common.options import check_expert_size
 from autoplan.values import Plan
 
 __all__ = ["Sizes"]

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from autoplan.check.ranks.run import Engine
 from autoplan.check.verify.clone import Clone, clone_of
 from autoplan.check.verify.mesh_sizes import MeshSizes, parse_mesh
 from autoplan.check.verify.narrow import cut_together, wrong_cuts
-from autoplan.check.verify.sharded import CHECK_NAMES, Sharding, check_sharding
+from autoplan.check.verify.sharded import CHECK_NAMES, check_sharding
+from autoplan.check.verify.sharding import mesh_of, sharding_of
 from autoplan.check.verify.sizes import Sizes
 from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import best_match, matches
@@ -29,8 +29,6 @@ from autoplan.values import Finding, Means, Plan, Report
 
 __all__ = [
     "CHECK_NAMES",
-    "mesh_of",
-    "sharding_of",
     "verify",
     "verify_clone",
     "verify_source",
@@ -170,31 +168,6 @@ def verify_clone(
     return replace(report, ok=ok, findings=tuple(findings), details=details)
 
 
-def mesh_of(plan: Plan) -> dict[str, int]:
-    """The mesh to simulate for a plan."""
-    return {"ep" if plan.tp_size < plan.ep_size else "tp": plan.ranks}
-
-
-def sharding_of(plan: Plan, *, gather_logits: bool = False, checkpointing: str = "") -> Sharding:
-    """The way a plan shards, for `check_sharding`."""
-    from autoplan.check.verify.recomputed import recomputed
-    from autoplan.execute.parameters.gather import full_tensors
-
-    shard = partial(_apply, plan=plan, gather_logits=gather_logits, checkpointing=checkpointing)
-    if checkpointing:
-        return Sharding(shard, full_tensors, noted=partial(recomputed, stacks=plan.layers))
-    shown = {fqn: None for stack in plan.layers for fqn in stack.fqns} if plan.communication else {}
-    return Sharding(shard, full_tensors, tuple(shown))
-
-
-def _apply(model: Any, mesh: Any, *, plan: Plan, gather_logits: bool, checkpointing: str) -> Any:
-    from autoplan.api import parallelize
-
-    mode = True if checkpointing == "block" else checkpointing or False
-    options: dict[str, Any] = {"check": False, "gather_logits": gather_logits, "activation_checkpointing": mode}
-    return parallelize(model, mesh, plan, sequence_padding="pad", **options)
-
-
 # ------------------------------------------------------------------------------------------------ the plan
 
 
@@ -258,9 +231,10 @@ def _plan_for(
     """The plan to apply to the clone, and how it differs from the one to be verified."""
     if plan is not None and _fits(plan, clone.model, source, sizes):
         return plan, []
-    from autoplan.api import plan_source
+    from autoplan.common.options import Wish
     from autoplan.decide.plan.chosen import choices_of_plan
     from autoplan.hf.source import resolve
+    from autoplan.planning import draft_plan
 
     # What somebody chose is chosen again; a plan that nobody wrote is derived by the same rules.
     written = choices if plan is None else choices_of_plan(plan)
@@ -268,7 +242,7 @@ def _plan_for(
 
     # the clone's own calls: a user's inputs have the dtype of the user's model, and the clone computes in another
     found = resolve(clone.model, inputs=dict(clone.entries))
-    derived = plan_source(found, sizes.tp, sizes.ep, choices=choices, means=means, prove="none")
+    derived = draft_plan(found, Wish(sizes.tp, sizes.ep), choices=choices, means=means).plan
     return derived, [] if plan is None else _correspondence(plan, derived, clone.model)
 
 

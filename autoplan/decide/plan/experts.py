@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import matches
 from autoplan.decide.plan.folding import Names
 from autoplan.values import Finding, Means, Plan
@@ -14,22 +13,11 @@ if TYPE_CHECKING:
     from autoplan.analyse.solve import Solution
     from autoplan.analyse.solve_experts import Experts
 
-__all__ = ["check_expert_size", "expert_findings", "experts_of"]
+__all__ = ["expert_findings", "experts_of"]
 
 _CHECK = "experts"
 _HINT = "ep_size must divide the number of experts, and no written plan may cut them otherwise"
 _INSIDE = ("packed-experts", "gated-experts", "plain-experts", "listed-experts")  # rules of roles
-
-
-def check_expert_size(tp_size: int, ep_size: int) -> None:
-    """Raise unless experts lie on the ranks of tp, or nothing else is split."""
-    if not isinstance(ep_size, int) or ep_size < 1:
-        raise AutoplanError(f"ep_size is {ep_size!r}", hint="give a whole number from 1 on")
-    if ep_size > 1 and tp_size > 1 and ep_size != tp_size:
-        raise AutoplanError(
-            f"ep_size={ep_size} with tp_size={tp_size}: experts live on the ranks of tp, or on ranks of their own",
-            hint=f"legal are ep_size=1 (experts are cut inside), ep_size={tp_size}, and any ep_size with tp_size=1",
-        )
 
 
 def experts_of(tp_size: int, ep_size: int, means: Means) -> Experts:

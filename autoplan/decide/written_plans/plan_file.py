@@ -31,7 +31,7 @@ import yaml
 from autoplan.common.decode import decode
 from autoplan.common.errors import AutoplanError, PlanFileError
 from autoplan.common.layout import Layout
-from autoplan.decide.plan.experts import check_expert_size
+from autoplan.common.options import check_expert_size
 from autoplan.values import Plan
 from autoplan.values.plain import plain
 

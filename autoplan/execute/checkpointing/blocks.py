@@ -36,9 +36,8 @@ from autoplan.execute.checkpointing.cache_copies import CacheCopies, is_cache
 from autoplan.execute.hooks.running import Running
 from autoplan.execute.parameters.held import record_of
 
-__all__ = ["MODES", "Checkpoints", "Runs", "install_checkpoints", "is_checkpointed", "runs_of", "selective_contexts"]
+__all__ = ["Checkpoints", "Runs", "install_checkpoints", "is_checkpointed", "runs_of", "selective_contexts"]
 
-MODES = ("block", "submodule", "selective")
 _STATE = "_autoplan_checkpoint"
 _HOOKS = (
     "_forward_pre_hooks",

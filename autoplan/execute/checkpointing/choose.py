@@ -14,13 +14,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoplan.common.errors import AutoplanError
-from autoplan.execute.checkpointing.blocks import MODES, install_checkpoints
+from autoplan.common.options import MODES, Request
+from autoplan.execute.checkpointing.blocks import install_checkpoints
 from autoplan.execute.tensor_parallel import applied, record
 from autoplan.values import Stack
 
-__all__ = ["Choice", "Request", "checkpoint_blocks", "choose_checkpoints", "saved_bytes_per_token"]
+__all__ = ["Choice", "checkpoint_blocks", "choose_checkpoints", "saved_bytes_per_token"]
 
-Request = bool | str | Callable[[str, nn.Module], bool | str]
 
 _SCOPES = {"text": ("decoder", "encoder"), "vision": ("vision",), "audio": ("audio",)}
 _ALL = ("decoder", "encoder", "vision", "audio", "other")

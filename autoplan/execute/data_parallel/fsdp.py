@@ -8,7 +8,7 @@ one unit when asked.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,68 +17,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from autoplan.common.errors import AutoplanError
+from autoplan.common.options import DataParallel
 from autoplan.common.undo import whole_or_as_it_was
 from autoplan.execute.collectives import RankGroup, all_reduce
 from autoplan.execute.data_parallel.units import Units, choose_units
 from autoplan.execute.tensor_parallel import applied, record
 from autoplan.values import Stack
 
-__all__ = ["DataParallel", "default_precision", "shard_data_parallel"]
+__all__ = ["default_precision", "shard_data_parallel"]
 
 
-@dataclass(frozen=True)
-class DataParallel:
-    """How to shard over data-parallel ranks. None everywhere is the default of each option."""
+def _precision(options: DataParallel, model: nn.Module) -> MixedPrecisionPolicy:
+    """The policy to use: the given one, or none but that half-precision gradients are summed in float32."""
+    if isinstance(options.mp_policy, MixedPrecisionPolicy):
+        return options.mp_policy
+    return default_precision() if options.mp_policy else _as_they_are(model)
 
-    mp_policy: MixedPrecisionPolicy | str | bool | None = None
-    offload_policy: OffloadPolicy | None = None
-    cpu_offload: bool = False
-    reshard_after_forward: bool | int | None = None
-    prefetch: int | tuple[int, int] | None = None
-    frozen: str = "units"
 
-    def asked(self) -> list[str]:
-        """The options that were given."""
-        return [name for name, value in vars(self).items() if value != getattr(DataParallel, name)]
-
-    def check(self, has_mesh: bool) -> None:
-        """Refuse contradictions, and options that nothing would heed, before the model is touched."""
-        if not has_mesh and self.asked():
-            raise AutoplanError(
-                f"{', '.join(self.asked())} was asked for, but the mesh has no dim to shard data-parallel over",
-                hint='name one "dp_shard", or pass mesh_dims={"dp_shard": name}',
-            )
-        if self.cpu_offload and self.offload_policy is not None:
-            raise AutoplanError(
-                "cpu_offload=True and offload_policy were both given",
-                hint="cpu_offload is short for CPUOffloadPolicy()",
-            )
-        if isinstance(self.mp_policy, str) and self.mp_policy != "bf16":
-            raise AutoplanError(f"mp_policy={self.mp_policy!r}", hint='choose None, "bf16" or a MixedPrecisionPolicy')
-        for depth in self.depths:
-            if depth < 0:
-                raise AutoplanError(
-                    f"prefetch={self.prefetch!r}", hint="give a number of units, or (forward, backward)"
-                )
-
-    @property
-    def depths(self) -> tuple[int, int]:
-        """How many units to prefetch in forward and in backward; 0: FSDP2's own choice."""
-        if self.prefetch is None:
-            return (0, 0)
-        return (self.prefetch, self.prefetch) if isinstance(self.prefetch, int) else self.prefetch
-
-    def precision(self, model: nn.Module) -> MixedPrecisionPolicy:
-        """The policy to use: the given one, or none but that half-precision gradients are summed in float32."""
-        if isinstance(self.mp_policy, MixedPrecisionPolicy):
-            return self.mp_policy
-        return default_precision() if self.mp_policy else _as_they_are(model)
-
-    def offload(self) -> OffloadPolicy:
-        if self.cpu_offload:
-            return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-        return self.offload_policy if self.offload_policy is not None else OffloadPolicy()
+def _offload(options: DataParallel) -> OffloadPolicy:
+    if options.cpu_offload:
+        return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    return options.offload_policy if options.offload_policy is not None else OffloadPolicy()
 
 
 def default_precision() -> MixedPrecisionPolicy:
@@ -106,9 +65,9 @@ def shard_data_parallel(model: nn.Module, mesh: DeviceMesh, stacks: tuple[Stack,
 
 def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParallel) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
-    policy = options.precision(model)
+    policy = _precision(options, model)
     inner = replace(policy, output_dtype=None)  # the model's outputs are cast, not what one unit hands to the next
-    shared: dict[str, Any] = {"mesh": mesh, "offload_policy": options.offload()}
+    shared: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload(options)}
     if units.ignored:
         shared["ignored_params"] = units.ignored
     for unit in units.units:

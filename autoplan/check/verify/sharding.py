@@ -1,0 +1,35 @@
+"""The way a plan shards, handed to the machinery that compares any sharding (`sharded.py`)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from autoplan.check.verify.recomputed import recomputed
+from autoplan.check.verify.sharded import Sharding
+from autoplan.common.options import Checkpointing, Options, TensorParallel
+from autoplan.execute.parallelize import shard_model
+from autoplan.execute.parameters.gather import full_tensors
+from autoplan.values import Plan
+
+__all__ = ["mesh_of", "sharding_of"]
+
+
+def mesh_of(plan: Plan) -> dict[str, int]:
+    """The mesh to simulate for a plan."""
+    return {"ep" if plan.tp_size < plan.ep_size else "tp": plan.ranks}
+
+
+def sharding_of(plan: Plan, *, gather_logits: bool = False, checkpointing: str = "") -> Sharding:
+    """The way a plan shards, for `check_sharding`."""
+    shard = partial(_apply, plan=plan, gather_logits=gather_logits, checkpointing=checkpointing)
+    if checkpointing:
+        return Sharding(shard, full_tensors, noted=partial(recomputed, stacks=plan.layers))
+    shown = {fqn: None for stack in plan.layers for fqn in stack.fqns} if plan.communication else {}
+    return Sharding(shard, full_tensors, tuple(shown))
+
+
+def _apply(model: Any, mesh: Any, *, plan: Plan, gather_logits: bool, checkpointing: str) -> Any:
+    mode = True if checkpointing == "block" else checkpointing or False
+    options = Options(TensorParallel(gather_logits, sequence_padding="pad"), Checkpointing(mode))
+    return shard_model(model, mesh, plan, options)

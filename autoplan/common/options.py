@@ -1,0 +1,196 @@
+"""What a caller may wish, as frozen values: one class for each thing that is asked for, wrong values refused at once.
+
+`autoplan.plan` and `autoplan.parallelize` take the same wishes as keywords; inside, they travel as these values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+
+from autoplan.common.errors import AutoplanError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+__all__ = [
+    "Checkpointing",
+    "DataParallel",
+    "Keywords",
+    "Options",
+    "Request",
+    "TensorParallel",
+    "Wish",
+    "check_expert_size",
+]
+
+Request: TypeAlias = "bool | str | Callable[[str, nn.Module], bool | str]"
+
+PROOFS = ("graph", "ranks", "none")
+MODES = ("block", "submodule", "selective")  # of checkpointing
+FROZEN = ("units", "root", "ignore")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a plan is wanted for. `ep_size`: whole experts on different ranks, those of tp or (with tp_size=1) others.
+
+    `strict` raises where an axis does not divide. `prove`: "graph" (a trial of a tiny clone on simulated ranks, and
+    the recorded graph), "ranks" (all that verify does, too), or "none".
+    """
+
+    tp_size: int = 1
+    ep_size: int = 1
+    sequence_parallel: bool = False
+    strict: bool = False
+    prove: str = "graph"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tp_size, int) or isinstance(self.tp_size, bool) or self.tp_size < 1:
+            raise AutoplanError(f"tp_size is {self.tp_size!r}", hint="give a whole number from 1 on")
+        check_expert_size(self.tp_size, self.ep_size)
+        _choose("prove", self.prove, PROOFS)
+
+    @property
+    def ranks(self) -> int:
+        """Over how many ranks parameters are cut."""
+        return max(self.tp_size, self.ep_size)
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How a model that is sharded over tp behaves. `sequence_padding`: "error", or "pad" where it does not divide."""
+
+    gather_logits: bool = False
+    sequence_padding: str = "error"
+    reproducible_forward: bool = False
+
+    def __post_init__(self) -> None:
+        _choose("sequence_padding", self.sequence_padding, ("error", "pad"))
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """Activation checkpointing: True (whole blocks), a mode, or a function (name, block) -> any of these or False.
+
+    `scope`: "all", "text", "vision", "audio", or several.
+    """
+
+    blocks: Request = False
+    scope: str | Iterable[str] = "all"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.blocks, bool) and not callable(self.blocks) and self.blocks not in MODES:
+            raise AutoplanError(
+                f"activation_checkpointing={self.blocks!r}",
+                hint=f"choose True, {', '.join(map(repr, MODES))}, or a function (name, block) -> mode",
+            )
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """How to shard over data-parallel ranks with FSDP2. None everywhere is the default of each option."""
+
+    mp_policy: MixedPrecisionPolicy | str | bool | None = None
+    offload_policy: OffloadPolicy | None = None
+    cpu_offload: bool = False
+    reshard_after_forward: bool | int | None = None
+    prefetch: int | tuple[int, int] | None = None
+    frozen: str = "units"
+
+    def __post_init__(self) -> None:
+        if self.cpu_offload and self.offload_policy is not None:
+            raise AutoplanError(
+                "cpu_offload=True and offload_policy were both given",
+                hint="cpu_offload is short for CPUOffloadPolicy()",
+            )
+        if isinstance(self.mp_policy, str | int | float) and self.mp_policy not in ("bf16", True, False):
+            raise AutoplanError(f"mp_policy={self.mp_policy!r}", hint='choose None, "bf16" or a MixedPrecisionPolicy')
+        if self.reshard_after_forward is not None and not isinstance(self.reshard_after_forward, int):
+            raise AutoplanError(
+                f"reshard_after_forward={self.reshard_after_forward!r}",
+                hint="choose None, True, False, or a number of ranks to keep weights over",
+            )
+        _choose("frozen", self.frozen, FROZEN)
+        if any(not isinstance(depth, int) or isinstance(depth, bool) or depth < 0 for depth in self.depths):
+            raise AutoplanError(f"prefetch={self.prefetch!r}", hint="give a number of units, or (forward, backward)")
+
+    def asked(self) -> list[str]:
+        """The options that were given."""
+        return [name for name, value in vars(self).items() if value != getattr(DataParallel, name)]
+
+    def check(self, has_mesh: bool) -> None:
+        """Refuse options that nothing would heed, before the model is touched."""
+        if not has_mesh and self.asked():
+            raise AutoplanError(
+                f"{', '.join(self.asked())} was asked for, but the mesh has no dim to shard data-parallel over",
+                hint='name one "dp_shard", or pass mesh_dims={"dp_shard": name}',
+            )
+
+    @property
+    def depths(self) -> tuple[Any, Any]:
+        """How many units to prefetch in forward and in backward; 0: FSDP2's own choice."""
+        if self.prefetch is None:
+            return (0, 0)
+        if isinstance(self.prefetch, tuple) and len(self.prefetch) == 2:
+            return self.prefetch
+        return (self.prefetch, self.prefetch)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything that `parallelize` may be asked for."""
+
+    tensor: TensorParallel = field(default_factory=TensorParallel)
+    checkpointing: Checkpointing = field(default_factory=Checkpointing)
+    data: DataParallel = field(default_factory=DataParallel)
+
+    @classmethod
+    def of(cls, keywords: Mapping[str, Any]) -> Options:
+        """The options that these keywords of `parallelize` mean."""
+        given = dict(keywords)
+        checkpointing = {own: given.pop(name) for own, name in _CHECKPOINTING_KEYWORDS.items() if name in given}
+        grouped = [
+            {name.name: given.pop(name.name) for name in fields(group) if name.name in given}
+            for group in (TensorParallel, DataParallel)
+        ]
+        if given:
+            raise TypeError(f"parallelize() got an unexpected keyword argument {next(iter(given))!r}")
+        return cls(TensorParallel(**grouped[0]), Checkpointing(**checkpointing), DataParallel(**grouped[1]))
+
+
+_CHECKPOINTING_KEYWORDS = {"blocks": "activation_checkpointing", "scope": "checkpoint_scope"}
+
+
+class Keywords(TypedDict, total=False):
+    """The keywords of `parallelize` that make up its `Options`."""
+
+    gather_logits: bool
+    sequence_padding: str
+    reproducible_forward: bool
+    activation_checkpointing: Request
+    checkpoint_scope: str | Iterable[str]
+    mp_policy: MixedPrecisionPolicy | str | bool | None
+    offload_policy: OffloadPolicy | None
+    cpu_offload: bool
+    reshard_after_forward: bool | int | None
+    prefetch: int | tuple[int, int] | None
+    frozen: str
+
+
+def check_expert_size(tp_size: int, ep_size: int) -> None:
+    """Raise unless experts lie on the ranks of tp, or nothing else is split."""
+    if not isinstance(ep_size, int) or ep_size < 1:
+        raise AutoplanError(f"ep_size is {ep_size!r}", hint="give a whole number from 1 on")
+    if ep_size > 1 and tp_size > 1 and ep_size != tp_size:
+        raise AutoplanError(
+            f"ep_size={ep_size} with tp_size={tp_size}: experts live on the ranks of tp, or on ranks of their own",
+            hint=f"legal are ep_size=1 (experts are cut inside), ep_size={tp_size}, and any ep_size with tp_size=1",
+        )
+
+
+def _choose(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise AutoplanError(f"{name}={value!r}", hint=f"choose one of {', '.join(map(repr, known))}")

@@ -1,0 +1,51 @@
+"""A plan carried out on a live model: tensor parallelism, then checkpointing, then FSDP2; all of it, or none of it.
+
+The order is fixed: checkpointing must run what tensor parallelism put into a block again, and FSDP2 must gather and
+free whole blocks, checkpointed ones too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoplan.common.options import Options
+from autoplan.common.undo import undoing
+from autoplan.execute.checkpointing.choose import checkpoint_blocks
+from autoplan.execute.data_parallel.fsdp import shard_data_parallel
+from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh
+from autoplan.execute.parameters.optimizer_state import mark_parameters
+from autoplan.execute.tensor_parallel import apply_plan, record, tp_mesh_of, undo_all
+from autoplan.values import Plan
+
+__all__ = ["shard_model"]
+
+
+def shard_model(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Plan,
+    options: Options = Options(),  # noqa: B008 - frozen
+    dims: MeshDims | None = None,
+) -> nn.Module:
+    """Do to `model`, in place, what `plan` and `options` say. Nothing is decided here, and nothing audited."""
+    dims = read_mesh(mesh) if dims is None else dims
+    dims.check_experts(plan.tp_size, plan.ep_size)
+    tp_mesh = tp_mesh_of(mesh, plan, dims.names)
+    options.data.check(has_mesh=dims.data is not None)
+    undo: list[Callable[[], None]] = []
+    with undoing(undo):
+        if tp_mesh is not None and plan.ranks > 1:
+            apply_plan(model, tp_mesh, plan, **vars(options.tensor))
+        record(model, plan, notes=dims.notes)
+        undo.append(lambda: undo_all(model))
+        if options.checkpointing.blocks:
+            undo.append(
+                checkpoint_blocks(model, plan.layers, options.checkpointing.blocks, options.checkpointing.scope)
+            )
+        if dims.data is not None:
+            shard_data_parallel(model, dims.data, plan.layers, options.data)
+        mark_parameters(model)
+    return model

@@ -1,0 +1,162 @@
+"""From a source to a plan, by named steps: capture, solve, write down. Nothing is tried or proven here.
+
+    source ── capture_source ── solve_source ── write_down ── Draft
+
+What a draft is worth is shown in `check/prove.py`, which stands above: there a tiny clone is tried on simulated ranks
+first, and what the trial left over (`Means`) comes in here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import nn
+
+from autoplan.analyse.solve import Solution
+from autoplan.capture.capture import Captured, capture_any, capture_fake
+from autoplan.common.errors import CaptureError, IndivisibleError
+from autoplan.common.options import Wish
+from autoplan.decide.plan.chosen import fitting, plan_chosen, solve_chosen
+from autoplan.decide.plan.experts import expert_findings, experts_of
+from autoplan.decide.plan.folding import same_in_like_blocks
+from autoplan.decide.written_plans.choices import Choices
+from autoplan.decide.written_plans.constraints import same_in_folded_blocks
+from autoplan.hf.expert_counts import without_namesakes
+from autoplan.hf.inputs.make import make_inputs
+from autoplan.hf.source import Source
+from autoplan.hf.stacks import layers
+from autoplan.patches.kernels import kernel_note
+from autoplan.values import Finding, Means, Plan, Trace
+
+__all__ = ["Draft", "capture_source", "draft_plan", "solve_source", "wanted_means"]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A plan that nobody has tried, with what its proof needs: the trace, and the choices that it follows."""
+
+    plan: Plan
+    trace: Trace
+    choices: Choices | None = None
+
+
+def draft_plan(
+    source: Source,
+    wish: Wish,
+    *,
+    choices: Choices | None = None,
+    means: Means | None = None,
+    module: nn.Module | None = None,
+) -> Draft:
+    """Capture, solve and write down, under the choices of a written plan if there is one.
+
+    `means`: what may be used; without them, all that the wish asks for.
+    """
+    module = source.module() if module is None else module
+    means = wanted_means(wish) if means is None else means
+    captured = capture_source(source, module, choices)
+    stacks = layers(module)
+    blocks = tuple(stack.fqns for stack in stacks) if means.sequence else None
+    solved = partial(solve_source, source, captured, wish, means=means, sequence_stacks=blocks)
+    solution, choices, misfit = fitting(solved, choices)
+    solution = replace(solution, runtime=without_namesakes(source, solution.runtime, solution.trace.module_classes))
+    made = plan_chosen(
+        solution, choices, model=source.name, layers=stacks, sequence_parallel=solution.sequence_parallel
+    )
+    made = replace(made, tp_size=wish.tp_size, ep_size=wish.ep_size, findings=misfit + made.findings)
+    found = sequence_findings(solution) if means.sequence else ()
+    if wish.ep_size > 1 and means.experts:
+        found += expert_findings(made, solution)
+    return Draft(replace(made, findings=made.findings + found), captured.trace, choices)
+
+
+def wanted_means(wish: Wish) -> Means:
+    """What a wish asks for, before anything was tried."""
+    return Means(True, wish.sequence_parallel and wish.tp_size > 1)
+
+
+def capture_source(source: Source, module: nn.Module, choices: Choices | None = None) -> Captured:
+    """Make example inputs and record what the module does with them.
+
+    Repeated blocks are traced once, unless a written plan tells them apart.
+    """
+    made = make_inputs(module, config=source.config, model_type=source.model_type, inputs=source.inputs)
+    note = kernel_note(module)
+    captured = capture_any(module, made.entries, (*made.notes, note) if note else made.notes)
+    unfold = partial(capture_fake, module, made.entries, folded=False)
+    if choices is None or same_in_folded_blocks(choices, captured.trace):
+        return replace(captured, unfold=unfold) if captured.trace.folds else captured
+    return unfold()
+
+
+def solve_source(
+    source: Source,
+    captured: Captured,
+    wish: Wish,
+    *,
+    choices: Choices | None = None,
+    means: Means = Means(),  # noqa: B008 - frozen
+    sequence_stacks: tuple[tuple[str, ...], ...] | None = None,
+) -> Solution:
+    """Decide the splits, under a written plan if there is one; say clearly when the size fits nothing."""
+    solved = partial(
+        solve_chosen,
+        tp=wish.ranks,
+        choices=choices,
+        sequence_stacks=sequence_stacks,
+        scoped=means.scoped,
+        whole=means.whole,
+        experts=experts_of(wish.tp_size, wish.ep_size, means),
+    )
+    solution = solved(captured.trace)
+    if captured.unfold and not same_in_like_blocks(solution.parameters, solution.runtime, captured.trace.folds):
+        try:
+            solution = solved(captured.unfold().trace)
+        except CaptureError as error:  # what need not be alike along the sequence is so without it
+            if sequence_stacks is None:
+                raise
+            uneven = f"its blocks are not cut alike, and cannot be recorded one by one: {error.message}"
+            solution = replace(solved(captured.trace, sequence_stacks=None), sequence_notes=(uneven,))
+    if wish.ranks > 1:
+        _refuse_useless(source, solution, wish)
+    return solution
+
+
+def _refuse_useless(source: Source, solution: Solution, wish: Wish) -> None:
+    """Raise where nothing can be split at this size or, if the caller is strict, where something cannot."""
+    legal = ", ".join(map(str, solution.legal_tp))
+    odd = [c for c in solution.classes if not c.split and "does not divide" in c.reason]
+    if wish.strict and solution.experts_inside:
+        inside = ": ".join(solution.experts_inside[0])
+        raise IndivisibleError(f"{source.name}: {inside}", hint="choose an ep_size that divides them, or 1")
+    if wish.strict and odd:
+        first = odd[0]
+        raise IndivisibleError(
+            f"{source.name}: an axis of {first.size} units in {first.parameters[0][0]} does not divide by "
+            f"tp={wish.tp_size} ({len(odd)} such axes)",
+            hint=f"choose one of the sizes that divide everything: {legal}",
+        )
+    if wish.tp_size == 1 and not solution.runtime.experts:
+        told = "; ".join(f"{where}: {why}" for where, why in solution.experts_inside)
+        raise IndivisibleError(
+            f"{source.name}: no experts can be dealt out over {wish.ep_size} ranks" + (f" ({told})" if told else ""),
+            hint="ep_size needs modules that hold all their experts in one stack of weights; else split with tp_size",
+        )
+    if not any(fact.dim is not None for fact in solution.parameters):
+        why = odd[0] if odd else None
+        unit = f": an axis of {why.size} units in {why.parameters[0][0]} stops it" if why else ""
+        raise IndivisibleError(
+            f"{source.name}: nothing can be split at tp={wish.tp_size}{unit}",
+            hint=f"sizes that divide every axis: {legal}"
+            if odd
+            else "see plan(tp_size=1) for what stays whole and why",
+        )
+
+
+def sequence_findings(solution: Solution) -> tuple[Finding, ...]:
+    """What sequence parallelism leaves whole, or why there is none."""
+    if not solution.sequence_parallel:
+        why = "; ".join(solution.sequence_notes)
+        return (Finding("sequence", "warn", "", f"sequence parallelism was asked for and is not applied: {why}"),)
+    return tuple(Finding("sequence", "note", "", f"the whole sequence at {note}") for note in solution.sequence_notes)
