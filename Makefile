@@ -20,7 +20,7 @@ export HF_HUB_OFFLINE = 1
 # Libraries that take our plans. Automodel comes without what it needs itself: only its way of reading plans is run.
 HOSTS  ?= nemo-automodel
 
-.PHONY: help demo test test-all test-hosts lint format types bench wheel clean
+.PHONY: help demo test test-all test-hosts lint format types docs bench wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+: .*## ' Makefile | sed 's/:.*## /\t/' | expand -t 14
@@ -66,6 +66,9 @@ format: $(VENV)/dev  ## ruff, mending what it can
 
 types: $(VENV)/dev  ## mypy
 	$(BIN)/mypy
+
+docs: $(VENV)/dev  ## pages of every public function, under build/docs
+	$(BIN)/python -m pdoc autoplan '!autoplan\.(?!testing)' --no-show-source -o build/docs
 
 bench: $(VENV)/dev  ## measure planning beside import and build; asserts nothing
 	$(BIN)/python tests/benchmarks/planning_time.py
