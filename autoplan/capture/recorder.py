@@ -24,9 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from autoplan.capture.called import call
 from autoplan.capture.code_place import call_name, code_place
 from autoplan.capture.known_values import KnownValues
+from autoplan.capture.outside import outsiders_of
 from autoplan.capture.traced_ints import Escapes, TracedInt, integer_attributes, trace_attributes
 from autoplan.capture.uncached import uncached_functions
-from autoplan.errors import CaptureError
+from autoplan.errors import CaptureError, OutsideError
 from autoplan.values import Call, Fold, ModuleVisit, Op, Ref, Symbolic, TensorInfo, Trace
 
 __all__ = ["Recording", "flatten_tensors", "record", "signature_names"]
@@ -76,6 +77,7 @@ class Recording:
         self.frames: list[list[Any]] = [["", 0, 0, None]]  # module, visit, next position, index into visits
         self.visit_counts: Counter[str] = Counter()
         self.grad_enabled = True
+        self.outsiders = outsiders_of(model)
         self.op_values: list[Any] | None = [] if keep_values else None
         self._register_state()
 
@@ -102,6 +104,8 @@ class Recording:
     def encode(self, value: Any) -> Any:
         """A runtime value as plain data: tensors become Refs, traced ints Symbolic, torch objects their names."""
         if isinstance(value, torch.Tensor):
+            if id(value) not in self.ids or id(value) in self.outsiders.originals:
+                self.outsiders.refuse(value, self.frames[-1][0])
             return Ref(self.id_of(value))
         if isinstance(value, TracedInt):
             return Symbolic(int(value), value.origin)
@@ -323,6 +327,8 @@ def record(
             stack.enter_context(_CallRecorder(recording))
             try:
                 call(model, kwargs)
+            except OutsideError:
+                raise
             except Exception as error:
                 raise _cannot_run(error, recording, entry) from error
     real = fake_mode is None

@@ -21,6 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from autoplan.capture.adapters import settings_of, wrap
 from autoplan.capture.catalogue import class_name_of
+from autoplan.capture.copies import copied
 from autoplan.capture.dtypes import cast_numbers
 from autoplan.capture.model_string import from_string, transformers_class
 from autoplan.capture.random_values import BUILDING, fill_meta, randomise, untouched_randomness
@@ -84,7 +85,7 @@ class Source:
             model = self._tiny_from_config(variant, dtype, experts, attention)
         elif self._small:
             assert self.given is not None
-            model = copy.deepcopy(self.given)
+            model = copied(self.given)
             model = fill_meta(model, seed) if _on_meta(model) else model.cpu()
             cast_numbers(model, dtype)
         elif self._adapted:

@@ -11,7 +11,6 @@ which the model makes different constants (the slopes of ALiBi). Those are left 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoplan.capture.copies import copied
 from autoplan.analyse.axes import Axes
 from autoplan.analyse.events import Event
 from autoplan.analyse.heads import gathered_leaves
@@ -109,7 +109,7 @@ class _Law:
         found: dict[str, torch.Tensor] = {}
         with torch.no_grad(), one_compute_thread(), random_streams.fork(0):
             for entry, inputs in self.entries.items():
-                outputs = tensors_in(call(copy.deepcopy(self.model), inputs))  # a run may keep tables for the next
+                outputs = tensors_in(call(copied(self.model), inputs))  # a run may keep tables for the next
                 found.update({f"{entry} {name}": tensor.detach() for name, tensor in outputs.items()})
         return found
 

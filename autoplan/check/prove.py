@@ -6,13 +6,13 @@ since both are the same code. Where a clone cannot be made or run, the proof say
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
 
+from autoplan.capture.copies import copied
 from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_real
 from autoplan.capture.dtypes import inputs_in, working_dtype
@@ -105,7 +105,7 @@ def _recorded_clone(source: Source) -> tuple[nn.Module, dict[str, Any], Captured
             config = getattr(clone, "config", None)
             made = make_inputs(clone, config=config, model_type=one.model_type, inputs=one.inputs)
             entries = inputs_in(working_dtype(clone), made.entries)
-            return clone, entries, capture_real(copy.deepcopy(clone), entries, keep_values=True)
+            return clone, entries, capture_real(copied(clone), entries, keep_values=True)
         except AutoplanError as error:
             refusal = refusal or error
     assert refusal is not None
