@@ -100,9 +100,7 @@ class Rebinding:
         if isinstance(made, torch.Tensor):
             return
         if isinstance(made, functools.partial):
-            func, args = self._anew(made.func), self._anew(made.args)
-            if func is not made.func or args is not made.args:
-                made.__setstate__((func, args, made.keywords, vars(made)))
+            self._mend_partial(made)
         elif isinstance(made, list | deque):
             for place, value in enumerate(made):
                 _put(made.__setitem__, place, value, self._anew(value))
@@ -120,6 +118,11 @@ class Rebinding:
         for name in _slots(made):
             value = getattr(made, name, None)
             _put(functools.partial(object.__setattr__, made), name, value, self._anew(value))
+
+    def _mend_partial(self, made: Any) -> None:
+        func, args = self._anew(made.func), self._anew(made.args)
+        if func is not made.func or args is not made.args:
+            made.__setstate__((func, args, made.keywords, vars(made)))
 
     def _anew(self, value: Any) -> Any:
         """The same, if nothing that deepcopy takes as it is is in it and reaches the original."""

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoplan.capture.copies import Rebinding, holds_weights
+from autoplan.capture.copies import Rebinding
 from autoplan.capture.outside import remember_original
+from autoplan.capture.weight_hooks import keep_weight_hooks, weight_hooks
 from autoplan.errors import CaptureError
 from autoplan.values import Fold
 
@@ -80,7 +81,7 @@ def fold(model: nn.Module, replace: Replace | None = None, *, fold: bool = True)
             _stand_for(blocks[key], copies[representative], memo)
     module = _deepcopy(model, memo, "")
     rebinding = Rebinding(memo)
-    _keep_hooks(model, rebinding)
+    keep_weight_hooks(model, rebinding)
     rebinding.everything()
     remember_original(module, model)
     _shorten(choices, memo)
@@ -236,9 +237,7 @@ def _describe(block: nn.Module, configs: _Configs) -> tuple[Hashable, dict[Hasha
         content.append((name, type(module)))
         for tensors in (module._parameters, module._buffers):
             content.extend((key, t.shape, t.dtype) for key, t in tensors.items() if t is not None)
-        for kind in _COMPUTING_HOOKS:
-            hooks = filter(holds_weights, module.__dict__[kind].values())
-            content.extend((name, kind, getattr(hook, "__code__", type(hook))) for hook in hooks)
+        content.extend((name, kind, getattr(hook, "__code__", type(hook))) for kind, _, hook in weight_hooks(module))
         for key, value in module.__dict__.items():
             if key in _BASE_STATE:
                 continue
@@ -287,10 +286,6 @@ def _is_config(value: Any) -> bool:
 
 _HOOKS = frozenset(key for key in nn.Module().__dict__ if "hooks" in key)
 _BASE_STATE = frozenset(nn.Module().__dict__)
-_COMPUTING_HOOKS = {  # and what is noted about them
-    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
-    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-}
 
 
 def _plant_tensors(model: nn.Module, left_out: dict[int, _Choice], replace: Replace, memo: dict[int, Any]) -> None:
@@ -341,18 +336,6 @@ def _stand_for(block: Any, copied: Any, memo: dict[int, Any]) -> None:
                 for key, tensor in tensors.items():
                     if tensor is not None and others.get(key) is not None:
                         memo.setdefault(id(tensor), others[key])
-
-
-def _keep_hooks(model: nn.Module, rebinding: Rebinding) -> None:
-    """Hooks stay behind, for they are no one's business but the user's, unless they may compute with weights."""
-    for module in model.modules():
-        for kind, flags in _COMPUTING_HOOKS.items():
-            for number, hook in vars(module)[kind].items():
-                if id(module) in rebinding.memo and holds_weights(hook):
-                    for name in (kind, *flags):
-                        theirs = vars(module)[name]
-                        if number in theirs:
-                            rebinding.memo[id(theirs)][number] = rebinding.of(theirs[number])
 
 
 def _shorten(choices: list[_Choice], memo: dict[int, Any]) -> None:

@@ -3,8 +3,8 @@
 The problem: what a model does is learnt from runs of copies, and it is sharded by putting other tensors in place of its
 own. Code that reaches a weight in a way that goes with neither (a global, a closure of a class, the weight itself kept
 in a list) computes with the one that was there before: the trace shows no use of the model's weight, the plan is wrong,
-and a comparison of copies with each other says that all is well. So each copy knows the parameters of what it was copied
-from, a sharded model those that it had before, and a run that meets one of them is refused by name.
+and a comparison of copies with each other says that all is well. So each copy knows the parameters of what it was
+copied from, a sharded model those that it had before, and a run that meets one of them is refused by name.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoplan.capture.copies import copied
 from autoplan.capture.called import calls_the_model
+from autoplan.capture.copies import copied
 from autoplan.capture.reference_path import on_reference_path
 from autoplan.check.checks import Check, judge
 from autoplan.check.compare import tolerance_for

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoplan.capture.copies import copied
 from autoplan.analyse.axes import Axes
 from autoplan.analyse.events import Event
 from autoplan.analyse.heads import gathered_leaves
 from autoplan.analyse.terms import Term, factors, find, leaves, segments
 from autoplan.capture.called import call
+from autoplan.capture.copies import copied
 from autoplan.capture.dtypes import working_dtype
 from autoplan.check.compare import error_of, tolerance_for
 from autoplan.check.ranks import one_compute_thread

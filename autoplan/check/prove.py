@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from autoplan.capture.copies import copied
 from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_real
+from autoplan.capture.copies import copied
 from autoplan.capture.dtypes import inputs_in, working_dtype
 from autoplan.capture.inputs import make_inputs
 from autoplan.capture.source import Source

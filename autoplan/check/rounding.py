@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from autoplan.capture.copies import copied
 from autoplan.capture.called import call
+from autoplan.capture.copies import copied
 from autoplan.capture.dtypes import inputs_in
 from autoplan.check.ranks import Engine, one_compute_thread, run_processes, run_ranks
 from autoplan.check.subject import tensors_in
