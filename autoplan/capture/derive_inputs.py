@@ -20,8 +20,9 @@ from torch import nn
 from autoplan.capture.consumers import Want, Watch
 from autoplan.capture.draw import Draw
 from autoplan.capture.dry_run import SMALL, depends_on_data, own, quiet, with_storage, without_storage
+from autoplan.capture.outside import refusing_outsiders
 from autoplan.common.dtypes import working_dtype
-from autoplan.common.errors import CaptureError
+from autoplan.common.errors import CaptureError, OutsideError
 from autoplan.common.random_values import untouched_randomness
 
 __all__ = ["derive"]
@@ -137,11 +138,13 @@ class _Trial:
         return telling or CaptureError("the guesses go round in circles")
 
     def _run(self, guesses: dict[str, _Guess], watch: Watch) -> Exception | None:
-        with self.mode, torch.no_grad():
+        with self.mode, torch.no_grad(), refusing_outsiders(self.twin):
             values = {name: own(value) for name, value in self.draw(guesses).items()}
             try:
                 with watch.over({n: v for n, v in values.items() if isinstance(v, torch.Tensor)}, self.twin):
                     self.twin(**values)
+            except OutsideError:
+                raise
             except Exception as error:  # the user's forward, run on a guess, may raise anything
                 return error
         return None

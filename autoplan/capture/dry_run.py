@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 from autoplan.capture.consumers import tensors_within
 from autoplan.capture.fold import fold
 from autoplan.capture.known_values import KnownValues
+from autoplan.capture.outside import refusing_outsiders
+from autoplan.common.errors import OutsideError
 from autoplan.common.random_values import untouched_randomness
 from autoplan.patches.kernels import on_reference_path
 from autoplan.patches.uncached import uncached_functions
@@ -73,7 +75,7 @@ class Twin:
 
     def run(self, function: Callable[..., Any], keywords: Mapping[str, Any]) -> Any:
         """Call the module or a method of it, without leaving a trace; what it raises is raised."""
-        with untouched_randomness(0), quiet(), on_reference_path(), torch.no_grad():
+        with untouched_randomness(0), quiet(), on_reference_path(), torch.no_grad(), refusing_outsiders(self.module):
             if self.known is None:
                 return function(**{name: own(value) for name, value in keywords.items()})
             with uncached_functions(self.module), self.known as known:
@@ -125,6 +127,8 @@ def _call(twin: Twin, keywords: Mapping[str, Any]) -> Tried:
     try:
         with reads:
             twin.run(twin.module, keywords)
+    except OutsideError:
+        raise
     except Exception as error:  # someone else's forward may raise anything
         raised = error
     failure = None if raised is None or depends_on_data(raised) else raised

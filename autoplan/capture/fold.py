@@ -22,6 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoplan.capture.copies import Rebinding
+from autoplan.capture.outside import remember_original
+from autoplan.capture.weight_hooks import keep_weight_hooks, weight_hooks
 from autoplan.common.errors import CaptureError
 from autoplan.values import Fold
 
@@ -74,9 +77,13 @@ def fold(model: nn.Module, replace: Replace | None = None, *, fold: bool = True)
         for position in choice.kept:
             key = choice.keys[position]
             copies[key] = _deepcopy(blocks[key], memo, f"{choice.name}.{key}")
-        for key, representative in choice.members:  # a plain list that also holds the block gets its representative
-            memo[id(blocks[key])] = copies[representative]
+        for key, representative in choice.members:
+            _stand_for(blocks[key], copies[representative], memo)
     module = _deepcopy(model, memo, "")
+    rebinding = Rebinding(memo)
+    keep_weight_hooks(model, rebinding)
+    rebinding.everything()
+    remember_original(module, model)
     _shorten(choices, memo)
     for choice in choices:
         if isinstance(choice.container, nn.ModuleList):
@@ -230,6 +237,7 @@ def _describe(block: nn.Module, configs: _Configs) -> tuple[Hashable, dict[Hasha
         content.append((name, type(module)))
         for tensors in (module._parameters, module._buffers):
             content.extend((key, t.shape, t.dtype) for key, t in tensors.items() if t is not None)
+        content.extend((name, kind, getattr(hook, "__code__", type(hook))) for kind, _, hook in weight_hooks(module))
         for key, value in module.__dict__.items():
             if key in _BASE_STATE:
                 continue
@@ -315,6 +323,19 @@ def _plant_tensors(model: nn.Module, left_out: dict[int, _Choice], replace: Repl
                 visit(child, dot + key)
 
     visit(model, "")
+
+
+def _stand_for(block: Any, copied: Any, memo: dict[int, Any]) -> None:
+    """Whoever else holds the block or a part of it (a plain list, a function) gets that of its representative."""
+    memo[id(block)] = copied
+    parts = dict(copied.named_modules())
+    for name, module in block.named_modules():
+        if (part := parts.get(name)) is not None:
+            memo.setdefault(id(module), part)
+            for tensors, others in (module._parameters, part._parameters), (module._buffers, part._buffers):
+                for key, tensor in tensors.items():
+                    if tensor is not None and others.get(key) is not None:
+                        memo.setdefault(id(tensor), others[key])
 
 
 def _shorten(choices: list[_Choice], memo: dict[int, Any]) -> None:

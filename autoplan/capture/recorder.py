@@ -21,9 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from autoplan.capture.called import call
 from autoplan.capture.known_values import KnownValues
+from autoplan.capture.outside import outsiders_of
 from autoplan.capture.traced_ints import Escapes, TracedInt, integer_attributes, trace_attributes
 from autoplan.common.code_place import call_name, code_place
-from autoplan.common.errors import CaptureError
+from autoplan.common.errors import CaptureError, OutsideError
 from autoplan.common.nested import flatten_tensors, signature_names
 from autoplan.patches.uncached import uncached_functions
 from autoplan.values import Call, Fold, ModuleVisit, Op, Ref, Symbolic, TensorInfo, Trace
@@ -53,6 +54,7 @@ class Recording:
         self.frames: list[list[Any]] = [["", 0, 0, None]]  # module, visit, next position, index into visits
         self.visit_counts: Counter[str] = Counter()
         self.grad_enabled = True
+        self.outsiders = outsiders_of(model)
         self.op_values: list[Any] | None = [] if keep_values else None
         self._register_state()
 
@@ -79,6 +81,8 @@ class Recording:
     def encode(self, value: Any) -> Any:
         """A runtime value as plain data: tensors become Refs, traced ints Symbolic, torch objects their names."""
         if isinstance(value, torch.Tensor):
+            if id(value) not in self.ids or id(value) in self.outsiders.originals:
+                self.outsiders.refuse(value, self.frames[-1][0])
             return Ref(self.id_of(value))
         if isinstance(value, TracedInt):
             return Symbolic(int(value), value.origin)
@@ -300,6 +304,8 @@ def record(
             stack.enter_context(_CallRecorder(recording))
             try:
                 call(model, kwargs)
+            except OutsideError:
+                raise
             except Exception as error:
                 raise _cannot_run(error, recording, entry) from error
     real = fake_mode is None

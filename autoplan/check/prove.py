@@ -7,7 +7,6 @@ unproven: a plan is proven only if its clone ran on simulated ranks too.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from torch import nn
 
 from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_real
+from autoplan.capture.copies import copied
 from autoplan.common.dtypes import inputs_in, working_dtype
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import Wish
@@ -171,7 +171,7 @@ def _recorded_clone(source: Source) -> tuple[nn.Module, dict[str, Any], Captured
             clone = one.tiny(dtype=dtype, experts="batched_mm")
             made = make_inputs(clone, model_type=one.model_type, inputs=one.inputs)
             entries = inputs_in(working_dtype(clone), made.entries)
-            return clone, entries, capture_real(copy.deepcopy(clone), entries, keep_values=True)
+            return clone, entries, capture_real(copied(clone), entries, keep_values=True)
         except AutoplanError as error:
             refusal = refusal or error
     assert refusal is not None

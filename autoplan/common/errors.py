@@ -6,6 +6,7 @@ __all__ = [
     "AutoplanError",
     "CaptureError",
     "IndivisibleError",
+    "OutsideError",
     "PlanFileError",
     "PlanMismatchError",
     "PlanRefusedError",
@@ -28,6 +29,10 @@ class SourceError(AutoplanError):
 
 class CaptureError(AutoplanError):
     """A model's forward could not be run, or inputs could not be made for it."""
+
+
+class OutsideError(AutoplanError):
+    """A run of a model reaches weights past the model itself, where neither copies nor shards of it are found."""
 
 
 class IndivisibleError(AutoplanError):

@@ -19,6 +19,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from transformers import PretrainedConfig, PreTrainedModel
 
+from autoplan.capture.copies import copied
 from autoplan.common.dtypes import cast_numbers
 from autoplan.common.errors import SourceError
 from autoplan.common.random_values import BUILDING, fill_meta, randomise, untouched_randomness
@@ -84,7 +85,7 @@ class Source:
             model = self._tiny_from_config(variant, dtype, experts, attention)
         elif self._small:
             assert self.given is not None
-            model = copy.deepcopy(self.given)
+            model = copied(self.given)
             model = fill_meta(model, seed) if _on_meta(model) else model.cpu()
             cast_numbers(model, dtype)
         elif self._adapted:

@@ -42,7 +42,7 @@ def start_and_collect(target: Callable[..., Any], args: tuple[Any, ...], world_s
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise AutoplanError(
             f"{getattr(target, '__qualname__', target)!r} cannot be sent to other processes: {error}",
-            hint="use a function at the top of a module with picklable arguments, or engine='threads'",
+            hint="use functions at the top of a module (a lambda in a model cannot be sent), or engine='threads'",
         ) from error
     context = _context()
     with tempfile.TemporaryDirectory(prefix="autoplan-ranks-") as folder:

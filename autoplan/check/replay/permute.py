@@ -11,7 +11,6 @@ which the model makes different constants (the slopes of ALiBi). Those are left 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from autoplan.analyse.splits.model_ends import gathered_leaves
 from autoplan.axes.events import Event
 from autoplan.axes.terms import Term, factors, find, leaves, segments
 from autoplan.capture.called import call
+from autoplan.capture.copies import copied
 from autoplan.check.ranks.run import one_compute_thread
 from autoplan.check.verify.compare import error_of, tolerance_for
 from autoplan.check.verify.subject import tensors_in
@@ -109,7 +109,7 @@ class _Law:
         found: dict[str, torch.Tensor] = {}
         with torch.no_grad(), one_compute_thread(), random_streams.fork(0):
             for entry, inputs in self.entries.items():
-                outputs = tensors_in(call(copy.deepcopy(self.model), inputs))  # a run may keep tables for the next
+                outputs = tensors_in(call(copied(self.model), inputs))  # a run may keep tables for the next
                 found.update({f"{entry} {name}": tensor.detach() for name, tensor in outputs.items()})
         return found
 

@@ -6,11 +6,11 @@ precision inside is given double (`lifted.py`); only what cannot be traced so is
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autoplan.capture.copies import copied
 from autoplan.check.verify.sharded import CANNOT_RUN
 from autoplan.common.errors import AutoplanError
 
@@ -74,7 +74,7 @@ def _traced(source: Any, model: Any, entries: Mapping[str, Any]) -> bool:
     if _calls(_made(source, model, 2, 10)) < len(calls_the_model(entries)):
         return False
     try:
-        capture_any(copy.deepcopy(model), dict(entries))
+        capture_any(copied(model), dict(entries))
     except AutoplanError:
         return False
     return True
@@ -91,11 +91,11 @@ def _needs_lifting(model: Any, entries: Mapping[str, Any]) -> bool:
     with torch.no_grad():
         for entry in entries.values():
             try:
-                call(copy.deepcopy(model), entry)
+                call(copied(model), entry)
             except CANNOT_RUN:
                 lifted = True
                 with Lifted():
-                    call(copy.deepcopy(model), entry)
+                    call(copied(model), entry)
     return lifted
 
 
@@ -105,7 +105,7 @@ def _built(source: Any, dtype: Any) -> tuple[Any, str]:
 
     given = source.given
     if given is not None and _is_small_and_real(given):
-        model = copy.deepcopy(given).cpu()
+        model = copied(given).cpu()
         cast_numbers(model, dtype)
         randomise(model)
         return model.eval(), "the model itself with random weights"
@@ -129,7 +129,7 @@ def entries_at(source: Any, model: Any, *, batch: int, length: int) -> dict[str,
 
     made = _made(source, model, batch, length)
     if made.notes:
-        probe = copy.deepcopy(model)
+        probe = copied(model)
         cast_numbers(probe, torch.float32)
         made = max(made, _made(source, probe, batch, length), key=_calls)
     return inputs_in(working_dtype(model), made.entries)

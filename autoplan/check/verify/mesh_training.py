@@ -9,7 +9,6 @@ weights, and resumed.
 
 from __future__ import annotations
 
-import copy
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from autoplan.capture.called import calls_the_model
+from autoplan.capture.copies import copied
 from autoplan.check.ranks.run import Engine, RankError, RankTimeout, run_processes, run_ranks
 from autoplan.check.verify.checks import Check, judge
 from autoplan.check.verify.compare import tolerance_for
@@ -68,7 +68,7 @@ def check_training(
     name = max(entries, key=lambda entry: len(entries[entry]))  # with pictures, where there are any
     shapes = [entries[name], others.get(name, entries[name])]
     batches = tuple(shapes[place % 2] for place in range(mesh.data_size))
-    lifted = can_be_lifted(Subject(copy.deepcopy(model).eval(), entries))
+    lifted = can_be_lifted(Subject(copied(model).eval(), entries))
     reference, max_norm, rate = _reference(model, batches, lifted)
     findings: list[Finding] = []
     done: list[str] = []
@@ -101,7 +101,7 @@ def _reference(model: nn.Module, batches: Sequence[Inputs], lifted: bool) -> tup
     from autoplan.execute.randomness import streams as random_streams
 
     with random_streams.fork():
-        subject = Subject(copy.deepcopy(model).eval(), {}, lifted=lifted)
+        subject = Subject(copied(model).eval(), {}, lifted=lifted)
         _mean_loss(subject, batches).backward()
         first = float(torch.nn.utils.get_total_norm([g for g in subject.gradients().values()]))
         max_norm = 0.5 * first if first else 1.0
@@ -150,11 +150,11 @@ def _optimizer(model: nn.Module, rate: float) -> torch.optim.Optimizer:
 
 def _run(job: _Job, engine: Engine, timeout: float) -> list[Observation]:
     def own() -> _Job:
-        other = copy.deepcopy(job.model)
+        other = copied(job.model)
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.mul_(0.5)
-        return replace(job, model=copy.deepcopy(job.model).eval(), other=other.eval())
+        return replace(job, model=copied(job.model).eval(), other=other.eval())
 
     if engine == "gloo":
         return run_processes(_on_rank, (own(),), job.mesh.ranks, timeout=timeout)

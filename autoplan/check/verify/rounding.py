@@ -11,7 +11,6 @@ An error is |got - truth| / |truth|, as norms of the whole layer's output.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from autoplan.capture.called import call
+from autoplan.capture.copies import copied
 from autoplan.check.ranks.run import Engine, one_compute_thread, run_processes, run_ranks
 from autoplan.check.verify.subject import tensors_in
 from autoplan.common.dtypes import inputs_in
@@ -101,7 +101,7 @@ def _spread(job: _Job, engine: Engine, mesh: Any) -> dict[str, dict[str, float]]
 
 def _in_dtype(job: _Job, dtype: torch.dtype) -> _Job:
     """A copy of the model and its inputs in a dtype."""
-    return _Job(copy.deepcopy(job.model).eval().to(dtype), inputs_in(dtype, job.entries), job.plan, job.layers)
+    return _Job(copied(job.model).eval().to(dtype), inputs_in(dtype, job.entries), job.plan, job.layers)
 
 
 def _on_ranks(job: _Job, engine: Engine, mesh: Any) -> list[Outputs]:

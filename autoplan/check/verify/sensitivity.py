@@ -8,13 +8,13 @@ last bit; what that moves is no mistake of the plan's.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autoplan.capture.copies import copied
 from autoplan.check.verify.compare import Tolerance
 from autoplan.values import Finding
 
@@ -57,7 +57,7 @@ def _largest(errors: Errors) -> float:
 
 def _last_bits_changed(subject: Subject, seed: int) -> Any:
     """The subject on weights each of which is, or is not, the next larger number."""
-    model = copy.deepcopy(subject.model)
+    model = copied(subject.model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -8,16 +8,17 @@ without it.
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autoplan.capture.copies import copied
 from autoplan.check.ranks.run import Engine, RankError, RankTimeout, one_compute_thread, run_processes, run_ranks
-from autoplan.common.errors import AutoplanError
+from autoplan.common.errors import AutoplanError, OutsideError
 from autoplan.patches.kernels import where_it_runs
 from autoplan.values import Finding, Report
 
@@ -168,7 +169,7 @@ def _prepared(model: Any, entries: Mapping[str, Any], others: Mapping[str, Any])
     from autoplan.check.verify.checks import labels_for
     from autoplan.check.verify.subject import Subject
 
-    subject = Subject(copy.deepcopy(model).eval(), entries, others)
+    subject = Subject(copied(model).eval(), entries, others)
     subject = replace(subject, lifted=can_be_lifted(subject))
     return replace(subject, labels=labels_for(_copy(subject)))  # a run may leave hooks behind
 
@@ -179,7 +180,7 @@ def can_be_lifted(subject: Any) -> bool:
 
     if _dtype(subject.model) != torch.float64:
         return False
-    lifted = replace(subject, model=copy.deepcopy(subject.model), lifted=True)
+    lifted = replace(subject, model=copied(subject.model), lifted=True)
     try:
         with torch.no_grad():
             for inputs in subject.entries.values():
@@ -207,13 +208,24 @@ def _reference(subject: Any, wanted: tuple[str, ...]) -> tuple[dict[str, Any], d
 
 
 def _run_unsharded(check: Any, subject: Any) -> Any:
+    fresh = _copy(subject)
     try:
-        return check.run(_copy(subject))
+        with _attentively(check, fresh.model):
+            return check.run(fresh)
+    except OutsideError:
+        raise
     except CANNOT_RUN as error:
         raise AutoplanError(
             f"the unsharded model cannot go through check {check.name!r}: {_said(error)}",
             hint="pass inputs= that it runs with, or leave the check out",
         ) from error
+
+
+def _attentively(check: Any, model: Any) -> AbstractContextManager[None]:
+    """Looks out for weights that are not the model's, once: other checks run the same code."""
+    from autoplan.capture.outside import refusing_outsiders
+
+    return refusing_outsiders(model) if check.name == "forward" else nullcontext()
 
 
 def _dtype(model: Any) -> Any:
@@ -263,7 +275,7 @@ def _run(job: _Job, engine: Engine, mesh: Any, timeout: float) -> list[Any]:
 
 
 def _copy(subject: Any) -> Any:
-    return replace(subject, model=copy.deepcopy(subject.model), collectives={})
+    return replace(subject, model=copied(subject.model), collectives={})
 
 
 def _on_rank(rank: int, job: _Job) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -303,10 +315,11 @@ def _on_live_mesh(job: _Job, mesh: Any) -> list[Any]:
 
 def _observe(rank: int, job: _Job, mesh: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Shard the model, run the checks one after the other: their observations, and the collectives of one step."""
+    from autoplan.capture.outside import replacing
     from autoplan.check.verify.checks import CHECKS
 
     try:
-        model = job.sharding.shard(job.subject.model, mesh)
+        model = replacing(job.subject.model, lambda model: job.sharding.shard(model, mesh))
     except Exception as error:
         raise CheckFailed("sharding", _said(error)) from error
     subject = replace(job.subject, model=model, gather=job.sharding.gather, rank=rank)
@@ -315,7 +328,10 @@ def _observe(rank: int, job: _Job, mesh: Any) -> tuple[dict[str, Any], dict[str,
     for check in CHECKS:
         if check.name in job.checks:
             try:
-                seen[check.name] = check.run(subject)
+                with _attentively(check, model):
+                    seen[check.name] = check.run(subject)
+            except OutsideError as error:
+                raise CheckFailed(check.name, error.message) from error
             except Exception as error:
                 raise CheckFailed(check.name, f"the sharded model cannot run: {_said(error)}") from error
             if check.name == "forward":

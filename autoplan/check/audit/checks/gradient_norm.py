@@ -38,8 +38,7 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
 
 def _norms(subject: Subject, clone: Any, function: Any) -> tuple[float, list[float]]:
     """The unsharded gradients' norm, and what the function says on each rank."""
-    import copy
-
+    from autoplan.capture.copies import copied
     from autoplan.check.audit.trial import sharding_for
     from autoplan.check.ranks.run import one_compute_thread, run_ranks
     from autoplan.check.verify.subject import Subject as Running
@@ -48,12 +47,12 @@ def _norms(subject: Subject, clone: Any, function: Any) -> tuple[float, list[flo
     size = subject.numbers.tp_size
     sharding = sharding_for(subject.plan)
     with one_compute_thread():
-        whole = Running(copy.deepcopy(clone.model), clone.entries)
+        whole = Running(copied(clone.model), clone.entries)
         entry = next(iter(clone.entries.values()))
         whole.forward_and_backward(entry)
         unique = {p for p in whole.model.parameters() if p.grad is not None}
         want = math.sqrt(sum(float(p.grad.double().pow(2).sum()) for p in unique))
-        models = [copy.deepcopy(clone.model) for _ in range(size)]
+        models = [copied(clone.model) for _ in range(size)]
         got = run_ranks(partial(_on_rank, models=models, entry=entry, sharding=sharding, function=function), size)
     return want, got
 

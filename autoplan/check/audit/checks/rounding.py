@@ -7,10 +7,10 @@ asked for: exact there and different here is rounding, and its size is said.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
+from autoplan.capture.copies import copied
 from autoplan.check.audit.subject import Subject
 from autoplan.common.errors import AutoplanError
 from autoplan.values import Finding
@@ -47,7 +47,7 @@ def _spread(subject: Subject, clone: Any, dtype: str) -> tuple[float, float]:
     if not isinstance(wanted, torch.dtype):
         raise AutoplanError(f"dtype={dtype!r} is no torch dtype", hint="give 'bfloat16' or 'float16'")
     assert subject.numbers is not None
-    model = copy.deepcopy(clone.model)
+    model = copied(clone.model)
     cast_numbers(model, wanted)
     entries = inputs_in(wanted, clone.entries)
     report = check_sharding(model, entries, sharding_for(subject.plan), subject.numbers.tp_size, checks=("forward",))

@@ -1,0 +1,266 @@
+"""A copy of a model of which nothing reaches back into the original.
+
+The problem: `copy.deepcopy` takes functions as they are. A model that keeps `self.head = lambda x: x @
+self.emb.weight.t()` has a copy whose head still multiplies with the original's weights: a run of the copy says nothing
+about them, and a change of the copy does not change its head. The same holds for what is wrapped around functions and
+methods (caches, weak references, methods of lists and tensors) and for forward hooks that hold modules.
+
+So after deepcopy, with its own memo, whatever it took as it is and that reaches the model is made anew: functions get
+new cells, default arguments and attributes. What lies outside of the model (a global, a closure of a class) cannot be
+copied with it; `outside.py` notices when it is used.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Container, Iterator
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from autoplan.capture.outside import remember_original
+from autoplan.common.errors import AutoplanError
+
+__all__ = ["Rebinding", "copied", "holds_weights"]
+
+Model = TypeVar("Model", bound=nn.Module)
+_CACHED = type(functools.lru_cache(len))
+_TAKEN_AS_THEY_ARE = (FunctionType, MethodType, BuiltinFunctionType, _CACHED, weakref.ref, tuple)
+_ENDS = (type(None), type, ModuleType, str, bytes, int, float, complex)
+_PLAIN_CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque, bytearray)
+
+
+def copied(model: Model) -> Model:
+    """A deep copy of the model, functions that reach it included."""
+    memo: dict[int, Any] = {}
+    new = copy.deepcopy(model, memo)
+    Rebinding(memo).everything()
+    remember_original(new, model)
+    return new
+
+
+class Rebinding:
+    """Makes anew, in all that a deepcopy with this memo has made, what reaches the original of it."""
+
+    def __init__(self, memo: dict[int, Any]) -> None:
+        self.memo = memo
+        self._made: dict[int, tuple[Any, Any]] = {}  # id -> what deepcopy took as it is, and what stands for it
+        self._cold: dict[int, Any] = {}  # seen, and does not reach the model; kept alive for their ids
+        self._later: list[Callable[[], None]] = []
+        self._mended: set[int] = set()
+
+    def everything(self) -> None:
+        """Mend every copy in the memo, and those that are made for it on the way."""
+        while True:
+            fresh = [(key, made) for key, made in self.memo.items() if key not in self._mended and key != id(self.memo)]
+            if not fresh and not self._later:
+                return
+            for key, made in fresh:
+                self._mended.add(key)
+                if id(made) != key:
+                    self._mend(made)
+            while self._later:
+                self._later.pop()()
+
+    def of(self, original: Any) -> Any:
+        """What stands for this part of the original: a copy if it reaches the model, else the thing itself."""
+        if not self.reaches(original):
+            return original
+        for value in reachable(original, self.memo):
+            if isinstance(value, torch.Tensor) and not value.is_leaf:  # of a run long gone: deepcopy takes none
+                self.memo.setdefault(id(value), value)
+        try:
+            return self._anew(copy.deepcopy(original, self.memo))
+        except AutoplanError:
+            raise
+        except Exception as error:  # any object may refuse in any way
+            raise AutoplanError(
+                f"a copy of the model is needed to run it safely, but what one of its functions holds, a "
+                f"{type(original).__name__}, cannot be copied: {type(error).__name__}: {error}",
+                hint="let the function hold modules of the model alone, or make it a method of the model",
+            ) from error
+
+    def reaches(self, original: Any) -> bool:
+        """Can the model be reached from here, other than through globals and classes? Or a function with a list that
+        it may write to: it is the original's."""
+        seen: dict[int, Any] = {}
+        for value in reachable(original, self._cold):
+            if id(value) in self.memo and value is not self.memo or _keeps_a_container(value):
+                return True
+            seen[id(value)] = value
+        self._cold.update(seen)
+        return False
+
+    def _mend(self, made: Any) -> None:
+        if isinstance(made, torch.Tensor):
+            return
+        if isinstance(made, functools.partial):
+            self._mend_partial(made)
+        elif isinstance(made, list | deque):
+            for place, value in enumerate(made):
+                _put(made.__setitem__, place, value, self._anew(value))
+        elif isinstance(made, dict):
+            for key, value in list(made.items()):
+                _put(made.__setitem__, key, value, self._anew(value))
+        elif isinstance(made, set):
+            for value in list(made):
+                if (new := self._anew(value)) is not value:
+                    made.remove(value)
+                    made.add(new)
+        if isinstance(vars_of := getattr(made, "__dict__", None), dict):
+            for key, value in list(vars_of.items()):
+                _put(vars_of.__setitem__, key, value, self._anew(value))
+        for name in _slots(made):
+            value = getattr(made, name, None)
+            _put(functools.partial(object.__setattr__, made), name, value, self._anew(value))
+
+    def _mend_partial(self, made: Any) -> None:
+        func, args = self._anew(made.func), self._anew(made.args)
+        if func is not made.func or args is not made.args:
+            made.__setstate__((func, args, made.keywords, vars(made)))
+
+    def _anew(self, value: Any) -> Any:
+        """The same, if nothing that deepcopy takes as it is is in it and reaches the original."""
+        if not isinstance(value, _TAKEN_AS_THEY_ARE):
+            return value
+        known = self._made.get(id(value))
+        if known is None:
+            known = self._made[id(value)] = value, self._made_anew(value)
+            self._made.setdefault(id(known[1]), (known[1], known[1]))
+        return known[1]
+
+    def _made_anew(self, value: Any) -> Any:
+        if isinstance(value, tuple):
+            items = [self._anew(item) for item in value]
+            if all(new is old for new, old in zip(items, value, strict=True)):
+                return value
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if isinstance(value, MethodType):
+            function = self._anew(value.__func__)
+            return value if function is value.__func__ else MethodType(function, value.__self__)
+        if isinstance(value, weakref.ref):
+            new = self.memo.get(id(value()))
+            return value if new is None else weakref.ref(new)
+        if not self.reaches(value):
+            return value
+        if isinstance(value, FunctionType):
+            return self._function(value)
+        if isinstance(value, _CACHED):
+            cached: Any = value
+            return functools.lru_cache(**cached.cache_parameters())(self.of(cached.__wrapped__))
+        return getattr(self.of(value.__self__), value.__name__)
+
+    def _function(self, old: FunctionType) -> FunctionType:
+        cells = tuple(map(self._cell, old.__closure__)) if old.__closure__ is not None else None
+        new = FunctionType(old.__code__, old.__globals__, old.__name__, None, cells)
+        new.__qualname__, new.__module__, new.__doc__ = old.__qualname__, old.__module__, old.__doc__
+        new.__annotations__ = old.__annotations__
+
+        def fill() -> None:
+            new.__defaults__ = None if old.__defaults__ is None else tuple(map(self.of, old.__defaults__))
+            if old.__kwdefaults__ is not None:
+                new.__kwdefaults__ = {name: self.of(value) for name, value in old.__kwdefaults__.items()}
+            vars(new).update((name, self.of(value)) for name, value in vars(old).items())
+
+        self._later.append(fill)  # it may hold itself
+        return new
+
+    def _cell(self, old: CellType) -> CellType:
+        """Functions that share a cell go on sharing it. A list that they write to is theirs, not the original's."""
+        if id(old) in self._made:
+            found: CellType = self._made[id(old)][1]
+            return found
+        new = CellType()
+        self._made[id(old)] = old, new
+        try:
+            content = old.cell_contents  # kept alive, as all it holds, by the cell
+        except ValueError:  # not bound yet
+            return new
+        if type(content) in _PLAIN_CONTAINERS and not self.reaches(content):
+            self.memo[id(content)] = copy.copy(content)
+            new.cell_contents = self.memo[id(content)]
+        else:
+
+            def fill() -> None:
+                new.cell_contents = self.of(content)
+
+            self._later.append(fill)
+        return new
+
+
+def holds_weights(value: Any) -> bool:
+    """Can a module or a parameter be reached from here, other than through globals and classes?"""
+    return any(isinstance(one, nn.Module | nn.Parameter) for one in reachable(value))
+
+
+def reachable(value: Any, known: Container[int] = ()) -> Iterator[Any]:
+    """The value and all that can be reached from it, each once; what is known already is not entered."""
+    seen: dict[int, Any] = {}
+    todo = [value]
+    while todo:
+        one = todo.pop()
+        if id(one) not in seen and not isinstance(one, _ENDS):
+            seen[id(one)] = one
+            yield one
+            if id(one) not in known:
+                todo.extend(_parts_of(one))
+
+
+def _parts_of(value: Any) -> Iterator[Any]:
+    """What can be reached from a value in one step: items, attributes, what a function holds."""
+    if isinstance(value, torch.Tensor):
+        return
+    if isinstance(value, FunctionType):
+        yield from _contents(value)
+        yield from value.__defaults__ or ()
+        yield from (value.__kwdefaults__ or {}).values()
+    elif isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+        return  # its attributes are the function's
+    elif isinstance(value, BuiltinFunctionType):
+        yield value.__self__
+    elif isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, _CACHED):
+        yield value.__wrapped__
+    elif isinstance(value, weakref.ref):
+        yield value()
+    elif isinstance(value, dict):
+        yield from list(value.keys())
+        yield from list(value.values())
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        yield from list(value)
+    if isinstance(inside := getattr(value, "__dict__", None), dict):
+        yield from list(inside.values())
+    yield from (getattr(value, name, None) for name in _slots(value))
+
+
+def _contents(function: FunctionType) -> Iterator[Any]:
+    """What its closure holds."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not bound yet
+            continue
+
+
+def _keeps_a_container(value: Any) -> bool:
+    return isinstance(value, FunctionType) and any(type(content) in _PLAIN_CONTAINERS for content in _contents(value))
+
+
+def _slots(value: Any) -> Iterator[str]:
+    for cls in type(value).__mro__:
+        named = cls.__dict__.get("__slots__", ())
+        for name in (named,) if isinstance(named, str) else named:
+            if name not in ("__dict__", "__weakref__"):
+                yield f"_{cls.__name__.lstrip('_')}{name}" if name[:2] == "__" != name[-2:] else name
+
+
+def _put(write: Callable[[Any, Any], Any], place: Any, old: Any, new: Any) -> None:
+    if new is not old:
+        write(place, new)

@@ -1,0 +1,42 @@
+"""Forward hooks that compute with weights.
+
+Hooks are left behind when a model is copied to be recorded: they are the user's business (they log, count, collect) and
+must not see runs of ours. But a hook that holds a module or a parameter may compute with it; then it is a part of the
+model's forward like any other, and goes along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from autoplan.capture.copies import Rebinding, holds_weights
+
+__all__ = ["keep_weight_hooks", "weight_hooks"]
+
+_KINDS = {  # and what is noted about them
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+}
+
+
+def weight_hooks(module: nn.Module) -> Iterator[tuple[str, int, Any]]:
+    """Kind, number and function of each."""
+    for kind in _KINDS:
+        for number, hook in vars(module)[kind].items():
+            if holds_weights(hook):
+                yield kind, number, hook
+
+
+def keep_weight_hooks(model: nn.Module, rebinding: Rebinding) -> None:
+    """Give those of the model to the copy, where the copy has empty hooks so far."""
+    for module in model.modules():
+        if id(module) not in rebinding.memo:
+            continue
+        for kind, number, _ in weight_hooks(module):
+            for name in (kind, *_KINDS[kind]):
+                theirs = vars(module)[name]
+                if number in theirs and id(theirs) in rebinding.memo:  # not in a block that was left out
+                    rebinding.memo[id(theirs)][number] = rebinding.of(theirs[number])
