@@ -17,6 +17,9 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
+# Tests run in so many processes, file by file: SPREAD= runs them in one.
+SPREAD ?= -n 2 --dist loadfile
+
 # Libraries that take our plans. Automodel comes without what it needs itself: only its way of reading plans is run.
 HOSTS  ?= nemo-automodel
 
@@ -48,10 +51,10 @@ demo: $(VENV)/base  ## plan Llama-3.1-8B's shape at tp 8, then prove it on 2 sim
 	$(BIN)/autoplan verify $(DEMO) --tp 2
 
 test: $(VENV)/dev  ## run the tests, but for the slow ones
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(SPREAD)
 
 test-all: $(VENV)/dev  ## run every test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SPREAD)
 
 test-hosts: $(VENV)/hosts  ## run what needs other libraries: models under PEFT, plans in Automodel's hands
 	$(BIN)/python -m pytest -m hosts
