@@ -112,11 +112,17 @@ ENGINES = (
     Private(
         f"{_PG}.ProcessLocalGroup._terminate", "waiting ranks are sent away when another has failed", _threaded_group
     ),
-    Private(f"{_PG}.ProcessLocalGroup._coll_lock", "likewise", _threaded_group),
-    Private(f"{_PG}.ProcessLocalGroup._cur_coll_on_pgs", "likewise", _threaded_group),
+    Private(
+        f"{_PG}.ProcessLocalGroup._coll_lock", "waiting ranks are sent away when another has failed", _threaded_group
+    ),
+    Private(
+        f"{_PG}.ProcessLocalGroup._cur_coll_on_pgs",
+        "waiting ranks are sent away when another has failed",
+        _threaded_group,
+    ),
     Private(f"{_PG}.Collective", "a rank that waits in a collective is told by its frame", _collective),
     Private(f"{_PG}.Collective._start_cond", "waiting ranks are woken", _collective),
-    Private(f"{_PG}.Collective._done_cond", "likewise", _collective),
+    Private(f"{_PG}.Collective._done_cond", "waiting ranks are woken", _collective),
     Private(
         f"{_PG}.ThreadLocalWorld",
         f"{_RANKS}, and a world for each",
@@ -147,7 +153,11 @@ ENGINES = (
         "Python asked for a value that is not there",
         _depends_on_data,
     ),
-    Private("torch._subclasses.fake_tensor.DynamicOutputShapeException", "likewise for a size", _depends_on_data),
+    Private(
+        "torch._subclasses.fake_tensor.DynamicOutputShapeException",
+        "Python asked for a size that depends on values that are not there",
+        _depends_on_data,
+    ),
     Private("torch.utils._python_dispatch.TorchDispatchMode", "every op of a run is seen", _dispatch),
     Private(
         "torch.utils._python_dispatch._disable_current_modes",

@@ -75,6 +75,16 @@ def _hook_flag() -> bool:
     return "_output_capturing_hooks_installed" in source
 
 
+def _single_layers() -> bool:
+    """Fields of single layers stand in the config, by layer; before there were any, there is nothing to find."""
+    from transformers import LlamaConfig
+
+    if not hasattr(LlamaConfig, "per_layer_config"):
+        return True
+    config = LlamaConfig(num_hidden_layers=2, per_layer_config={1: {"intermediate_size": 8}})
+    return bool(vars(config)["_heterogeneity_spec"].per_layer_overrides == {1: {"intermediate_size": 8}})
+
+
 _TP = "transformers.distributed"
 OTHERS = (
     Private(
@@ -84,7 +94,7 @@ OTHERS = (
     ),
     Private(
         f"{_TP}.tensor_parallel.apply_tensor_parallelism",
-        "likewise",
+        "a plan in transformers' words is run by transformers",
         _has(f"{_TP}.tensor_parallel.apply_tensor_parallelism"),
     ),
     Private(
@@ -102,7 +112,7 @@ OTHERS = (
     ),
     Private(
         "transformers.core_model_loading.rename_source_key",
-        "likewise",
+        "names in checkpoints are those that transformers would read",
         _has("transformers.core_model_loading.rename_source_key", "source_key"),
     ),
     Private(
@@ -120,9 +130,13 @@ OTHERS = (
         "inner outputs of a model in another process",
         _record_registry,
     ),
-    Private("transformers.utils.output_capturing._CAN_RECORD_REGISTRY", "likewise", _record_registry),
     Private(
-        "transformers.utils.output_capturing: _output_capturing_hooks_installed",
+        "transformers.utils.output_capturing._CAN_RECORD_REGISTRY",
+        "inner outputs of a model in another process",
+        _record_registry,
+    ),
+    Private(
+        "transformers.PreTrainedModel._output_capturing_hooks_installed",
         "a copy of a model has none of its hooks",
         _hook_flag,
     ),
@@ -149,7 +163,7 @@ OTHERS = (
     Private(
         "transformers.PretrainedConfig._heterogeneity_spec",
         "layers whose sizes differ are shrunk alike",
-        _has("transformers.PretrainedConfig.per_layer_config"),
+        _single_layers,
     ),
     Private(
         "concurrent.futures.ProcessPoolExecutor._processes",

@@ -177,15 +177,16 @@ def _places_of_blocks() -> bool:
     return blocks[0] is blocks._modules["1"]
 
 
-def _wrapped_names() -> bool:
+def _compiled_name() -> bool:
+    linear = nn.Linear(1, 1)
+    return torch.compile(linear)._orig_mod is linear
+
+
+def _checkpointed_name() -> bool:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     linear = nn.Linear(1, 1)
-    return torch.compile(linear)._orig_mod is linear and checkpoint_wrapper(linear)._checkpoint_wrapped_module is linear
-
-
-def _member(name: str, of: Callable[[], Any] = lambda: nn.BatchNorm1d(1)) -> Callable[[], bool]:
-    return lambda: hasattr(of(), name)
+    return checkpoint_wrapper(linear)._checkpoint_wrapped_module is linear
 
 
 def _state_of_module(name: str, kind: type = dict) -> Callable[[], bool]:
@@ -268,7 +269,9 @@ TORCH = (
         "a parametrized module is sent to another process",
         _parametrized,
     ),
-    Private("torch.nn.utils.parametrize._inject_property", "likewise", _parametrized),
+    Private(
+        "torch.nn.utils.parametrize._inject_property", "a parametrized module is sent to another process", _parametrized
+    ),
     Private(
         "torch.distributed.tensor.placement_types._StridedShard",
         "a weight dealt out in interleaved pieces is told by it",
@@ -286,13 +289,15 @@ TORCH = (
     ),
     Private("torch.Tensor._version", "a cache that was changed in place is noticed", _version),
     Private("torch.Tensor._backward_hooks", "hooks on a parameter would be lost: refused", _gradient_hooks),
-    Private("torch.Tensor._post_accumulate_grad_hooks", "likewise", _gradient_hooks),
+    Private("torch.Tensor._post_accumulate_grad_hooks", "hooks on a parameter would be lost: refused", _gradient_hooks),
     Private(
         "torch.nn.Module._parameters",
         "parameters are replaced where torch itself keeps them",
         _state_of_module("_parameters"),
     ),
-    Private("torch.nn.Module._buffers", "buffers likewise", _state_of_module("_buffers")),
+    Private(
+        "torch.nn.Module._buffers", "buffers are replaced where torch itself keeps them", _state_of_module("_buffers")
+    ),
     Private("torch.nn.Module._modules", "blocks are left out of a copy that is recorded", _state_of_module("_modules")),
     Private(
         "torch.nn.Module._non_persistent_buffers_set",
@@ -321,10 +326,15 @@ TORCH = (
         _places_of_blocks,
     ),
     Private("torch.nn.RNNBase._flat_weights", "recurrent layers compute with a list of their weights", _flat),
-    Private("torch.nn.RNNBase._flat_weights_names", "likewise", _flat),
+    Private("torch.nn.RNNBase._flat_weights_names", "recurrent layers compute with a list of their weights", _flat),
     Private(
-        "torch.compile: _orig_mod, checkpoint_wrapper: _checkpoint_wrapped_module",
-        "levels that stand in no checkpoint's names",
-        _wrapped_names,
+        "torch._dynamo.OptimizedModule._orig_mod",
+        "torch.compile puts a level in between that stands in no checkpoint's names",
+        _compiled_name,
+    ),
+    Private(
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper._checkpoint_wrapped_module",
+        "checkpoint_wrapper puts a level in between that stands in no checkpoint's names",
+        _checkpointed_name,
     ),
 )

@@ -20,10 +20,14 @@ _BY_TEXT = ("getattr", "hasattr", "setattr", "delattr")
 
 
 def files() -> dict[str, str]:
-    """Every source file of the package, by its path from the repository's root."""
+    """Every source file of the package, by its path from the repository's root, but for those that hold canaries.
+
+    To try a private name a canary needs others, that nothing else relies on.
+    """
     return {
         path.relative_to(PACKAGE.parent).as_posix(): path.read_text(encoding="utf-8")
         for path in sorted(PACKAGE.rglob("*.py"))
+        if not path.name.startswith("private_")
     }
 
 

@@ -5,14 +5,18 @@ A canary that fails here says which, by name: the installed torch or transformer
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autoplan.common.errors import AutoplanError
+from autoplan.patches.limits import entry_of, generated, with_generated
 from autoplan.patches.patched import Private, require
-from autoplan.patches.registry import ENTRIES, PRIVATE
+from autoplan.patches.registry import ENTRIES
 from autoplan.patches.uses import files, private_uses
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
@@ -28,7 +32,7 @@ def test_a_canary_fails_by_name(canary: Any) -> None:
 
 
 def test_a_version_that_moves_a_thing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.optim import Optimizer, SGD
+    from torch.optim import SGD, Optimizer
 
     monkeypatch.setattr(SGD, "__init__", lambda self, params, lr: vars(self).update(param_groups=[{"params": params}]))
     (optimizers,) = [entry for entry in ENTRIES if entry.name == "creation of optimizers"]
@@ -37,15 +41,10 @@ def test_a_version_that_moves_a_thing_is_noticed(monkeypatch: pytest.MonkeyPatch
     assert not hasattr(Optimizer.__init__, "__wrapped__")
 
 
-def is_entered(use: str) -> bool:
-    """A dotted use belongs to an entry of that name or of what it is a part of; an attribute to any entry that ends so."""
-    if "." in use:
-        return any(use == one.name or use.startswith(f"{one.name}.") for one in PRIVATE)
-    return any(use == one.name.rpartition(".")[2] or f": {use}" in one.name for one in PRIVATE)
-
-
 def test_every_private_name_in_the_code_has_a_canary() -> None:
-    missing = {f"{path}: {use}" for path, source in files().items() for use in private_uses(source) if not is_entered(use)}
+    missing = {
+        f"{path}: {use}" for path, source in files().items() for use in private_uses(source) if entry_of(use) is None
+    }
     assert not missing, f"enter these in autoplan/patches/private_*.py, each with a canary: {sorted(missing)}"
 
 
@@ -74,4 +73,18 @@ rule("_softmax")
         "_looked_up",
         "_got",
     }
-    assert not is_entered("torch._dynamo.reset") and not is_entered("_theirs")
+    assert entry_of("torch._dynamo.reset") is None and entry_of("_theirs") is None
+
+
+def test_the_page_of_limits_is_what_registry_and_source_say() -> None:
+    page = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
+    assert page == with_generated(page), "run: python -m autoplan.patches.limits docs/limits.md"
+    for entry in ENTRIES:
+        assert entry.name in page and entry.why in page
+
+
+def test_the_page_names_the_files() -> None:
+    rows = {row.split("|")[1].strip(): row for row in generated().splitlines() if row.startswith("| `")}
+    assert "`execute/parameters/local_views.py`" in rows["`torch._C._is_torch_function_mode_enabled`"]
+    assert not [name for name, row in rows.items() if not row.rstrip("| ").endswith("`")], "an entry that nobody uses"
+    assert "`execute/parameters/held.py`" in rows["`torch.nn.Module._parameters`"]
