@@ -22,6 +22,7 @@ from autoplan.execute.collectives import RankGroup
 from autoplan.execute.hooks.install import ModuleWork, install, install_root
 from autoplan.execute.hooks.running import Running
 from autoplan.execute.parameters.integers import apply_edit
+from autoplan.execute.parameters.optimizer_state import stop_following
 from autoplan.execute.parameters.shard import mesh_device, prepare_parameters
 from autoplan.execute.randomness.dropout import SharedRandomness
 from autoplan.execute.reproducible import make_reproducible
@@ -166,6 +167,7 @@ def undo_all(model: nn.Module) -> None:
 
 
 def _undo(model: nn.Module, undo: list[Callable[[], None]]) -> None:
+    stop_following(model)
     _roll_back(undo)
     model.__dict__.pop(_RECORD, None)
 

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Lifted"]
+from autoplan.patches.patched import Patch
+
+__all__ = ["DOUBLE_PRECISION", "Lifted"]
 
 
 class Lifted(TorchFunctionMode):
@@ -33,3 +35,22 @@ class Lifted(TorchFunctionMode):
 
 def _lifted(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
+
+
+def _canary() -> bool:
+    """Do all ways of asking for single precision come past a function mode?"""
+    x = torch.ones(2, dtype=torch.float64)
+    with Lifted():
+        asked = (x.float(), x.to(torch.float32), x.sum(dtype=torch.float32), torch.full((1,), 0.5), torch.tensor(0.5))
+    return all(found.dtype == torch.float64 for found in asked) and x.float().dtype == torch.float32
+
+
+DOUBLE_PRECISION = Patch(
+    name="double precision",
+    replaces="torch.float32 in calls of torch functions, by torch.float64 (a torch function mode)",
+    why="what a float64 model computes in float32 inside would look like an error of the plan",
+    scope="while a float64 model is checked",
+    undone="the mode is left",
+    where="autoplan/patches/double_precision.py",
+    canary=_canary,
+)

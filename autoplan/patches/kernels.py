@@ -9,6 +9,7 @@ device itself. Either way the plan says whose reference was read.
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import sys
 import threading
@@ -22,7 +23,17 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["OptionalKernel", "kernel_note", "on_reference_path", "optional_kernels", "where_it_runs"]
+from autoplan.patches.patched import Patch, Place, patched
+
+__all__ = [
+    "KERNEL_GUARDS",
+    "REFERENCE_PATH",
+    "OptionalKernel",
+    "kernel_note",
+    "on_reference_path",
+    "optional_kernels",
+    "where_it_runs",
+]
 
 _HOME = "transformers.integrations.hub_kernels"
 _ASKED = "is_torchdynamo_exporting"  # transformers' question before it takes a kernel
@@ -30,30 +41,65 @@ _KEPT = ("package", "func_name", "is_new_implementation", "torch_function")  # i
 _NO_KERNELS = ("torch", "transformers", "numpy", *sys.stdlib_module_names)
 _LIBRARIES, _MODELS = ("torch.", "builtins", "transformers."), "transformers.models."
 _lock = threading.Lock()
-_users = 0
-_original: Any = None
+
+
+def _takes_reference() -> bool:
+    """Does a decorated function keep in its closure what we read there, and take its reference for an exporter?"""
+    home = importlib.import_module(_HOME)
+    decorator = getattr(home, "use_kernel_func_from_hub_with_fallback", None)
+    if decorator is None:  # no such kernels in this version: nothing is replaced
+        return not hasattr(home, _ASKED)
+
+    def reference(x: Any) -> str:
+        return "reference"
+
+    decorated = decorator("sqrt", "math")(reference)  # stands for an installed kernel
+    kernel = _kernel_of(home, "sqrt", decorated)
+    with on_reference_path():
+        inside = decorated(4.0)
+    told = kernel is not None and (kernel.package, kernel.function, kernel.installed) == ("math", "sqrt", True)
+    return told and kernel.reference is reference and (inside, decorated(4.0)) == ("reference", 2.0)
+
+
+REFERENCE_PATH = Patch(
+    name="reference path of optional kernels",
+    replaces=f"{_HOME}.{_ASKED}",
+    why="kernels for GPUs cannot run on a CPU or without storage; their reference in plain torch computes the same",
+    scope="while a copy of a model is run on a CPU: recorded, tried, checked on ranks",
+    undone="the function itself is put back",
+    where="autoplan/patches/kernels.py",
+    canary=_takes_reference,
+)
+
+
+def _stands_in_the_file() -> bool:
+    """Is a function that a file calls by its name looked up there with each call?"""
+    home = ModuleType("file_of_a_model")
+    vars(home)["kernel"] = lambda: "kernel"
+    forward = FunctionType((lambda: kernel()).__code__, vars(home))  # type: ignore[name-defined]  # noqa: F821
+    with patched(KERNEL_GUARDS, [Place(home, "kernel", lambda original: lambda: f"guarded {original()}")]):
+        inside = forward()
+    return bool((inside, forward()) == ("guarded kernel", "kernel"))
+
+
+KERNEL_GUARDS = Patch(
+    name="kernel guards",
+    replaces="optional kernels in the files of a sharded model",
+    why="a fused kernel that takes the weight of a layer would leave out the sum over ranks at that layer",
+    scope="while a sharded model lives whose code may call the kernel",
+    undone="the kernel is put back when the plan is undone, or the model is collected",
+    where="autoplan/execute/calls/kernel_guard.py",
+    canary=_stands_in_the_file,
+)
 
 
 @contextmanager
 def on_reference_path() -> Iterator[None]:
     """While anyone is in here, transformers' functions with a kernel take their reference."""
-    global _users, _original
     home = sys.modules.get(_HOME)
-    if home is None or not hasattr(home, _ASKED):  # no such kernels in this version
+    known = home is not None and hasattr(home, _ASKED)  # or this version has no such kernels
+    with patched(REFERENCE_PATH, [Place(home, _ASKED, lambda _: lambda: True)] if known else []):
         yield
-        return
-    with _lock:
-        _users += 1
-        if _users == 1:
-            _original = getattr(home, _ASKED)
-            setattr(home, _ASKED, lambda: True)
-    try:
-        yield
-    finally:
-        with _lock:
-            _users -= 1
-            if _users == 0:
-                setattr(home, _ASKED, _original)
 
 
 def where_it_runs(model: nn.Module) -> Any:
@@ -109,12 +155,18 @@ def _homes(model: nn.Module) -> list[ModuleType]:
 def _with_fallback(home: ModuleType) -> Iterator[OptionalKernel]:
     """Functions under transformers' decorator, which keeps what it was told in a closure."""
     for name, value in list(vars(home).items()):
-        function = inspect.unwrap(value, stop=_decorated) if isinstance(value, FunctionType) else None
-        if function is None or not _decorated(function):
-            continue
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        package, kernel, new, reference = (cells[word].cell_contents for word in _KEPT)
-        yield OptionalKernel(home, name, str(package), str(kernel), bool(new), reference)
+        kernel = _kernel_of(home, name, value)
+        if kernel is not None:
+            yield kernel
+
+
+def _kernel_of(home: ModuleType, name: str, value: Any) -> OptionalKernel | None:
+    function = inspect.unwrap(value, stop=_decorated) if isinstance(value, FunctionType) else None
+    if function is None or not _decorated(function):
+        return None
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    package, kernel, new, reference = (cells[word].cell_contents for word in _KEPT)
+    return OptionalKernel(home, name, str(package), str(kernel), bool(new), reference)
 
 
 def _decorated(function: Any) -> bool:

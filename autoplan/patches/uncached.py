@@ -11,86 +11,63 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
-__all__ = ["uncached_functions"]
+from autoplan.patches.patched import Patch, Place, patched
+
+__all__ = ["UNCACHED", "uncached_functions"]
 
 _WRAPPER = type(functools.lru_cache(len))
 # Their module-level caches are of plain numbers, of no model's sizes, or of what is to be said once only.
 _LEFT_ALONE = ("torch", "numpy", "sympy", "autoplan", "transformers", "huggingface_hub")
 
 
-class _Place(NamedTuple):
-    """An attribute of a module or class, or what a decorated function keeps in its closure."""
+def _canary() -> bool:
+    """Is a cached function of a type of its own, that gives its function away, and may a closure be changed?"""
+    cached = functools.lru_cache(maxsize=4)(abs)
+    other = functools.cache(len)
 
-    holder: Any
-    name: str
+    def holding() -> Any:
+        return cached
 
-    @property
-    def key(self) -> tuple[int, str]:
-        return id(self.holder), self.name
-
-    def put(self, value: Any) -> None:
-        setattr(self.holder, self.name, value)
-
-
-@dataclass
-class _Replaced:
-    """What stood in a place, and how many recordings need it away."""
-
-    place: _Place
-    original: Any
-    users: int = 0
+    assert holding.__closure__ is not None
+    (cell,) = holding.__closure__
+    cell.cell_contents = other
+    return type(other) is _WRAPPER and cached is other and other.__wrapped__ is len
 
 
-_lock = threading.Lock()
-_replaced: dict[tuple[int, str], _Replaced] = {}
+UNCACHED = Patch(
+    name="uncached functions",
+    replaces="functools.lru_cache and functools.cache around functions of other packages and of the model's classes",
+    why="a cache keyed on sizes would mix traced integers of a recording with plain ones",
+    scope="while a model is recorded, or a copy of it is tried without storage",
+    undone="the cached function itself is put back, with all that it remembers",
+    where="autoplan/patches/uncached.py",
+    canary=_canary,
+)
 
 
 @contextmanager
 def uncached_functions(model: nn.Module) -> Iterator[None]:
     """No caches in functions of any module and in what the model is made of, until nobody asks for it any more."""
-    mine: list[_Replaced] = []
-    with _lock:
-        for place, original, plain in _cached(model):
-            one = _replaced.get(place.key)
-            if one is None:
-                one = _replaced[place.key] = _Replaced(place, original)
-                place.put(plain)
-            one.users += 1
-            mine.append(one)
-        held = {one.place.key for one in mine}
-        for key, one in _replaced.items():  # what another recording has replaced by now is not found any more
-            if key not in held:
-                one.users += 1
-                mine.append(one)
-    try:
+    with patched(UNCACHED, _cached(model), together=True):
         yield
-    finally:
-        with _lock:
-            for one in mine:
-                one.users -= 1
-                if not one.users:
-                    one.place.put(one.original)
-                    del _replaced[one.place.key]
 
 
-def _cached(model: nn.Module) -> Iterator[tuple[_Place, Any, Any]]:
-    """Where a cached function stands, what is there, and the same without its cache."""
+def _cached(model: nn.Module) -> Iterator[Place]:
+    """Where a cached function stands, and how to make the same without its cache."""
     standard = sys.stdlib_module_names
     for module_name, module in list(sys.modules.items()):
         top = module_name.partition(".")[0]
         if isinstance(module, ModuleType) and top not in standard and top not in _LEFT_ALONE:
             for name, value in list(vars(module).items()):
                 if type(value) is _WRAPPER:
-                    yield _Place(module, name), value, value.__wrapped__
+                    yield Place(module, name, _plain)
     own = {cls for part in model.modules() for cls in type(part).__mro__ if not cls.__module__.startswith("torch.")}
     homes = {cls.__module__ for cls in own if cls.__module__.partition(".")[0] not in standard}
     for holder in (*(own - {object}), *(sys.modules[name] for name in homes if name in sys.modules)):
@@ -98,16 +75,22 @@ def _cached(model: nn.Module) -> Iterator[tuple[_Place, Any, Any]]:
             yield from _cached_inside(holder, name, value)
 
 
-def _cached_inside(holder: Any, name: str, value: Any) -> Iterator[tuple[_Place, Any, Any]]:
+def _cached_inside(holder: Any, name: str, value: Any) -> Iterator[Place]:
     """The same in a class or module of the model's: a decorator may hold the cached function in its closure."""
-    rewrap: Callable[[Any], Any] = type(value) if isinstance(value, staticmethod | classmethod) else lambda plain: plain
     function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
     if type(function) is _WRAPPER:
-        yield _Place(holder, name), value, rewrap(function.__wrapped__)
+        yield Place(holder, name, _plain)
     for cell in (function.__closure__ or ()) if isinstance(function, FunctionType) else ():
         try:
             kept = cell.cell_contents
         except ValueError:  # the cell is empty
             continue
         if type(kept) is _WRAPPER:
-            yield _Place(cell, "cell_contents"), kept, kept.__wrapped__
+            yield Place(cell, "cell_contents", _plain)
+
+
+def _plain(value: Any) -> Any:
+    """The function itself; a static or class method stays one."""
+    if isinstance(value, staticmethod | classmethod):
+        return type(value)(value.__func__.__wrapped__)
+    return value.__wrapped__

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -162,12 +164,63 @@ def test_states_that_cannot_be_ordered_are_refused() -> None:
     run_ranks(rank_body, 2)
 
 
-def test_other_optimizers_are_left_alone() -> None:
-    from autoplan.execute.parameters.optimizer_state import follow_optimizers
+def followed(parameters: Any) -> bool:
+    """Does an optimizer of these parameters translate its state dict? Those of other parameters never do."""
+    alone = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    assert not alone._optimizer_state_dict_post_hooks and not alone._optimizer_load_state_dict_pre_hooks
+    return bool(torch.optim.SGD(parameters, lr=0.1)._optimizer_state_dict_post_hooks)
 
-    follow_optimizers()
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
-    assert not optimizer._optimizer_state_dict_post_hooks and not optimizer._optimizer_load_state_dict_pre_hooks
+
+def test_optimizers_are_looked_at_only_while_a_sharded_model_lives() -> None:
+    gc.collect()
+    plain = torch.optim.Optimizer.__init__
+    assert not hasattr(plain, "__wrapped__")
+    models = [model_of("gpt2") for _ in range(2)]
+
+    def rank_body(rank: int) -> None:
+        model = autoplan.parallelize(models[rank], mesh_of(tp=2), plan_of("gpt2", 2))
+        assert followed(model.parameters())
+
+    run_ranks(rank_body, 2)
+    assert torch.optim.Optimizer.__init__ is not plain
+    last, kept = models[1], next(models[0].parameters())
+    models.clear()
+    gc.collect()
+    assert followed(last.parameters()) and followed([kept])
+    del last
+    gc.collect()
+    assert followed([kept])  # as long as one parameter is there
+    again = copy.deepcopy(kept)
+    del kept
+    gc.collect()
+    assert followed([again])
+    del again
+    gc.collect()
+    assert torch.optim.Optimizer.__init__ is plain
+
+
+def test_an_undone_plan_lets_go_of_optimizers() -> None:
+    gc.collect()
+    plain = torch.optim.Optimizer.__init__
+    model = model_of("gpt2")
+
+    def rank_body(rank: int) -> torch.optim.Optimizer:
+        autoplan.parallelize(model, mesh_of(tp=1), plan_of("gpt2", 1))
+        return momentum(model)
+
+    def split(rank: int, models: Any) -> torch.optim.Optimizer:
+        autoplan.parallelize(models[rank], mesh_of(tp=2), plan_of("gpt2", 2))
+        return momentum(models[rank])
+
+    run_ranks(rank_body, 1)
+    assert torch.optim.Optimizer.__init__ is plain  # nothing is split
+    models = [model_of("gpt2") for _ in range(2)]
+    optimizers = run_ranks(lambda rank: split(rank, models), 2)
+    for one in models:
+        assert torch.optim.Optimizer.__init__ is not plain
+        autoplan.applied(one).undo()
+    assert torch.optim.Optimizer.__init__ is plain
+    assert all(optimizer._optimizer_state_dict_post_hooks for optimizer in optimizers)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "falcon"])

@@ -1,4 +1,6 @@
-"""Ranks as threads of one process, on torch's threaded process group. All private torch API is in this file.
+"""Ranks as threads of one process, on torch's threaded process group.
+
+What torch keeps once per process is replaced by `patches/simulated_ranks.py`; this file starts, watches and ends ranks.
 
 Threads share what processes do not, so each rank gets its own: the process-group world, the registries behind
 functional collectives, the CPU random generator, and backward passes that stay in the rank's thread. A process group
@@ -27,12 +29,12 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.testing._internal.distributed.multi_threaded_pg import Collective, ProcessLocalGroup, ThreadLocalWorld
+from torch.testing._internal.distributed.multi_threaded_pg import Collective, ProcessLocalGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.check.ranks.common import RankError, RankTimeout, one_compute_thread
 from autoplan.common.errors import AutoplanError
+from autoplan.patches.simulated_ranks import generator_per_thread, world_per_thread
 
 __all__ = ["counted", "is_simulated", "listening", "run_threads"]
 
@@ -81,8 +83,8 @@ def run_threads(fn: Callable[[int], Result], world_size: int, timeout: float) ->
         ranks: list[_Rank] = []
         state = torch.get_rng_state()
         with ExitStack() as stack:
-            for context in (_threaded_world, one_compute_thread, _generator_per_rank):
-                stack.enter_context(context())
+            for context in (world_per_thread(), one_compute_thread(), generator_per_thread(lambda: _this.generator)):
+                stack.enter_context(context)
             store = c10d.HashStore()
             for number in range(world_size):
                 body = _Body(fn, number, world_size, store, state, timeout, ranks)
@@ -214,42 +216,6 @@ def _raise_first(ranks: list[_Rank], late: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------- what each rank has for itself
-
-
-@contextmanager
-def _threaded_world() -> Iterator[None]:
-    """Swap in a world, registries and a lock that are right for one thread per rank; put the old ones back."""
-    ProcessLocalGroup.reset()
-    world, lock = dist.distributed_c10d._world, ShardingPropagator._fake_mode_lock
-    dist.distributed_c10d._world = ThreadLocalWorld()
-    ShardingPropagator._fake_mode_lock = threading.RLock()
-    c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
-        ShardingPropagator._fake_mode_lock = lock
-        dist.distributed_c10d._world = world
-
-
-class _GeneratorOfThisThread:
-    """Stands in for torch's CPU generator in `torch.random`: a rank gets its own, any other thread the real one."""
-
-    def __init__(self, real: torch.Generator) -> None:
-        self._real = real
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(_this.generator or self._real, name)
-
-
-@contextmanager
-def _generator_per_rank() -> Iterator[None]:
-    real = torch.random.default_generator
-    torch.random.default_generator = _GeneratorOfThisThread(real)
-    try:
-        yield
-    finally:
-        torch.random.default_generator = real
 
 
 class _RankRandomness(TorchDispatchMode):

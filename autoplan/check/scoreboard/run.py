@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -185,8 +186,9 @@ def _worker_main(pipe: Connection, pair: tuple[str, str], how: How) -> None:
     transformers.logging.set_verbosity_error()
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")  # what libraries say about hundreds of models is not about ours
-    sys.stdout = sys.stderr  # data of ours goes to stdout, and models print
-    pipe.send(score(*pair, how))
+    with redirect_stdout(sys.stderr):  # data of ours goes to stdout, and models print
+        found = score(*pair, how)
+    pipe.send(found)
     pipe.close()
 
 

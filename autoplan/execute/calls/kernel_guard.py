@@ -13,18 +13,18 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoplan.common.errors import PlanMismatchError
-from autoplan.patches.kernels import OptionalKernel, optional_kernels
+from autoplan.patches.kernels import KERNEL_GUARDS, OptionalKernel, optional_kernels
+from autoplan.patches.patched import Hold, Place, hold
 
 __all__ = ["guard_kernels"]
 
-_guards: dict[tuple[int, str], _Guard] = {}
 _lock = threading.Lock()  # simulated ranks are threads
 
 
@@ -32,18 +32,21 @@ class _Guard:
     """Stands where a kernel stood, for as long as a planned model needs it."""
 
     def __init__(self, kernel: OptionalKernel) -> None:
-        self.kernel, self.function = kernel, getattr(kernel.home, kernel.name)
+        self.kernel = kernel
+        self.function: Callable[..., Any] | None = None
         self.planned: WeakSet[nn.Module] = WeakSet()
 
-    def install(self) -> None:
+    def instead_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        self.function = function
+
         def guarded(*args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs)
 
         # where parameters lie is nothing that a compiler could rely on
-        wrapper = torch.compiler.disable(functools.wraps(self.function)(guarded))
-        setattr(self.kernel.home, self.kernel.name, wrapper)
+        return torch.compiler.disable(functools.wraps(function)(guarded))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.function is not None
         taken = self._taken((*args, *kwargs.values()))
         if taken is None:
             return self.function(*args, **kwargs)
@@ -70,6 +73,9 @@ def _memory(tensor: torch.Tensor) -> int:
     return local.untyped_storage().data_ptr()
 
 
+_guards: WeakValueDictionary[tuple[int, str], _Guard] = WeakValueDictionary()  # what stands in a place keeps its guard
+
+
 def guard_kernels(model: nn.Module, planned: Iterable[nn.Module], undo: list[Callable[[], None]]) -> None:
     """Put a guard before each optional kernel that is installed and that the model's code may call."""
     mine = list(planned)
@@ -77,17 +83,16 @@ def guard_kernels(model: nn.Module, planned: Iterable[nn.Module], undo: list[Cal
         if kernel.installed:
             key = id(kernel.home), kernel.name
             with _lock:
-                if key not in _guards:
-                    _guards[key] = _Guard(kernel)
-                    _guards[key].install()
-                _guards[key].planned.update(mine)
-            undo.append(functools.partial(_release, key, mine))
+                guard = _guards.get(key)
+                if guard is None:
+                    guard = _guards[key] = _Guard(kernel)
+                guard.planned.update(mine)
+            kept = hold(KERNEL_GUARDS, [Place(kernel.home, kernel.name, guard.instead_of)])
+            kept.until_gone(model)
+            undo.append(functools.partial(_release, guard, mine, kept))
 
 
-def _release(key: tuple[int, str], planned: list[nn.Module]) -> None:
+def _release(guard: _Guard, planned: list[nn.Module], kept: Hold) -> None:
     with _lock:
-        guard = _guards[key]
         guard.planned.difference_update(planned)
-        if not guard.planned:
-            setattr(guard.kernel.home, guard.kernel.name, guard.function)
-            del _guards[key]
+    kept.release()

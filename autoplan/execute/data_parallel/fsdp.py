@@ -18,10 +18,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from autoplan.common.options import DataParallel
-from autoplan.common.undo import whole_or_as_it_was
 from autoplan.execute.collectives import RankGroup, all_reduce
 from autoplan.execute.data_parallel.units import Units, choose_units
 from autoplan.execute.tensor_parallel import applied, record
+from autoplan.patches.classes import whole_or_as_it_was
 from autoplan.values import Stack
 
 __all__ = ["default_precision", "shard_data_parallel"]

@@ -5,14 +5,15 @@ read them shuffled, without an error. Model hooks do not see optimizer states. S
 parameters of a parallelized model translates its own state dict: into checkpoint order when one is made, back when one
 is loaded (from DTensors of any mesh, or from whole tensors, such as a run on one device saves).
 
-torch has hooks for an optimizer's state dict but none for its creation; `follow_optimizers` therefore extends
-`Optimizer.__init__`, once, when a model is parallelized. Optimizers of other parameters are not touched.
+torch has hooks for an optimizer's state dict but none for its creation, so `Optimizer.__init__` tells us of new ones
+(`patches/optimizers.py`), for as long as there are parameters of a parallelized model. Optimizers of other parameters
+are not touched.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -24,43 +25,54 @@ from torch.optim import Optimizer
 from autoplan.common.errors import AutoplanError
 from autoplan.execute.parameters.held import Held, held_parameters
 from autoplan.execute.parameters.state_dict import as_held, in_checkpoint_order
+from autoplan.patches.optimizers import told_of_new_optimizers
 
-__all__ = ["follow", "follow_optimizers", "held_by", "mark_parameters"]
+__all__ = ["follow", "held_by", "mark_parameters", "stop_following"]
 
-_HELD = "_autoplan_held"
+_MARK = "_autoplan_held"
 _FOLLOWED = "_autoplan_followed"
+
+
+class _Following:
+    """As long as this lives, new optimizers are followed. Every marked parameter has it, and so have its copies."""
+
+    def __init__(self) -> None:
+        self.hold = told_of_new_optimizers(follow)
+        self.hold.until_gone(self)
+
+    def __reduce__(self) -> Any:
+        return _Following, ()
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """What a parameter knows: how it lies on ranks, and that somebody looks at new optimizers."""
+
+    held: Held
+    following: _Following
 
 
 def mark_parameters(model: nn.Module) -> None:
     """Let parameters on ranks say how they lie, to those who get parameters and no model: optimizers, norms."""
-    marked = False
+    following: _Following | None = None
     for _, parameter, held in held_parameters(model):
         if held is not None:
-            setattr(parameter, _HELD, held)
-            marked = True
-    if marked:
-        follow_optimizers()
+            following = following or _Following()
+            setattr(parameter, _MARK, _Mark(held, following))
+
+
+def stop_following(model: nn.Module) -> None:
+    """Leave optimizers made from now on alone: the plan of this model is undone."""
+    for parameter in model.parameters():
+        mark: _Mark | None = getattr(parameter, _MARK, None)
+        if mark is not None:
+            mark.following.hold.release()
 
 
 def held_by(parameter: torch.Tensor) -> Held | None:
     """How a parameter lies on ranks; None for one that tensor parallelism has not touched."""
-    held: Held | None = getattr(parameter, _HELD, None)
-    return held
-
-
-def follow_optimizers() -> None:
-    """Have every optimizer made from now on translate the states of marked parameters."""
-    if getattr(Optimizer.__init__, _FOLLOWED, False):
-        return
-    plain_init = Optimizer.__init__
-
-    @functools.wraps(plain_init)
-    def __init__(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-        plain_init(self, *args, **kwargs)
-        follow(self)
-
-    setattr(__init__, _FOLLOWED, True)
-    Optimizer.__init__ = __init__
+    mark: _Mark | None = getattr(parameter, _MARK, None)
+    return mark.held if mark is not None else None
 
 
 def follow(optimizer: Optimizer) -> None:

@@ -28,6 +28,7 @@ from autoplan.execute.collectives import RankGroup, all_gather_rows, mesh_device
 from autoplan.execute.parameters.held import Held, ModuleRecord, Reading
 from autoplan.execute.parameters.local_views import view_class
 from autoplan.execute.parameters.state_dict import register_hooks
+from autoplan.patches.classes import give_class
 from autoplan.values import ParameterRule
 
 __all__ = ["Prepared", "mesh_device", "prepare_parameters", "shard_parameters"]
@@ -100,7 +101,7 @@ class Prepared:
             swap.where[swap.name] = swap.new
         for module, record, _, made in self.modules:
             record.attach(module)
-            module.__class__ = made
+            give_class(module, made)
             self._hooks += register_hooks(module)
             _refresh_flat_weights(module)
 
@@ -112,7 +113,7 @@ class Prepared:
         for swap in self.swaps:
             swap.where[swap.name] = swap.old
         for module, _, cls, _ in self.modules:
-            module.__class__ = cls
+            give_class(module, cls)
             ModuleRecord.detach(module)
             _refresh_flat_weights(module)
 

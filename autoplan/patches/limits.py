@@ -1,0 +1,97 @@
+"""The part of docs/limits.md that lists what autoplan replaces in other packages, and what undocumented names it uses.
+
+    python -m autoplan.patches.limits docs/limits.md
+
+writes it anew, between its two marks; what is written by hand around it stays. A test compares.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from autoplan.patches.patched import Patch, Private
+from autoplan.patches.registry import PATCHES, PRIVATE
+from autoplan.patches.uses import files, private_uses
+
+__all__ = ["entry_of", "generated", "with_generated"]
+
+_BEGIN = "<!-- Written by `python -m autoplan.patches.limits docs/limits.md`. Do not edit by hand. -->"
+_END = "<!-- Written by hand from here on. -->"
+_CANARY = "tests/patches/test_canaries.py::test_canary"
+
+
+def generated() -> str:
+    """Both tables, as they follow from the registry and the source."""
+    used: dict[str, set[str]] = {}
+    for path, source in files().items():
+        for use in private_uses(source):
+            entry = entry_of(use)
+            if entry is not None:
+                used.setdefault(entry.name, set()).add(path.removeprefix("autoplan/"))
+    for one in PRIVATE:
+        used.setdefault(one.name, _as_text(one))
+    return "\n".join(
+        (
+            "## What is replaced in other packages",
+            "",
+            "Each for a time, through `autoplan/patches/patched.py`; nothing else assigns onto what others own.",
+            f"The canary of each is `{_CANARY}[name]`.",
+            "",
+            *_table(("name", "what", "why", "how long", "how it comes back", "where"), map(_patch_row, PATCHES)),
+            "",
+            "## Undocumented names that are used",
+            "",
+            "A new version may move them without a word; the canary fails then, by that name:",
+            f"`{_CANARY}[name]`.",
+            "",
+            *_table(("name", "why", "where"), (_private_row(one, used[one.name]) for one in PRIVATE)),
+        )
+    )
+
+
+def entry_of(use: str) -> Private | None:
+    """The entry of a use that `private_uses` has found.
+
+    A dotted one belongs to the entry of that name, or of what it is a part of; an attribute to the one that ends so.
+    """
+    if "." in use:
+        fitting = [one for one in PRIVATE if use == one.name or use.startswith(f"{one.name}.")]
+        return max(fitting, key=lambda one: len(one.name), default=None)
+    return next((one for one in PRIVATE if use == one.name.rpartition(".")[2]), None)
+
+
+def _as_text(one: Private) -> set[str]:
+    """Files with the last word of its name: as text, or as what is imported from a module with no underscore."""
+    word = re.compile(rf"\b{one.name.rpartition('.')[2]}\b")
+    return {path.removeprefix("autoplan/") for path, source in files().items() if word.search(source)}
+
+
+def with_generated(page: str) -> str:
+    """The page with its generated part written anew."""
+    before, _, rest = page.partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    return f"{before}{_BEGIN}\n\n{generated()}\n\n{_END}{after}"
+
+
+def _patch_row(one: Patch) -> tuple[str, ...]:
+    return one.name, one.replaces, one.why, one.scope, one.undone, f"`{one.where.removeprefix('autoplan/')}`"
+
+
+def _private_row(one: Private, used: set[str]) -> tuple[str, ...]:
+    return f"`{one.name}`", one.why, ", ".join(f"`{path}`" for path in sorted(used))
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    return [_line(head), _line(("---",) * len(head)), *map(_line, rows)]
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+if __name__ == "__main__":
+    page = Path(sys.argv[1])
+    page.write_text(with_generated(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,167 @@
+"""The undocumented parts of torch behind simulated ranks and behind tensors without storage, with their canaries."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch._subclasses import fake_tensor
+from torch.testing._internal.distributed import multi_threaded_pg as threaded
+from torch.utils import _python_dispatch as dispatch
+
+from autoplan.patches.patched import Private
+
+__all__ = ["ENGINES"]
+
+
+def _parameters(function: object) -> list[str]:
+    return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
+
+
+def _threaded_group() -> bool:
+    group = threaded.ProcessLocalGroup
+    first = {
+        "allreduce": ["self", "tensor_list"],
+        "allgather": ["self", "output_tensors", "input_tensor"],
+        "reduce_scatter": ["self", "output_tensor", "scatter_list"],
+        "broadcast": ["self", "tensor_list"],
+        "alltoall": ["self", "output_tensor_list", "input_tensor_list"],
+    }
+    same = all(_parameters(getattr(group, name))[: len(taken)] == taken for name, taken in first.items())
+    shared = isinstance(group._terminate, threading.Event) and hasattr(group._coll_lock, "acquire")
+    return same and shared and isinstance(group._cur_coll_on_pgs, dict) and callable(group.reset)
+
+
+def _collective() -> bool:
+    one = threaded.Collective(2, None, None)
+    waiting = isinstance(one._start_cond, threading.Condition) and isinstance(one._done_cond, threading.Condition)
+    return waiting and _parameters(threaded.Collective.join) == ["self", "rank", "data"]
+
+
+def _propagator() -> bool:
+    """DTensor takes this lock from the class each time, and only as a context."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    return "_fake_mode_lock" in vars(ShardingPropagator) and hasattr(ShardingPropagator._fake_mode_lock, "__enter__")
+
+
+def _barrier() -> bool:
+    taken = _parameters(dist.distributed_c10d._store_based_barrier)
+    return taken[:5] == ["rank", "store", "group_name", "rendezvous_count", "timeout"]
+
+
+def _fake() -> bool:
+    mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        number, inside = torch.tensor(3), torch.ones(2)
+        with fake_tensor.unset_fake_temporarily():
+            real = torch.ones(2)
+    is_fake = isinstance(inside, fake_tensor.FakeTensor) and fake_tensor.FakeTensor is torch._subclasses.FakeTensor
+    return is_fake and not isinstance(real, fake_tensor.FakeTensor) and number.constant.item() == 3
+
+
+def _depends_on_data() -> bool:
+    """Asking for a value, or for as many rows as hold, raises what says so."""
+    mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        unknown = torch.ones(2) > 0
+        for ask, error in (
+            (lambda: bool(unknown.any()), fake_tensor.DataDependentOutputException),
+            (lambda: unknown.nonzero(), fake_tensor.DynamicOutputShapeException),
+        ):
+            try:
+                ask()
+            except error:
+                continue
+            return False
+    return bool(logging.getLogger("torch._subclasses.fake_tensor"))
+
+
+class _Seeing(dispatch.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _dispatch() -> bool:
+    with _Seeing() as mode:
+        with dispatch._disable_current_modes():
+            torch.ones(1)
+        nobody = not mode.seen
+        torch.ones(1) + 1
+    return nobody and mode.seen[-1] == "aten.add.Tensor"
+
+
+_RANKS = "simulated ranks are threads with a group of torch's own tests"
+_FAKE = "models are recorded without storage for their weights"
+_PG = "torch.testing._internal.distributed.multi_threaded_pg"
+ENGINES = (
+    Private(
+        f"{_PG}.ProcessLocalGroup",
+        f"{_RANKS}; collectives are counted there, and woken when a rank fails",
+        _threaded_group,
+    ),
+    Private(
+        f"{_PG}.ProcessLocalGroup._terminate", "waiting ranks are sent away when another has failed", _threaded_group
+    ),
+    Private(
+        f"{_PG}.ProcessLocalGroup._coll_lock", "waiting ranks are sent away when another has failed", _threaded_group
+    ),
+    Private(
+        f"{_PG}.ProcessLocalGroup._cur_coll_on_pgs",
+        "waiting ranks are sent away when another has failed",
+        _threaded_group,
+    ),
+    Private(f"{_PG}.Collective", "a rank that waits in a collective is told by its frame", _collective),
+    Private(f"{_PG}.Collective._start_cond", "waiting ranks are woken", _collective),
+    Private(f"{_PG}.Collective._done_cond", "waiting ranks are woken", _collective),
+    Private(
+        f"{_PG}.ThreadLocalWorld",
+        f"{_RANKS}, and a world for each",
+        lambda: hasattr(threaded.ThreadLocalWorld(), "pg_map"),
+    ),
+    Private(
+        "torch.distributed.distributed_c10d._world",
+        f"{_RANKS}, and a world for each",
+        lambda: "_world" in vars(dist.distributed_c10d),
+    ),
+    Private("torch.distributed.distributed_c10d._store_based_barrier", "subgroups are made in any order", _barrier),
+    Private(
+        "torch.distributed.tensor._sharding_prop.ShardingPropagator",
+        "its lock is taken twice by one simulated rank",
+        _propagator,
+    ),
+    Private(
+        "torch._C._distributed_c10d",
+        "a store in memory, and names of groups for each thread",
+        lambda: callable(c10d.HashStore) and callable(c10d._set_thread_isolation_mode),
+    ),
+    Private("torch._subclasses.fake_tensor.FakeTensorMode", _FAKE, _fake),
+    Private("torch._subclasses.fake_tensor.FakeTensor", _FAKE, _fake),
+    Private("torch._subclasses.FakeTensor", _FAKE, _fake),
+    Private("torch._subclasses.fake_tensor.unset_fake_temporarily", "known integers are computed for real", _fake),
+    Private(
+        "torch._subclasses.fake_tensor.DataDependentOutputException",
+        "Python asked for a value that is not there",
+        _depends_on_data,
+    ),
+    Private(
+        "torch._subclasses.fake_tensor.DynamicOutputShapeException",
+        "Python asked for a size that depends on values that are not there",
+        _depends_on_data,
+    ),
+    Private("torch.utils._python_dispatch.TorchDispatchMode", "every op of a run is seen", _dispatch),
+    Private(
+        "torch.utils._python_dispatch._disable_current_modes",
+        "a number in a tensor is read without being recorded",
+        _dispatch,
+    ),
+)

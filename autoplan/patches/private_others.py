@@ -1,0 +1,173 @@
+"""The undocumented parts of transformers, and of Python, that autoplan uses, with their canaries."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from autoplan.patches.patched import Private
+
+__all__ = ["OTHERS"]
+
+
+def _has(path: str, *parameters: str) -> Callable[[], bool]:
+    """Is there such a member of a module or of a class in one, and does it take these parameters?"""
+
+    def check() -> bool:
+        found = _member(path)
+        return not parameters or set(parameters) <= set(inspect.signature(found).parameters)
+
+    return check
+
+
+def _member(path: str) -> Any:
+    home, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(home), name)
+    except ModuleNotFoundError:
+        return getattr(_member(home), name)
+
+
+def _config_keeps(name: str, value: str) -> Callable[[], bool]:
+    """Is what is chosen there what the config says afterwards?"""
+
+    def check() -> bool:
+        from transformers import LlamaConfig
+
+        config = LlamaConfig()
+        known = hasattr(config, name)
+        setattr(config, name, value)
+        return known and getattr(config, name) == value
+
+    return check
+
+
+def _record_registry() -> bool:
+    """What may be collected is noted for each model while it is built."""
+    from transformers import PreTrainedModel
+    from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+    return hasattr(_CAN_RECORD_REGISTRY, "__setitem__") and hasattr(PreTrainedModel, "_can_record_outputs")
+
+
+def _plans() -> bool:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return isinstance(LlamaForCausalLM._tp_plan, dict) and isinstance(LlamaConfig.base_model_tp_plan, dict)
+
+
+def _missing_keys() -> bool:
+    from transformers import PreTrainedModel
+
+    names = ("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected")
+    return all(hasattr(PreTrainedModel, name) for name in names)
+
+
+def _operation() -> bool:
+    return _has("transformers.distributed.sharding_utils.DtensorShardOperation.shard_tensor", "self")()
+
+
+def _hook_flag() -> bool:
+    source = inspect.getsource(importlib.import_module("transformers.utils.output_capturing"))
+    return "_output_capturing_hooks_installed" in source
+
+
+def _single_layers() -> bool:
+    """Fields of single layers stand in the config, by layer; before there were any, there is nothing to find."""
+    from transformers import LlamaConfig
+
+    if not hasattr(LlamaConfig, "per_layer_config"):
+        return True
+    config = LlamaConfig(num_hidden_layers=2, per_layer_config={1: {"intermediate_size": 8}})
+    return bool(vars(config)["_heterogeneity_spec"].per_layer_overrides == {1: {"intermediate_size": 8}})
+
+
+_TP = "transformers.distributed"
+OTHERS = (
+    Private(
+        f"{_TP}.mixin.DistributedMixin._expand_parallel_plan",
+        "a plan in transformers' words is run by transformers",
+        _has(f"{_TP}.mixin.DistributedMixin._expand_parallel_plan", "plan"),
+    ),
+    Private(
+        f"{_TP}.tensor_parallel.apply_tensor_parallelism",
+        "a plan in transformers' words is run by transformers",
+        _has(f"{_TP}.tensor_parallel.apply_tensor_parallelism"),
+    ),
+    Private(
+        f"{_TP}.tensor_parallel.ALL_PARALLEL_STYLES",
+        "which styles the installed version knows",
+        _has(f"{_TP}.tensor_parallel.ALL_PARALLEL_STYLES"),
+    ),
+    Private(
+        f"{_TP}.sharding_utils.DtensorShardOperation", "a rank's piece is what transformers would load", _operation
+    ),
+    Private(
+        "transformers.conversion_mapping.get_model_conversion_mapping",
+        "names in checkpoints are those that transformers would read",
+        _has("transformers.conversion_mapping.get_model_conversion_mapping", "model"),
+    ),
+    Private(
+        "transformers.core_model_loading.rename_source_key",
+        "names in checkpoints are those that transformers would read",
+        _has("transformers.core_model_loading.rename_source_key", "source_key"),
+    ),
+    Private(
+        "transformers.PreTrainedModel._from_config",
+        "buffers of a model without storage are computed again",
+        _has("transformers.PreTrainedModel._from_config"),
+    ),
+    Private(
+        "transformers.PreTrainedModel._tp_plan",
+        "the plan that ships with a model is audited, and replaced by an export",
+        _plans,
+    ),
+    Private(
+        "transformers.PreTrainedModel._can_record_outputs",
+        "inner outputs of a model in another process",
+        _record_registry,
+    ),
+    Private(
+        "transformers.utils.output_capturing._CAN_RECORD_REGISTRY",
+        "inner outputs of a model in another process",
+        _record_registry,
+    ),
+    Private(
+        "transformers.PreTrainedModel._output_capturing_hooks_installed",
+        "a copy of a model has none of its hooks",
+        _hook_flag,
+    ),
+    Private(
+        "transformers.PreTrainedModel._keys_to_ignore_on_load_missing",
+        "which keys a checkpoint may lack",
+        _missing_keys,
+    ),
+    Private(
+        "transformers.PreTrainedModel._keys_to_ignore_on_load_unexpected",
+        "which keys of a checkpoint are nobody's",
+        _missing_keys,
+    ),
+    Private(
+        "transformers.PretrainedConfig._attn_implementation",
+        "both ways of attention are checked",
+        _config_keeps("_attn_implementation", "eager"),
+    ),
+    Private(
+        "transformers.PretrainedConfig._experts_implementation",
+        "experts are recorded in a form that runs without storage",
+        _config_keeps("_experts_implementation", "batched_mm"),
+    ),
+    Private(
+        "transformers.PretrainedConfig._heterogeneity_spec",
+        "layers whose sizes differ are shrunk alike",
+        _single_layers,
+    ),
+    Private(
+        "concurrent.futures.ProcessPoolExecutor._processes",
+        "a process of an audit that takes too long is ended",
+        lambda: hasattr(ProcessPoolExecutor(1), "_processes"),
+    ),
+)

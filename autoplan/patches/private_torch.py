@@ -1,0 +1,340 @@
+"""The undocumented parts of torch that autoplan uses, each with why, and with a canary that notices when it changes.
+
+Those that belong to simulated ranks and to fake tensors are in files of their own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from autoplan.patches.patched import Private
+
+__all__ = ["TORCH"]
+
+
+class _Counting(TorchFunctionMode):
+    calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+class _Own(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError("the subclass was asked")
+
+
+def _no_functions() -> bool:
+    with _Counting() as mode, torch._C.DisableTorchFunction():
+        torch.ones(1) + torch.ones(1)
+    return mode.calls == 0
+
+
+def _no_subclasses() -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return (torch.ones(2).as_subclass(_Own) + 1).sum().item() == 4.0
+
+
+def _mode_enabled() -> bool:
+    before = torch._C._is_torch_function_mode_enabled()
+    with _Counting():
+        return bool(torch._C._is_torch_function_mode_enabled()) and not before
+
+
+def _mode_stack() -> bool:
+    from torch.overrides import _get_current_function_mode_stack as stack
+
+    before = len(stack())
+    with _Counting() as mode:
+        return len(stack()) == before + 1 and stack()[-1] is mode
+
+
+def _graph_task() -> bool:
+    seen: list[int] = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda gradient: seen.append(torch._C._current_graph_task_id()))
+    (2 * x).backward()
+    return torch._C._current_graph_task_id() == -1 and seen[0] >= 0
+
+
+def _functorch() -> bool:
+    asked = torch._C._functorch.is_functorch_wrapped_tensor
+    seen: list[bool] = []
+    torch.vmap(lambda x: (seen.append(asked(x)), x)[1])(torch.ones(2))
+    return seen == [True] and not asked(torch.ones(1))
+
+
+def _strides() -> bool:
+    from torch._prims_common import make_contiguous_strides_for
+
+    return tuple(make_contiguous_strides_for([2, 3, 4])) == torch.empty(2, 3, 4).stride()
+
+
+def _incompatible() -> bool:
+    from torch.nn.modules.module import _IncompatibleKeys
+
+    return tuple(_IncompatibleKeys(["a"], ["b"])) == (["a"], ["b"])
+
+
+def _states() -> bool:
+    from torch.distributed._composable_state import (
+        _get_module_state,
+        _insert_module_state,
+        _module_state_mapping,
+        _State,
+    )
+
+    module, state = nn.Identity(), _State()
+    _insert_module_state(module, state)
+    found = _get_module_state(module) is state
+    _module_state_mapping.pop(module, None)
+    return found and _get_module_state(module) is None
+
+
+def _parametrized() -> bool:
+    from torch.nn.utils import parametrize
+
+    return [
+        list(inspect.signature(one).parameters) for one in (parametrize._inject_new_class, parametrize._inject_property)
+    ] == [
+        ["module"],
+        ["module", "tensor_name"],
+    ]
+
+
+def _asserted() -> bool:
+    torch._assert_async(torch.tensor(True), "said")
+    try:
+        torch._assert_async(torch.tensor(False), "said")
+    except RuntimeError as error:
+        return "said" in str(error)
+    return False
+
+
+def _named_collectives() -> bool:
+    ops = torch.ops._c10d_functional
+    wanted = {
+        "all_reduce": ["input", "reduce_op", "group_name"],
+        "all_gather_into_tensor": ["input", "group_size", "group_name"],
+        "reduce_scatter_tensor": ["input", "reduce_op", "group_size", "group_name"],
+        "wait_tensor": ["tensor"],
+    }
+    return all([a.name for a in getattr(ops, name).default._schema.arguments] == args for name, args in wanted.items())
+
+
+def _hooks() -> bool:
+    """Hooks of a module's call stand in these dictionaries, by one number each."""
+    module = nn.Identity()
+    before = module.register_forward_pre_hook(lambda *_: None, with_kwargs=True).id
+    after = module.register_forward_hook(lambda *_: None, with_kwargs=True, always_call=True).id
+    pre, post = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs), module._forward_hooks
+    flags = (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)
+    return all(before in found for found in pre) and after in post and all(after in found for found in flags)
+
+
+def _converted() -> bool:
+    """`module.to` goes through `_apply` of each module, which may be an attribute of its own."""
+    module, seen = nn.Linear(1, 1), []
+    module.__dict__["_apply"] = lambda function, *rest: seen.append(function(module.weight).dtype)
+    module.to(torch.float64)
+    return seen == [torch.float64]
+
+
+def _flat() -> bool:
+    lstm = nn.LSTM(1, 1)
+    held = [lstm._parameters[name] for name in lstm._flat_weights_names]
+    return all(a is b for a, b in zip(held, lstm._flat_weights, strict=True)) and callable(lstm._update_flat_weights)
+
+
+def _gradient_hooks() -> bool:
+    a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    empty = not a._backward_hooks and not a._post_accumulate_grad_hooks
+    a.register_hook(lambda gradient: None)
+    b.register_post_accumulate_grad_hook(lambda parameter: None)
+    return empty and bool(a._backward_hooks) and bool(b._post_accumulate_grad_hooks)
+
+
+def _version() -> bool:
+    x = torch.ones(1)
+    before = x._version
+    x.add_(1)
+    return before != x._version
+
+
+def _places_of_blocks() -> bool:
+    """A list of modules looks its own `_get_abs_string_index` up for a number."""
+    blocks = nn.ModuleList([nn.Identity(), nn.Linear(1, 1)])
+    vars(blocks)["_get_abs_string_index"] = lambda index: "1"
+    return blocks[0] is blocks._modules["1"]
+
+
+def _compiled_name() -> bool:
+    linear = nn.Linear(1, 1)
+    return torch.compile(linear)._orig_mod is linear
+
+
+def _checkpointed_name() -> bool:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    linear = nn.Linear(1, 1)
+    return checkpoint_wrapper(linear)._checkpoint_wrapped_module is linear
+
+
+def _state_of_module(name: str, kind: type = dict) -> Callable[[], bool]:
+    return lambda: isinstance(vars(nn.BatchNorm1d(1))[name], kind)
+
+
+TORCH = (
+    Private(
+        "torch._C.DisableTorchFunction", "hooks of ours are not calls of the model's that a mode counts", _no_functions
+    ),
+    Private(
+        "torch._C.DisableTorchFunctionSubclass", "inside split logits, ops of ours see plain tensors", _no_subclasses
+    ),
+    Private(
+        "torch._C._is_torch_function_mode_enabled",
+        "parameters are read at every step: no more work than needed",
+        _mode_enabled,
+    ),
+    Private(
+        "torch.overrides._get_current_function_mode_stack",
+        "a block that runs again in backward runs in the modes of its forward",
+        _mode_stack,
+    ),
+    Private(
+        "torch._C._current_graph_task_id", "is this backward? sums of parallel branches are joined there", _graph_task
+    ),
+    Private(
+        "torch._C._functorch.is_functorch_wrapped_tensor",
+        "a tensor inside vmap has no values to write down",
+        _functorch,
+    ),
+    Private(
+        "torch._prims_common.make_contiguous_strides_for",
+        "strides of a DTensor whose pieces are in memory only",
+        _strides,
+    ),
+    Private(
+        "torch._ops.OpOverload",
+        "an op is told from a function",
+        lambda: isinstance(torch.ops.aten.add.Tensor, torch._ops.OpOverload),
+    ),
+    Private(
+        "torch._ops.OpOverload._schema",
+        "an op's name, and whether it changes a tensor in place",
+        lambda: (
+            torch.ops.aten.add_.Tensor._schema.is_mutable and torch.ops.aten.add_.Tensor._schema.name == "aten::add_"
+        ),
+    ),
+    Private(
+        "torch._ops.OpOverload._opname",
+        "an op's name without its namespace",
+        lambda: torch.ops.aten.add.Tensor._opname == "add",
+    ),
+    Private(
+        "torch.ops._c10d_functional", "collectives by a group's name, which torch.compile can trace", _named_collectives
+    ),
+    Private("torch._assert_async", "targets are checked without waiting for the device", _asserted),
+    Private(
+        "torch.nn.modules.dropout._DropoutNd",
+        "all dropout modules",
+        lambda: isinstance(nn.Dropout2d(), torch.nn.modules.dropout._DropoutNd),
+    ),
+    Private(
+        "torch.nn.modules.conv._ConvNd",
+        "all convolutions",
+        lambda: isinstance(nn.Conv1d(1, 1, 1), torch.nn.modules.conv._ConvNd),
+    ),
+    Private(
+        "torch.nn.modules.module._IncompatibleKeys",
+        "FSDP2's hook after a load is called as torch calls it",
+        _incompatible,
+    ),
+    Private(
+        "torch.distributed._composable_state._module_state_mapping",
+        "what FSDP2 notes about a module is forgotten when it fails half way",
+        _states,
+    ),
+    Private(
+        "torch.nn.utils.parametrize._inject_new_class",
+        "a parametrized module is sent to another process",
+        _parametrized,
+    ),
+    Private(
+        "torch.nn.utils.parametrize._inject_property", "a parametrized module is sent to another process", _parametrized
+    ),
+    Private(
+        "torch.distributed.tensor.placement_types._StridedShard",
+        "a weight dealt out in interleaved pieces is told by it",
+        lambda: hasattr(torch.distributed.tensor.placement_types, "_StridedShard"),
+    ),
+    Private(
+        "torch.distributed.tensor.DTensor._local_tensor",
+        "this rank's piece, without a step of autograd",
+        lambda: "_local_tensor" in DTensor.__slots__ or "_local_tensor" in DTensor.__annotations__,
+    ),
+    Private(
+        "torch.Tensor._is_view",
+        "a result that is a view is copied before others may change it",
+        lambda: torch.ones(2)[:1]._is_view() and not torch.ones(1)._is_view(),
+    ),
+    Private("torch.Tensor._version", "a cache that was changed in place is noticed", _version),
+    Private("torch.Tensor._backward_hooks", "hooks on a parameter would be lost: refused", _gradient_hooks),
+    Private("torch.Tensor._post_accumulate_grad_hooks", "hooks on a parameter would be lost: refused", _gradient_hooks),
+    Private(
+        "torch.nn.Module._parameters",
+        "parameters are replaced where torch itself keeps them",
+        _state_of_module("_parameters"),
+    ),
+    Private(
+        "torch.nn.Module._buffers", "buffers are replaced where torch itself keeps them", _state_of_module("_buffers")
+    ),
+    Private("torch.nn.Module._modules", "blocks are left out of a copy that is recorded", _state_of_module("_modules")),
+    Private(
+        "torch.nn.Module._non_persistent_buffers_set",
+        "buffers that no checkpoint holds",
+        _state_of_module("_non_persistent_buffers_set", set),
+    ),
+    Private(
+        "torch.nn.Module._load_state_dict_post_hooks",
+        "FSDP2 looks at its parameters again after a load of ours",
+        _state_of_module("_load_state_dict_post_hooks"),
+    ),
+    Private(
+        "torch.nn.Module._load_state_dict_pre_hooks",
+        "hooks that cannot be sent to another process are left out",
+        _state_of_module("_load_state_dict_pre_hooks"),
+    ),
+    Private(
+        "torch.nn.Module._forward_hooks",
+        "a checkpointed block runs its hooks again too, and so for the dictionaries beside it",
+        _hooks,
+    ),
+    Private("torch.nn.Module._apply", "a block that converts itself in its forward must keep its DTensors", _converted),
+    Private(
+        "torch.nn.ModuleList._get_abs_string_index",
+        "of many equal blocks few are recorded, found by their old numbers",
+        _places_of_blocks,
+    ),
+    Private("torch.nn.RNNBase._flat_weights", "recurrent layers compute with a list of their weights", _flat),
+    Private("torch.nn.RNNBase._flat_weights_names", "recurrent layers compute with a list of their weights", _flat),
+    Private(
+        "torch._dynamo.OptimizedModule._orig_mod",
+        "torch.compile puts a level in between that stands in no checkpoint's names",
+        _compiled_name,
+    ),
+    Private(
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper._checkpoint_wrapped_module",
+        "checkpoint_wrapper puts a level in between that stands in no checkpoint's names",
+        _checkpointed_name,
+    ),
+)

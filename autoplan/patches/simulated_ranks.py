@@ -1,0 +1,105 @@
+"""What simulated ranks need for themselves, and what torch keeps once per process.
+
+Ranks that are threads of one process share the process-group world, a lock of DTensor's, and the CPU generator. While
+they run, torch is given a world of one part per thread, a lock that a thread may take twice, and a generator that
+asks which rank is calling; whatever was there is set aside, a live process group too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup, ThreadLocalWorld
+
+from autoplan.patches.patched import Patch, Place, patched
+
+__all__ = ["GENERATOR", "WORLD", "generator_per_thread", "world_per_thread"]
+
+
+@contextmanager
+def world_per_thread() -> Iterator[None]:
+    """Swap in a world, registries and a lock that are right for one thread per rank; put the old ones back."""
+    ProcessLocalGroup.reset()
+    places = [
+        Place(dist.distributed_c10d, "_world", lambda _: ThreadLocalWorld()),
+        Place(ShardingPropagator, "_fake_mode_lock", lambda _: threading.RLock()),
+    ]
+    with patched(WORLD, places):
+        c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
+
+
+class _GeneratorOfThisThread:
+    """Stands in for torch's CPU generator in `torch.random`: a rank gets its own, any other thread the real one."""
+
+    def __init__(self, real: torch.Generator, own: Callable[[], torch.Generator | None]) -> None:
+        self._real, self._own = real, own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own() or self._real, name)
+
+
+@contextmanager
+def generator_per_thread(own: Callable[[], torch.Generator | None]) -> Iterator[None]:
+    """`torch.manual_seed`, `get_rng_state` and their like reach the calling thread's own generator, if it has one."""
+    with patched(GENERATOR, [Place(torch.random, "default_generator", lambda real: _GeneratorOfThisThread(real, own))]):
+        yield
+
+
+def _world_canary() -> bool:
+    """Does torch look its world up with each question, and has every thread one of its own?"""
+    real, lock = dist.distributed_c10d._world, ShardingPropagator._fake_mode_lock
+    with world_per_thread():
+        inside = dist.distributed_c10d._world
+        own_lock = ShardingPropagator._fake_mode_lock is not lock
+        alone = not dist.is_initialized() and dist.group.WORLD is None
+        parts: list[object] = [inside.pg_map]
+        other = threading.Thread(target=lambda: parts.append(inside.pg_map))
+        other.start()
+        other.join()
+    back = dist.distributed_c10d._world is real and ShardingPropagator._fake_mode_lock is lock
+    return own_lock and alone and back and parts[0] is not parts[1]
+
+
+WORLD = Patch(
+    name="world of simulated ranks",
+    replaces="torch.distributed.distributed_c10d._world, "
+    "torch.distributed.tensor._sharding_prop.ShardingPropagator._fake_mode_lock",
+    why="ranks that are threads need a process-group world each, and one rank may be inside DTensor's lock twice",
+    scope="while simulated ranks run",
+    undone="the world, with any live process group, and the lock are put back",
+    where="autoplan/patches/simulated_ranks.py",
+    canary=_world_canary,
+)
+
+
+def _generator_canary() -> bool:
+    """Do torch's functions for the CPU's randomness ask `torch.random.default_generator`?"""
+    mine, before = torch.Generator(), torch.get_rng_state()
+    with generator_per_thread(lambda: mine):
+        torch.manual_seed(7)
+        inside, seed = torch.get_rng_state(), torch.initial_seed()
+        torch.set_rng_state(inside)
+    theirs = torch.equal(torch.get_rng_state(), before)
+    return theirs and seed == 7 == mine.initial_seed() and torch.equal(inside, mine.get_state())
+
+
+GENERATOR = Patch(
+    name="generator of simulated ranks",
+    replaces="torch.random.default_generator",
+    why="seeding and reading the CPU's randomness in one rank must not touch another's",
+    scope="while simulated ranks run",
+    undone="torch's own generator is put back",
+    where="autoplan/patches/simulated_ranks.py",
+    canary=_generator_canary,
+)

@@ -1,0 +1,154 @@
+"""Nobody but `autoplan/patches` assigns onto modules and classes of other packages: read from every file's syntax."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from autoplan.patches.uses import files
+
+PATCHES = "autoplan/patches/"
+
+# What is set by name on an object that this file has been given: an instance, never a module or class.
+INSTANCES = {
+    ("autoplan/capture/traced_ints.py", "TracedInt"): "a class of ours",
+    ("autoplan/check/audit/autotp.py", "module"): "head counts of a module that is sharded",
+    ("autoplan/check/ranks/threads.py", "_CountingGroup"): "a class of ours",
+    ("autoplan/check/verify/traffic.py", "self"): "an object of ours",
+    ("autoplan/execute/hooks/sequence_shards.py", "tensor"): "a mark on one tensor",
+    ("autoplan/execute/parameters/optimizer_state.py", "parameter"): "a mark on one parameter",
+    ("autoplan/execute/parameters/optimizer_state.py", "optimizer"): "a mark on one optimizer",
+    ("autoplan/execute/tensor_parallel.py", "w"): "an object of ours",
+}
+
+
+def assignments(source: str) -> Iterator[tuple[int, str]]:
+    """(line, what) of each assignment onto what another package owns, or that may be one.
+
+    Targets are attributes and namespaces of imported names, `sys.modules`, `type(x)`, any `__class__`; and whatever is
+    set by `setattr`, or looked up by `vars` and `__dict__` of an imported name.
+    """
+    tree = ast.parse(source)
+    foreign = _imported(tree)
+    for node in ast.walk(tree):
+        for target in (one for several in _targets(node) for one in _flat(several)):
+            own_class = isinstance(target, ast.Attribute) and target.attr == "__class__"
+            onto = target.value if isinstance(target, ast.Attribute | ast.Subscript) else None
+            taken = _is_foreign_namespace if isinstance(target, ast.Subscript) else _is_foreign
+            if own_class or onto is not None and taken(onto, foreign):
+                yield target.lineno, ast.unparse(target)
+        if isinstance(node, ast.Call) and (what := _set_by_call(node, foreign)):
+            yield node.lineno, what
+
+
+def _targets(node: ast.AST) -> list[ast.expr]:
+    if isinstance(node, ast.Assign | ast.Delete):
+        return node.targets
+    if isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For):
+        return [node.target]
+    return [node.optional_vars] if isinstance(node, ast.withitem) and node.optional_vars is not None else []
+
+
+def _set_by_call(node: ast.Call, foreign: set[str]) -> str:
+    """What a call sets by name; "" for any other call."""
+    if isinstance(node.func, ast.Name):
+        return ast.unparse(node.args[0]) if node.func.id in ("setattr", "delattr") else ""
+    if not isinstance(node.func, ast.Attribute):
+        return ""
+    of = node.func.value
+    by_name = node.func.attr in ("__setattr__", "__delattr__") and ast.unparse(of) != "object"  # our frozen records
+    at_once = node.func.attr in ("update", "setdefault", "pop", "clear") and _is_foreign_namespace(of, foreign)
+    return ast.unparse(node) if by_name or at_once else ""
+
+
+def _flat(target: ast.expr) -> Iterator[ast.expr]:
+    if isinstance(target, ast.Tuple | ast.List):
+        for one in target.elts:
+            yield from _flat(one)
+    else:
+        yield target.value if isinstance(target, ast.Starred) else target
+
+
+def _imported(tree: ast.AST) -> set[str]:
+    """Names of whatever is imported from other packages, and names given to modules that are found at run time."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] != "autoplan":
+            found |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign) and _finds_a_module(node.value):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return found
+
+
+def _finds_a_module(node: ast.expr) -> bool:
+    text = ast.unparse(node)
+    return text.startswith(("sys.modules", "import_module(", "importlib.import_module("))
+
+
+def _is_foreign(node: ast.expr, foreign: set[str]) -> bool:
+    while isinstance(node, ast.Attribute):
+        if node.attr == "__class__":
+            return True
+        node = node.value
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func) == "type" or _finds_a_module(node)
+    return isinstance(node, ast.Name) and node.id in foreign or _finds_a_module(node)
+
+
+def _is_foreign_namespace(node: ast.expr, foreign: set[str]) -> bool:
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "vars" and node.args:
+        return _is_foreign(node.args[0], foreign)
+    if isinstance(node, ast.Attribute) and node.attr == "__dict__":
+        return _is_foreign(node.value, foreign)
+    return ast.unparse(node) == "sys.modules"
+
+
+def test_only_patches_assign_onto_other_packages() -> None:
+    found = {
+        f"{path}:{line}: {what}"
+        for path, source in files().items()
+        for line, what in assignments(source)
+        if not path.startswith(PATCHES) and (path, what) not in INSTANCES
+    }
+    assert not found, f"enter these in autoplan/patches, each as a Patch with a canary: {sorted(found)}"
+
+
+def test_no_exception_is_stale() -> None:
+    found = {(path, what) for path, source in files().items() for _, what in assignments(source)}
+    assert INSTANCES.keys() <= found
+
+
+def test_assignments_are_seen_however_they_are_written() -> None:
+    planted = """
+import sys, torch
+import torch.distributed as dist
+from importlib import import_module
+from torch.optim import Optimizer
+home = sys.modules.get("transformers")
+Optimizer.__init__ = ours  # seen
+torch.random.default_generator, kept = ours, 1  # seen
+dist.distributed_c10d._world += 1  # seen
+del torch.nn.Linear  # seen
+with open() as torch.file: pass  # seen
+for torch.x in y: pass  # seen
+home.asked = ours  # seen
+import_module("torch").x = 1  # seen
+type(model).forward = ours  # seen
+model.__class__ = ours  # seen
+model.__class__.forward = ours  # seen
+setattr(anything, name, ours)  # seen
+vars(torch)["x"] = 1  # seen
+torch.nn.__dict__.update(x=1)  # seen
+sys.modules["torch"] = ours  # seen
+torch.Tensor.__setattr__(x, y, z)  # seen
+from autoplan.values import Plan
+self.x = torch.x
+module.forward = ours
+record.reading.inside = True
+object.__setattr__(self, "shared", 1)
+module.__dict__["forward"] = ours
+"""
+    seen = {number for number, line in enumerate(planted.splitlines(), 1) if line.endswith("# seen")}
+    assert {line for line, _ in assignments(planted)} == seen
