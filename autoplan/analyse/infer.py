@@ -1,9 +1,9 @@
 """What every dimension of every tensor of a trace is: one pass over the ops, first to last.
 
-Each op is read by the rule of its family (`op_rules`), which relates the dims of what went in to those of what came out
-and leaves events on them. Nobody's name is asked: a head axis is whatever the model treats as one. Two promises hold
-throughout: an op without an exact rule marks every axis it touches as opaque, and a link that cannot be expressed marks
-both of its sides, so that what looks free to split is.
+Each op is read by the dim rule of its record (`autoplan/ops`), which relates the dims of what went in to those of what
+came out and leaves events on them. Nobody's name is asked: a head axis is whatever the model treats as one. Two
+promises hold throughout: an op without an exact rule marks every axis it touches as opaque, and a link that cannot be
+expressed marks both of its sides, so that what looks free to split is.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from dataclasses import dataclass, field, replace
 from autoplan.axes.algebra import Conflict
 from autoplan.axes.events import Event
 from autoplan.axes.terms import Term, find, is_data, leaf, leaves, segments, show
-from autoplan.ops.rules import Site, State, refs, rule_for
-from autoplan.ops.rules.site import Dims
-from autoplan.values import Op, Ref, Trace
+from autoplan.ops import op_record
+from autoplan.ops.questions import asks
+from autoplan.ops.record import Shows
+from autoplan.ops.site import Dims, Site, State
+from autoplan.values import Op, Ref, Trace, refs
 
 __all__ = ["Axes", "infer_axes"]
-
-_READS_ONLY_SHAPE = frozenset({"_assert_tensor_metadata", "sym_size", "sym_numel", "sym_stride", "sym_storage_offset"})
-_RANDOM_SOURCES = frozenset({"rand", "randn", "randint", "randperm", "multinomial"})
 
 
 @dataclass
@@ -87,18 +86,18 @@ class _Reader:
 
     def read(self, index: int, op: Op, gathered: bool) -> None:
         state = self.state
-        inputs, outputs = list(refs((op.args, op.kwargs))), list(refs(op.outputs))
+        inputs, outputs = _mentioned((op.args, op.kwargs)), _mentioned(op.outputs)
         state.algebra.place = (index, op.name, op.module)
         state.gathered = gathered
-        rule = rule_for(op.name)
+        record = op_record(op.name)
         site = Site(op, state, inputs, outputs)
-        answer = rule.function(site) if rule and outputs else None
+        answer = record.dims(site) if outputs else None
         self._update_static(op, inputs, outputs)
+        if record.dims is asks:
+            return
         if answer is None:
-            if op.name in _READS_ONLY_SHAPE:
-                return
             answer = self._opaque(op, inputs, outputs)
-        elif rule and rule.view and inputs:
+        elif record.shows is not Shows.NOTHING and inputs:
             self._note_view(inputs[0], outputs)
         self._update_dequantised(op, inputs, outputs)
         self._record(outputs, answer)
@@ -151,7 +150,7 @@ class _Reader:
     def _update_dequantised(self, op: Op, inputs: Sequence[Ref], outputs: Sequence[Ref]) -> None:
         """A quantised weight times its scales is the weight, at any step on the way there."""
         made = {ref.id for ref in outputs}
-        if not inputs or not all(ref.id in self.kept for ref in inputs) or op.name in _RANDOM_SOURCES:
+        if not inputs or not all(ref.id in self.kept for ref in inputs) or _may_draw(op):
             for tensor in made:
                 self.kept.pop(tensor, None)
             return
@@ -167,7 +166,7 @@ class _Reader:
     def _update_static(self, op: Op, inputs: Sequence[Ref], outputs: Sequence[Ref]) -> None:
         """Made of constants only; what is overwritten with something else is constant no more."""
         static = self.state.static
-        if all(ref.id in static for ref in inputs) and op.name not in _RANDOM_SOURCES:
+        if all(ref.id in static for ref in inputs) and not _may_draw(op):
             static.update(ref.id for ref in outputs)
             return
         for ref in outputs:
@@ -197,6 +196,14 @@ class _Reader:
             dict(self.companions),
             state.algebra.marked_by,
         )
+
+
+def _mentioned(value: object) -> list[Ref]:
+    return [Ref(tensor) for tensor in refs(value)]
+
+
+def _may_draw(op: Op) -> bool:
+    return op_record(op.name).random.may_draw(op.args, op.kwargs)
 
 
 def _mark_mixed(state: State, term: Term) -> None:

@@ -6,33 +6,12 @@ how many indices of a dimension a rank holds, and which rows of a partly split d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 from autoplan.analyse.infer import Axes
 from autoplan.axes.terms import Term, find, layout, leaves
 from autoplan.common.layout import Layout
-from autoplan.values import Ref, Trace
+from autoplan.values import Trace
 
-__all__ = ["Shards", "refs", "refs_with_paths"]
-
-
-def refs(value: Any) -> Iterator[int]:
-    """Tensor ids mentioned in recorded arguments, in order."""
-    for _, tensor in refs_with_paths(value):
-        yield tensor
-
-
-def refs_with_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], int]]:
-    """(path, tensor id) for every tensor mentioned in recorded arguments."""
-    if isinstance(value, Ref):
-        yield path, value.id
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from refs_with_paths(item, (*path, index))
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from refs_with_paths(item, (*path, key))
+__all__ = ["Shards"]
 
 
 class Shards:

@@ -14,7 +14,7 @@ from typing import Any
 
 from autoplan.analyse.infer import Axes, infer_axes
 from autoplan.analyse.placement.callflow import CallFlow
-from autoplan.analyse.placement.calls import DRAWS, Scope, scope
+from autoplan.analyse.placement.calls import Scope, scope
 from autoplan.analyse.placement.sums import Placement, place
 from autoplan.analyse.sequence.parallel import SequencePlacement, place_sequence, sequence_hooks
 from autoplan.analyse.shards import Shards
@@ -30,6 +30,7 @@ from autoplan.analyse.splits.model_ends import (
 from autoplan.analyse.splits.requests import NO_DEMANDS, Demands
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.layout import Layout
+from autoplan.ops import call_record
 from autoplan.values import ClassFact, Edit, HookSite, ParameterFact, ParameterRule, Runtime, Trace
 
 __all__ = ["Solution", "solve"]
@@ -186,7 +187,7 @@ def _solution(
         scoped=done.scope.calls,
         random=tuple(sorted({*done.scope.random, *(cut.random if cut else ())})),
         random_whole=done.scope.random_whole,
-        draws=any(call.name in DRAWS for call in trace.calls),
+        draws=any(call_record(call.name).random.when == "always" for call in trace.calls),
         outputs=_outputs(trace),
     )
     return Solution(

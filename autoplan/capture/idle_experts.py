@@ -15,9 +15,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from autoplan.analyse.shards import refs
 from autoplan.capture.fold import kinds_of
-from autoplan.values import Fold, Trace
+from autoplan.values import Fold, Trace, refs
 
 __all__ = ["with_idle_members"]
 

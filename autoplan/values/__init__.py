@@ -11,7 +11,18 @@ from autoplan.values.facts import ClassFact, ParameterFact
 from autoplan.values.findings import Finding, Report, Score, Scoreboard, Traffic, Verdict
 from autoplan.values.instructions import Edit, ExpertSite, HeadSite, HookSite, Means, ParameterRule, Runtime, ScopedCall
 from autoplan.values.plan import Change, Entry, Obstacle, Plan, Proof, Replicated, Stack, Trial
-from autoplan.values.trace import Call, Fold, ModuleVisit, Op, Ref, Symbolic, TensorInfo, Trace
+from autoplan.values.trace import (
+    Call,
+    Fold,
+    ModuleVisit,
+    Op,
+    Ref,
+    Symbolic,
+    TensorInfo,
+    Trace,
+    refs,
+    refs_with_paths,
+)
 
 __all__ = [
     "Call",
@@ -46,5 +57,7 @@ __all__ = [
     "Traffic",
     "Trial",
     "Verdict",
+    "refs",
+    "refs_with_paths",
     "replace",
 ]

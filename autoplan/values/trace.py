@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-__all__ = ["Call", "Fold", "ModuleVisit", "Op", "Ref", "Symbolic", "TensorInfo", "Trace"]
+__all__ = ["Call", "Fold", "ModuleVisit", "Op", "Ref", "Symbolic", "TensorInfo", "Trace", "refs", "refs_with_paths"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +15,30 @@ class Ref:
     """A tensor mentioned in recorded arguments: an index into `Trace.tensors`."""
 
     id: int
+
+
+def refs(value: Any) -> Iterator[int]:
+    """Tensor ids mentioned in recorded arguments or outputs, in order."""
+    if isinstance(value, Ref):
+        yield value.id
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from refs(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from refs(item)
+
+
+def refs_with_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], int]]:
+    """(path, tensor id) for every tensor mentioned in recorded arguments."""
+    if isinstance(value, Ref):
+        yield path, value.id
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from refs_with_paths(item, (*path, index))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from refs_with_paths(item, (*path, key))
 
 
 @dataclass(frozen=True, slots=True)

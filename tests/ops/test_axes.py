@@ -12,7 +12,8 @@ from trace_writer import B, D, S, Writer, clean, events, free, only, rows
 from autoplan.analyse.infer import Axes
 from autoplan.axes.events import Event
 from autoplan.axes.terms import is_data, layout, leaves, show
-from autoplan.ops.rules import RULES, rule_for
+from autoplan.ops import OPS, op_record
+from autoplan.ops.record import unknown
 from autoplan.values import Ref
 
 # ------------------------------------------------------------------------------------------------ attention and co.
@@ -354,8 +355,8 @@ def test_the_analysis_is_the_same_every_time() -> None:
 
 
 def test_in_place_forms_follow_their_plain_rule() -> None:
-    assert rule_for("add_") is RULES["add"] and rule_for("index_put_") is RULES["index_put"]
-    assert rule_for("_no_such_op") is None and rule_for("_no_such_op_") is None
+    assert op_record("add_") is OPS["add"] and op_record("index_put_") is OPS["index_put"]
+    assert "_no_such_op" not in OPS and op_record("_no_such_op_").dims is unknown
 
 
 def test_analysis_loads_no_torch() -> None:

@@ -19,12 +19,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
 
-from autoplan.analyse.picture.drawing import CONSTANT, Canvas, Value, refs
+from autoplan.analyse.picture.drawing import CONSTANT, Canvas, Value
 from autoplan.analyse.picture.flow import Flow, Node
 from autoplan.analyse.picture.regions import collapse_scans, prune
 from autoplan.analyse.picture.weight_views import View, dequantised, follow_view
 from autoplan.analyse.picture.weighted_boxes import (
-    CONTRACTIONS,
     contraction,
     convolution,
     fused_attention,
@@ -32,30 +31,25 @@ from autoplan.analyse.picture.weighted_boxes import (
     lookup,
     weighted,
 )
-from autoplan.values import Op, Ref, Trace
+from autoplan.ops import op_record
+from autoplan.ops.record import Drawn, Shows, writes_in_place
+from autoplan.values import Op, Ref, Trace, refs
 
 __all__ = ["dataflow"]
 
-_SPLITS = {"split", "split_with_sizes", "chunk", "unbind", "slice", "select", "narrow"}
-_VIEWS = _SPLITS | {"view", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand"}
-_VIEWS |= {"alias", "detach", "diagonal"}
-_STATISTICS = {"mean", "var", "var_mean", "std", "std_mean", "linalg_vector_norm", "norm"}
-_FUSED_NORMS = {"native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm", "native_group_norm"}
-_FUSED_ATTENTION = ("_scaled_dot_product", "scaled_dot_product")
-_NONLINEAR = {
-    *("relu", "gelu", "silu", "sigmoid", "tanh", "softplus", "mish", "elu", "leaky_relu", "hardtanh", "hardswish"),
-    *("exp", "erf", "relu6", "selu", "celu", "threshold", "hardsigmoid", "log_sigmoid_forward", "prelu"),
-}
-_JOINS = {"mul": "mul", "mul_": "mul", "div": "mul", "div_": "mul", "cat": "cat", "stack": "cat"}
+_SHOWN = (Shows.RESHAPED, Shows.VIEWED)  # in the memory of what they show
+# The boxes of ops along a dim; a write into positions is a box, too.
 _KINDS = {
-    "softmax": ("_softmax", "_safe_softmax", "softmax"),
-    "topk": ("topk", "sort", "argmax"),
-    "cumsum": ("cumsum", "cumprod", "logcumsumexp", "linalg_solve_triangular"),
-    "sum": ("sum", "amax"),
-    "pick": ("index", "index_select", "gather"),
-    "scatter": ("scatter", "scatter_add", "index_add", "index_put"),
+    Drawn.STATISTIC: "statistic",
+    Drawn.SOFTMAX: "softmax",
+    Drawn.TOPK: "topk",
+    Drawn.CUMSUM: "cumsum",
+    Drawn.SUM: "sum",
+    Drawn.PICK: "pick",
+    Drawn.ROWS: "pick",
+    Drawn.SCATTER: "scatter",
 }
-_NAMED = {name + in_place: kind for kind, names in _KINDS.items() for name in names for in_place in ("", "_")}
+_JOINS = {Drawn.MUL: "mul", Drawn.CAT: "cat", Drawn.ADD: "add"}
 
 
 def dataflow(trace: Trace) -> Flow:
@@ -96,11 +90,11 @@ class _Artist:
         if not outputs:
             return
         tensors = list(refs(op.args[1:2])) if op.name == "copy_" else list(dict.fromkeys(refs((op.args, op.kwargs))))
-        if op.name in _VIEWS and tensors:
+        if op_record(op.name).shows in _SHOWN and tensors:
             for output in outputs:
                 canvas.bases[output] = canvas.bases.get(tensors[0], tensors[0])
         results = self._results(op, tensors, outputs)
-        in_place = op.name.endswith("_") and not op.name.endswith("__")
+        in_place = writes_in_place(op.name)
         for output, result in zip(outputs, results, strict=False):
             if in_place and canvas.bases.get(output, output) != output:
                 self._write(op, canvas.bases[output], output, result)
@@ -129,16 +123,17 @@ class _Artist:
         values = [canvas.value(tensor) for tensor in tensors]
         weights = [value.weight for value in values if value.weight is not None]
         data = [tensor for tensor, value in zip(tensors, values, strict=True) if value.node is not None]
-        if op.name in ("embedding", "index", "index_select"):
+        drawn = op_record(op.name).drawn
+        if drawn in (Drawn.LOOKUP, Drawn.ROWS):
             found = lookup(canvas, op, tensors, self.choices)
             if found is not None:
                 return [found]
         if op.name.endswith("_like") or op.name.startswith("new_"):
             return [CONSTANT] * len(outputs)
         if not data and not weights:
-            reshaped = len(values) == 1 and values[0].from_input and op.name in _VIEWS | {"_to_copy", "clone"}
+            reshaped = len(values) == 1 and values[0].from_input and op_record(op.name).shows in (*_SHOWN, Shows.COPIED)
             return [Value(from_input=reshaped)] * len(outputs)
-        if op.name in CONTRACTIONS:
+        if drawn is Drawn.CONTRACTION:
             return [contraction(canvas, op)] * len(outputs)
         stored = next((view for view in weights if self.trace.tensors[view.parameter].quantised), None)
         if not data and stored is not None:
@@ -162,14 +157,15 @@ class _Artist:
 
     def _special(self, op: Op, data: int, outputs: list[int]) -> list[Value] | None:
         """Ops with a drawing of their own."""
-        if op.name in ("convolution", "_convolution"):
-            drawn = convolution(self.canvas, op)
-            return None if drawn is None else [drawn]
-        if op.name in _FUSED_NORMS or "batch_norm" in op.name:
+        drawn = op_record(op.name).drawn
+        if drawn is Drawn.CONVOLUTION:
+            box = convolution(self.canvas, op)
+            return None if box is None else [box]
+        if drawn is Drawn.NORM:
             return [fused_norm(self.canvas, op)] * len(outputs)
-        if op.name.startswith(_FUSED_ATTENTION):
+        if drawn is Drawn.ATTENTION:
             return [fused_attention(self.canvas, op)] * len(outputs)
-        if op.name in _SPLITS:
+        if drawn is Drawn.SPLIT:
             return [self._split(op, data, output) for output in outputs]
         if op.name == "glu":
             source = self.canvas.value(data).node
@@ -186,21 +182,21 @@ class _Artist:
 
     def _general(self, op: Op, tensors: list[int], output: int) -> Value:
         """Elementwise ops, reductions, joins: what is left."""
-        canvas = self.canvas
+        canvas, drawn = self.canvas, op_record(op.name).drawn
         boxes = self._sources(op, tensors)
         views: list[View] = [v for v in (canvas.value(tensor).weight for tensor in tensors) if v is not None]
-        if op.name in ("cat", "stack", "where") or (views and not boxes):
+        if drawn is Drawn.CAT or op.name == "where" or (views and not boxes):
             boxes += [canvas.parameter_box(view) for view in views]
             views = []
         boxes = list(dict.fromkeys(boxes))
         if not boxes:
             return CONSTANT
-        if op.name in _STATISTICS or op.name in _NAMED:
-            return canvas.new(_NAMED.get(op.name, "statistic"), op, boxes)
+        if drawn in _KINDS:
+            return canvas.new(_KINDS[drawn], op, boxes)
         if views and len(boxes) == 1:
             return weighted(canvas, op, boxes[0], views)
         boxes += [canvas.parameter_box(view) for view in views]
-        activated = op.name.rstrip("_") in _NONLINEAR or any(canvas.value(tensor).activated for tensor in tensors)
+        activated = drawn is Drawn.ACTIVATION or any(canvas.value(tensor).activated for tensor in tensors)
         if len(boxes) == 1:
             return Value(node=boxes[0], activated=activated)
         result = self._together(op, boxes, output)
@@ -218,7 +214,7 @@ class _Artist:
         """Data sources; masks and indices made from data do not count beside values that carry gradient."""
         drawn = [(tensor, self.canvas.value(tensor).node) for tensor in tensors]
         carrying = [box for tensor, box in drawn if box is not None and self.trace.tensors[tensor].differentiable]
-        keeps_indices = _NAMED.get(op.name) in ("pick", "scatter")
+        keeps_indices = _KINDS.get(op_record(op.name).drawn) in ("pick", "scatter")
         return carrying if carrying and not keeps_indices else [box for _, box in drawn if box is not None]
 
     def _together(self, op: Op, boxes: list[int], output: int) -> Value:
@@ -235,10 +231,9 @@ class _Artist:
         whole = next((box for box in common if canvas.size(box) == size), None)
         if whole is not None:
             return Value(node=whole)
-        sums = op.name.startswith(("add", "sub", "rsub"))
-        if sums and common:  # halves of a rotation, before they are put together again
+        if op_record(op.name).drawn is Drawn.ADD and common:  # halves of a rotation, before they are put together again
             return canvas.new("split", op, common[:1])
-        return canvas.new(_JOINS.get(op.name, "add" if sums else "mix"), op, boxes)
+        return canvas.new(_JOINS.get(op_record(op.name).drawn, "mix"), op, boxes)
 
     def _scaled_before_norm(self, scaled: int, boxes: list[int]) -> bool:
         """(w * x) * rsqrt(mean(x * x)): the weight came before the statistic."""

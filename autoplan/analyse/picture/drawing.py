@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import networkx as nx
 
 from autoplan.analyse.picture.flow import Dim, Flow, Node, node_of
 from autoplan.analyse.picture.weight_views import View, whole_view
-from autoplan.values import Op, Ref, Trace
+from autoplan.values import Op, Trace
 
-__all__ = ["CONSTANT", "Canvas", "Value", "refs"]
+__all__ = ["CONSTANT", "Canvas", "Value"]
 
 
 @dataclass(frozen=True)
@@ -27,18 +26,6 @@ class Value:
 
 
 CONSTANT = Value()
-
-
-def refs(value: Any) -> Iterator[int]:
-    """Tensor ids mentioned in recorded arguments, in order."""
-    if isinstance(value, Ref):
-        yield value.id
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from refs(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from refs(item)
 
 
 class Canvas:

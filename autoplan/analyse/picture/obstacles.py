@@ -17,16 +17,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from autoplan.analyse.picture.drawing import refs
-from autoplan.values import Obstacle, Ref, Symbolic, Trace
+from autoplan.ops import op_record
+from autoplan.ops.record import Shows, writes_in_place
+from autoplan.values import Obstacle, Op, Ref, Symbolic, Trace, refs
 
 __all__ = ["obstacles"]
 
-_VIEWS = frozenset(
-    ("view", "_unsafe_view", "_reshape_alias", "alias", "detach", "t", "transpose", "permute", "movedim", "expand")
-    + ("unsqueeze", "squeeze", "select", "slice", "narrow", "split", "split_with_sizes", "chunk", "unbind", "unfold")
-    + ("as_strided", "diagonal", "view_as_real", "view_as_complex", "real", "imag")
-)
 _WIDTHS = ({"in_features", "out_features"}, {"num_embeddings", "embedding_dim"})
 
 
@@ -41,7 +37,7 @@ def _edited(trace: Trace, modules: dict[str, None]) -> Iterator[Obstacle]:
     """Outputs that are written to, themselves or through a view, by code outside the module."""
     bases: dict[int, int] = {}
     for op in trace.ops:
-        if op.name in _VIEWS and op.args and isinstance(op.args[0], Ref):
+        if _is_view(op) and op.args and isinstance(op.args[0], Ref):
             source = bases.get(op.args[0].id, op.args[0].id)
             bases.update((output, source) for output in refs(op.outputs) if output != source)
     makers: dict[int, dict[str, None]] = {}
@@ -49,10 +45,15 @@ def _edited(trace: Trace, modules: dict[str, None]) -> Iterator[Obstacle]:
         for _, tensor in visit.outputs if visit.module in modules else ():
             makers.setdefault(bases.get(tensor, tensor), {})[visit.module] = None
     for op in trace.ops:
-        if op.name.endswith("_") and not op.name.endswith("__") and op.args and isinstance(op.args[0], Ref):
+        if writes_in_place(op.name) and op.args and isinstance(op.args[0], Ref):
             for module in makers.get(bases.get(op.args[0].id, op.args[0].id), ()):
                 if not _is_in(op.module, module):
                     yield Obstacle(module, "edited", f"its output is changed in place by {op.module or 'the model'}")
+
+
+def _is_view(op: Op) -> bool:
+    """Does what is written to the result show in the first input?"""
+    return op_record(op.name).shows in (Shows.RESHAPED, Shows.VIEWED)
 
 
 def _read_elsewhere(trace: Trace, modules: dict[str, None]) -> Iterator[Obstacle]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from autoplan.ops import op_record
+from autoplan.ops.record import Shows
 from autoplan.values import Op
 
 __all__ = ["View", "as_lookup", "dequantised", "follow_view", "whole_view"]
@@ -66,7 +68,7 @@ def follow_view(op: Op, view: View, before: tuple[int, ...], after: tuple[int, .
         del dims[int(rest[0]) if rest else 0]
     elif op.name == "expand":
         dims[:0] = [None] * (len(after) - len(dims))
-    elif len(before) != len(after) or (before != after and op.name in ("view", "reshape", "_unsafe_view")):
+    elif len(before) != len(after) or (before != after and op_record(op.name).shows is Shows.RESHAPED):
         dims = _by_size(dims, before, after)
     return replace(view, dims=tuple(dims)) if len(dims) == len(after) else replace(view, dims=(None,) * len(after))
 

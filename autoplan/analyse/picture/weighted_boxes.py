@@ -13,12 +13,10 @@ from autoplan.analyse.picture.drawing import Canvas, Value
 from autoplan.analyse.picture.flow import Node
 from autoplan.analyse.picture.regions import draw_attention
 from autoplan.analyse.picture.weight_views import View, as_lookup
+from autoplan.ops import op_record
 from autoplan.values import Op, Ref
 
-__all__ = ["CONTRACTIONS", "contraction", "convolution", "fused_attention", "fused_norm", "lookup", "weighted"]
-
-_BIASED = {"addmm", "baddbmm", "addmv", "addbmm"}
-CONTRACTIONS = _BIASED | {"mm", "bmm", "mv", "dot", "linear", "matmul", "_grouped_mm"}
+__all__ = ["contraction", "convolution", "fused_attention", "fused_norm", "lookup", "weighted"]
 
 
 def lookup(canvas: Canvas, op: Op, tensors: Sequence[int], choices: set[int]) -> Value | None:
@@ -43,7 +41,9 @@ def lookup(canvas: Canvas, op: Op, tensors: Sequence[int], choices: set[int]) ->
 def contraction(canvas: Canvas, op: Op) -> Value:
     """A product that sums over a dim: of a value with a weight, or of two values."""
     operands = [argument.id for argument in op.args if isinstance(argument, Ref)]
-    bias = canvas.value(operands.pop(0)) if op.name in _BIASED else Value()
+    product = op_record(op.name).product
+    biased = product is not None and product.bias == 0
+    bias = canvas.value(operands.pop(0)) if biased else Value()
     left, right = (canvas.value(operand) for operand in operands[:2])
     if right.weight is not None:
         weight, data, transposed = right.weight, left, op.name == "linear"

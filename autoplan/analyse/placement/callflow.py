@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any, NamedTuple
 
-from autoplan.analyse.shards import refs, refs_with_paths
-from autoplan.values import Call, ModuleVisit, Trace
+from autoplan.values import Call, ModuleVisit, Trace, refs, refs_with_paths
 
 __all__ = ["Border", "CallFlow"]
 

@@ -14,35 +14,25 @@ from math import prod
 from typing import Any
 
 from autoplan.analyse.placement.callflow import CallFlow
-from autoplan.analyse.placement.reductions import gathered_dim, lengths_in, reduced_dims, scaled_dims
+from autoplan.analyse.placement.reductions import gathered_dim, lengths_in
 from autoplan.analyse.placement.sums import Placement
-from autoplan.analyse.shards import Shards, refs
+from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.equal_pieces import pieces_given
 from autoplan.analyse.splits.integer_edits import Edits
 from autoplan.analyse.splits.literal_sizes import made_in_shares, made_whole
 from autoplan.axes.terms import Term, find, leaves
-from autoplan.values import Call, Ref, ScopedCall, Trace
+from autoplan.ops import call_record
+from autoplan.ops.norms import scaled_dims
+from autoplan.ops.record import Shows
+from autoplan.ops.reductions import reduced_dims
+from autoplan.ops.sizes import RepeatEach
+from autoplan.values import Call, Ref, ScopedCall, Trace, refs
 
-__all__ = ["DRAWS", "RANDOM_CALLS", "Scope", "scope"]
+__all__ = ["Scope", "scope"]
 
 SOMETIMES = ("sometimes", True)  # in a call's details: a run of the module may leave it out
 
 _Place = tuple[str, str, str]  # module, function, place in the code
-# What draws random numbers always, in eval mode too; and what does so in training, where a rate says so.
-DRAWS = frozenset(
-    [
-        "rand", "randn", "randint", "randperm", "normal", "poisson", "binomial", "bernoulli", "multinomial",
-        "rand_like", "randn_like", "randint_like", "bernoulli_", "normal_", "uniform_", "exponential_",
-        "log_normal_", "geometric_", "cauchy_", "random_", "gumbel_softmax",
-    ]
-)  # fmt: skip
-RANDOM_CALLS = DRAWS | frozenset(
-    [
-        "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
-        "feature_alpha_dropout", "native_dropout", "rrelu", "scaled_dot_product_attention",
-        "multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu",
-    ]
-)  # fmt: skip
 
 
 @dataclass
@@ -222,7 +212,7 @@ def _wanted(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits, 
         details += (("dim", pieces[index][0]), ("pieces", pieces[index][1])) if index in pieces else ()
         found[index] = ScopedCall(
             call.module, call.place, call.name, tuple(arguments.get(index, ())), copies,
-            placement.inside_reductions.get(index), cuts.get(index, ()), details,
+            _text(placement.inside_reductions.get(index)), cuts.get(index, ()), details,
         )  # fmt: skip
         if placement.inside_reductions.get(index) in ("sum", "mean") and len(flow.outputs[index]) != 1:
             result.refusals.append(
@@ -249,14 +239,19 @@ def _cuts(shards: Shards, flow: CallFlow, result: Scope) -> dict[int, tuple[tupl
             for dim, layout in enumerate(shards.layouts(tensor))
             if layout is not None and tensor not in flow.inputs[index]
         ]
-        if (
-            found
-            and made_whole(call, shards)
-            or found
-            and call.name not in ("expand", "broadcast_to", "repeat", "repeat_interleave", "tile")
-        ):
+        if found and made_whole(call, shards) or found and not _repeats(call):
             cuts[index] = tuple(found)
     return cuts
+
+
+def _text(reduction: str | None) -> str | None:
+    return None if reduction is None else str(reduction)
+
+
+def _repeats(call: Call) -> bool:
+    """Does the call only say again what it is given? Told a share's size, it makes a share."""
+    known = call_record(call.name)
+    return known.alike or known.shows is Shows.REPEATED or isinstance(known.sizes, RepeatEach)
 
 
 def _details(call: Call, reduction: str | None, shards: Shards) -> tuple[tuple[str, Any], ...]:
@@ -287,7 +282,7 @@ def _spread_details(call: Call, shards: Shards) -> tuple[tuple[str, Any], ...]:
     op = next(op for op in shards.trace.ops[slice(*call.ops)] if op.name in ("var", "std"))
     source, correction = op.args[0].id, op.kwargs.get("correction")
     shape = shards.trace.tensors[source].shape
-    dims = sorted(dim % len(shape) - len(shape) for dim in reduced_dims(op, shards))
+    dims = sorted(dim % len(shape) - len(shape) for dim in reduced_dims(op, len(shape)))
     held = tuple(
         prod(n for dim, n in enumerate(shards.local_shape(source, rank)) if dim - len(shape) in dims)
         for rank in range(shards.tp)
@@ -301,7 +296,7 @@ def _length_details(call: Call, shards: Shards) -> tuple[tuple[str, Any], ...]:
     """Of a vector norm: its dims from the end, and whether they stay as dims of 1."""
     op, _ = lengths_in(call, shards.trace)
     rank = len(shards.axes.of(op.args[0].id))
-    dims = (reduced_dims if op.name == "linalg_vector_norm" else scaled_dims)(op, shards)
+    dims = (reduced_dims if op.name == "linalg_vector_norm" else scaled_dims)(op, rank)
     kept = len(shards.trace.tensors[next(refs(op.outputs))].shape) == rank
     return (("dims", tuple(sorted(dim % rank - rank for dim in dims))), ("keepdim", kept))
 
@@ -310,7 +305,7 @@ def _random_calls(shards: Shards, flow: CallFlow) -> dict[str, dict[bool, list[i
     """Random calls by module, apart by whether they act on split values."""
     found: dict[str, dict[bool, list[int]]] = defaultdict(lambda: {True: [], False: []})
     for index, call in enumerate(shards.trace.calls):
-        if call.name in RANDOM_CALLS:
+        if call_record(call.name).random:
             found[call.module][any(shards.is_split(t) for t in flow.inputs[index])].append(index)
     return found
 

@@ -13,20 +13,14 @@ from typing import Literal
 
 from autoplan.analyse.placement.callflow import Border, CallFlow
 from autoplan.analyse.shards import Shards
+from autoplan.ops import call_record
+from autoplan.ops.record import Linear, Shows
 from autoplan.values import Call, Ref
 
-__all__ = ["SUMS", "Way", "follow_down", "is_linear", "step_of"]
+__all__ = ["Way", "adds", "follow_down", "is_linear", "step_of"]
 
-# Calls through which a partial sum may travel: linear in it, other operands whole.
-_LINEAR = frozenset({
-    "mul", "__mul__", "__rmul__", "mul_", "div", "__truediv__", "neg", "__neg__", "sum", "expand", "__getitem__",
-    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute", "movedim", "swapaxes",
-    "contiguous", "to", "type", "type_as", "float", "half", "bfloat16",
-})  # fmt: skip
-SUMS = frozenset({"add", "add_", "__add__", "__iadd__", "__radd__"})  # with a bias, which is added in shares
 # A bias stays one when its rows are selected and viewed.
-_SAME_ROWS = frozenset({"__getitem__", "index_select", "view", "reshape", "unsqueeze", "to", "type", "expand"})
-_QUOTIENTS = ("div", "__truediv__")
+_SAME_ROWS = frozenset(Shows) - {Shows.NOTHING, Shows.REPEATED}
 _STEPS = 10
 
 
@@ -82,7 +76,6 @@ def step_of(
     call: int, tensor: int, uses: int, flow: CallFlow, shards: Shards, reductions: Container[int]
 ) -> dict[int, int] | None:
     """May a partial value pass this call, its next reader? Then what is added to it on the way: value -> bias."""
-    name = flow.trace.calls[call].name
     if call in reductions or len(flow.outputs[call]) != 1:
         return None
     if uses != 1 and flow.outputs[call] != [tensor]:  # read by others too, unless they read what is written in place
@@ -90,16 +83,22 @@ def step_of(
     others = [t for t in flow.inputs[call] if t != tensor]
     if any(shards.is_split(t) for t in others):
         return None
-    if name in SUMS:
+    if adds(flow.trace.calls[call]):
         found = {t: _bias_behind(t, flow, shards) for t in others}
         biases = {t: bias for t, bias in found.items() if bias is not None}
         return biases if others and len(biases) == len(others) else None
     return {} if is_linear(flow.trace.calls[call], tensor) else None
 
 
+def adds(call: Call) -> bool:
+    """Is this an addition: of a bias, which is added in shares, or of another sum?"""
+    return call_record(call.name).linear is Linear.ADDS
+
+
 def is_linear(call: Call, tensor: int) -> bool:
     """Is the call's one result linear in the value, all else being whole?"""
-    return call.name in _LINEAR and (call.name not in _QUOTIENTS or call.args[0] == Ref(tensor))
+    linear = call_record(call.name).linear
+    return linear is Linear.EACH or (linear is Linear.FIRST and call.args[:1] == (Ref(tensor),))
 
 
 def _bias_behind(tensor: int, flow: CallFlow, shards: Shards) -> int | None:
@@ -110,7 +109,9 @@ def _bias_behind(tensor: int, flow: CallFlow, shards: Shards) -> int | None:
         if flow.trace.tensors[tensor].kind == "parameter":
             return tensor
         made = flow.producer.get(tensor)
-        if made is None or flow.trace.calls[made].name not in _SAME_ROWS or tensor in flow.rewritten:
+        if made is None or tensor in flow.rewritten or len(flow.outputs[made]) != 1:
+            return None
+        if call_record(flow.trace.calls[made].name).shows not in _SAME_ROWS:
             return None
         sources = [t for t in flow.inputs[made] if t in flow.carries]
         if len(sources) != 1:

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from autoplan.analyse.shards import Shards, refs
-from autoplan.values import Call, Ref, Symbolic
+from autoplan.analyse.shards import Shards
+from autoplan.values import Call, Ref, Symbolic, refs
 
-__all__ = ["FUSED_ATTENTION", "argument", "obstacle"]
+__all__ = ["argument", "obstacle"]
 
-FUSED_ATTENTION = "multi_head_attention_forward"
 _ORDER = (
     *("query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v"),
     *("add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask"),

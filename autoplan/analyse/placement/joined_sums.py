@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from autoplan.analyse.placement.callflow import Border, CallFlow
-from autoplan.analyse.placement.deferred_sums import SUMS, Way, step_of
+from autoplan.analyse.placement.deferred_sums import Way, adds, step_of
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.low_rank import thin_matrix
 from autoplan.values import Ref
@@ -86,7 +86,7 @@ class _Meetings:
 
     def _is_addition(self, step: int) -> bool:
         """Is something added that is no bias?"""
-        if self.flow.trace.calls[step].name not in SUMS or len(self.flow.inputs[step]) != 2:
+        if not adds(self.flow.trace.calls[step]) or len(self.flow.inputs[step]) != 2:
             return False
         return not any(self.flow.trace.tensors[t].kind == "parameter" for t in self.flow.inputs[step])
 

@@ -19,15 +19,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from autoplan.analyse.placement.callflow import Border, CallFlow
-from autoplan.analyse.placement.deferred_sums import SUMS
+from autoplan.analyse.placement.deferred_sums import adds
+from autoplan.ops import call_record
+from autoplan.ops.record import Shows
 from autoplan.values import Call
 
 __all__ = ["Pair", "pairs_of_branches"]
 
 _STEPS = 4
-_VIEWS = ("view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten")
 BorderOut = Callable[[int, int], Border | None]
-_RANDOM = ("dropout", "dropout_", "alpha_dropout", "feature_dropout")
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,17 @@ def _outwards(flow: CallFlow, border: Border, leaving: BorderOut) -> Border:
     found = border
     for _ in range(_STEPS):
         uses = [use for use in flow.uses[tensor] if use > made]
-        if len(uses) != 1 or flow.trace.calls[uses[0]].name not in _VIEWS or tensor in flow.final:
-            break
-        if len(flow.outputs[uses[0]]) != 1:
+        if len(uses) != 1 or not _reshapes(flow, uses[0]) or tensor in flow.final:
             break
         tensor, made = flow.outputs[uses[0]][0], uses[0]
         found = leaving(tensor, made) or found
     return found
+
+
+def _reshapes(flow: CallFlow, index: int) -> bool:
+    """Is the value only shown in another shape, to gradients too?"""
+    shows = call_record(flow.trace.calls[index].name).shows
+    return shows is Shows.RESHAPED and len(flow.outputs[index]) == 1 and flow.passes_gradients(index)
 
 
 def _in_turn(meeting: Call, borders: list[Border]) -> Iterator[Pair]:
@@ -100,7 +104,7 @@ def _additions(flow: CallFlow, border: Border) -> list[int]:
             break
         call = flow.trace.calls[step]
         block = block or (call.module, call.visit)
-        if call.name not in SUMS or "alpha" in call.kwargs or block != (call.module, call.visit):
+        if not adds(call) or "alpha" in call.kwargs or block != (call.module, call.visit):
             break
         if call.module in flow.branching or step < border.last:
             break
@@ -124,13 +128,9 @@ def _is_alone(flow: CallFlow, tensor: int, step: int, uses: list[int]) -> bool:
 def _is_dropped(flow: CallFlow, tensor: int, made: int, step: int) -> bool:
     """Does a dropout act on the value before the call? In evaluation it hands the value on as it is."""
     return any(
-        call.name in _RANDOM and tensor in flow.inputs[index] and _probability(call) != 0.0
+        tensor in flow.inputs[index] and call_record(call.name).random.may_draw(call.args, call.kwargs)
         for index, call in enumerate(flow.trace.calls[made:step], made)
     )
-
-
-def _probability(call: Call) -> object:
-    return call.args[1] if len(call.args) > 1 else call.kwargs.get("p")
 
 
 def _apart(pairs: Iterable[Pair]) -> Iterator[Pair]:

@@ -1,89 +1,54 @@
 """Which calls sum over a split axis, and how: at each of them ranks must talk.
 
-A contraction over a split dimension leaves each rank with a part of the sum ("sum"), so does a mean ("mean"), a
-lookup in a table whose rows are split ("embedding"; "row" when it is table[number]); a norm's statistic needs all of
-the dimension ("norm"), and so do a variance ("spread") and a vector's length ("length"). A call whose product is
-gathered by decision is "gather".
-Anything else that reads across a split dimension is refused.
+What an op sums over, its record says (`autoplan/ops`); a call is what its ops are, unless its own record says what it
+is as a whole. A call whose product is gathered by decision is a "gather". Anything that reads across a split dimension
+and that ranks cannot do together is refused.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from math import prod
-from typing import Any
 
-from autoplan.analyse.placement.fused_attention import FUSED_ATTENTION, argument, obstacle
-from autoplan.analyse.shards import Shards, refs
-from autoplan.axes.terms import Term
-from autoplan.ops.rules.experts import BOX
-from autoplan.values import Call, Op, Ref, Trace
+from autoplan.analyse.placement.fused_attention import argument, obstacle
+from autoplan.analyse.shards import Shards
+from autoplan.ops import call_record, op_record
+from autoplan.ops.on_shares import SplitOp
+from autoplan.ops.record import Reduction, Refused
+from autoplan.values import Call, Op, Ref, Trace, refs
 
-__all__ = [
-    "CONVOLUTIONS",
-    "DIVIDING",
-    "PRODUCTS",
-    "TRANSPOSED",
-    "gathered_dim",
-    "lengths_in",
-    "reduced_dims",
-    "reduction_of",
-    "row_bias_of",
-    "scaled_dims",
-]
+__all__ = ["gathered_dim", "lengths_in", "reduction_of", "row_bias_of"]
 
-PRODUCTS = ("linear", "matmul", "__matmul__", "mm")
-CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")  # calls whose channels are the dim before the spatial ones
-TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-_COMPOSITE = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
-_MATRIX = frozenset({"mm", "bmm", "mv", "dot", "_grouped_mm"})
-_BIASED = frozenset({"addmm", "baddbmm"})
-_NORMS = frozenset({"native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm"})
-_SUMMABLE = {"sum": "sum", "mean": "mean", "var": "spread", "std": "spread", "linalg_vector_norm": "length"}
-DIVIDING = ("normalize", "_weight_norm")  # calls that divide by the lengths that they take
-_LENGTH_CALLS = ("norm", "linalg_norm", "linalg_vector_norm", *DIVIDING)
-_LENGTH_OPS = ("linalg_vector_norm", "_weight_norm_interface")
-_OTHER_REDUCTIONS = frozenset(
-    [
-        "max",
-        "min",
-        "amax",
-        "amin",
-        "var_mean",
-        "std_mean",
-        "argmax",
-        "argmin",
-        "any",
-        "all",
-        "logsumexp",
-        "norm",
-        "prod",
-    ]
-)
+_IN_THE_CALL = (Reduction.ROW, Reduction.LENGTH)  # done in the place of the call, which must be known for it
+_SHARED = (Reduction.SUM, Reduction.MEAN, Reduction.NORM, Reduction.SPREAD, Reduction.LENGTH)
 
 
-def reduction_of(call: Call, shards: Shards, gathered: frozenset[int]) -> str | None:
-    """None, "sum", "mean", "norm", "spread", "length", "embedding", "row", "gather", "attention", "refused: why"."""
-    found: str | None = None
-    if call.name == FUSED_ATTENTION:
+def reduction_of(call: Call, shards: Shards, gathered: frozenset[int]) -> Reduction | Refused | None:
+    """What ranks do together for a call, if anything."""
+    known = call_record(call.name)
+    if known.pays is Reduction.ATTENTION:
         why = obstacle(call, shards)
-        return f"refused: {why}" if why else "attention"
-    if call.name in _COMPOSITE:
-        return f"refused: {call.name} is told its number of heads and cuts its packed weight by itself"
+        return Refused(why) if why else known.pays
+    if isinstance(known.pays, Refused):
+        return known.pays
+    found: Reduction | Refused | None = None
     for index in range(*call.ops):
         op = shards.trace.ops[index]
-        if index in gathered and any(shards.is_split(t) for t in _tensors(op)):
-            return "gather"
-        here = _op_reduction(op, shards)
-        if here:
-            found = "norm" if call.name in _NORMS else here  # on some devices its ops are recorded one by one
-    if found == "row" and call.name != "__getitem__":
-        return "refused: a row of a split table that is taken otherwise than by table[number]"
-    if found == "length" and call.name not in _LENGTH_CALLS:
-        return f"refused: lengths over a split axis within {call.name}"
-    if found in ("sum", "mean", "norm", "spread", "length") and _counts_twice(call, shards):
-        return "refused: a sum over an axis that several ranks hold together"
+        if index in gathered and any(shards.is_split(item.id) for item in op.args if isinstance(item, Ref)):
+            return Reduction.GATHER
+        here = op_record(op.name).reduces(SplitOp(shards, op))
+        if here is not None:
+            found = known.pays or here
+    if found in _IN_THE_CALL and found is not known.settles:
+        return Refused(_UNSETTLED[found].format(call.name))
+    if found in _SHARED and _counts_twice(call, shards):
+        return Refused("a sum over an axis that several ranks hold together")
     return found
+
+
+_UNSETTLED = {
+    Reduction.ROW: "a row of a split table that is taken otherwise than by table[number]",
+    Reduction.LENGTH: "lengths over a split axis within {}",
+}
 
 
 def _counts_twice(call: Call, shards: Shards) -> bool:
@@ -93,112 +58,31 @@ def _counts_twice(call: Call, shards: Shards) -> bool:
     return bool(summed) and all(found.shared_rows(shards.tp) for found in summed)
 
 
-def _tensors(op: Op) -> list[int]:
-    return [item.id for item in op.args if isinstance(item, Ref)]
-
-
-def _split(shards: Shards, tensor: Any, dim: int) -> bool:
-    terms = shards.axes.of(tensor.id)
-    return bool(terms) and shards.layout_of(terms[dim]) is not None
-
-
-def _op_reduction(op: Op, shards: Shards) -> str | None:
-    name = op.name
-    if name in _MATRIX and op.args[0].id not in shards.axes.identities:
-        return "sum" if _split(shards, op.args[0], -1) else None
-    if name in _BIASED:
-        return "sum" if _split(shards, op.args[1], -1) else None
-    if name in ("convolution", "_convolution"):
-        return _convolution(op, shards)
-    if name in _NORMS:
-        count = len(op.args[1])
-        dims = range(-count, 0)
-        return "norm" if any(_split(shards, op.args[0], d) for d in dims) else None
-    if name == BOX:  # routed tokens get the sum over all experts; sorted ones stay apart by expert
-        stack, _, routing, _ = op.args
-        return "sum" if routing and _split(shards, stack[0], 0) else None
-    if name == "embedding":
-        return "embedding" if _split(shards, op.args[0], 0) else None
-    if name == "select":
-        return "row" if _split(shards, op.args[0], op.args[1]) else None
-    if name == "_weight_norm_interface":
-        return "length" if any(_split(shards, op.args[0], d) for d in scaled_dims(op, shards)) else None
-    if name in _SUMMABLE or name in _OTHER_REDUCTIONS:
-        if any(_split(shards, op.args[0], d) for d in reduced_dims(op, shards)):
-            return _SUMMABLE.get(name) or f"refused: {name} over a split dimension"
-        return None
-    if name.startswith("_scaled_dot_product") and _split(shards, op.args[0], 3):
-        return "refused: attention over a split head width"
-    return None
-
-
-def _convolution(op: Op, shards: Shards) -> str | None:
-    groups = op.args[8]
-    if groups == 1:
-        return "sum" if _split(shards, op.args[0], 1) else None
-    rows, columns = shards.axes.of(op.args[1].id)[:2]
-    if not op.args[6]:
-        return "sum" if shards.layout_of(columns) is not None else None
-    if _cut_inside(shards, rows, groups):
-        return "refused: a transposed convolution over channels inside its groups"
-    return None
-
-
-def _cut_inside(shards: Shards, term: Term, groups: int) -> bool:
-    """Does some rank hold a part of a group?"""
-    layout, size = shards.layout_of(term), term.size // groups
-    if layout is None:
-        return False
-    held = (Counter(row // size for row in layout.rows(rank, shards.tp)) for rank in range(shards.tp))
-    return any(count != size for of_rank in held for count in of_rank.values())
-
-
-def reduced_dims(op: Op, shards: Shards) -> list[int]:
-    """The dims that a sum, mean or variance runs over."""
-    if not op.args or not isinstance(op.args[0], Ref):
-        return []
-    rank = len(shards.axes.of(op.args[0].id))
-    position = 2 if op.name in ("linalg_vector_norm", "norm") else 1
-    dims = op.args[position] if len(op.args) > position else op.kwargs.get("dim")
-    if isinstance(dims, bool) or dims is None or dims == () or isinstance(dims, float):
-        return list(range(rank))
-    return [dims] if isinstance(dims, int) else [d for d in dims if isinstance(d, int)] if rank else []
-
-
 def lengths_in(call: Call, trace: Trace) -> tuple[Op, int]:
     """The op within a call that takes lengths of vectors, and how many they are."""
-    op = next(op for op in trace.ops[slice(*call.ops)] if op.name in _LENGTH_OPS)
+    op = next(op for op in trace.ops[slice(*call.ops)] if op.name in ("linalg_vector_norm", "_weight_norm_interface"))
     return op, prod(trace.tensors[list(refs(op.outputs))[-1]].shape)
-
-
-def scaled_dims(op: Op, shards: Shards) -> list[int]:
-    """The dims over which a weight norm takes lengths: all but one."""
-    kept = op.args[2] if len(op.args) > 2 else op.kwargs.get("dim", 0)
-    rank = len(shards.axes.of(op.args[0].id))
-    return [dim for dim in range(rank) if dim != kept % rank]
 
 
 def gathered_dim(call: Call, shards: Shards) -> tuple[str, int] | None:
     """Of a product that may be gathered: the layout of what its weight brings in, and in which dim, from the end, the
     result has it. None for a call that is no such product."""
     weight = call.args[1] if len(call.args) > 1 else call.kwargs.get("weight")
-    if call.name not in (*PRODUCTS, *CONVOLUTIONS) or not isinstance(weight, Ref):
+    product = call_record(call.name).product
+    if product is None or product.out is None or not isinstance(weight, Ref):
         return None
-    dims = len(shards.trace.tensors[weight.id].shape)
-    own = 0 if call.name == "linear" or call.name in CONVOLUTIONS else dims - 1
-    return str(shards.layouts(weight.id)[own]), 1 - dims if call.name in CONVOLUTIONS else -1
+    own, out = product.out
+    dims = len(shards.trace.tensors[weight.id].shape)  # where the result has it from the front, it has as many
+    return str(shards.layouts(weight.id)[own]), out if out < 0 else out - dims
 
 
-def row_bias_of(call: Call, reduction: str | None) -> int | None:
+def row_bias_of(call: Call, reduction: str | Refused | None) -> int | None:
     """The bias a call adds to a partial sum: each rank must add its share only."""
-    if reduction == "attention":
+    if reduction == Reduction.ATTENTION:
         bias = argument(call, "out_proj_bias")
         return bias.id if isinstance(bias, Ref) else None
-    if reduction != "sum":
+    product = call_record(call.name).product
+    if reduction != Reduction.SUM or product is None or product.bias is None:
         return None
-    if call.name in ("linear", *CONVOLUTIONS, *TRANSPOSED):
-        bias = call.args[2] if len(call.args) > 2 else call.kwargs.get("bias")
-        return bias.id if isinstance(bias, Ref) else None
-    if call.name in ("addmm", "baddbmm") and isinstance(call.args[0], Ref):
-        return call.args[0].id
-    return None
+    bias = call.args[product.bias] if len(call.args) > product.bias else call.kwargs.get("bias")
+    return bias.id if isinstance(bias, Ref) else None

@@ -30,6 +30,7 @@ from autoplan.analyse.placement.partial_gradients import Debts
 from autoplan.analyse.placement.reductions import gathered_dim, reduction_of, row_bias_of
 from autoplan.analyse.placement.shared_entries import merge_entries
 from autoplan.analyse.shards import Shards
+from autoplan.ops.record import Refused
 from autoplan.values import Ref
 
 __all__ = ["Placement", "Refusal", "place"]
@@ -120,8 +121,8 @@ class _Placer:
         if not any(shards.is_split(t) for t in (*inputs, *self.flow.outputs[index])):
             return
         reduction = reduction_of(call, shards, gathered)
-        if reduction and reduction.startswith("refused"):
-            self._refuse(index, reduction.removeprefix("refused: "))
+        if isinstance(reduction, Refused):
+            self._refuse(index, reduction.reason)
         elif reduction:
             self.reductions[index] = reduction
         bias = row_bias_of(call, reduction)

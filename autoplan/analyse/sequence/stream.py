@@ -14,17 +14,13 @@ from autoplan.analyse.sequence.positions import Positions, integers
 from autoplan.analyse.sequence.stream_state import Again, CutStream, Refused, SequencePlacement
 from autoplan.analyse.splits.literal_sizes import evaluate
 from autoplan.axes.terms import Term
+from autoplan.ops import call_record
 from autoplan.values import ModuleVisit, Symbolic
 
 __all__ = ["SequencePlacement", "Stream"]
 
 _ROUNDS = 200
 _MAKERS = 4  # calls to go back in search of what can be cut
-_INDEXING = ("__getitem__", "narrow", "select", "index_select")
-_PARTING = ("split", "split_with_sizes", "tensor_split", "chunk", "unbind", "unsafe_chunk", "unsafe_split")
-_SCATTERING = ("scatter", "index_add", "index_copy", "index_reduce")  # along their second argument
-_ALIKE = ("expand", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full")  # the same at every position
-_RANDOM = ("dropout", "dropout_", "alpha_dropout")
 
 
 class Stream(CutStream):
@@ -124,7 +120,7 @@ class Stream(CutStream):
                 continue
             self._cut_partner(tensor, index, cut)
         self._note_gradients(index, inputs, cut)
-        if call.name in _RANDOM:
+        if call_record(call.name).random:
             self.result.random.add(call.module)
         self.cut.update(t for t in outputs if self.positions.dims_of(t))
 
@@ -169,11 +165,13 @@ class Stream(CutStream):
         for op in range(*call.ops):
             if self.positions.crossed_by(op):
                 return f"{self.trace.ops[op].name} in {call.module or 'the model'} reads across the sequence"
-        if call.name in _INDEXING and self.positions.picks(index, cut):
+        along = call_record(call.name).along
+        what = "" if along is None else along.what
+        if what == "picks" and self.positions.picks(index, cut):
             return f"{call.name} in {call.module or 'the model'} picks positions"
-        if call.name in _PARTING and self._parts(index, cut):
+        if what == "parts" and self._parts(index, cut):
             return f"{call.name} in {call.module or 'the model'} parts positions"
-        if self._scatters(index, cut):
+        if what == "scatters" and self._along(index, cut):  # several positions may be added together
             return f"{call.name} in {call.module or 'the model'} writes positions to places of their own"
         for tensor in (*self.flow.inputs[index], *self.flow.outputs[index]):
             if len(self.positions.dims_of(tensor)) > 1:
@@ -184,22 +182,19 @@ class Stream(CutStream):
             return f"{call.name} in {call.module or 'the model'} is told the length of the sequence"
         return ""
 
+    def _along(self, index: int, cut: list[int]) -> list[int]:
+        """The cut values whose sequence is the dim that a call works along."""
+        call, along = self.trace.calls[index], call_record(self.trace.calls[index].name).along
+        place = 1 if along is None else along.dim
+        dim = call.args[place] if len(call.args) > place else call.kwargs.get("dim", 0)
+        if not isinstance(dim, int):
+            return []
+        return [t for t in cut if dim % len(self.trace.tensors[t].shape) in self.positions.dims_of(t)]
+
     def _parts(self, index: int, cut: list[int]) -> bool:
         """Is a sequence taken apart, into pieces of so many positions, or of one?"""
-        call = self.trace.calls[index]
-        place = 1 if call.name == "unbind" else 2
-        dim = call.args[place] if len(call.args) > place else call.kwargs.get("dim", 0)
-        whole = [t for t in cut if dim % len(self.trace.tensors[t].shape) in self.positions.dims_of(t)]
         sizes = {self.trace.tensors[t].shape for t in self.flow.outputs[index]}
-        return any(sizes != {self.trace.tensors[t].shape} for t in whole)
-
-    def _scatters(self, index: int, cut: list[int]) -> bool:
-        """Does a call write what it reads along the sequence elsewhere, and so add several positions together?"""
-        call = self.trace.calls[index]
-        dim = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim")
-        if not call.name.startswith(_SCATTERING) or not isinstance(dim, int):
-            return False
-        return any(dim % len(self.trace.tensors[t].shape) in self.positions.dims_of(t) for t in cut)
+        return any(sizes != {self.trace.tensors[t].shape} for t in self._along(index, cut))
 
     def _sizes_follow(self, index: int, cut: list[int]) -> bool:
         """Do the sizes that Python passes shrink by themselves when the cut inputs do?"""
@@ -228,7 +223,7 @@ class Stream(CutStream):
         inputs = self.flow.inputs[index]
         carrying = [t for t in inputs if t in self.flow.carries]
         return (
-            self.trace.calls[index].name in _ALIKE
+            call_record(self.trace.calls[index].name).alike
             and not any(self.positions.dims_of(t) for t in inputs)
             and all(self._made_of(t, index) is not None for t in carrying)
         )

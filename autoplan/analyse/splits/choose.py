@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 from math import gcd, prod
 
 from autoplan.analyse.infer import Axes
-from autoplan.analyse.shards import refs
 from autoplan.axes.events import FORBIDDING
 from autoplan.axes.terms import Term, factors, find, leaves
 from autoplan.common.layout import chunk
-from autoplan.values import Op, Trace
+from autoplan.ops import op_record
+from autoplan.ops.experts import BOX
+from autoplan.ops.record import Drawn, Linear, Shows, nothing
+from autoplan.values import Op, Trace, refs
 
 __all__ = ["Choice", "Occurrences", "choose", "occurrences", "residual_leaves"]
 
@@ -97,30 +99,13 @@ class _Sameness:
     Scaled channel by channel it is not: `f(x) + D * x`, inside a mixer, is no stream.
     """
 
-    _COPIES = frozenset(
-        [
-            "_to_copy",
-            "clone",
-            "alias",
-            "detach",
-            "lift_fresh",
-            "view",
-            "_unsafe_view",
-            "native_dropout",
-            "mul",
-            "div",
-            "add",
-            "sub",
-        ]
-    )
-
     def __init__(self, trace: Trace, axes: Axes) -> None:
         self._root: dict[int, int] = {}
         for op in trace.ops:
             mentioned = list(refs((op.args, tuple(op.kwargs.values()))))
             active = [t for t in mentioned if t not in axes.weights and trace.tensors[t].kind != "constant"]
             outputs = list(refs(op.outputs))
-            if op.name not in self._COPIES or len(active) != 1 or not outputs or outputs[0] == active[0]:
+            if not _stays_itself(op) or len(active) != 1 or not outputs or outputs[0] == active[0]:
                 continue
             if op.name == "mul" and any(prod(trace.tensors[t].shape) > 1 for t in mentioned if t in axes.weights):
                 continue
@@ -131,13 +116,20 @@ class _Sameness:
         return self._root.get(tensor, tensor)
 
 
+def _stays_itself(op: Op) -> bool:
+    """Does the op hand on a copy, the same in another shape, or the same but for numbers that scale and shift it?"""
+    record = op_record(op.name)
+    dropped = record.random.when == "rate" and record.reduces is nothing
+    scaled = record.drawn is Drawn.MUL or record.linear in (Linear.ADDS, Linear.SUBTRACTS)
+    return record.shows in (Shows.RESHAPED, Shows.COPIED) or dropped or scaled
+
+
 def _contracts_weight(op: Op, tensors: tuple[int, ...], trace: Trace, axes: Axes) -> bool:
     """Does the op mix the features of a value? A convolution of each channel by itself does not."""
     if op.name == "convolution" and trace.tensors[op.args[1].id].shape[1] == 1 and op.args[8] > 1:
         return False
-    return op.name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "mv", "experts") and any(
-        tensor in axes.weights for tensor in tensors
-    )
+    mixes = op.name == BOX or op_record(op.name).product is not None
+    return mixes and any(tensor in axes.weights for tensor in tensors)
 
 
 def choose(

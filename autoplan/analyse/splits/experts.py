@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoplan.analyse.infer import Axes
-from autoplan.analyse.placement.calls import RANDOM_CALLS
-from autoplan.analyse.shards import Shards, refs
+from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.literal_sizes import attributes_of, sizes_given
 from autoplan.axes.terms import factors, find, leaves
-from autoplan.ops.rules.experts import BOX, INSIDE
-from autoplan.values import Call, Edit, ExpertSite, ModuleVisit, Op, Ref, Trace
+from autoplan.ops import call_record
+from autoplan.ops.experts import BOX, INSIDE
+from autoplan.values import Call, Edit, ExpertSite, ModuleVisit, Op, Ref, Trace, refs
 
 __all__ = ["ExpertStack", "boxed", "expert_edits", "find_experts", "split_stacks"]
 
@@ -115,7 +115,7 @@ def _self_contained(module: str, stack: tuple[int, ...], runs: list[ModuleVisit]
     inside = {number for span in spans if span is not None for number in range(*span)}
     readers = (number for number, op in enumerate(trace.ops) if not set(stack).isdisjoint(refs((op.args, op.kwargs))))
     calls = (trace.calls[number] for visit in runs for number in range(*visit.calls))
-    return all(number in inside for number in readers) and not any(call.name in RANDOM_CALLS for call in calls)
+    return all(number in inside for number in readers) and not any(call_record(call.name).random for call in calls)
 
 
 def _ops_of(visit: ModuleVisit, trace: Trace) -> tuple[int, int] | None:

@@ -16,9 +16,9 @@ from itertools import combinations, product
 from math import prod
 from typing import Any
 
-from autoplan.analyse.shards import Shards, refs
+from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.literal_sizes import Requirement, attributes_of, evaluate, made_whole, requirements
-from autoplan.values import Call, Edit, Symbolic
+from autoplan.values import Call, Edit, Symbolic, refs
 
 __all__ = ["Edits", "solve_edits"]
 

@@ -11,10 +11,25 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from autoplan.analyse.shards import Shards, refs
+from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.arguments import argument, is_integer, number
 from autoplan.analyse.splits.equal_pieces import parted_dim, pieces_given
-from autoplan.values import Call, Ref, Symbolic, Trace
+from autoplan.ops import call_record
+from autoplan.ops.sizes import (
+    Bounds,
+    Filled,
+    Groups,
+    Identity,
+    Indexed,
+    Lengths,
+    MadeWhole,
+    OutputShape,
+    RepeatEach,
+    Repeats,
+    Sizes,
+    Unflattened,
+)
+from autoplan.values import Call, Ref, Symbolic, Trace, refs
 
 __all__ = [
     "Requirement",
@@ -27,30 +42,7 @@ __all__ = [
 ]
 
 Path = tuple[Any, ...]
-
-RESHAPES = frozenset({"view", "reshape", "expand", "broadcast_to", "_unsafe_view"})
-_FILLS = frozenset({"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty"})
-_MAKERS = frozenset(
-    [
-        "arange",
-        "linspace",
-        "logspace",
-        "tensor",
-        "as_tensor",
-        "eye",
-        "rand",
-        "randn",
-        "randint",
-        "randperm",
-        "normal",
-        "tril_indices",
-        "triu_indices",
-        "hann_window",
-        "hamming_window",
-    ]
-)
-CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"})
-_GROUPS_AT = {"conv1d": 6, "conv2d": 6, "conv3d": 6, "conv_transpose1d": 6, "conv_transpose2d": 6}
+Found = list[tuple[Path, Any, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -129,43 +121,46 @@ def requirements(index: int, call: Call, shards: Shards) -> list[Requirement]:
     inputs = list(refs((call.args, call.kwargs)))
     if not any(shards.is_split(tensor) for tensor in (*inputs, *outputs)):
         return []
-    name = call.name
-    if name in RESHAPES:
-        found = _reshape(call, outputs[0], shards)
-    elif name == "unflatten":
-        found = _unflatten(call, outputs[0], shards)
-    elif made_in_shares(call, shards):
-        found = _identity(call, outputs[0], shards) if name == "eye" else _fill(call, outputs[0], shards)
-    elif name in ("split", "split_with_sizes"):
-        found = _split(call, outputs, shards)
-    elif name == "narrow":
-        found = _narrow(call, shards)
-    elif name in ("__getitem__", "__setitem__"):
-        found = _getitem(call, shards)
-    elif name in ("repeat", "tile"):
-        found = _repeat(call, outputs[0], shards)
-    elif name == "repeat_interleave":
-        found = _repeat_interleave(call, outputs[0], shards)
-    elif name in CONVOLUTIONS:
-        found = _groups(call, shards, _GROUPS_AT[name])
-    elif name == "group_norm":
-        found = _groups(call, shards, 1)
-    else:
-        found = []
+    found = _found(call_record(call.name).sizes, call, outputs, shards)
     return [Requirement(index, path, have, want) for path, have, want in found]
+
+
+def _found(sizes: Sizes, call: Call, outputs: list[int], shards: Shards) -> Found:
+    """What each kind of size must be on the ranks, where it follows a split dim."""
+    match sizes:
+        case OutputShape():
+            return _reshape(sizes, call, outputs[0], shards)
+        case Unflattened():
+            return _unflatten(sizes, call, outputs[0], shards)
+        case Filled():
+            return _fill(sizes, call, outputs[0], shards)
+        case Identity():
+            return _identity(sizes, call, outputs[0], shards) if made_in_shares(call, shards) else []
+        case Lengths():
+            return _split(sizes, call, outputs, shards)
+        case Bounds():
+            return _bounded(sizes, call, shards)
+        case Indexed():
+            return _getitem(call, shards)
+        case Repeats():
+            return _repeat(sizes, call, outputs[0], shards)
+        case RepeatEach():
+            return _repeat_interleave(sizes, call, outputs[0], shards)
+        case Groups():
+            return _groups(sizes, call, shards)
+    return []  # none, sizes of what is made whole, or a number of pieces (`equal_pieces.py`)
 
 
 def made_in_shares(call: Call, shards: Shards) -> bool:
     """Does this call make a rank's share of its value when it is told the share's sizes?"""
-    return call.name in _FILLS or (call.name == "eye" and not shards.axes.identities.isdisjoint(refs(call.outputs)))
+    sizes = call_record(call.name).sizes
+    identity = isinstance(sizes, Identity) and not shards.axes.identities.isdisjoint(refs(call.outputs))
+    return isinstance(sizes, Filled) or identity
 
 
 def made_whole(call: Call, shards: Shards) -> bool:
     """Must this call make all of its value, of which a rank then keeps its share? Its sizes stay."""
-    return call.name in _MAKERS and not made_in_shares(call, shards)
-
-
-Found = list[tuple[Path, Any, tuple[int, ...]]]
+    return isinstance(call_record(call.name).sizes, (MadeWhole, Identity)) and not made_in_shares(call, shards)
 
 
 def _sizes(call: Call, first: int, *names: str) -> list[tuple[Path, Any]]:
@@ -184,9 +179,10 @@ def _local(shards: Shards, tensor: int, dim: int) -> tuple[int, ...]:
 def sizes_given(call: Call, trace: Trace) -> list[tuple[int, Any]]:
     """The sizes that a reshaping call is told, by the dim of its output that they are of."""
     outputs = list(refs(call.outputs))
-    if call.name not in RESHAPES or not outputs:
+    told = call_record(call.name).sizes
+    if not isinstance(told, OutputShape) or not outputs:
         return []
-    sizes = _sizes(call, 1, "shape", "size")
+    sizes = _sizes(call, told.first, *told.names)
     return [(dim, item) for dim, (_, item) in enumerate(sizes)] if _covers(sizes, outputs[0], trace) else []
 
 
@@ -194,8 +190,8 @@ def _covers(sizes: list[tuple[Path, Any]], output: int, trace: Trace) -> bool:
     return len(sizes) == len(trace.tensors[output].shape)
 
 
-def _reshape(call: Call, output: int, shards: Shards) -> Found:
-    sizes = _sizes(call, 1, "shape", "size")
+def _reshape(told: OutputShape, call: Call, output: int, shards: Shards) -> Found:
+    sizes = _sizes(call, told.first, *told.names)
     if not _covers(sizes, output, shards.trace):
         return []
     return [
@@ -205,42 +201,45 @@ def _reshape(call: Call, output: int, shards: Shards) -> Found:
     ]
 
 
-def _unflatten(call: Call, output: int, shards: Shards) -> Found:
-    _, dim = argument(call, 1, "dim")
-    path, sizes = argument(call, 2, "sizes")
+def _unflatten(told: Unflattened, call: Call, output: int, shards: Shards) -> Found:
+    _, dim = argument(call, told.dim, "dim")
+    path, sizes = argument(call, told.sizes, "sizes")
     start = number(dim) % len(shards.trace.tensors[call.args[0].id].shape)
     return [((*path, i), item, _local(shards, output, start + i)) for i, item in enumerate(sizes) if number(item) != -1]
 
 
-def _fill(call: Call, output: int, shards: Shards) -> Found:
-    sizes = _sizes(call, 1 if call.name.startswith("new_") else 0, "size")
+def _fill(told: Filled, call: Call, output: int, shards: Shards) -> Found:
+    sizes = _sizes(call, told.first, "size")
     if len(sizes) != len(shards.trace.tensors[output].shape):
         return []
     return [(path, item, _local(shards, output, dim)) for dim, (path, item) in enumerate(sizes) if is_integer(item)]
 
 
-def _identity(call: Call, output: int, shards: Shards) -> Found:
+def _identity(told: Identity, call: Call, output: int, shards: Shards) -> Found:
     """Rows, and columns where they are told."""
-    sizes = [(path, item) for path, item in (argument(call, 0, "n"), argument(call, 1, "m")) if is_integer(item)]
+    given = argument(call, told.rows, "n"), argument(call, told.columns, "m")
+    sizes = [(path, item) for path, item in given if is_integer(item)]
     return [(path, item, _local(shards, output, dim)) for dim, (path, item) in enumerate(sizes)]
 
 
-def _split(call: Call, outputs: list[int], shards: Shards) -> Found:
-    path, sections = argument(call, 1, "split_size_or_sections", "split_size", "split_sizes")
+def _split(told: Lengths, call: Call, outputs: list[int], shards: Shards) -> Found:
+    path, sections = argument(call, told.at, "split_size_or_sections", "split_size", "split_sizes")
     wanted = [_local(shards, output, parted_dim(call, shards)) for output in outputs]
     if isinstance(sections, tuple):
         return [((*path, i), item, wanted[i]) for i, item in enumerate(sections)]
     return [] if pieces_given(call, shards) else [(path, sections, wanted[0])]
 
 
-def _narrow(call: Call, shards: Shards) -> Found:
+def _bounded(told: Bounds, call: Call, shards: Shards) -> Found:
     tensor = call.args[0].id
-    _, given = argument(call, 1, "dim")
+    _, given = argument(call, told.dim, "dim")
+    if not told.length or given is None:
+        return []
     dim = number(given) % len(shards.trace.tensors[tensor].shape)
     if shards.layout_of(shards.axes.of(tensor)[dim]) is None:
         return []
-    start_path, start = argument(call, 2, "start")
-    length_path, length = argument(call, 3, "length")
+    start_path, start = argument(call, told.start, "start")
+    length_path, length = argument(call, told.end, "length")
     if not is_integer(start) or not is_integer(length):
         return []
     low = _bounds(shards, tensor, dim, number(start))
@@ -326,9 +325,9 @@ def indexed_dims(items: tuple[Any, ...], rank: int, shards: Shards) -> Iterator[
         dim += width(item)
 
 
-def _repeat(call: Call, output: int, shards: Shards) -> Found:
+def _repeat(told: Repeats, call: Call, output: int, shards: Shards) -> Found:
     tensor = call.args[0].id
-    counts = _sizes(call, 1, "repeats", "dims")
+    counts = _sizes(call, told.first, "repeats", "dims")
     pad = len(counts) - len(shards.trace.tensors[tensor].shape)
     found: Found = []
     for dim, (path, count) in enumerate(counts):
@@ -339,9 +338,9 @@ def _repeat(call: Call, output: int, shards: Shards) -> Found:
     return found
 
 
-def _repeat_interleave(call: Call, output: int, shards: Shards) -> Found:
-    path, count = argument(call, 1, "repeats")
-    _, given = argument(call, 2, "dim")
+def _repeat_interleave(told: RepeatEach, call: Call, output: int, shards: Shards) -> Found:
+    path, count = argument(call, told.at, "repeats")
+    _, given = argument(call, told.dim, "dim")
     if not is_integer(count) or given is None:
         return []
     tensor = call.args[0].id
@@ -352,15 +351,15 @@ def _repeat_interleave(call: Call, output: int, shards: Shards) -> Found:
     return [(path, count, tuple(o // size for o, size in zip(out, own, strict=True)))]
 
 
-def _groups(call: Call, shards: Shards, position: int) -> Found:
+def _groups(told: Groups, call: Call, shards: Shards) -> Found:
     """The groups of a convolution or group norm shrink with the channels, unless each group keeps some of them."""
-    path, groups = argument(call, position, "groups", "num_groups")
+    path, groups = argument(call, told.at, "groups", "num_groups")
     if groups is None or number(groups) == 1:
         return []
     tensor = call.args[0].id
     size = shards.trace.tensors[tensor].shape[1]
     local = _local(shards, tensor, 1)
-    if call.name in ("conv1d", "conv2d", "conv3d"):
-        in_group = _local(shards, argument(call, 1, "weight")[1].id, 1)
+    if told.weight is not None:
+        in_group = _local(shards, argument(call, told.weight, "weight")[1].id, 1)
         return [(path, groups, tuple(n // own for n, own in zip(local, in_group, strict=True)))]
     return [(path, groups, tuple(number(groups) * n // size for n in local))]

@@ -14,7 +14,6 @@ from typing import Any
 
 from autoplan.analyse.infer import Axes
 from autoplan.analyse.placement.callflow import Border, CallFlow
-from autoplan.analyse.placement.reductions import CONVOLUTIONS, PRODUCTS
 from autoplan.analyse.placement.sums import Placement, Refusal
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.low_rank import branch_weights
@@ -22,7 +21,9 @@ from autoplan.analyse.splits.requests import NO_DEMANDS, Demands
 from autoplan.axes.events import FORBIDDING
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.layout import Layout
-from autoplan.values import HeadSite, HookSite, Op, Ref, Trace
+from autoplan.ops import call_record, op_record
+from autoplan.ops.record import Shows
+from autoplan.values import HeadSite, HookSite, Op, Ref, Trace, refs
 
 __all__ = [
     "gathered_leaves",
@@ -37,10 +38,6 @@ _WORTH_GATHERING = 0.004  # share of all matrix elements below which a whole wei
 _LARGE_TABLE = 0.5  # of the largest table: smaller ones (positions, types) stay whole
 _VOCABULARY = 8192  # columns from which an uneven cut does not matter
 _LOOKED_UP = "embed_index"
-_PARTS = frozenset(
-    ("select", "slice", "split", "split_with_sizes", "unbind", "view", "_unsafe_view", "reshape", "unsqueeze")
-    + ("squeeze", "expand", "repeat", "repeat_interleave", "clone")
-)
 _PRODUCT = "free_a"  # a free dim of a product: of a head whose weight is worked on first
 
 
@@ -68,8 +65,9 @@ def _given_ids(trace: Trace) -> set[int]:
     """The model's inputs, parts of them (ids of several codebooks come in one tensor) and copies (once a frame)."""
     found = {tensor for tensor, info in enumerate(trace.tensors) if info.kind == "input"}
     for op in trace.ops:
-        if op.name in _PARTS and isinstance(op.args[0], Ref) and op.args[0].id in found:
-            found |= {output.id for output in op.outputs}
+        shows = op_record(op.name).shows not in (Shows.NOTHING, Shows.PICKED)
+        if shows and isinstance(op.args[0], Ref) and op.args[0].id in found:
+            found |= set(refs(op.outputs))
     return found
 
 
@@ -128,9 +126,12 @@ def _ends_of_products(trace: Trace, axes: Axes, products: Container[int]) -> dic
     """
     found: dict[int, int] = {}
     for call in trace.calls:
-        if call.name in CONVOLUTIONS:
+        product = call_record(call.name).product
+        if product is None or product.out is None:
+            continue
+        if product.out[1] > 0:  # a convolution: its op adds the bias
             found.update((index, index) for index in range(*call.ops))
-        elif call.name in PRODUCTS:
+        else:
             added = [index for index in range(*call.ops) if trace.ops[index].name in ("add", "add_")]
             alone = len(added) == 1 and added_bias(trace.ops[added[0]], axes) is not None
             for index in filter(products.__contains__, range(*call.ops)):

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from math import prod
 
 from autoplan.analyse.placement.callflow import CallFlow
-from autoplan.analyse.placement.deferred_sums import SUMS, is_linear
-from autoplan.analyse.placement.reductions import DIVIDING, lengths_in, row_bias_of
+from autoplan.analyse.placement.deferred_sums import adds, is_linear
+from autoplan.analyse.placement.reductions import lengths_in, row_bias_of
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.low_rank import thin_matrix
+from autoplan.ops import call_record
 
 __all__ = ["Payment", "least_payments", "spread_numbers"]
 
@@ -159,7 +160,7 @@ class _Forward(_Walk):
         if index in self.reductions or len(self.flow.outputs[index]) != 1:
             return False
         thin = thin_matrix(index, self.flow, self.shards) is not None
-        return call.name in SUMS or (len(owing) == 1 and (thin or is_linear(call, owing[0])))
+        return adds(call) or (len(owing) == 1 and (thin or is_linear(call, owing[0])))
 
     def _rows(self, index: int) -> int:
         return self.elements(self.flow.outputs[index][0]) // self.trace.tensors[self.flow.outputs[index][0]].shape[-1]
@@ -191,7 +192,7 @@ class _Backward(_Walk):
         if kind == "norm":
             rows = self.elements(outputs[0]) // self.trace.tensors[outputs[0]].shape[-1]
             yield Payment(True, frozenset({index}), _statistics(self.trace.calls[index].name, rows))
-        if kind == "length" and self.trace.calls[index].name in DIVIDING:
+        if kind == "length" and call_record(self.trace.calls[index].name).divides:
             yield Payment(True, frozenset({index}), lengths_in(self.trace.calls[index], self.trace)[1])
         if kind is not None or (self.has_whole_matrix(index) and not self._is_branch(index)):
             for tensor in outputs:
@@ -210,7 +211,7 @@ class _Backward(_Walk):
             for debt, share in self.ledger.of(tensor).items():
                 owed[debt] = owed.get(debt, 0.0) + share
         ways, apart = [t for t in above if t not in self.weights], 1
-        if self.trace.calls[index].name in SUMS:  # a term that is spread over a dim gets less than the whole gradient
+        if adds(self.trace.calls[index]):  # a term that is spread over a dim gets less than the whole gradient
             largest = max(map(self.elements, ways), default=0)
             ways = [t for t in ways if self.elements(t) == largest]
         else:
@@ -229,7 +230,7 @@ class _Backward(_Walk):
         """The whole values of which each rank computes only a part of the gradient here."""
         reduction = self.reductions.get(index)
         if not reduction and not any(map(self.shards.is_split, self.flow.outputs[index])):
-            is_sum = self.trace.calls[index].name in SUMS
+            is_sum = adds(self.trace.calls[index])
             return set() if is_sum else {t for t in self.factors.get(index, ()) if not self.shards.is_split(t)}
         bias = row_bias_of(self.trace.calls[index], reduction)
         return {t for t in self.flow.inputs[index] if not self.shards.is_split(t) and t != bias}

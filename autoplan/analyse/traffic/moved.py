@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from math import prod
 
 from autoplan.analyse.placement.callflow import CallFlow
-from autoplan.analyse.placement.reductions import DIVIDING, lengths_in
+from autoplan.analyse.placement.reductions import lengths_in
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.traffic.lower_bound import Payment, least_payments, spread_numbers
+from autoplan.ops import call_record
 from autoplan.values import ModuleVisit, Runtime, ScopedCall, Traffic
 
 __all__ = ["Excess", "block_traffic"]
@@ -162,7 +163,7 @@ def _scoped_moves(scoped: ScopedCall, shards: Shards, flow: CallFlow, reached: C
         if scoped.reduce == "length":
             lengths = lengths_in(call, trace)[1]
             yield _Move(span, call.module, False, _BOTH_WAYS, lengths, made)
-            if call.name in DIVIDING and made in reached:
+            if call_record(call.name).divides and made in reached:
                 yield _Move(span, call.module, True, _BOTH_WAYS, lengths, made)
         if scoped.reduce == "spread":
             yield _Move(span, call.module, False, "all_gather", output * spread_numbers(shards.tp), made)

@@ -17,15 +17,18 @@ from typing import Any
 
 import torch
 
-from autoplan.analyse.shards import Shards, refs
+from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.model_ends import gathered_product
 from autoplan.capture.recorder import Recording
 from autoplan.check.ranks.run import one_compute_thread
-from autoplan.check.replay.op_rules import RULES, Local, Rule
 from autoplan.check.verify.compare import error_of
 from autoplan.common.nested import flatten_tensors
-from autoplan.ops.rules.experts import INSIDE
-from autoplan.values import Finding, Op, Ref, Symbolic, Trace
+from autoplan.ops import op_record
+from autoplan.ops.experts import INSIDE
+from autoplan.ops.on_shares import Local
+from autoplan.ops.on_shares import recorded as take_recorded
+from autoplan.ops.record import Runs
+from autoplan.values import Finding, Op, Ref, Symbolic, Trace, refs
 
 __all__ = ["Replayed", "replay"]
 
@@ -94,12 +97,12 @@ class _Player:
     def _play_split(
         self, op: Op, function: Any, outputs: list[int], recorded: Sequence[torch.Tensor], gathered: bool
     ) -> None:
-        rule = RULES.get(op.name, Rule())
-        if rule.recorded:  # contents undefined, random, or whole by decision
+        runs = op_record(op.name).runs
+        if runs is take_recorded:  # contents undefined, random, or whole by decision
             self._take(outputs, recorded)
             return
         try:
-            results = self._compute(op, function, rule, outputs, recorded)
+            results = self._compute(op, function, runs, outputs, recorded)
             if gathered:
                 results = self._gather(op, results, recorded)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
@@ -118,14 +121,14 @@ class _Player:
                 self._report(op, f"{op.name} gives another value on shares than it gave whole: {problem}")
 
     def _compute(
-        self, op: Op, function: Any, rule: Rule, outputs: list[int], recorded: Sequence[torch.Tensor]
+        self, op: Op, function: Any, runs: Runs, outputs: list[int], recorded: Sequence[torch.Tensor]
     ) -> list[list[torch.Tensor]]:
         """Every rank's outputs, summed over ranks if the op sums over a split dimension."""
         calls, results = [], []
         for rank in range(self.tp):
             call = Local(self.shards, op, function, *self._arguments(op, function, rank), rank, outputs)
             call.recorded = recorded
-            results.append([tensor for _, tensor in flatten_tensors(rule.run(call))])
+            results.append([tensor for _, tensor in flatten_tensors(runs(call))])
             calls.append(call)
         if calls[0].exchanged or calls[0].reducing:
             self.outcome.reductions[op.module] += 1

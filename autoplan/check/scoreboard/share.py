@@ -14,11 +14,11 @@ from math import prod
 
 from autoplan.analyse.picture.dataflow import dataflow
 from autoplan.analyse.picture.flow import Flow, node_of
-from autoplan.analyse.placement.reductions import DIVIDING
 from autoplan.analyse.solve import Solution
 from autoplan.common.patterns import matches
 from autoplan.decide.matching.naming import Reading, readings
 from autoplan.decide.plan.folding import Names
+from autoplan.ops import call_record
 from autoplan.values import Plan, ScopedCall, Stack
 
 __all__ = ["Share", "main_stack", "reductions_per_block", "regions_per_block", "share_of"]
@@ -116,7 +116,7 @@ def _sites(plan: Plan) -> list[tuple[str, int, int]]:
 
 def _scoped(call: ScopedCall) -> tuple[int, int]:
     """What divides by a length or a norm sums one statistic (a layer norm two), forward and backward."""
-    divides = call.reduce == "norm" or (call.reduce == "length" and call.name in DIVIDING)
+    divides = call.reduce == "norm" or (call.reduce == "length" and call_record(call.name).divides)
     statistics = (2 if call.name == "layer_norm" else 1) if divides else 0
     sums = call.reduce in ("sum", "mean", "spread", "length", "embedding", "row", "attention") and not divides
     return statistics + sums, statistics + len(call.copies)

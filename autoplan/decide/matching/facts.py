@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoplan.analyse.picture.flow import Dim, Flow, Node, node_of
-from autoplan.analyse.shards import refs
 from autoplan.analyse.solve import Solution
+from autoplan.values import refs
 
 __all__ = ["gathered_parameters", "with_facts"]
 

@@ -21,12 +21,10 @@ from autoplan.execute.calls.variance import spread_over_ranks
 from autoplan.execute.calls.vector_norms import scaled_by_lengths
 from autoplan.execute.collectives import RankGroup, copy_to_ranks, gather_over_ranks, sum_over_ranks, take_rows
 from autoplan.execute.randomness.dropout import SharedRandomness
+from autoplan.ops import call_record
 from autoplan.values import ScopedCall
 
 __all__ = ["ModuleMode"]
-
-_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-_WITH_BIAS = ("linear", *_CONVOLUTIONS)
 
 
 class ModuleMode(TorchFunctionMode):
@@ -134,8 +132,8 @@ class ModuleMode(TorchFunctionMode):
         return have * want // old
 
     def _reduced(self, planned: ScopedCall, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        bias = None
-        if planned.name in _WITH_BIAS:
+        bias, product = None, call_record(planned.name).product
+        if product is not None and product.bias == 2:
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
             args, kwargs = (*args[:2], None, *args[3:]), {k: v for k, v in kwargs.items() if k != "bias"}
             if bias is not None and planned.name != "linear":

@@ -35,6 +35,8 @@ from autoplan.common.errors import AutoplanError
 from autoplan.execute.checkpointing.cache_copies import CacheCopies, is_cache
 from autoplan.execute.hooks.running import Running
 from autoplan.execute.parameters.held import record_of
+from autoplan.ops import op_record
+from autoplan.ops.record import Drawn
 
 __all__ = ["Checkpoints", "Runs", "install_checkpoints", "is_checkpointed", "runs_of", "selective_contexts"]
 
@@ -294,15 +296,6 @@ def _post(module: nn.Module, hooks: Any, key: int, hook: Any, args: Any, kwargs:
 
 # ------------------------------------------------------------------------------------------------ saving by op
 
-_MATMULS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "linear"))
-_ATTENTIONS = (
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_attention_math",
-)
-
 
 def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts of one call that keep every other matmul, attention and every collective; the rest is computed again."""
@@ -320,9 +313,10 @@ class _Policy:
         name = op._opname if hasattr(op, "_opname") else str(op)
         if getattr(op, "namespace", "") in ("_c10d_functional", "c10d"):
             return CheckpointPolicy.MUST_SAVE
-        if name in _ATTENTIONS:
+        drawn = op_record(name).drawn
+        if drawn is Drawn.ATTENTION:
             return CheckpointPolicy.MUST_SAVE
-        if name in _MATMULS:
+        if drawn is Drawn.CONTRACTION:
             self.matmuls[context.is_recompute] += 1
             odd = self.matmuls[context.is_recompute] % 2 == 1
             return CheckpointPolicy.MUST_SAVE if odd else CheckpointPolicy.PREFER_RECOMPUTE

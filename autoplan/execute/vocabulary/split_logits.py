@@ -25,6 +25,7 @@ from autoplan.common.layout import chunk
 from autoplan.execute.collectives import RankGroup, gather_pieces
 from autoplan.execute.vocabulary.losses import cross_entropy
 from autoplan.execute.vocabulary.shards import Columns
+from autoplan.ops.record import writes_in_place
 
 __all__ = ["SplitLogits", "can_stay_split", "columns_in", "split_class"]
 
@@ -100,8 +101,7 @@ def _gathered(cls: Kind, value: Any) -> Any:
 
 def _refuse_in_place(func: Any, args: Any, kwargs: Any) -> None:
     name = func.__name__
-    changes = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name in _IN_PLACE_OPERATORS
-    if (changes and isinstance(args[0], SplitLogits)) or isinstance(kwargs.get("out"), SplitLogits):
+    if (writes_in_place(name) and isinstance(args[0], SplitLogits)) or isinstance(kwargs.get("out"), SplitLogits):
         raise PlanMismatchError(
             f"the model changes its logits in place ({name}) while they are split over the vocabulary",
             hint="call it without labels and compute the loss by autoplan.vocab_parallel_cross_entropy",
@@ -261,7 +261,6 @@ def _loss(
 
 
 _T = torch.Tensor
-_IN_PLACE_OPERATORS = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__")
 _PROPERTIES = ("dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout", "ndim", "is_cuda", "is_meta")
 _RULES: dict[Any, Callable[[Kind, Any, Any, Any], Any]] = {
     F.cross_entropy: _cross_entropy,

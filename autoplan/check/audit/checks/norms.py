@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autoplan.analyse.shards import refs
 from autoplan.check.audit.subject import Subject, Weight
-from autoplan.values import Finding
+from autoplan.values import Finding, refs
 
 NAME = "norms"
 _MATCHED = "sum"  # partial sums of products: pairing speaks of those

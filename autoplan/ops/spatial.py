@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import product
-from autoplan.ops.rules.products import slid
-from autoplan.ops.rules.site import Answer, Site, rule
+from autoplan.ops.convolutions import slid
+from autoplan.ops.on_shares import as_written
+from autoplan.ops.record import NEVER, Linear, kept_whole, op
+from autoplan.ops.site import Answer, Site
+from autoplan.ops.sizes import NO_SIZES
 
 __all__: list[str] = []
 
 
-@rule("avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d", "max_pool2d", "max_pool3d", "max_pool2d_with_indices",
-      "max_pool3d_with_indices", "adaptive_avg_pool1d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d",
-      "adaptive_avg_pool2d", "adaptive_max_pool1d", "adaptive_max_pool2d", "upsample_nearest1d", "upsample_nearest2d",
-      "upsample_nearest3d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "upsample_linear1d",
-      "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d", "_upsample_bilinear2d_aa",
-      "_upsample_bicubic2d_aa")  # fmt: skip
+@op("avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d", "max_pool2d", "max_pool3d", "max_pool2d_with_indices",
+    "max_pool3d_with_indices", "adaptive_avg_pool1d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d",
+    "adaptive_avg_pool2d", "adaptive_max_pool1d", "adaptive_max_pool2d", "upsample_nearest1d", "upsample_nearest2d",
+    "upsample_nearest3d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "upsample_linear1d",
+    "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d", "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def windows(site: Site) -> Answer:
     """The spatial dims are the last ones: as many as the name says."""
     dims = site.terms(site.inputs[0])
@@ -29,7 +33,8 @@ def windows(site: Site) -> Answer:
     return [list(answer) for _ in site.outputs]
 
 
-@rule("im2col")
+@op("im2col",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def im2col(site: Site) -> Answer:
     """B x C x H x W becomes B x C·kernel x positions."""
     dims = site.terms(site.inputs[0])
@@ -41,7 +46,8 @@ def im2col(site: Site) -> Answer:
     return [[dims[0], product([dims[1], inside]), places]]
 
 
-@rule("_fft_r2c", "_fft_c2c", "_fft_c2r")
+@op("_fft_r2c", "_fft_c2c", "_fft_c2r",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def fourier(site: Site) -> Answer:
     """Every frequency depends on every position."""
     dims = site.terms(site.inputs[0])
@@ -54,7 +60,8 @@ def fourier(site: Site) -> Answer:
     return [dims]
 
 
-@rule("grid_sampler_2d", "grid_sampler_3d", "_grid_sampler_2d_cpu_fallback")
+@op("grid_sampler_2d", "grid_sampler_3d", "_grid_sampler_2d_cpu_fallback",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def grid_sample(site: Site) -> Answer:
     """B x C x space looked up at B x places x coordinates."""
     image, grid = site.terms(site.inputs[0]), site.terms(site.inputs[1])

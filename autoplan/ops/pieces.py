@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from autoplan.axes.events import Event
 from autoplan.axes.terms import ONE, Term, concatenation, is_data, leaf
-from autoplan.ops.rules.site import Answer, Dims, Site, rule
+from autoplan.ops.on_shares import Local, SplitOp, as_written
+from autoplan.ops.record import NEVER, Along, Drawn, Linear, Reduction, Shows, kept_whole, nothing, op, python_call
+from autoplan.ops.site import Answer, Dims, Site
+from autoplan.ops.sizes import NO_SIZES, Bounds, Lengths, PieceCount
 
 __all__: list[str] = []
 
@@ -13,6 +18,40 @@ def bounds(size: int, start: int | None, stop: int | None) -> tuple[int, int]:
     """Slice bounds as positions, the way Python reads them."""
     low, high, _ = slice(start, stop).indices(size)
     return low, max(low, high)
+
+
+def _row(at: SplitOp) -> Reduction | None:
+    """One row of a table whose rows are dealt out: the rank that has it gives it."""
+    return Reduction.ROW if at.is_split(0, at.told(1, "dim", 0)) else None
+
+
+def row_of_its_rank(local: Local) -> Any:
+    layout = local.layout(0, local.args[1])
+    if layout is None:
+        return local.call()
+    local.reducing = True
+    row = local.args[2] % local.size(0, local.args[1])
+    held = local.held(layout)
+    local.args[2] = held.index(row) if row in held else 0
+    return local.call() * float(row in held)
+
+
+def sliced(local: Local) -> Any:
+    """Bounds were told for the whole: a rank has as many positions below them as it holds."""
+    dim = local.argument(1, "dim", 0)
+    layout = local.layout(0, dim)
+    step = local.argument(4, "step", 1)
+    if layout is None or step != 1:
+        return local.call()
+    size, held = local.size(0, dim), local.held(layout)
+    low, high = bounds(size, local.argument(2, "start", None), local.argument(3, "end", None))
+    return local.function(local.args[0], dim, sum(row < low for row in held), sum(row < high for row in held), 1)
+
+
+def split_up(local: Local) -> Any:
+    """Pieces are as long as a rank's shares of them."""
+    dim = local.argument(2, "dim", 0)
+    return local.args[0].split([local.shards.local_shape(out, local.rank)[dim] for out in local.outputs], dim)
 
 
 def slice_of(site: Site, term: Term, start: int | None, stop: int | None, step: int = 1) -> Term:
@@ -29,7 +68,12 @@ def slice_of(site: Site, term: Term, start: int | None, stop: int | None, step: 
     return halves[0]
 
 
-@rule("slice", "narrow", "slice_copy", "narrow_copy", view=True)
+@op("slice", "slice_copy",
+    sizes=Bounds(1, 2, 3), reduces=nothing, linear=Linear.EACH, random=NEVER, runs=sliced,
+    shows=Shows.VIEWED, along=Along("picks"), drawn=Drawn.SPLIT)  # fmt: skip
+@op("narrow", "narrow_copy",
+    sizes=Bounds(1, 2, 3, length=True), reduces=nothing, linear=Linear.EACH, random=NEVER,
+    runs=as_written, shows=Shows.VIEWED, along=Along("picks"), drawn=Drawn.SPLIT)  # fmt: skip
 def slice_(site: Site) -> Answer:
     dims = site.terms(site.inputs[0])
     dim, start, stop = site.arg(1, "dim", 0), site.arg(2, "start"), site.arg(3, "end")
@@ -40,7 +84,8 @@ def slice_(site: Site) -> Answer:
     return [dims]
 
 
-@rule("slice_scatter")
+@op("slice_scatter",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def slice_scatter(site: Site) -> Answer:
     """A copy of the first tensor with a slice replaced by the second."""
     dims, source = site.terms(site.inputs[0]), site.terms(site.inputs[1])
@@ -51,7 +96,9 @@ def slice_scatter(site: Site) -> Answer:
     return [site.terms(site.inputs[0])]
 
 
-@rule("select", "select_copy", view=True)
+@op("select", "select_copy",
+    sizes=NO_SIZES, reduces=_row, linear=Linear.EACH, random=NEVER, runs=row_of_its_rank,
+    shows=Shows.VIEWED, along=Along("picks"), drawn=Drawn.SPLIT)  # fmt: skip
 def select(site: Site) -> Answer:
     """One position; a row of a table may also be looked up so."""
     dims, dim = site.terms(site.inputs[0]), site.arg(1, "dim", 0)
@@ -60,7 +107,8 @@ def select(site: Site) -> Answer:
     return [dims]
 
 
-@rule("select_scatter")
+@op("select_scatter",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def select_scatter(site: Site) -> Answer:
     dims, source = site.terms(site.inputs[0]), site.terms(site.inputs[1])
     rest = list(dims)
@@ -69,15 +117,24 @@ def select_scatter(site: Site) -> Answer:
     return [dims]
 
 
-@rule("unbind", "unbind_copy", view=True)
+@op("unbind", "unbind_copy",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.EACH, random=NEVER, runs=as_written,
+    shows=Shows.VIEWED, along=Along("parts", 1), drawn=Drawn.SPLIT)  # fmt: skip
 def unbind(site: Site) -> Answer:
     dims = site.terms(site.inputs[0])
     site.mark(dims.pop(site.arg(1, "dim", 0)), Event.SELECT)
     return [list(dims) for _ in site.outputs]
 
 
-@rule("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk", "split_copy",
-      "split_with_sizes_copy", "tensor_split", view=True)  # fmt: skip
+@op("split", "split_with_sizes", "split_copy", "split_with_sizes_copy", "unsafe_split", "unsafe_split_with_sizes",
+    sizes=Lengths(), reduces=nothing, linear=Linear.EACH, random=NEVER, runs=split_up,
+    shows=Shows.VIEWED, along=Along("parts", 2), drawn=Drawn.SPLIT)  # fmt: skip
+@op("chunk", "unsafe_chunk",
+    sizes=PieceCount(), reduces=nothing, linear=Linear.EACH, random=NEVER, runs=split_up,
+    shows=Shows.VIEWED, along=Along("parts", 2), drawn=Drawn.SPLIT)  # fmt: skip
+@op("tensor_split",
+    sizes=PieceCount(even=True), reduces=nothing, linear=Linear.EACH, random=NEVER, runs=split_up,
+    shows=Shows.VIEWED, along=Along("parts", 2), drawn=Drawn.SPLIT)  # fmt: skip
 def split(site: Site) -> Answer:
     """Consecutive pieces; their sizes are those of the outputs."""
     source = site.inputs[0]
@@ -93,7 +150,8 @@ def split(site: Site) -> Answer:
     return answer
 
 
-@rule("glu")
+@op("glu",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def glu(site: Site) -> Answer:
     """Two halves meet in a product."""
     dims = site.terms(site.inputs[0])
@@ -105,7 +163,8 @@ def glu(site: Site) -> Answer:
     return [dims]
 
 
-@rule("cat", "concat", "concatenate")
+@op("cat", "concat", "concatenate",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written, drawn=Drawn.CAT)  # fmt: skip
 def cat(site: Site) -> Answer:
     shape = site.out_shape
     dim = site.arg(1, "dim", 0) % len(shape)
@@ -130,7 +189,8 @@ def joined(site: Site, parts: list[Term]) -> Term:
     return leaf(sum(part.size for part in parts), data=True)
 
 
-@rule("stack")
+@op("stack",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written, drawn=Drawn.CAT)  # fmt: skip
 def stack(site: Site) -> Answer:
     operands = [site.terms(ref) for ref in site.inputs]
     for other in operands[1:]:
@@ -140,8 +200,9 @@ def stack(site: Site) -> Answer:
     return [dims]
 
 
-@rule("constant_pad_nd", "pad", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d",
-      "replication_pad2d", "replication_pad3d")  # fmt: skip
+@op("constant_pad_nd", "pad", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d",
+    "replication_pad2d", "replication_pad3d",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def pad(site: Site) -> Answer:
     """Constants before and after: a concatenation with places that hold nothing of the model. Mirrors mix places."""
     dims = site.terms(site.inputs[0])
@@ -165,7 +226,9 @@ def pad(site: Site) -> Answer:
     return [dims]
 
 
-@rule("diagonal", "diagonal_copy", view=True)
+@op("diagonal", "diagonal_copy",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.EACH, random=NEVER, runs=as_written,
+    shows=Shows.VIEWED)  # fmt: skip
 def diagonal(site: Site) -> Answer:
     """Two dims run together: each position is taken by its number."""
     dims = site.terms(site.inputs[0])
@@ -175,7 +238,9 @@ def diagonal(site: Site) -> Answer:
     return [[*rest, site.replaced(gone, site.out_shape[-1], Event.SELECT)]]
 
 
-@rule("unfold", view=True)
+@op("unfold",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.EACH, random=NEVER, runs=as_written,
+    shows=Shows.VIEWED)  # fmt: skip
 def unfold(site: Site) -> Answer:
     """Windows along one dim: the dim counts windows, and a last dim counts positions inside one."""
     dims = site.terms(site.inputs[0])
@@ -191,3 +256,8 @@ def unfold(site: Site) -> Answer:
     windows = site.out_shape[dim % len(dims)]
     dims[dim] = site.replaced([term], windows, Event.STRIDED)
     return [[*dims, site.fresh(size, Event.STRIDED, data=is_data(term)) if size > 1 else ONE]]
+
+
+python_call("vsplit", becomes="tensor_split", sizes=PieceCount(dim=0, even=True))
+python_call("hsplit", becomes="tensor_split", sizes=PieceCount(dim=1, even=True))
+python_call("dsplit", becomes="tensor_split", sizes=PieceCount(dim=2, even=True))

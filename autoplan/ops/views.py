@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from autoplan.axes.events import Event
 from autoplan.axes.terms import ONE, Term, leaf, product
-from autoplan.ops.rules.site import Answer, Site, rule
+from autoplan.ops.on_shares import Local, as_written
+from autoplan.ops.record import NEVER, Linear, Shows, kept_whole, nothing, op, python_call, unknown
+from autoplan.ops.site import Answer, Site
+from autoplan.ops.sizes import NO_SIZES, SHAPE, RepeatEach, Repeats, Unflattened
 
 __all__: list[str] = []
 
 
-@rule("view", "_unsafe_view", "reshape", "_reshape_alias", "_reshape_copy", "view_copy", "view_as", "reshape_as",
-      "ravel", "flatten", "unflatten", "unsqueeze", "squeeze", "unsqueeze_copy", "squeeze_copy", view=True)  # fmt: skip
+def reshaped(local: Local) -> Any:
+    """The shape was told for the whole: a rank has its share of it."""
+    if local.op.overload == "dtype":  # the same bits as another type
+        return local.call()
+    return local.args[0].reshape(local.shape)
+
+
+def expanded(local: Local) -> Any:
+    return local.args[0].expand(local.shape)
+
+
+@op("view", "reshape", "_unsafe_view", "_reshape_alias", "view_copy", "_reshape_copy",
+    sizes=SHAPE, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=reshaped, shows=Shows.RESHAPED)  # fmt: skip
+@op("unsqueeze", "squeeze", "flatten", "ravel", "unsqueeze_copy", "squeeze_copy",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
+    shows=Shows.RESHAPED)  # fmt: skip
+@op("view_as", "reshape_as",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.FIRST, random=NEVER, runs=as_written,
+    shows=Shows.RESHAPED)  # fmt: skip
+@op("unflatten",
+    sizes=Unflattened(), reduces=nothing, linear=Linear.EACH, random=NEVER, runs=reshaped,
+    shows=Shows.RESHAPED)  # fmt: skip
 def reshape(site: Site) -> Answer:
     """Same elements in the same order: factors are distributed anew."""
     source = site.inputs[0]
@@ -27,7 +52,9 @@ def _reinterpret(site: Site) -> Answer:
     return [dims]
 
 
-@rule("t", "numpy_T", "mT", "adjoint", "matrix_H", view=True)
+@op("t", "numpy_T", "mT", "adjoint", "matrix_H",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
+    shows=Shows.VIEWED)  # fmt: skip
 def transpose_last(site: Site) -> Answer:
     dims = site.terms(site.inputs[0])
     if site.op.name == "numpy_T":
@@ -35,7 +62,9 @@ def transpose_last(site: Site) -> Answer:
     return [[*dims[:-2], *dims[-2:][::-1]]]
 
 
-@rule("transpose", "swapaxes", "swapdims", "transpose_copy", view=True)
+@op("transpose", "swapaxes", "swapdims", "transpose_copy",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
+    shows=Shows.VIEWED)  # fmt: skip
 def transpose(site: Site) -> Answer:
     dims = site.terms(site.inputs[0])
     i, j = site.arg(1, "dim0"), site.arg(2, "dim1")
@@ -44,13 +73,20 @@ def transpose(site: Site) -> Answer:
     return [dims]
 
 
-@rule("permute", "permute_copy", view=True)
+@op("permute", "permute_copy",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
+    shows=Shows.VIEWED)  # fmt: skip
 def permute(site: Site) -> Answer:
     dims = site.terms(site.inputs[0])
     return [[dims[i] for i in site.arg(1, "dims")]]
 
 
-@rule("expand", "expand_copy", "expand_as", "broadcast_to", view=True)
+@op("expand", "expand_copy", "broadcast_to",
+    sizes=SHAPE, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=expanded, shows=Shows.VIEWED,
+    alike=True)  # fmt: skip
+@op("expand_as",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.FIRST, random=NEVER, runs=as_written,
+    shows=Shows.VIEWED)  # fmt: skip
 def expand(site: Site) -> Answer:
     """Dims of 1 are repeated: how often is a new axis, along which all is equal."""
     dims = site.terms(site.inputs[0])
@@ -59,7 +95,9 @@ def expand(site: Site) -> Answer:
     return [[term if term.size == size else leaf(size) for term, size in zip(dims, shape, strict=True)]]
 
 
-@rule("repeat", view=True)
+@op("repeat",
+    sizes=Repeats(), reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
+    shows=Shows.REPEATED)  # fmt: skip
 def repeat(site: Site) -> Answer:
     """The whole is repeated: the repetition is the major factor."""
     dims = site.terms(site.inputs[0])
@@ -68,7 +106,8 @@ def repeat(site: Site) -> Answer:
     return [[_repeated(term, n, outer=True) for term, n in zip(dims, times, strict=True)]]
 
 
-@rule("repeat_interleave")
+@op("repeat_interleave",
+    sizes=RepeatEach(), reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def repeat_interleave(site: Site) -> Answer:
     """Each element is repeated: the repetition is the minor factor. With a tensor of counts, positions are made."""
     times = site.arg(1, "repeats")
@@ -91,7 +130,8 @@ def _repeated(term: Term, times: int, *, outer: bool) -> Term:
     return product([leaf(times), term] if outer else [term, leaf(times)])
 
 
-@rule("flip", "roll")
+@op("flip", "roll",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.EACH, random=NEVER, runs=as_written)  # fmt: skip
 def rearranged(site: Site) -> Answer:
     """Positions along some dims trade places; with no dims given, along all."""
     dims = site.terms(site.inputs[0])
@@ -102,7 +142,8 @@ def rearranged(site: Site) -> Answer:
     return [dims]
 
 
-@rule("pixel_shuffle")
+@op("pixel_shuffle",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written)  # fmt: skip
 def pixel_shuffle(site: Site) -> Answer:
     """C·r·r x H x W becomes C x H·r x W·r."""
     *batch, channels, height, width = site.terms(site.inputs[0])
@@ -114,7 +155,8 @@ def pixel_shuffle(site: Site) -> Answer:
     return [[*batch, halves[0], product([height, inner[0]]), product([width, inner[1]])]]
 
 
-@rule("pixel_unshuffle")
+@op("pixel_unshuffle",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written)  # fmt: skip
 def pixel_unshuffle(site: Site) -> Answer:
     """C x H·r x W·r becomes C·r·r x H x W."""
     *batch, channels, height, width = site.terms(site.inputs[0])
@@ -124,3 +166,11 @@ def pixel_unshuffle(site: Site) -> Answer:
     if not rows or not columns:
         return None
     return [[*batch, product([channels, rows[1], columns[1]]), rows[0], columns[0]]]
+
+
+op("as_strided",
+   sizes=NO_SIZES, reduces=kept_whole, linear=Linear.EACH, random=NEVER, runs=as_written,
+   shows=Shows.VIEWED)(unknown)  # fmt: skip
+
+python_call("movedim", "moveaxis", becomes="permute")
+python_call("tile", becomes="repeat")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import product
-from autoplan.ops.rules.site import Answer, Dims, Site, rule
+from autoplan.ops.on_shares import SplitOp, recorded
+from autoplan.ops.record import NEVER, Linear, Reduction, op
+from autoplan.ops.site import Answer, Dims, Site
+from autoplan.ops.sizes import NO_SIZES
 from autoplan.values import Ref
 
 __all__ = ["BOX", "INSIDE"]
@@ -13,7 +16,16 @@ BOX = "experts"  # args: (stacked weights, tokens, (indices, routing weights) or
 INSIDE = "inside_experts"  # what became of the ops and calls in a box: nothing goes in, nothing comes out
 
 
-@rule(BOX)
+def _expert_sum(at: SplitOp) -> Reduction | None:
+    """Routed tokens get the sum over all experts; sorted ones stay apart by expert."""
+    stack, _, routing, _ = at.op.args
+    dealt = at.shards.layout_of(at.shards.axes.of(stack[0].id)[0]) is not None
+    return Reduction.SUM if routing and dealt else None
+
+
+# Each rank's experts see other tokens than the recorded ones: what they compute is for ranks to show.
+@op(BOX,
+    sizes=NO_SIZES, reduces=_expert_sum, linear=Linear.NO, random=NEVER, runs=recorded)  # fmt: skip
 def experts(site: Site) -> Answer:
     """One axis leads all stacked weights. Nothing is said of what lies inside an expert."""
     stack, tokens, routing, others = site.op.args

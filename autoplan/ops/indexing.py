@@ -4,17 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import Term, find, is_data
-from autoplan.ops.rules.pieces import slice_of
-from autoplan.ops.rules.site import Answer, Dims, Site, rule
+from autoplan.ops.on_shares import Local, SplitOp, as_written
+from autoplan.ops.pieces import slice_of
+from autoplan.ops.record import NEVER, Along, Drawn, Linear, Reduction, Shows, kept_whole, op, python_call
+from autoplan.ops.site import Answer, Dims, Site
+from autoplan.ops.sizes import NO_SIZES, Indexed
 from autoplan.values import Ref
 
 __all__: list[str] = []
 
 
-@rule("embedding")
+def _lookup(at: SplitOp) -> Reduction | None:
+    return Reduction.EMBEDDING if at.is_split(0, 0) else None
+
+
+def looked_up(local: Local) -> Any:
+    """A table whose rows are dealt out: each rank answers for its own rows, the rest are zero."""
+    layout = local.layout(0, 0)
+    if layout is None:
+        return local.call()
+    local.reducing = True
+    table, ids = local.args[0], local.args[1].long()
+    place = ids.new_full((local.size(0, 0),), -1)
+    place[list(local.held(layout))] = ids.new_tensor(range(table.shape[0]))
+    here = place[ids]
+    return table[here.clamp(min=0)] * (here >= 0).unsqueeze(-1).to(table.dtype)
+
+
+@op("embedding",
+    sizes=NO_SIZES, reduces=_lookup, linear=Linear.NO, random=NEVER, runs=looked_up, drawn=Drawn.LOOKUP)  # fmt: skip
 def embedding(site: Site) -> Answer:
     """Rows of a table."""
     table, indices = site.inputs[:2]
@@ -23,7 +45,8 @@ def embedding(site: Site) -> Answer:
     return [[*site.terms(indices), site.from_weight(width)]]
 
 
-@rule("_embedding_bag", "_embedding_bag_forward_only")
+@op("_embedding_bag", "_embedding_bag_forward_only",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def embedding_bag(site: Site) -> Answer:
     """The sum, mean or maximum of some rows of a table for each bag. Which rows, the data say."""
     table, _, offsets = site.inputs[:3]
@@ -55,7 +78,9 @@ class _Lookup:
         return [find(term) for term in (*self.before, *middle, *self.after)]
 
 
-@rule("index", "_unsafe_index", view=True)
+@op("index", "_unsafe_index",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.FIRST, random=NEVER, runs=as_written,
+    shows=Shows.PICKED, drawn=Drawn.ROWS)  # fmt: skip
 def index(site: Site) -> Answer:
     source = site.inputs[0]
     indices = list(site.arg(1, "indices"))
@@ -67,7 +92,9 @@ def index(site: Site) -> Answer:
     return [lookup.dims(site, shape[len(lookup.before) : len(shape) - len(lookup.after)])]
 
 
-@rule("index_put", "_index_put_impl", "_unsafe_index_put")
+@op("index_put", "_index_put_impl", "_unsafe_index_put",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
+    drawn=Drawn.SCATTER)  # fmt: skip
 def index_put(site: Site) -> Answer:
     """x[indices] = values: values stretch to what the lookup would give."""
     lookup = _look_up(site, list(site.arg(1, "indices")), Event.SCATTER)
@@ -136,7 +163,8 @@ def _look_up(site: Site, indices: Sequence[Ref | None], event: Event) -> _Lookup
     return _Lookup(before, after, operands, event, all(is_data(term) for term in covered if term.size > 1))
 
 
-@rule("masked_select")
+@op("masked_select",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def masked_select(site: Site) -> Answer:
     dims = site.terms(site.inputs[0])
     for term in site.terms(site.inputs[1]):
@@ -144,7 +172,8 @@ def masked_select(site: Site) -> Answer:
     return [[site.replaced([term for term in dims if term.size > 1], site.out_shape[0], Event.INDEX)]]
 
 
-@rule("masked_scatter")
+@op("masked_scatter",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def masked_scatter(site: Site) -> Answer:
     """Masked places are filled from the source in order; whole rows are taken to stay rows."""
     target, mask, source = site.inputs[:3]
@@ -157,7 +186,9 @@ def masked_scatter(site: Site) -> Answer:
     return [site.terms(target)]
 
 
-@rule("index_select", view=True)
+@op("index_select",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.FIRST, random=NEVER, runs=as_written,
+    shows=Shows.PICKED, along=Along("picks"), drawn=Drawn.ROWS)  # fmt: skip
 def index_select(site: Site) -> Answer:
     source, positions = site.inputs[:2]
     dims = site.terms(source)
@@ -169,7 +200,9 @@ def index_select(site: Site) -> Answer:
     return [dims]
 
 
-@rule("gather", "take_along_dim")
+@op("gather", "take_along_dim",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.FIRST, random=NEVER, runs=as_written,
+    drawn=Drawn.PICK)  # fmt: skip
 def gather(site: Site) -> Answer:
     source, positions = site.inputs[:2]
     dims, chosen = site.terms(source), site.terms(positions)
@@ -181,14 +214,17 @@ def gather(site: Site) -> Answer:
     return [site.terms(positions)]
 
 
-@rule("take")
+@op("take",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def take(site: Site) -> Answer:
     for term in site.terms(site.inputs[0]):
         site.mark(term, Event.GATHER)
     return [site.terms(site.inputs[1])]
 
 
-@rule("scatter", "scatter_add", "scatter_reduce")
+@op("scatter", "scatter_add", "scatter_reduce",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
+    along=Along("scatters"), drawn=Drawn.SCATTER)  # fmt: skip
 def scatter(site: Site) -> Answer:
     """x[..., positions, ...] = source, position by position."""
     dims = site.terms(site.inputs[0])
@@ -203,7 +239,14 @@ def scatter(site: Site) -> Answer:
     return [site.terms(site.inputs[0])]
 
 
-@rule("index_add", "index_copy", "index_fill", "index_reduce")
+@op("index_add",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
+    along=Along("scatters"), drawn=Drawn.SCATTER)  # fmt: skip
+@op("index_copy", "index_reduce",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
+    along=Along("scatters"))  # fmt: skip
+@op("index_fill",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def index_add(site: Site) -> Answer:
     """x[..., positions, ...] += source, row by row."""
     dims = site.terms(site.inputs[0])
@@ -219,12 +262,14 @@ def index_add(site: Site) -> Answer:
     return [site.terms(site.inputs[0])]
 
 
-@rule("one_hot")
+@op("one_hot",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def one_hot(site: Site) -> Answer:
     return [[*site.terms(site.inputs[0]), site.fresh(site.out_shape[-1], Event.SCATTER)]]
 
 
-@rule("nonzero", "argwhere")
+@op("nonzero", "argwhere",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def nonzero(site: Site) -> Answer:
     """Positions as integers: one row per hit, one column per dim."""
     dims = site.terms(site.inputs[0])
@@ -232,14 +277,16 @@ def nonzero(site: Site) -> Answer:
     return [[rows, site.fresh(site.out_shape[1], Event.STACK)]]
 
 
-@rule("nonzero_numpy")
+@op("nonzero_numpy",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def nonzero_numpy(site: Site) -> Answer:
     dims = site.terms(site.inputs[0])
     rows = site.replaced([term for term in dims if term.size > 1], site.out_shape[0], Event.INDEX)
     return [[rows] for _ in site.outputs]
 
 
-@rule("nll_loss_forward", "nll_loss2d_forward", "nll_loss")
+@op("nll_loss_forward", "nll_loss2d_forward", "nll_loss",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def nll_loss(site: Site) -> Answer:
     """The log-probability at the target's position, averaged."""
     scores, target = site.inputs[:2]
@@ -249,3 +296,9 @@ def nll_loss(site: Site) -> Answer:
     rest = [term for position, term in enumerate(dims) if position != channel]
     site.unify_equal_sizes(rest, site.terms(target))
     return [rest if site.shape(output) else [] for output in site.outputs]
+
+
+# A row of a table is taken by table[number] only: what else becomes a `select` has no place for its sum.
+python_call("__getitem__", becomes="index", sizes=Indexed(), linear=Linear.EACH, shows=Shows.PICKED,
+            along=Along("picks"), settles=Reduction.ROW)  # fmt: skip
+python_call("__setitem__", becomes="index_put", sizes=Indexed())

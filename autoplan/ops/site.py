@@ -1,13 +1,13 @@
-"""The table of op rules, and what a rule gets to see.
+"""What a dim rule gets to see.
 
 A rule says, for one family of aten ops, how the dimensions of the outputs follow from those of the inputs, which of
-them are one and the same, and which events happen to them. Rules register by op name; an op without a rule, or one
-whose rule answers None, is treated as opaque by `axes.infer_axes`.
+them are one and the same, and which events happen to them. It is the `dims` of a record; an op without a record, or one
+whose rule answers None, is treated as opaque by `analyse.infer.infer_axes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -17,50 +17,10 @@ from autoplan.axes.events import Event
 from autoplan.axes.terms import Term, factors, find, is_data, leaf, product, show
 from autoplan.values import Op, Ref, TensorInfo, Trace
 
-__all__ = ["Answer", "Dims", "RULES", "Rule", "Site", "State", "refs", "rule", "rule_for"]
+__all__ = ["Answer", "Dims", "Site", "State"]
 
 Dims = list[Term]
 Answer = list[Dims | None] | None  # dims per output tensor; None: this rule does not know
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One rule. `view`: the first output shows (all or part of) its first input, so a weight stays a weight."""
-
-    function: Callable[[Site], Answer]
-    view: bool = False
-
-
-RULES: dict[str, Rule] = {}
-
-
-def rule(*names: str, view: bool = False) -> Callable[[Callable[[Site], Answer]], Callable[[Site], Answer]]:
-    """Register a function as the rule for these ops (their in-place forms are covered)."""
-
-    def register(function: Callable[[Site], Answer]) -> Callable[[Site], Answer]:
-        for name in names:
-            assert name not in RULES, f"two rules for {name}"
-            RULES[name] = Rule(function, view)
-        return function
-
-    return register
-
-
-def rule_for(name: str) -> Rule | None:
-    """The rule for an op; an in-place op follows that of its plain form."""
-    return RULES.get(name) or (RULES.get(name[:-1]) if name.endswith("_") else None)
-
-
-def refs(value: Any) -> Iterator[Ref]:
-    """Every tensor mentioned in recorded arguments or outputs, in order."""
-    if isinstance(value, Ref):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from refs(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from refs(item)
 
 
 @dataclass

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import find
-from autoplan.ops.rules.site import Answer, Site, rule
+from autoplan.ops.on_shares import as_written
+from autoplan.ops.record import NEVER, Drawn, Linear, kept_whole, op
+from autoplan.ops.site import Answer, Site
+from autoplan.ops.sizes import NO_SIZES
 
 __all__: list[str] = []
 
 
-@rule("linalg_solve_triangular")
+@op("linalg_solve_triangular",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
+    drawn=Drawn.CUMSUM)  # fmt: skip
 def solve(site: Site) -> Answer:
     """A x = B: rows of A and B are tied together along the square side."""
     if site.op.kwargs.get("left") is False:
@@ -23,7 +28,8 @@ def solve(site: Site) -> Answer:
     return [[find(term) for term in (*batch, right[-2], right[-1])]]
 
 
-@rule("linalg_inv_ex", "linalg_inv", "inverse", "linalg_cholesky_ex", "cholesky")
+@op("linalg_inv_ex", "linalg_inv", "inverse", "linalg_cholesky_ex", "cholesky",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def square(site: Site) -> Answer:
     """A square matrix of the same dims; every element depends on all."""
     dims = site.terms(site.inputs[0])
@@ -32,7 +38,8 @@ def square(site: Site) -> Answer:
     return [list(dims), *(list(dims[:-2]) for _ in site.outputs[1:])]
 
 
-@rule("_cdist_forward", "cdist", "_euclidean_dist")
+@op("_cdist_forward", "cdist", "_euclidean_dist",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def distances(site: Site) -> Answer:
     """Every row of one against every row of the other."""
     left, right = site.terms(site.inputs[0]), site.terms(site.inputs[1])
@@ -42,7 +49,8 @@ def distances(site: Site) -> Answer:
     return [[find(term) for term in (*batch, left[-2], right[-2])]]
 
 
-@rule("linalg_cross", "cross")
+@op("linalg_cross", "cross",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def cross(site: Site) -> Answer:
     dims = site.broadcast([site.terms(ref) for ref in site.inputs], site.out_shape)
     site.mark(dims[site.arg(2, "dim", -1)], Event.OPAQUE)

@@ -1,0 +1,79 @@
+"""Ops that make tensors out of nothing: constant fills say nothing about an axis, ramps do."""
+
+from __future__ import annotations
+
+from autoplan.axes.events import Event
+from autoplan.axes.terms import leaf
+from autoplan.ops.on_shares import as_written, recorded
+from autoplan.ops.record import NEVER, Linear, nothing, op, python_call
+from autoplan.ops.site import Answer, Site
+from autoplan.ops.sizes import NO_SIZES, Filled, Identity, MadeWhole
+from autoplan.values import Ref, Trace, refs
+
+__all__: list[str] = []
+
+_COPYING = ("alias", "clone", "detach", "_to_copy")
+
+
+@op("zeros", "ones", "full",
+    sizes=Filled(), reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written, alike=True)  # fmt: skip
+@op("empty",
+    sizes=Filled(defined=False), reduces=nothing, linear=Linear.NO, random=NEVER, runs=recorded)  # fmt: skip
+@op("new_zeros", "new_ones", "new_full",
+    sizes=Filled(1), reduces=nothing, linear=Linear.NO, random=NEVER, runs=recorded, alike=True)  # fmt: skip
+@op("new_empty",
+    sizes=Filled(1, defined=False), reduces=nothing, linear=Linear.NO, random=NEVER, runs=recorded)  # fmt: skip
+@op("empty_strided", "empty_permuted", "new_empty_strided",
+    sizes=MadeWhole(), reduces=nothing, linear=Linear.NO, random=NEVER, runs=recorded)  # fmt: skip
+@op("scalar_tensor", "_efficientzerotensor",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+def filled(site: Site) -> Answer:
+    """The same value everywhere."""
+    return [[leaf(size) for size in site.out_shape]]
+
+
+@op("arange", "linspace", "logspace", "range", "tensor", "tril_indices", "triu_indices", "hann_window",
+    "hamming_window", "blackman_window", "bartlett_window", "kaiser_window", "_sparse_coo_tensor_unsafe",
+    sizes=MadeWhole(), reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+def ramp(site: Site) -> Answer:
+    """Values differ along every dim, and depend on its length."""
+    return [[site.fresh(size, Event.CREATED) for size in site.out_shape]]
+
+
+@op("eye",
+    sizes=Identity(), reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+def identity(site: Site) -> Answer:
+    """Ones where row and column are the same. Times a matrix it is that matrix: a rank's share is an identity, too."""
+    rows, columns = site.out_shape
+    same = _copies(site.outputs[0], site.state.trace)
+    if rows != columns or same is None:
+        return ramp(site)
+    axis = site.fresh(rows, Event.CREATED)
+    site.state.identities |= same
+    return [[axis, axis]]
+
+
+def _copies(made: Ref, trace: Trace) -> set[int] | None:
+    """The tensor and its copies, if all that is done with them is to multiply a matrix from the left."""
+    copies = {made.id}
+    for each in trace.ops:
+        places = [place for place, item in enumerate(refs((each.args, each.kwargs))) if item in copies]
+        if places and each.name in _COPYING:
+            copies.update(refs(each.outputs))
+        elif places and not (each.name == "mm" and places == [0]):
+            return None
+    return copies
+
+
+@op("zeros_like", "ones_like", "full_like",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op("empty_like",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=recorded)  # fmt: skip
+def filled_like(site: Site) -> Answer:
+    """The same value everywhere, with the dims of another tensor."""
+    if site.shape(site.inputs[0]) != site.out_shape:
+        return None
+    return [site.terms(site.inputs[0])]
+
+
+python_call("as_tensor", becomes="tensor")

@@ -1,0 +1,130 @@
+"""Ops that work on each element by itself: dims of all tensor arguments that meet are one."""
+
+from __future__ import annotations
+
+from autoplan.axes.events import Event
+from autoplan.ops.on_shares import as_written
+from autoplan.ops.record import NEVER, Drawn, Linear, Shows, kept_whole, nothing, op, python_call
+from autoplan.ops.site import Answer, Site
+from autoplan.ops.sizes import NO_SIZES
+
+__all__: list[str] = []
+
+_ARITHMETIC = """
+floor_divide remainder fmod pow abs sign sgn signbit square sqrt rsqrt reciprocal
+exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh erfc erfinv
+lgamma digamma floor ceil round trunc frac clamp clamp_min clamp_max maximum minimum fmax fmin lerp
+hypot xlogy logaddexp logaddexp2 copysign nan_to_num heaviside special_expit angle complex polar conj _conj
+_conj_physical resolve_conj resolve_neg sinc logit deg2rad rad2deg i0 float_power ldexp
+"""
+_ACTIVATIONS = """
+relu relu6 sigmoid silu gelu elu selu celu leaky_relu hardswish hardtanh hardsigmoid mish softplus softsign tanhshrink
+log_sigmoid log_sigmoid_forward hardshrink softshrink _prelu_kernel tanh exp erf threshold
+"""
+_LOGIC = """
+where eq ne gt lt ge le logical_not logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor bitwise_not
+bitwise_left_shift bitwise_right_shift __and__ __or__ __xor__ __lshift__ __rshift__ isnan isinf isneginf isposinf
+isfinite isclose masked_fill
+"""
+_WRITES = "fill zero copy"  # x[...] = y: y stretches to x
+
+
+@op(*_ARITHMETIC.split(),
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op(*_LOGIC.split(), *_WRITES.split(),
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op(*_ACTIVATIONS.split(),
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written,
+    drawn=Drawn.ACTIVATION)  # fmt: skip
+@op("add",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.ADDS, random=NEVER, runs=as_written, drawn=Drawn.ADD)  # fmt: skip
+@op("sub", "rsub",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.SUBTRACTS, random=NEVER, runs=as_written,
+    drawn=Drawn.ADD)  # fmt: skip
+@op("addcmul", "addcdiv",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written, drawn=Drawn.ADD)  # fmt: skip
+@op("mul",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written, drawn=Drawn.MUL)  # fmt: skip
+@op("div",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.FIRST, random=NEVER, runs=as_written, drawn=Drawn.MUL)  # fmt: skip
+@op("true_divide",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.FIRST, random=NEVER, runs=as_written)  # fmt: skip
+@op("neg",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written)  # fmt: skip
+@op("real", "imag",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
+    shows=Shows.VIEWED)  # fmt: skip
+def elementwise(site: Site) -> Answer:
+    """Broadcasting: aligned at the end, sizes of 1 stretch."""
+    if not site.inputs or not site.broadcasts([site.shape(ref) for ref in site.inputs], site.out_shape):
+        return None
+    dims = site.broadcast([site.terms(ref) for ref in site.inputs], site.out_shape)
+    if dims and site.op.name == "add":  # a linear layer may be carried out as a product and a sum
+        dims[-1] = site.from_weight(dims[-1])
+    return [list(dims) for _ in site.outputs]
+
+
+@op("detach", "detach_copy", "alias", "alias_copy",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written,
+    shows=Shows.RESHAPED)  # fmt: skip
+@op("clone", "_to_copy", "contiguous", "lift", "lift_fresh", "lift_fresh_copy", "to", "positive", "_pin_memory",
+    "pin_memory",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
+    shows=Shows.COPIED)  # fmt: skip
+@op("type_as",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.FIRST, random=NEVER, runs=as_written,
+    shows=Shows.COPIED)  # fmt: skip
+def same(site: Site) -> Answer:
+    """The same values, perhaps elsewhere or in another precision."""
+    first = site.inputs[0]
+    if site.shape(first) != site.out_shape:
+        return None
+    return [site.terms(first)]
+
+
+@op("tril", "triu",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.EACH, random=NEVER, runs=as_written)  # fmt: skip
+def triangle(site: Site) -> Answer:
+    """What is kept depends on the position in the last two dims."""
+    dims = site.terms(site.inputs[0])
+    for term in dims[-2:]:
+        site.mark(term, Event.TRIANGLE)
+    return [dims]
+
+
+@op("bucketize", "searchsorted",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+def bucketize(site: Site) -> Answer:
+    """Each element is looked up in a sorted row of boundaries."""
+    values, boundaries = (0, 1) if site.op.name == "bucketize" else (1, 0)
+    table, looked_up = site.tensor(boundaries, "boundaries"), site.tensor(values, "self")
+    if table is None or looked_up is None or len(site.shape(table)) != 1:
+        return None
+    site.mark(site.terms(table)[0], Event.INDEX)
+    return [site.terms(looked_up)]
+
+
+@op("view_as_complex",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.EACH, random=NEVER, runs=as_written,
+    shows=Shows.VIEWED)  # fmt: skip
+def view_as_complex(site: Site) -> Answer:
+    """The last dim is the pair (real, imaginary)."""
+    dims = site.terms(site.inputs[0])
+    site.mark(dims[-1], Event.SELECT)
+    return [dims[:-1]]
+
+
+@op("view_as_real", "_view_as_real",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
+    shows=Shows.VIEWED)  # fmt: skip
+def view_as_real(site: Site) -> Answer:
+    """A last dim appears: the pair (real, imaginary)."""
+    return [[*site.terms(site.inputs[0]), site.fresh(2, Event.STACK)]]
+
+
+python_call("__add__", "__iadd__", "__radd__", becomes="add")
+python_call("__sub__", "__isub__", "__rsub__", becomes="sub")
+python_call("__mul__", "__imul__", "__rmul__", becomes="mul")
+python_call("__truediv__", "__itruediv__", becomes="div")
+python_call("__neg__", becomes="neg")
+python_call("type", "float", "half", "bfloat16", "double", becomes="_to_copy")

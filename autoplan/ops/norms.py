@@ -1,0 +1,139 @@
+"""Norms: statistics over some dims, then a scale and a shift."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from autoplan.axes.events import Event
+from autoplan.axes.terms import ONE, find
+from autoplan.ops.on_shares import Local, SplitOp, as_written
+from autoplan.ops.record import NEVER, Drawn, Linear, Reduction, kept_whole, op, python_call
+from autoplan.ops.site import Answer, Dims, Site
+from autoplan.ops.sizes import NO_SIZES, Groups
+from autoplan.values import Op
+
+__all__ = ["scaled_dims"]
+
+
+def _statistics(at: SplitOp) -> Reduction | None:
+    """Its statistics need all of the dims it runs over; ranks exchange them, and all else is local."""
+    width = len(at.told(1, "normalized_shape"))
+    return Reduction.NORM if any(at.is_split(0, dim) for dim in range(-width, 0)) else None
+
+
+def normed(local: Local) -> Any:
+    """Over a split dim only the statistics are exchanged: they are the recorded ones, the rest is local."""
+    if _statistics(local) is None:
+        return local.call()
+    local.exchanged = True
+    x, weight, bias = local.args[0], local.argument(2, "weight", None), None
+    if local.op.name == "native_layer_norm":
+        _, mean, scale = local.recorded
+        x, bias = x - mean, local.argument(3, "bias", None)
+    else:
+        _, scale = local.recorded
+    x = x * scale
+    x = x if weight is None else x * weight
+    return [x if bias is None else x + bias, *local.recorded[1:]]
+
+
+def group_normed(local: Local) -> Any:
+    """Its groups and channels are told as numbers: a rank has its share of both."""
+    channels, whole = local.args[0].shape[1], local.size(0, 1)
+    local.args[4], local.args[6] = channels, local.args[6] * channels // whole
+    return local.call()
+
+
+def scaled_dims(op: Op, rank: int) -> list[int]:
+    """The dims over which a weight norm takes lengths: all but one."""
+    kept = op.args[2] if len(op.args) > 2 else op.kwargs.get("dim", 0)
+    return [dim for dim in range(rank) if dim != kept % rank]
+
+
+def _lengths(at: SplitOp) -> Reduction | None:
+    dims = scaled_dims(at.op, len(at.terms(0)))
+    return Reduction.LENGTH if any(at.is_split(0, dim) for dim in dims) else None
+
+
+def scaled(local: Local) -> Any:
+    """A weight norm over a split dim: ranks exchange the lengths, which are the recorded ones."""
+    if _lengths(local) is None:
+        return local.call()
+    local.exchanged = True
+    lengths = local.recorded[1]
+    return [local.args[0] * (local.args[1] / lengths), lengths]
+
+
+@op("native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm",
+    sizes=NO_SIZES, reduces=_statistics, linear=Linear.NO, random=NEVER, runs=normed, drawn=Drawn.NORM)  # fmt: skip
+def layer_norm(site: Site) -> Answer:
+    """Statistics over the last dims, then a scale and a shift of the same dims."""
+    dims = site.terms(site.inputs[0])
+    width = len(site.arg(1, "normalized_shape"))
+    for term in dims[len(dims) - width :]:
+        site.contract(term, Event.NORM)
+    for parameter in site.inputs[1:3]:
+        site.unify_equal_sizes(dims[len(dims) - width :], site.terms(parameter))
+    statistics = dims[: len(dims) - width] + [ONE] * width
+    return [[find(term) for term in dims], *(list(statistics) for _ in site.outputs[1:])]
+
+
+@op("native_group_norm",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=group_normed,
+    drawn=Drawn.NORM)  # fmt: skip
+def group_norm(site: Site) -> Answer:
+    dims = site.terms(site.inputs[0])
+    groups = site.arg(6, "group")
+    halves = site.algebra.split(dims[1], groups, dims[1].size // groups)
+    if halves is None:
+        return None
+    for term in (halves[1], *dims[2:]):
+        site.contract(term, Event.REDUCE_VAR)  # statistics that ranks do not exchange, unlike a layer norm's
+    _scale(site, dims, [site.tensor(1, "weight"), site.tensor(2, "bias")])
+    return [[find(term) for term in dims], *([find(dims[0]), find(halves[0])] for _ in site.outputs[1:])]
+
+
+@op("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training",
+    "_native_batch_norm_legit_functional", "_batch_norm_with_update", "cudnn_batch_norm", "batch_norm",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
+    drawn=Drawn.NORM)  # fmt: skip
+def batch_norm(site: Site) -> Answer:
+    """Each channel for itself. In training the statistics run over everything else."""
+    dims = site.terms(site.inputs[0])
+    _scale(site, dims, [site.tensor(position) for position in range(1, 5)])
+    if site.op.name != "_native_batch_norm_legit_no_training" and site.arg(5, "training") is True:
+        for term in (dims[0], *dims[2:]):
+            site.contract(term, Event.REDUCE_VAR)
+    extras: list[Dims | None] = []
+    for output in site.outputs[1:]:
+        extras.append([find(dims[1])] if site.shape(output) == (dims[1].size,) else None)
+    return [[find(term) for term in dims], *extras]
+
+
+def _scale(site: Site, dims: Dims, parameters: Sequence[object]) -> None:
+    """Per-channel parameters lie along the second dim."""
+    for ref in site.inputs[1:]:
+        if ref in parameters and site.shape(ref) == (dims[1].size,):
+            site.unify(dims[1], site.terms(ref)[0])
+
+
+@op("_weight_norm_interface", "_weight_norm",
+    sizes=NO_SIZES, reduces=_lengths, linear=Linear.NO, random=NEVER, runs=scaled)  # fmt: skip
+def weight_norm(site: Site) -> Answer:
+    """A weight scaled to given lengths: one length per position of `dim`, over all other dims."""
+    dims, lengths = site.terms(site.inputs[0]), site.terms(site.inputs[1])
+    kept = site.arg(2, "dim", 0) % len(dims)
+    for position, term in enumerate(dims):
+        if position != kept:
+            site.contract(term, Event.NORM)
+    site.unify_equal_sizes(dims, lengths)
+    answers: list[Dims | None] = [[find(term) for term in dims]]
+    return answers + [[find(term) for term in lengths] for _ in site.outputs[1:]]
+
+
+# On some devices the ops of these are recorded one by one: together they are a norm all the same.
+for _name in ("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm"):
+    python_call(_name, becomes=_name, pays=Reduction.NORM)
+python_call("group_norm", becomes="native_group_norm", sizes=Groups(1))
+python_call("_weight_norm", becomes="_weight_norm", settles=Reduction.LENGTH, divides=True)

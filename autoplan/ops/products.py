@@ -1,0 +1,173 @@
+"""Matrix products: what is summed over, what is a batch position, what passes through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoplan.axes.events import Event
+from autoplan.axes.terms import find
+from autoplan.ops.on_shares import Local, SplitOp, as_written
+from autoplan.ops.record import (
+    NEVER,
+    Drawn,
+    Linear,
+    Product,
+    Reduction,
+    Refused,
+    nothing,
+    op,
+    op_record,
+    python_call,
+    unknown,
+)
+from autoplan.ops.site import Answer, Dims, Site
+from autoplan.ops.sizes import NO_SIZES
+from autoplan.values import Ref
+
+__all__: list[str] = []
+
+
+def _operands(at: SplitOp) -> Product:
+    product = op_record(at.op.name).product
+    assert product is not None
+    return product
+
+
+def inner_sum(at: SplitOp) -> Reduction | None:
+    """A product over a dim of which each rank has a share leaves it with a part of the sum."""
+    value = _operands(at).value
+    return Reduction.SUM if at.is_split(value, -1) and not at.is_identity(value) else None
+
+
+def _no_sum(at: SplitOp) -> Refused | None:
+    """More is done to the sum within the op, so ranks could not add their parts before it."""
+    return Refused(f"{at.op.name} over a split dimension") if at.is_split(_operands(at).value, -1) else None
+
+
+def multiplied(local: Local) -> Any:
+    """A part of the sum on each rank. What is added is added once, by the first rank."""
+    operands = _operands(local)
+    local.reducing = local.is_split(operands.value, -1) and not local.is_identity(operands.value)
+    if local.reducing and local.rank and operands.bias == 0:
+        local.kwargs["beta"] = 0
+    elif local.reducing and local.rank and operands.bias is not None and len(local.args) > operands.bias:
+        local.args[operands.bias] = None
+    return local.call()
+
+
+@op("mm",
+    sizes=NO_SIZES, reduces=inner_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
+    product=Product(0, 1, out=(-1, -1)), drawn=Drawn.CONTRACTION)  # fmt: skip
+@op("bmm", "_int_mm", "_scaled_mm",
+    sizes=NO_SIZES, reduces=inner_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
+    product=Product(0, 1), drawn=Drawn.CONTRACTION)  # fmt: skip
+def matrix_product(site: Site) -> Answer:
+    return [_product_of(site, site.inputs[0], site.inputs[1])]
+
+
+@op("addmm", "baddbmm",
+    sizes=NO_SIZES, reduces=inner_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
+    product=Product(1, 2, bias=0), drawn=Drawn.CONTRACTION)  # fmt: skip
+@op("_addmm_activation",
+    sizes=NO_SIZES, reduces=_no_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
+    product=Product(1, 2, bias=0), drawn=Drawn.CONTRACTION)  # fmt: skip
+def matrix_product_with_bias(site: Site) -> Answer:
+    bias, left, right = site.inputs[:3]
+    return [_product_of(site, left, right, bias)]
+
+
+def _product_of(site: Site, left: Ref, right: Ref, bias: Ref | None = None) -> Dims:
+    """(batch) x rows x inner with (batch) x inner x columns, plus a bias that stretches."""
+    a, b = site.terms(left), site.terms(right)
+    weighted = site.is_weight(left) or site.is_weight(right)
+    site.unify(a[-1], b[-2])
+    if left.id in site.state.identities:
+        return [find(b[-2]), find(b[-1])]  # nothing is summed over: what comes out is what went in
+    site.contract(a[-1], Event.CONTRACT_W if weighted else Event.CONTRACT_A)
+    if len(a) == 3:
+        site.unify(a[0], b[0])
+        site.mark(a[0], Event.BATCH_W if weighted else Event.BATCH_A)
+    if not weighted:
+        site.mark(a[-2], Event.FREE_A)
+        site.mark(b[-1], Event.FREE_A)
+    dims = [*a[:-2], a[-2], b[-1]]
+    if bias is not None:
+        site.broadcast([dims, site.terms(bias)], site.out_shape)
+    if site.is_weight(left):
+        dims[-2] = site.from_weight(dims[-2])
+    if site.is_weight(right):
+        dims[-1] = site.from_weight(dims[-1])
+    return [find(term) for term in dims]
+
+
+@op("mv",
+    sizes=NO_SIZES, reduces=inner_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
+    product=Product(0, 1), drawn=Drawn.CONTRACTION)  # fmt: skip
+@op("addmv",
+    sizes=NO_SIZES, reduces=_no_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
+    product=Product(1, 2, bias=0), drawn=Drawn.CONTRACTION)  # fmt: skip
+def matrix_vector(site: Site) -> Answer:
+    matrix, vector = site.inputs[-2:]
+    rows, inner = site.terms(matrix)
+    weighted = site.is_weight(matrix) or site.is_weight(vector)
+    site.unify(inner, site.terms(vector)[0])
+    site.contract(inner, Event.CONTRACT_W if weighted else Event.CONTRACT_A)
+    if len(site.inputs) == 3:
+        site.broadcast([[rows], site.terms(site.inputs[0])], site.out_shape)
+    return [[site.from_weight(rows) if site.is_weight(matrix) else rows]]
+
+
+@op("dot", "vdot",
+    sizes=NO_SIZES, reduces=inner_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
+    product=Product(0, 1), drawn=Drawn.CONTRACTION)  # fmt: skip
+def dot(site: Site) -> Answer:
+    left, right = site.inputs
+    site.unify(site.terms(left)[0], site.terms(right)[0])
+    weighted = site.is_weight(left) or site.is_weight(right)
+    site.contract(site.terms(left)[0], Event.CONTRACT_W if weighted else Event.CONTRACT_A)
+    return [[]]
+
+
+@op("outer", "ger",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+def outer(site: Site) -> Answer:
+    return [[site.terms(site.inputs[0])[0], site.terms(site.inputs[1])[0]]]
+
+
+@op("linear",
+    sizes=NO_SIZES, reduces=inner_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
+    product=Product(0, 1, bias=2, out=(0, -1)), drawn=Drawn.CONTRACTION)  # fmt: skip
+def linear(site: Site) -> Answer:
+    """Not decomposed: features last, weight as out x in."""
+    x, weight = site.terms(site.inputs[0]), site.terms(site.inputs[1])
+    site.unify(x[-1], weight[-1])
+    site.contract(x[-1], Event.CONTRACT_W)
+    columns = weight[:-1]
+    if len(site.inputs) > 2:
+        site.unify_equal_sizes(columns, site.terms(site.inputs[2]))
+    return [[*x[:-1], *(site.from_weight(find(term)) for term in columns)]]
+
+
+@op("_grouped_mm", "_scaled_grouped_mm",
+    sizes=NO_SIZES, reduces=inner_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
+    product=Product(0, 1), drawn=Drawn.CONTRACTION)  # fmt: skip
+def grouped_product(site: Site) -> Answer:
+    """Rows sorted by expert; each run of rows meets the weight of its own expert."""
+    left, right = site.inputs[:2]
+    x, weight = site.terms(left), site.terms(right)
+    if len(x) != 2 or len(weight) != 3:
+        return None
+    site.unify(x[-1], weight[-2])
+    site.contract(x[-1], Event.CONTRACT_W)
+    site.mark(weight[0], Event.EXPERT_BATCH)
+    for ref in site.inputs[2:]:
+        if len(site.shape(ref)) == 1 and site.shape(ref)[0] == weight[0].size:
+            site.unify(weight[0], site.terms(ref)[0])
+    return [[x[0], site.from_weight(weight[-1])]]
+
+
+op("addbmm",
+   sizes=NO_SIZES, reduces=_no_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
+   product=Product(1, 2, bias=0), drawn=Drawn.CONTRACTION)(unknown)  # fmt: skip
+
+python_call("matmul", "__matmul__", becomes="mm")

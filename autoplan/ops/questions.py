@@ -1,0 +1,17 @@
+"""Ops that only ask about a tensor and touch none of its dims."""
+
+from __future__ import annotations
+
+from autoplan.ops.on_shares import as_written
+from autoplan.ops.record import NEVER, Linear, nothing, op
+from autoplan.ops.site import Answer, Site
+from autoplan.ops.sizes import NO_SIZES
+
+__all__ = ["asks"]
+
+
+@op("_assert_tensor_metadata", "sym_size", "sym_numel", "sym_stride", "sym_storage_offset",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+def asks(_: Site) -> Answer:
+    """It gives no tensor, and leaves no mark."""
+    return []

@@ -1,0 +1,66 @@
+"""Ops that draw random numbers: always, or in training and where a rate says so.
+
+Ranks must draw alike where a value is whole, and each for itself where it is split; so whoever asks whether a module
+draws must get one answer, for ops and for the calls that Python makes.
+"""
+
+from __future__ import annotations
+
+from autoplan.axes.events import Event
+from autoplan.ops.elementwise import elementwise
+from autoplan.ops.on_shares import as_written, recorded
+from autoplan.ops.record import ALWAYS, Linear, by_rate, kept_whole, nothing, op, python_call
+from autoplan.ops.site import Answer, Site
+from autoplan.ops.sizes import NO_SIZES, MadeWhole
+
+__all__: list[str] = []
+
+
+@op("rand", "randn", "randint", "randperm",
+    sizes=MadeWhole(), reduces=nothing, linear=Linear.NO, random=ALWAYS, runs=recorded)  # fmt: skip
+def noise(site: Site) -> Answer:
+    """Random values: different along every dim, and different in every run."""
+    dims = [site.fresh(size, Event.CREATED) for size in site.out_shape]
+    for term in dims:
+        site.mark(term, Event.RANDOM)
+    return [dims]
+
+
+@op("rand_like", "randn_like", "randint_like",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=ALWAYS, runs=recorded)  # fmt: skip
+def noise_like(site: Site) -> Answer:
+    dims = site.terms(site.inputs[0])
+    for term in dims:
+        site.mark(term, Event.CREATED)
+        site.mark(term, Event.RANDOM)
+    return [dims]
+
+
+@op("dropout", "native_dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=by_rate(1), runs=recorded)  # fmt: skip
+@op("rrelu",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=by_rate(-1), runs=recorded)  # fmt: skip
+@op("normal",
+    sizes=MadeWhole(), reduces=nothing, linear=Linear.NO, random=ALWAYS, runs=recorded)  # fmt: skip
+@op("bernoulli", "uniform", "exponential", "random", "poisson", "binomial", "log_normal", "geometric", "cauchy",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=ALWAYS, runs=recorded)  # fmt: skip
+def random(site: Site) -> Answer:
+    """Elementwise, with numbers drawn along every dim."""
+    answer = elementwise(site)
+    for term in answer[0] or [] if answer else []:
+        site.mark(term, Event.RANDOM)
+    return answer
+
+
+@op("multinomial",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=ALWAYS, runs=as_written)  # fmt: skip
+def multinomial(site: Site) -> Answer:
+    *batch, choices = site.terms(site.inputs[0])
+    return [[*batch, site.replaced([choices], site.out_shape[-1], Event.SORT)]]
+
+
+python_call("dropout1d", "dropout2d", "dropout3d", becomes="feature_dropout")
+python_call("gumbel_softmax", sizes=NO_SIZES, linear=Linear.NO, random=ALWAYS)
+# Recurrent networks as one call: dropout lies between their layers.
+for _name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+    python_call(_name, sizes=NO_SIZES, linear=Linear.NO, random=by_rate(-1, "dropout"))

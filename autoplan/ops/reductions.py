@@ -1,0 +1,187 @@
+"""Ops along a dim: sums and other reductions, losses, softmax, cumulative sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from autoplan.axes.events import Event
+from autoplan.axes.terms import ONE
+from autoplan.common.layout import Layout
+from autoplan.ops.elementwise import elementwise
+from autoplan.ops.on_shares import Local, SplitOp, as_written
+from autoplan.ops.record import NEVER, Drawn, Linear, Reduction, Refused, kept_whole, op, python_call
+from autoplan.ops.site import Answer, Site
+from autoplan.ops.sizes import NO_SIZES
+from autoplan.values import Op, refs
+
+__all__ = ["reduced_dims"]
+
+
+def reduced_dims(op: Op, rank: int) -> list[int]:
+    """The dims of its first input that a reduction runs over: the given ones, or all."""
+    place = 2 if op.name in ("norm", "linalg_vector_norm") else 1
+    given = op.args[place] if len(op.args) > place else op.kwargs.get("dim")
+    if op.overload == "other" or not rank:  # max(a, b) works element by element
+        return []
+    if isinstance(given, (list, tuple)) and given:
+        return [dim for dim in given if isinstance(dim, int)]
+    return [given] if isinstance(given, int) and not isinstance(given, bool) else list(range(rank))
+
+
+def _split_layouts(at: SplitOp) -> list[Layout]:
+    """How the dims are split that the op runs over, as far as they are."""
+    dims = reduced_dims(at.op, len(at.terms(0))) if at.op.args else []
+    return [layout for dim in dims if (layout := at.layout(0, dim)) is not None]
+
+
+def summed_over(how: Reduction) -> Callable[[SplitOp], Reduction | None]:
+    """Over a split dim ranks do together what this says."""
+
+    def reduces(at: SplitOp) -> Reduction | None:
+        return how if _split_layouts(at) else None
+
+    return reduces
+
+
+def across(at: SplitOp) -> Refused | None:
+    """What it finds in a share says nothing of the whole, and ranks have no way to put it together."""
+    return Refused(f"{at.op.name} over a split dimension") if _split_layouts(at) else None
+
+
+def _averaged(at: SplitOp) -> Refused | None:
+    """A loss is averaged within the op."""
+    whole = len(at.shards.trace.tensors[next(refs(at.op.outputs))].shape) > 0
+    split = any(at.shards.is_split(tensor) for tensor in refs(at.op.args))
+    return Refused(f"{at.op.name} averages over a split dimension") if split and not whole else None
+
+
+def part_of_a_sum(local: Local) -> Any:
+    local.reducing = bool(_split_layouts(local))
+    return local.call()
+
+
+def part_of_a_mean(local: Local) -> Any:
+    """Each rank's mean counts as much as it has positions."""
+    for layout in _split_layouts(local):
+        local.reducing = True
+        local.weight *= len(local.held(layout)) / layout.size
+    return local.call()
+
+
+def exchanged(local: Local) -> Any:
+    """Over a split dim ranks tell each other the statistics of their shares: the outcome is recorded."""
+    if not _split_layouts(local):
+        return local.call()
+    local.exchanged = True
+    return list(local.recorded)
+
+
+def whole_only(local: Local) -> Any:
+    if _split_layouts(local):
+        raise ValueError("it reads across a split dimension")
+    return local.call()
+
+
+_EVENTS = {
+    "sum": Event.REDUCE_LIN, "mean": Event.REDUCE_LIN, "nansum": Event.REDUCE_LIN, "nanmean": Event.REDUCE_LIN,
+    "max": Event.REDUCE_MAX, "min": Event.REDUCE_MAX, "amax": Event.REDUCE_MAX, "amin": Event.REDUCE_MAX,
+    "aminmax": Event.REDUCE_MAX, "median": Event.REDUCE_MAX, "nanmedian": Event.REDUCE_MAX, "mode": Event.REDUCE_MAX,
+    "argmax": Event.REDUCE_ARG, "argmin": Event.REDUCE_ARG,
+    "any": Event.REDUCE_LOGIC, "all": Event.REDUCE_LOGIC, "_is_all_true": Event.REDUCE_LOGIC,
+    "_is_any_true": Event.REDUCE_LOGIC, "equal": Event.REDUCE_LOGIC, "count_nonzero": Event.REDUCE_LIN,
+    "var": Event.SPREAD, "std": Event.SPREAD, "var_mean": Event.REDUCE_VAR, "std_mean": Event.REDUCE_VAR,
+    "norm": Event.LENGTH, "linalg_vector_norm": Event.LENGTH, "frobenius_norm": Event.LENGTH,
+    "logsumexp": Event.REDUCE_LOGSUMEXP, "prod": Event.REDUCE_PROD,
+}  # fmt: skip
+
+
+@op("sum",
+    sizes=NO_SIZES, reduces=summed_over(Reduction.SUM), linear=Linear.EACH, random=NEVER,
+    runs=part_of_a_sum, drawn=Drawn.SUM)  # fmt: skip
+@op("mean",
+    sizes=NO_SIZES, reduces=summed_over(Reduction.MEAN), linear=Linear.FIRST, random=NEVER,
+    runs=part_of_a_mean, drawn=Drawn.STATISTIC)  # fmt: skip
+@op("var", "std",
+    sizes=NO_SIZES, reduces=summed_over(Reduction.SPREAD), linear=Linear.NO, random=NEVER,
+    runs=exchanged, drawn=Drawn.STATISTIC)  # fmt: skip
+@op("linalg_vector_norm",
+    sizes=NO_SIZES, reduces=summed_over(Reduction.LENGTH), linear=Linear.NO, random=NEVER,
+    runs=exchanged, drawn=Drawn.STATISTIC)  # fmt: skip
+@op("var_mean", "std_mean", "norm",
+    sizes=NO_SIZES, reduces=across, linear=Linear.NO, random=NEVER, runs=whole_only,
+    drawn=Drawn.STATISTIC)  # fmt: skip
+@op("amax",
+    sizes=NO_SIZES, reduces=across, linear=Linear.NO, random=NEVER, runs=whole_only, drawn=Drawn.SUM)  # fmt: skip
+@op("argmax",
+    sizes=NO_SIZES, reduces=across, linear=Linear.NO, random=NEVER, runs=whole_only, drawn=Drawn.TOPK)  # fmt: skip
+@op("max", "min", "amin", "aminmax", "median", "nanmedian", "mode", "argmin", "any", "all", "_is_all_true",
+    "_is_any_true", "equal", "count_nonzero", "nansum", "nanmean", "frobenius_norm", "logsumexp", "prod",
+    sizes=NO_SIZES, reduces=across, linear=Linear.NO, random=NEVER, runs=whole_only)  # fmt: skip
+def reduction(site: Site) -> Answer:
+    name = site.op.name.rstrip("_")
+    if site.op.overload == "other":  # max(a, b) works element by element
+        return elementwise(site)
+    dims = site.terms(site.inputs[0])
+    gone = {position % len(dims) for position in reduced_dims(site.op, len(dims))}
+    event = _EVENTS[name]
+    if event is Event.LENGTH and site.arg(1, "ord", 2) != 2:
+        event = Event.REDUCE_NORM
+    for position in gone:
+        if event in (Event.REDUCE_LIN, Event.SPREAD, Event.LENGTH):
+            site.contract(dims[position], event)
+        else:
+            site.mark(dims[position], event)
+    if len(site.out_shape) == len(dims):
+        rest = [ONE if position in gone else term for position, term in enumerate(dims)]
+    else:
+        rest = [term for position, term in enumerate(dims) if position not in gone]
+    return [list(rest) for _ in site.outputs]
+
+
+@op("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div",
+    "binary_cross_entropy_with_logits",
+    sizes=NO_SIZES, reduces=_averaged, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+def loss(site: Site) -> Answer:
+    """Elementwise between prediction and target, then averaged over everything unless asked not to."""
+    shape = max((site.shape(ref) for ref in site.inputs), key=lambda shape: (len(shape), shape))
+    if not site.broadcasts([site.shape(ref) for ref in site.inputs], shape):
+        return None
+    dims = site.broadcast([site.terms(ref) for ref in site.inputs], shape)
+    if site.out_shape == shape:
+        return [dims]
+    for term in dims:
+        site.contract(term, Event.REDUCE_LIN)
+    return [[]]
+
+
+@op("_softmax", "softmax", "_safe_softmax",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
+    drawn=Drawn.SOFTMAX)  # fmt: skip
+@op("_log_softmax", "log_softmax", "_masked_softmax",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+def softmax(site: Site) -> Answer:
+    return _along(site, Event.SOFTMAX)
+
+
+@op("cumsum", "cumprod", "logcumsumexp",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
+    drawn=Drawn.CUMSUM)  # fmt: skip
+@op("_logcumsumexp", "_cummax_helper", "_cummin_helper", "cummax", "cummin",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+def cumulative(site: Site) -> Answer:
+    return _along(site, Event.CUMSUM)
+
+
+def _along(site: Site, event: Event) -> Answer:
+    """Same dims; one of them is worked along."""
+    dims = site.terms(site.inputs[0])
+    if dims:
+        site.mark(dims[site.arg(1, "dim", -1)], event)
+    return [list(dims) for _ in site.outputs]
+
+
+for _name in ("norm", "linalg_vector_norm"):
+    python_call(_name, becomes=_name, settles=Reduction.LENGTH)
+python_call("linalg_norm", becomes="linalg_vector_norm", settles=Reduction.LENGTH)
+python_call("normalize", becomes="linalg_vector_norm", settles=Reduction.LENGTH, divides=True)

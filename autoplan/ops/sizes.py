@@ -1,0 +1,140 @@
+"""Which of the numbers that an op is told are sizes, and of what.
+
+A model's Python passes literals to torch: the shape of a view, the lengths of a split, the groups of a convolution.
+Where one of them follows a split dim, a rank must pass another number. A record says with one of these values where
+such numbers stand and what they mean; `analyse/splits/literal_sizes.py` works out what each rank must pass.
+Positions count the arguments as the caller passes them; `names` are what they are called otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = [
+    "NO_SIZES",
+    "SHAPE",
+    "Bounds",
+    "Filled",
+    "Groups",
+    "Identity",
+    "Indexed",
+    "Lengths",
+    "MadeWhole",
+    "NoSizes",
+    "OutputShape",
+    "PieceCount",
+    "RepeatEach",
+    "Repeats",
+    "Sizes",
+    "Unflattened",
+]
+
+
+@dataclass(frozen=True)
+class NoSizes:
+    """It is told no size that could follow a split dim."""
+
+
+@dataclass(frozen=True)
+class OutputShape:
+    """The shape of the result, as a tuple or as trailing integers; -1 follows by itself."""
+
+    first: int = 1
+    names: tuple[str, ...] = ("shape", "size")
+
+
+@dataclass(frozen=True)
+class Unflattened:
+    """The sizes into which one dim is taken apart."""
+
+    dim: int = 1
+    sizes: int = 2
+
+
+@dataclass(frozen=True)
+class Filled:
+    """The shape of a value that is alike everywhere: a rank makes its share of it by itself.
+
+    `defined`: its contents are known, unlike those of empty memory.
+    """
+
+    first: int = 0
+    defined: bool = True
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Rows and columns of an identity matrix."""
+
+    rows: int = 0
+    columns: int = 1
+
+
+@dataclass(frozen=True)
+class MadeWhole:
+    """Sizes of a value that differs from place to place: it is made whole, and a rank keeps its share."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long pieces are: one number for all, or one for each."""
+
+    at: int = 1
+
+
+@dataclass(frozen=True)
+class PieceCount:
+    """How many pieces are made. `dim`: the dim that is meant where no argument tells it; `even`: none is shorter than
+    another by more than one (otherwise the last has what is left)."""
+
+    at: int = 1
+    dim: int | None = None
+    even: bool = False
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Where a slice along a dim begins, and where it ends (or how long it is: `length`)."""
+
+    dim: int
+    start: int
+    end: int
+    length: bool = False
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """Slice bounds and positions of an indexing expression, the second argument."""
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """How often each dim is repeated, as a tuple or as trailing integers."""
+
+    first: int = 1
+
+
+@dataclass(frozen=True)
+class RepeatEach:
+    """How often each element is repeated along a dim: it says how long the result is there."""
+
+    at: int = 1
+    dim: int = 2
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The number of groups of channels, the second dim. `weight`: where the weight is that has the channels of a group
+    as its second dim: groups of which each keeps a share stay as many."""
+
+    at: int
+    weight: int | None = None
+
+
+Sizes = (
+    NoSizes | OutputShape | Unflattened | Filled | Identity | MadeWhole | Lengths | PieceCount | Bounds | Indexed
+    | Repeats | RepeatEach | Groups
+)  # fmt: skip
+
+NO_SIZES = NoSizes()
+SHAPE = OutputShape()
