@@ -34,6 +34,7 @@ from autoplan.decide.written_plans.read import PlanSource, read_source
 from autoplan.execute.checkpointing.choose import Request, checkpoint_blocks
 from autoplan.execute.data_parallel.fsdp import DataParallel, shard_data_parallel
 from autoplan.execute.data_parallel.mesh_dims import read_mesh
+from autoplan.execute.fits import with_made_for
 from autoplan.execute.parameters.optimizer_state import mark_parameters
 from autoplan.execute.tensor_parallel import apply_plan, check_matches, record, tp_mesh_of, undo_all
 from autoplan.hf.expert_counts import without_namesakes
@@ -41,7 +42,7 @@ from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import Source, resolve
 from autoplan.hf.stacks import layers
 from autoplan.patches.kernels import kernel_note
-from autoplan.values import Finding, Means, Plan
+from autoplan.values import Finding, LocalExperts, Means, Plan
 
 __all__ = ["capture_source", "parallelize", "plan", "plan_source", "solve_source"]
 
@@ -141,6 +142,7 @@ def plan_source(
         sequence_parallel=solution.sequence_parallel,
     )
     made = replace(made, tp_size=tp_size, ep_size=ep_size, findings=made.findings + tried)
+    made = with_made_for(made, module)
     made = replace(made, findings=made.findings + (sequence_findings(solution) if means.sequence else ()))
     if ep_size > 1 and means.experts:
         made = replace(made, findings=made.findings + expert_findings(made, solution))
@@ -210,7 +212,7 @@ def solve_source(
             f"({len(odd)} such axes)",
             hint=f"choose one of the sizes that divide everything: {legal}",
         )
-    if tp_size == 1 and not solution.runtime.experts:
+    if tp_size == 1 and not solution.runtime.of(LocalExperts):
         told = "; ".join(f"{where}: {why}" for where, why in solution.experts_inside)
         raise IndivisibleError(
             f"{source.name}: no experts can be dealt out over {ep_size} ranks" + (f" ({told})" if told else ""),

@@ -22,7 +22,7 @@ from autoplan.decide.plan.experts import experts_of
 from autoplan.decide.written_plans.choices import Choices
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import Source
-from autoplan.values import Entry, Finding, Means, Plan, Proof, Trace
+from autoplan.values import Entry, Finding, LocalExperts, Means, Plan, Proof, Trace
 
 __all__ = ["TRIED", "GraphProof", "prove_graph", "prove_ranks", "sequence_findings", "settle_means"]
 
@@ -62,7 +62,7 @@ def prove_graph(source: Source, plan: Plan, trace: Trace, choices: Choices | Non
         captured.trace,
         _TINY_TP,
         choices.for_clone() if choices is not None else None,
-        experts=experts_of(plan.tp_size, plan.ep_size if plan.runtime.experts else 1, Means()),
+        experts=experts_of(plan.tp_size, plan.ep_size if plan.runtime.of(LocalExperts) else 1, Means()),
     )
     assert solution.shards is not None
     law = check_permutations(clone, entries, captured.trace, solution.axes, solution.shards.marks)

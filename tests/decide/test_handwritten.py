@@ -16,6 +16,7 @@ import autoplan
 from autoplan.common.patterns import matches
 from autoplan.decide.written_plans.handwritten import HandwrittenPlan, find_plan, load_plans, plan_by_id, read_plan
 from autoplan.decide.written_plans.wrappers import ancestors_of
+from autoplan.values import SplitLogits
 
 torch.set_num_threads(1)
 LOOKALIKES = {"baichuan": "baichuan", "decilm": "decilm", "nemotron-labs-diffusion": "nemotron_labs_diffusion"}
@@ -128,7 +129,7 @@ def test_a_class_made_anew_keeps_its_plan() -> None:
     plan = autoplan.plan(wrapped(config), 2, prove="none")
     head = next(e for e in plan.entries if e.pattern == "lm_head")
     assert plan.source == head.source == "handwritten" and head.style == "colwise"  # and not gathered
-    assert any(h.pattern == "lm_head" and h.kind == "logits" for h in plan.runtime.heads)
+    assert any(head.pattern == "lm_head" for head in plan.runtime.of(SplitLogits))
 
 
 def test_a_subclass_is_planned_as_what_it_descends_from() -> None:

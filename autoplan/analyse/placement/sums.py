@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from autoplan.analyse.placement.boundaries import Door, Doors
 from autoplan.analyse.placement.callflow import Border, CallFlow
@@ -30,11 +31,21 @@ from autoplan.analyse.placement.partial_gradients import Debts
 from autoplan.analyse.placement.reductions import gathered_dim, reduction_of, row_bias_of
 from autoplan.analyse.placement.shared_entries import merge_entries
 from autoplan.analyse.shards import Shards
-from autoplan.values import Ref
+from autoplan.values import (
+    AllGather,
+    AllReduce,
+    AllReduceGradient,
+    Boundary,
+    JoinPartial,
+    MeanOverRanks,
+    Ref,
+    ScaleGradient,
+    WithholdPartial,
+)
 
 __all__ = ["Placement", "Refusal", "place"]
 
-_BACKWARD = ("copy", "scale")  # what a hook does to gradients only
+Kind: TypeAlias = type[Boundary]
 
 
 @dataclass(frozen=True)
@@ -50,8 +61,8 @@ class Refusal:
 class Placement:
     """All sites by where they sit. Borders belong to module outputs and inputs; calls to the function mode."""
 
-    outputs: dict[tuple[Border, str], tuple[int | None, str | None]] = field(default_factory=dict)
-    inputs: dict[tuple[Border, str], None] = field(default_factory=dict)  # "copy", "reduce" or "scale"
+    outputs: dict[tuple[Border, Kind], Boundary] = field(default_factory=dict)  # what is done at modules' outputs
+    inputs: dict[tuple[Border, Kind], Boundary] = field(default_factory=dict)  # and at their inputs
     summed_parameters: set[int] = field(default_factory=set)
     shared_parameters: set[int] = field(default_factory=set)
     divided_biases: set[int] = field(default_factory=set)
@@ -62,6 +73,18 @@ class Placement:
     inside_scales: dict[int, int] = field(default_factory=dict)
     reductions: dict[int, str] = field(default_factory=dict)
     refusals: list[Refusal] = field(default_factory=list)
+
+    def at_output(self, border: Border, kind: Kind, **how: Any) -> None:
+        """Have this done to what the module returns."""
+        self.outputs[border, kind] = kind(border.module, "output", border.path, **how)
+
+    def at_input(self, border: Border, kind: Kind) -> None:
+        """Have this done to what the module takes."""
+        self.inputs[border, kind] = kind(border.module, "input", border.path)
+
+    def done_to(self, kind: Kind) -> list[Border]:
+        """Where this is done to what modules return."""
+        return [border for border, known in self.outputs if known is kind]
 
 
 def place(shards: Shards, flow: CallFlow, gathered: frozenset[int]) -> Placement:
@@ -81,17 +104,16 @@ def place(shards: Shards, flow: CallFlow, gathered: frozenset[int]) -> Placement
 
 def _uneven_doors(result: Placement, flow: CallFlow) -> set[Door]:
     """Doors whose work differs between runs of the module. What is done to gradients only, is nothing without one."""
-    work: dict[Door, dict[int, set[tuple[str, str | None]]]] = defaultdict(lambda: defaultdict(set))
-    for (border, action), (_, layout) in result.outputs.items():
-        work[border.module, "output", border.path][border.visit].add((action, layout))
-    for border, action in result.inputs:
-        work[border.module, "input", border.path][border.visit].add((action, None))
+    work: dict[Door, dict[int, set[Boundary]]] = defaultdict(lambda: defaultdict(set))
+    for side, placed in (("output", result.outputs), ("input", result.inputs)):
+        for (border, _), done in placed.items():
+            work[border.module, side, border.path][border.visit].add(done)
     found = set()
     for door, by_visit in work.items():
         runs = flow.runs_through(*door)
         most = max(by_visit.values(), key=len)
         for run, tensor in runs.items():
-            expected = most if tensor in flow.carries else {item for item in most if item[0] not in _BACKWARD}
+            expected = most if tensor in flow.carries else {item for item in most if not item.gradients_only}
             if by_visit.get(run, set()) != expected:
                 found.add(door)
     return found
@@ -146,7 +168,7 @@ class _Placer:
         self._push_out_of_mixed()
         self.debts.push_inside()
         for border in merge_entries(self.debts):
-            self.result.inputs[(border, "scale")] = None
+            self.result.at_input(border, ScaleGradient)
         self._place_gradient_sums()
         return self.result
 
@@ -177,13 +199,14 @@ class _Placer:
     def _join_branches(self) -> None:
         """Branches that the block adds to each other are summed together, where the last of them is returned."""
         outputs = self.result.outputs
-        sums = [border for border, action in outputs if action == "reduce"]
-        pairs, moved = pairs_of_branches(self.flow, sums, self.doors.leaving)
+        pairs, moved = pairs_of_branches(self.flow, self.result.done_to(AllReduce), self.doors.leaving)
         for old, new in moved.items():
-            outputs[new, "reduce"] = outputs.pop((old, "reduce"))
+            del outputs[old, AllReduce]
+            self.result.at_output(new, AllReduce)
         for pair in pairs:
-            del outputs[pair.first, "reduce"]
-            outputs[pair.first, "withhold"] = outputs[pair.last, "join"] = (None, None)
+            del outputs[pair.first, AllReduce]
+            self.result.at_output(pair.first, WithholdPartial)
+            self.result.at_output(pair.last, JoinPartial)
             self.result.blocks.add(pair.block)
 
     def _norm_statistics(self, index: int) -> None:
@@ -223,7 +246,7 @@ class _Placer:
             self.result.inside_reductions[index] = "gather"
             return
         layout, dim = product
-        self.result.outputs[(border, "gather")] = (dim, layout)
+        self.result.at_output(border, AllGather, dim=dim, layout=layout)
 
     def _place_sum(self, index: int, output: int, kind: str) -> None:
         if kind == "sum" and self._bias_is_read_elsewhere(index):
@@ -234,13 +257,13 @@ class _Placer:
         if way is None and border is None and kind == "sum":
             way = self._follow_down(output, index)
         if border is not None:
-            self.result.outputs[(border, "reduce" if kind == "sum" else "mean")] = (None, None)
+            self.result.at_output(border, AllReduce if kind == "sum" else MeanOverRanks)
         elif way is None or way.border is None:
             self.result.inside_reductions[index] = kind
         elif way.side == "output":
-            self.result.outputs[(way.border, "reduce")] = (None, None)
+            self.result.at_output(way.border, AllReduce)
         else:
-            self.result.inputs[(way.border, "reduce")] = None
+            self.result.at_input(way.border, AllReduce)
         self._multiplied(way)
 
     def _follow_down(self, tensor: int, made: int) -> Way | None:
@@ -313,7 +336,8 @@ class _Placer:
         if border is None:
             self.result.inside_scales[producer] = tensor
         else:
-            self.result.outputs[(border, "scale")] = (dim - len(self.trace.tensors[tensor].shape), layout)
+            dim -= len(self.trace.tensors[tensor].shape)
+            self.result.at_output(border, ScaleGradient, dim=dim, layout=layout)
         for other in self.flow.inputs[producer]:
             if other in self.flow.carries and self.shards.has_whole_part(other):
                 self.debts.partial[other].add(producer)
@@ -329,10 +353,10 @@ class _Placer:
             if where == "output":
                 border = self.doors.made_at(tensor)
                 assert border is not None
-                self.result.outputs[(border, "copy")] = (None, None)
+                self.result.at_output(border, AllReduceGradient)
             elif where == "input":
                 for border in self.debts.cover(tensor):
-                    self.result.inputs[(border, "copy")] = None
+                    self.result.at_input(border, AllReduceGradient)
             elif self.shards.is_mixed(tensor):
                 self._refuse(min(calls), "a partial gradient of whole rows with nowhere to go")
             else:
