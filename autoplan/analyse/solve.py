@@ -15,7 +15,8 @@ from typing import Any
 from autoplan.analyse.infer import Axes, infer_axes
 from autoplan.analyse.placement.callflow import CallFlow
 from autoplan.analyse.placement.calls import DRAWS, Scope, scope
-from autoplan.analyse.placement.sums import Placement, place
+from autoplan.analyse.placement.placement import Placement
+from autoplan.analyse.placement.sums import place
 from autoplan.analyse.sequence.parallel import SequencePlacement, place_sequence, sequence_boundaries
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.choose import Choice, choose, occurrences

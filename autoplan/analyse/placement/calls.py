@@ -14,7 +14,7 @@ from typing import Any
 
 from autoplan.analyse.placement.call_instructions import call_instruction
 from autoplan.analyse.placement.callflow import CallFlow
-from autoplan.analyse.placement.sums import Placement
+from autoplan.analyse.placement.placement import Placement
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.equal_pieces import pieces_given
 from autoplan.analyse.splits.integer_edits import Edits

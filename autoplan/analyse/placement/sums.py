@@ -19,15 +19,14 @@ What cannot be placed by hooks is handed to the scoped function mode; what that 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
 
 from autoplan.analyse.placement.boundaries import Door, Doors
-from autoplan.analyse.placement.callflow import Border, CallFlow
+from autoplan.analyse.placement.callflow import CallFlow
 from autoplan.analyse.placement.deferred_sums import Way, follow_down
 from autoplan.analyse.placement.joined_sums import shared_sums
 from autoplan.analyse.placement.parallel_branches import pairs_of_branches
 from autoplan.analyse.placement.partial_gradients import Debts
+from autoplan.analyse.placement.placement import Placement, Refusal
 from autoplan.analyse.placement.reductions import gathered_dim, reduction_of, row_bias_of
 from autoplan.analyse.placement.shared_entries import merge_entries
 from autoplan.analyse.shards import Shards
@@ -43,48 +42,7 @@ from autoplan.values import (
     WithholdPartial,
 )
 
-__all__ = ["Placement", "Refusal", "place"]
-
-Kind: TypeAlias = type[Boundary]
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Something that no mechanism can place: the call's index and why, and the tensors whose split is to blame."""
-
-    call: int
-    why: str
-    tensors: tuple[int, ...]
-
-
-@dataclass
-class Placement:
-    """All sites by where they sit. Borders belong to module outputs and inputs; calls to the function mode."""
-
-    outputs: dict[tuple[Border, Kind], Boundary] = field(default_factory=dict)  # what is done at modules' outputs
-    inputs: dict[tuple[Border, Kind], Boundary] = field(default_factory=dict)  # and at their inputs
-    summed_parameters: set[int] = field(default_factory=set)
-    shared_parameters: set[int] = field(default_factory=set)
-    divided_biases: set[int] = field(default_factory=set)
-    blocks: set[str] = field(default_factory=set)  # whose branches are summed together
-    embeddings: dict[int, Border] = field(default_factory=dict)
-    inside_reductions: dict[int, str] = field(default_factory=dict)
-    inside_copies: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    inside_scales: dict[int, int] = field(default_factory=dict)
-    reductions: dict[int, str] = field(default_factory=dict)
-    refusals: list[Refusal] = field(default_factory=list)
-
-    def at_output(self, border: Border, kind: Kind, **how: Any) -> None:
-        """Have this done to what the module returns."""
-        self.outputs[border, kind] = kind(border.module, "output", border.path, **how)
-
-    def at_input(self, border: Border, kind: Kind) -> None:
-        """Have this done to what the module takes."""
-        self.inputs[border, kind] = kind(border.module, "input", border.path)
-
-    def done_to(self, kind: Kind) -> list[Border]:
-        """Where this is done to what modules return."""
-        return [border for border, known in self.outputs if known is kind]
+__all__ = ["place"]
 
 
 def place(shards: Shards, flow: CallFlow, gathered: frozenset[int]) -> Placement:

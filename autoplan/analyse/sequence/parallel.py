@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from functools import reduce
 
 from autoplan.analyse.placement.callflow import Border, CallFlow
-from autoplan.analyse.placement.sums import Placement
+from autoplan.analyse.placement.placement import Placement
 from autoplan.analyse.sequence.stream import SequencePlacement, Stream
 from autoplan.analyse.shards import Shards
 from autoplan.values import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from autoplan.analyse.placement.boundaries import Door
 from autoplan.analyse.placement.callflow import Border, CallFlow
-from autoplan.analyse.placement.sums import Placement
+from autoplan.analyse.placement.placement import Placement
 from autoplan.analyse.sequence.positions import Positions
 from autoplan.analyse.shards import Shards
 from autoplan.values import AllReduce, AllReduceGradient, SequenceName, WithholdPartial

@@ -14,8 +14,8 @@ from typing import Any
 
 from autoplan.analyse.infer import Axes
 from autoplan.analyse.placement.callflow import Border, CallFlow
+from autoplan.analyse.placement.placement import Placement, Refusal
 from autoplan.analyse.placement.reductions import CONVOLUTIONS, PRODUCTS
-from autoplan.analyse.placement.sums import Placement, Refusal
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.low_rank import branch_weights
 from autoplan.analyse.splits.requests import NO_DEMANDS, Demands
