@@ -22,12 +22,13 @@ from autoplan.decide.plan.experts import expert_findings, experts_of
 from autoplan.decide.plan.folding import same_in_like_blocks
 from autoplan.decide.written_plans.choices import Choices
 from autoplan.decide.written_plans.constraints import same_in_folded_blocks
+from autoplan.execute.fits import with_made_for
 from autoplan.hf.expert_counts import without_namesakes
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import Source
 from autoplan.hf.stacks import layers
 from autoplan.patches.kernels import kernel_note
-from autoplan.values import Finding, Means, Plan, Trace
+from autoplan.values import Finding, LocalExperts, Means, Plan, Trace
 
 __all__ = ["Draft", "capture_source", "draft_plan", "solve_source", "wanted_means"]
 
@@ -65,6 +66,7 @@ def draft_plan(
         solution, choices, model=source.name, layers=stacks, sequence_parallel=solution.sequence_parallel
     )
     made = replace(made, tp_size=wish.tp_size, ep_size=wish.ep_size, findings=misfit + made.findings)
+    made = with_made_for(made, module)
     found = sequence_findings(solution) if means.sequence else ()
     if wish.ep_size > 1 and means.experts:
         found += expert_findings(made, solution)
@@ -137,7 +139,7 @@ def _refuse_useless(source: Source, solution: Solution, wish: Wish) -> None:
             f"tp={wish.tp_size} ({len(odd)} such axes)",
             hint=f"choose one of the sizes that divide everything: {legal}",
         )
-    if wish.tp_size == 1 and not solution.runtime.experts:
+    if wish.tp_size == 1 and not solution.runtime.of(LocalExperts):
         told = "; ".join(f"{where}: {why}" for where, why in solution.experts_inside)
         raise IndivisibleError(
             f"{source.name}: no experts can be dealt out over {wish.ep_size} ranks" + (f" ({told})" if told else ""),

@@ -15,8 +15,9 @@ from typing import Any
 from autoplan.analyse.infer import Axes, infer_axes
 from autoplan.analyse.placement.callflow import CallFlow
 from autoplan.analyse.placement.calls import Scope, scope
-from autoplan.analyse.placement.sums import Placement, place
-from autoplan.analyse.sequence.parallel import SequencePlacement, place_sequence, sequence_hooks
+from autoplan.analyse.placement.placement import Placement
+from autoplan.analyse.placement.sums import place
+from autoplan.analyse.sequence.parallel import SequencePlacement, place_sequence, sequence_boundaries
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.choose import Choice, choose, occurrences
 from autoplan.analyse.splits.integer_edits import Edits, solve_edits
@@ -31,7 +32,16 @@ from autoplan.analyse.splits.requests import NO_DEMANDS, Demands
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.layout import Layout
 from autoplan.ops import call_record
-from autoplan.values import ClassFact, Edit, HookSite, ParameterFact, ParameterRule, Runtime, Trace
+from autoplan.values import (
+    Boundary,
+    ClassFact,
+    IntegerEdit,
+    ParallelBlock,
+    ParameterFact,
+    ParameterRule,
+    Runtime,
+    Trace,
+)
 
 __all__ = ["Solution", "solve"]
 
@@ -136,7 +146,7 @@ def _blame(shards: Shards, flow: CallFlow, placement: Placement, scope: Scope, s
     refusals = [(r.why, r.tensors) for r in placement.refusals] + list(scope.refusals)
     if not scoped:
         refusals += [
-            (f"{c.name} in {c.pattern} would need its literals rewritten", t)
+            (f"{c.site.function} in {c.pattern} would need its literals rewritten", t)
             for c, t in zip(scope.calls, scope.tensors, strict=True)
         ]
     blamed: dict[Term, str] = {}
@@ -179,12 +189,14 @@ def _solution(
     heads, gathers = head_sites(trace, flow, done.shards, done.placement, done.choice.vocabularies)
     runtime = Runtime(
         parameters=tuple(_rules(facts)),
-        edits=tuple(_with_old(done.edits, trace)),
-        hooks=(_hooks(done.placement) if cut is None else sequence_hooks(done.placement, cut))
-        + _block_hooks(done.placement)
-        + gathers,
-        heads=heads,
-        scoped=done.scope.calls,
+        instructions=(
+            *_with_old(done.edits, trace),
+            *(_boundaries(done.placement) if cut is None else sequence_boundaries(done.placement, cut)),
+            *(ParallelBlock(block) for block in sorted(done.placement.blocks)),
+            *gathers,
+            *heads,
+            *done.scope.calls,
+        ),
         random=tuple(sorted({*done.scope.random, *(cut.random if cut else ())})),
         random_whole=done.scope.random_whole,
         draws=any(call_record(call.name).random.when == "always" for call in trace.calls),
@@ -214,25 +226,15 @@ def _rules(facts: tuple[ParameterFact, ...]) -> Iterator[ParameterRule]:
                 yield ParameterRule(name, fact.dim, fact.layout, fact.gradient, fact.divide)
 
 
-def _with_old(edits: Edits, trace: Trace) -> Iterator[Edit]:
+def _with_old(edits: Edits, trace: Trace) -> Iterator[IntegerEdit]:
     for edit in edits.as_edits():
-        stored = trace.attributes[edit.pattern][edit.attribute]
+        stored = trace.attributes[edit.pattern][edit.name]
         yield replace(edit, old=stored if edit.index is None else stored[edit.index])
 
 
-def _hooks(placement: Placement) -> tuple[HookSite, ...]:
-    """One hook per module border and action, however often the module ran."""
-    found: dict[HookSite, None] = {}
-    for (border, action), (dim, layout) in placement.outputs.items():
-        found[HookSite(border.module, "output", border.path, action, dim, layout)] = None  # type: ignore[arg-type]
-    for border, action in placement.inputs:
-        found[HookSite(border.module, "input", border.path, action)] = None  # type: ignore[arg-type]
-    return tuple(found)
-
-
-def _block_hooks(placement: Placement) -> tuple[HookSite, ...]:
-    """Blocks in which a part of a sum is withheld until another joins it."""
-    return tuple(HookSite(block, "input", (), "block") for block in sorted(placement.blocks))
+def _boundaries(placement: Placement) -> tuple[Boundary, ...]:
+    """One for each thing done at a module's border, however often the module ran."""
+    return tuple(dict.fromkeys((*placement.outputs.values(), *placement.inputs.values())))
 
 
 def _class_ids(trace: Trace, done: _Round) -> dict[Term, int]:

@@ -13,7 +13,7 @@ from autoplan.analyse.infer import infer_axes
 from autoplan.analyse.solve import Solution, solve
 from autoplan.analyse.splits.experts import ExpertStack, boxed, expert_edits, find_experts, split_stacks
 from autoplan.analyse.splits.requests import NO_DEMANDS, Demands
-from autoplan.values import Trace
+from autoplan.values import IntegerEdit, Trace
 
 __all__ = ["Experts", "solve_experts"]
 
@@ -39,10 +39,11 @@ def solve_experts(
         if len(apart) == len(used):
             break
         inside |= {stack.module: _why_not(stack, trace, found) for stack in used if stack not in apart}
-    known = {(edit.pattern, edit.attribute, edit.index) for edit in found.runtime.edits}
-    edits = (e for e in expert_edits(trace, axes, used, tp) if (e.pattern, e.attribute, e.index) not in known)
-    sites = tuple(stack.site for stack in used)
-    runtime = replace(found.runtime, edits=(*found.runtime.edits, *edits), experts=sites)
+    known = {(edit.pattern, edit.name, edit.index) for edit in found.runtime.of(IntegerEdit)}
+    edits = [e for e in expert_edits(trace, axes, used, tp) if (e.pattern, e.name, e.index) not in known]
+    sites = [stack.site for stack in used]
+    others = [one for one in found.runtime.instructions if not isinstance(one, IntegerEdit)]
+    runtime = replace(found.runtime, instructions=(*sites, *found.runtime.of(IntegerEdit), *edits, *others))
     return replace(found, trace=trace, runtime=runtime, experts_inside=tuple(inside.items()))
 
 

@@ -27,7 +27,7 @@ from autoplan.decide.written_plans.choices import Choices
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import Source
 from autoplan.planning import draft_plan, wanted_means
-from autoplan.values import Entry, Finding, Means, Plan, Proof, Trace, Trial
+from autoplan.values import Entry, Finding, LocalExperts, Means, Plan, Proof, Trace, Trial
 
 __all__ = ["TRIED", "GraphProof", "Settled", "prove_graph", "prove_ranks", "proven_plan", "settle_means"]
 
@@ -107,7 +107,7 @@ def prove_graph(
         captured.trace,
         _TINY_TP,
         choices.for_clone() if choices is not None else None,
-        experts=experts_of(plan.tp_size, plan.ep_size if plan.runtime.experts else 1, Means()),
+        experts=experts_of(plan.tp_size, plan.ep_size if plan.runtime.of(LocalExperts) else 1, Means()),
     )
     assert solution.shards is not None
     law = check_permutations(clone, entries, captured.trace, solution.axes, solution.shards.marks)

@@ -13,6 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from autoplan.common.errors import PlanFileError
 from autoplan.common.patterns import nearest
+from autoplan.values.instructions import INSTRUCTIONS, Instruction
 
 __all__ = ["decode"]
 
@@ -21,6 +22,8 @@ _NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or 
 
 def decode(hint: Any, data: Any, where: str) -> Any:
     """`data` as a value of type `hint`; `where` names it in errors."""
+    if hint is Instruction:
+        return _decode_instruction(data, where)
     if is_dataclass(hint):
         return _decode_fields(hint, data, where)
     origin = get_origin(hint)
@@ -40,6 +43,22 @@ def decode(hint: Any, data: Any, where: str) -> Any:
     if hint is float and type(data) is int:
         return float(data)
     return data if type(data) is hint else _refuse(where, _NAMES[hint], data)
+
+
+def _decode_instruction(data: Any, where: str) -> Instruction:
+    """Its class is named by the key `do`."""
+    if not isinstance(data, dict) or not isinstance(data.get("do"), str):
+        found: Instruction = _refuse(where, "an instruction, {do: its name, pattern: …}", data)
+        return found
+    kind = INSTRUCTIONS.get(data["do"])
+    if kind is None:
+        close = nearest(data["do"], INSTRUCTIONS, count=1)
+        raise PlanFileError(
+            f"{where}.do: there is no instruction {data['do']!r}",
+            hint=f"did you mean {close[0]!r}?" if close else f"known are {', '.join(INSTRUCTIONS)}",
+        )
+    decoded: Instruction = _decode_fields(kind, {key: value for key, value in data.items() if key != "do"}, where)
+    return decoded
 
 
 @cache

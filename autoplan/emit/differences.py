@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from autoplan.values import Change, Entry, Plan, Runtime
+from autoplan.values import Change, Entry, Instruction, Plan, Runtime
 
 __all__ = ["diff"]
 
@@ -27,7 +27,10 @@ def diff(before: Plan, after: Plan) -> tuple[Change, ...]:
     changes += _items("whole", before.replicated, after.replicated, lambda whole: whole.fqn)
     changes += _items("layers", before.layers, after.layers, lambda stack: stack.name)
     changes += _items("finding", before.findings, after.findings, lambda finding: finding.where)
-    for field in fields(Runtime):
+    for name in dict.fromkeys(type(one).__name__ for one in (*_done(before), *_done(after))):
+        mine, its = ([one for one in _done(plan) if type(one).__name__ == name] for plan in (before, after))
+        changes += _items(name, mine, its, lambda one: one.pattern)
+    for field in (field for field in fields(Runtime) if field.name != "instructions"):
         old_sites, new_sites = getattr(before.runtime, field.name), getattr(after.runtime, field.name)
         if isinstance(old_sites, tuple):
             changes += _items(field.name, old_sites, new_sites, lambda site: getattr(site, "pattern", site))
@@ -36,6 +39,10 @@ def diff(before: Plan, after: Plan) -> tuple[Change, ...]:
     if not changes and before != after:  # the same items in another order
         changes = [*_fields("", before, after)]
     return tuple(changes)
+
+
+def _done(plan: Plan) -> tuple[Instruction, ...]:
+    return plan.runtime.instructions
 
 
 def _entry_changes(pattern: str, old: tuple[Entry, ...], new: tuple[Entry, ...]) -> Iterator[Change]:

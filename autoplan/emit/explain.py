@@ -12,26 +12,9 @@ from collections.abc import Iterable
 from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import best_match, fold_names, is_under, matches, nearest
 from autoplan.emit.words import bytes_text, segment_text
-from autoplan.values import Entry, HookSite, Plan, Replicated, ScopedCall
+from autoplan.values import Entry, Plan, Replicated
 
 __all__ = ["explain", "local_name"]
-
-_ACTIONS = {
-    "copy": "the gradient of {what} is summed over ranks (backward)",
-    "reduce": "{what} is summed over ranks (forward)",
-    "scale": "the gradient of {what} is divided by {tp} where every rank holds the value (backward)",
-    "gather": "{what} is gathered from all ranks (forward), its gradient sliced (backward)",
-    "mean": "{what} is averaged over ranks (forward)",
-    "withhold": "{what} is withheld (forward), and summed together with the branch that follows",
-    "join": "to {what} is added what the branch before it withheld (forward)",
-    "block": "what one of its branches withholds, the next one adds to its own before it is summed",
-    "scatter": "{what} is cut along the sequence (forward), its gradient gathered (backward)",
-    "gather_whole": "the whole sequence of {what} is gathered (forward), its gradient cut (backward)",
-    "gather_sum": "the whole sequence of {what} is gathered (forward), its gradient summed and cut (backward)",
-    "reduce_scatter": "{what} is summed over ranks and cut along the sequence (forward), its gradient gathered"
-    " (backward)",
-    "share": "{what} is a share of the sequence, gathered where the model returns it",
-}
 
 
 def explain(plan: Plan, path: str) -> str:
@@ -100,51 +83,18 @@ def _running(plan: Plan, pattern: str) -> list[str]:
     def near(other: str) -> bool:
         return bool(other) and (_concerns(pattern, other) or (bool(parent) and other == parent))
 
-    lines = [
-        f"{edit.pattern}: {edit.attribute}{'' if edit.index is None else f'[{edit.index}]'} {edit.old} → "
-        + (f"{edit.new}" if edit.per_rank is None else f"{', '.join(map(str, edit.per_rank))} by rank")
-        for edit in runtime.edits
-        if near(edit.pattern)
-    ]
-    lines += [_hook_text(hook, plan.ranks) for hook in runtime.hooks if near(hook.pattern)]
-    lines += [
+    gradients = [
         f"{rule.pattern}: its gradient is summed over ranks" + (" on shared rows" if rule.gradient == "shared" else "")
         for rule in runtime.parameters
         if rule.gradient != "local" and near(rule.pattern)
     ]
-    lines += [
+    biases = [
         f"{rule.pattern}: each rank adds 1/{plan.ranks} of it"
         for rule in runtime.parameters
         if rule.divide and near(rule.pattern)
     ]
-    lines += [
-        f"{head.pattern}: "
-        + ("ids of other ranks are masked, rows summed" if head.kind == "embedding" else "logits stay split")
-        for head in runtime.heads
-        if near(head.pattern)
-    ]
-    lines += [
-        f"{site.pattern}: a rank computes for {site.experts // plan.ranks} of {site.experts} experts"
-        for site in runtime.experts
-        if near(site.pattern)
-    ]
-    return lines + [_scoped_text(call) for call in runtime.scoped if near(call.pattern)]
-
-
-def _hook_text(hook: HookSite, tp_size: int) -> str:
-    what = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in hook.path).removeprefix(".")
-    named = f"{hook.side} {what}".strip()
-    return f"{hook.pattern}: {_ACTIONS[hook.action].format(what=named, tp=tp_size)}"
-
-
-def _scoped_text(call: ScopedCall) -> str:
-    done = [
-        *(["sizes made local"] if call.arguments else []),
-        *(["gradients of its inputs summed"] if call.copies else []),
-        *([f"output reduced ({call.reduce})"] if call.reduce else []),
-        *(["output cut to the rank's share"] if call.cuts else []),
-    ]
-    return f"{call.pattern}: {call.name} at {call.place}: {', '.join(done) or 'changed'}"
+    done = [one.said(plan.ranks) for one in runtime.instructions if near(one.pattern)]
+    return done + gradients + biases
 
 
 def _one_line(entry: Entry) -> str:

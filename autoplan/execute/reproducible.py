@@ -28,7 +28,7 @@ from autoplan.common.patterns import matches
 from autoplan.execute.collectives import RankGroup, all_gather_rows, take_rows, whole_order
 from autoplan.execute.parameters.held import Held, record_of
 from autoplan.execute.parameters.local_views import local_view
-from autoplan.values import ParameterRule, Plan
+from autoplan.values import CallRewrite, MeanOverRanks, ParameterRule, Plan, VocabularyTable
 
 __all__ = ["make_reproducible"]
 
@@ -41,8 +41,8 @@ def make_reproducible(
 ) -> None:
     """Give every product with a cut weight a forward that makes it whole. Once parameters lie on ranks."""
     cut = {name: rule.dim for name, rule in rules.items() if rule is not None and rule.dim is not None}
-    refused = [f"{call.pattern}: {call.name}" for call in plan.runtime.scoped if call.reduce]
-    refused += [f"{hook.pattern}: {hook.action}" for hook in plan.runtime.hooks if hook.action == "mean"]
+    refused = [f"{call.pattern}: {call.site.function}" for call in plan.runtime.of(CallRewrite) if call.reduces]
+    refused += [f"{mean.pattern}: a mean over ranks" for mean in plan.runtime.of(MeanOverRanks)]
     for name, dim in cut.items():
         path, _, own = name.rpartition(".")
         module = modules[path]
@@ -68,7 +68,7 @@ def _is_product(module: nn.Module) -> bool:
 
 def _sums_nothing(module: nn.Module, dim: int, plan: Plan, path: str) -> bool:
     """Tables, whose sum over ranks has one term that is not zero, and convolutions cut by output channel."""
-    table = any(head.kind == "embedding" and matches(head.pattern, path) for head in plan.runtime.heads)
+    table = any(matches(table.pattern, path) for table in plan.runtime.of(VocabularyTable))
     return (table and isinstance(module, nn.Embedding)) or (isinstance(module, nn.modules.conv._ConvNd) and dim == 0)
 
 

@@ -19,19 +19,28 @@ from autoplan.common.layout import chunk
 from autoplan.common.patterns import matches, nearest
 from autoplan.execute.calls.kernel_guard import guard_kernels
 from autoplan.execute.collectives import RankGroup
+from autoplan.execute.executors import At, execute
+from autoplan.execute.fits import check_fits
 from autoplan.execute.hooks.install import ModuleWork, install, install_root
 from autoplan.execute.hooks.running import Running
-from autoplan.execute.parameters.integers import apply_edit
 from autoplan.execute.parameters.optimizer_state import stop_following
 from autoplan.execute.parameters.shard import mesh_device, prepare_parameters
 from autoplan.execute.randomness.dropout import SharedRandomness
 from autoplan.execute.reproducible import make_reproducible
-from autoplan.values import ParameterRule, Plan
+from autoplan.values import (
+    Boundary,
+    CallRewrite,
+    Instruction,
+    IntegerEdit,
+    ParameterRule,
+    Plan,
+    SplitLogits,
+    VocabularyTable,
+)
 
 __all__ = ["Applied", "apply_plan", "applied", "check_matches", "record", "tp_mesh_of", "undo_all"]
 
 _RECORD = "_autoplan_applied"
-_AT_EXIT = ("gather", "gather_whole")  # done where the model returns, not by a hook of its own
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,7 @@ def apply_plan(
     """Shard `model` in place over a 1-D tp mesh and return it."""
     if applied(model) is not None:
         raise PlanMismatchError("the model is already parallelized", hint="build a fresh one")
+    check_matches(model, plan)
     group = RankGroup.of(mesh)
     modules = dict(model.named_modules(remove_duplicate=False))
     rules = parameter_rules(model, plan)
@@ -114,7 +124,7 @@ def apply_plan(
     works = _works(modules, plan)
     undo: list[Callable[[], None]] = []
     try:
-        edits = _edit_integers(modules, plan, group.rank, undo)
+        edits = _edit_integers(modules, plan, running, undo)
         _localise_padding(modules, works, group, undo)
         prepared = prepare_parameters(model, mesh, rules)
         undo.append(prepared.undo)
@@ -149,14 +159,15 @@ def record(model: nn.Module, plan: Plan, **facts: Any) -> None:
 
 
 def check_matches(model: nn.Module, plan: Plan) -> None:
-    """Does every pattern of the plan mean something in this model? Raises PlanMismatchError with the nearest path."""
+    """Does every pattern of the plan mean something in this model, and was it made for such code and sizes?
+
+    Raises PlanMismatchError with the nearest path, or with what differs.
+    """
     parameter_rules(model, plan)
     modules = dict(model.named_modules(remove_duplicate=False))
-    runtime = plan.runtime
-    items = (runtime.edits, runtime.hooks, runtime.heads, runtime.scoped, runtime.experts)
-    patterns = [item.pattern for group in items for item in group]
-    for pattern in patterns:
+    for pattern in dict.fromkeys(one.pattern for one in plan.runtime.instructions):
         _module_names(pattern, modules)
+    check_fits(model, plan)
 
 
 def undo_all(model: nn.Module) -> None:
@@ -216,22 +227,11 @@ def _works(modules: dict[str, nn.Module], plan: Plan) -> dict[str, ModuleWork]:
         known = names.setdefault(id(modules[name]), name)
         return works.setdefault(known, ModuleWork(known))
 
-    def each(items: Any, add: Callable[[ModuleWork, Any], None]) -> None:
-        for item in items:
-            for name in _module_names(item.pattern, modules):
-                if item.pattern or name == "":
-                    add(work(name), item)
-
-    def add_hook(target: ModuleWork, item: Any) -> None:
-        if item not in target.hooks and not (item.pattern == "" and item.side == "output" and item.action in _AT_EXIT):
-            target.hooks.append(item)
-
-    each(plan.runtime.hooks, add_hook)
-    each([h for h in plan.runtime.heads if h.kind == "embedding"], lambda w, h: setattr(w, "embedding", h))
-    each([h for h in plan.runtime.heads if h.kind == "logits"], lambda w, h: setattr(w, "logits", h))
-    each(plan.runtime.scoped, lambda w, c: w.scoped.append(c))
-    each(plan.runtime.experts, lambda w, e: setattr(w, "experts", e))
-    for name in [w.name for w in works.values() if w.scoped]:
+    for one in plan.runtime.instructions:
+        for name in () if isinstance(one, IntegerEdit) or _at_exit(one) else _module_names(one.pattern, modules):
+            if (one.pattern or name == "") and all(one is not known for known in work(name).instructions):
+                work(name).instructions.append(one)  # once, however many names its module has
+    for name in [w.name for w in works.values() if w.of(CallRewrite)]:
         for inner, module in modules.items():
             if inner.startswith(f"{name}." if name else "") and inner != name and module is not modules[name]:
                 work(inner).framed = True
@@ -239,21 +239,26 @@ def _works(modules: dict[str, nn.Module], plan: Plan) -> dict[str, ModuleWork]:
         for pattern in patterns:
             for name in _module_names(pattern, modules):
                 work(name).random = kind
-    return {name: found for name, found in works.items() if not found.empty}
+    return works
+
+
+def _at_exit(one: Instruction) -> bool:
+    """Is it done where the model returns, not by a hook of its own?"""
+    return isinstance(one, Boundary) and one.at_exit and one.pattern == "" and one.side == "output"
 
 
 def _edit_integers(
-    modules: dict[str, nn.Module], plan: Plan, rank: int, undo: list[Callable[[], None]]
+    modules: dict[str, nn.Module], plan: Plan, running: Running, undo: list[Callable[[], None]]
 ) -> tuple[tuple[str, str, int, int], ...]:
     done, seen = [], set()
-    for edit in plan.runtime.edits:
+    for edit in plan.runtime.of(IntegerEdit):
         for name in _module_names(edit.pattern, modules):
-            key = (id(modules[name]), edit.attribute, edit.index)
+            key = (id(modules[name]), edit.name, edit.index)
             if key in seen:
                 continue
             seen.add(key)
-            undo.append(apply_edit(name, modules[name], edit, rank))
-            done.append((name, edit.attribute, edit.old, edit.new if edit.per_rank is None else edit.per_rank[rank]))
+            undo.append(execute(edit, At(modules[name], name, (), running)))
+            done.append((name, edit.name, edit.old, edit.on_rank(running.group.rank)))
     return tuple(done)
 
 
@@ -264,15 +269,14 @@ def _localise_padding(
     for name, work in works.items():
         state = modules[name].__dict__
         padding = state.get("padding_idx")
-        if work.embedding is None or padding is None:
-            continue
-        own = chunk(work.embedding.size, group.size, group.rank)
-        state["padding_idx"] = padding - own.start if padding in own else None
-        undo.append(partial(state.__setitem__, "padding_idx", padding))
+        for table in work.of(VocabularyTable) if padding is not None else ():
+            own = chunk(table.rows, group.size, group.rank)
+            state["padding_idx"] = padding - own.start if padding in own else None
+            undo.append(partial(state.__setitem__, "padding_idx", padding))
 
 
 def _install_root(model: nn.Module, plan: Plan, running: Running) -> list[Any]:
-    heads = tuple(h for h in plan.runtime.heads if h.kind == "logits")
-    outputs = [h for h in plan.runtime.hooks if h.pattern == "" and h.side == "output" and h.action in _AT_EXIT]
+    heads = plan.runtime.of(SplitLogits)
+    outputs = [one for one in plan.runtime.of(Boundary) if _at_exit(one)]
     random = bool(plan.runtime.random or plan.runtime.random_whole)
     return install_root(model, heads, outputs, running, (random, plan.runtime.draws), plan.runtime.outputs)

@@ -14,15 +14,16 @@ from torch import nn
 from autoplan.capture.traced_ints import integer_attributes
 from autoplan.common.errors import AutoplanError
 from autoplan.hf.source import Source
-from autoplan.values import Runtime
+from autoplan.values import IntegerEdit, LocalExperts, Runtime
 
 __all__ = ["without_namesakes"]
 
 
 def without_namesakes(source: Source, runtime: Runtime, classes: dict[str, str]) -> Runtime:
     """The edits without those of attributes that only happen to equal the number of experts, as far as can be told."""
-    counts = {site.pattern: site.experts for site in runtime.experts}
-    edits = Counter(edit.pattern for edit in runtime.edits if counts.get(edit.pattern) == edit.old)
+    counts = {site.pattern: site.experts for site in runtime.of(LocalExperts)}
+    counting = [edit for edit in runtime.of(IntegerEdit) if counts.get(edit.pattern) == edit.old]
+    edits = Counter(edit.pattern for edit in counting)
     unclear = {classes[pattern] for pattern, edited in edits.items() if edited > 1}
     if not unclear:
         return runtime
@@ -31,12 +32,8 @@ def without_namesakes(source: Source, runtime: Runtime, classes: dict[str, str])
     except AutoplanError:
         return runtime
     known = {name: found for name in unclear if (found := _counting(clone, name))}
-    kept = tuple(
-        edit
-        for edit in runtime.edits
-        if counts.get(edit.pattern) != edit.old or edit.attribute in known.get(classes[edit.pattern], (edit.attribute,))
-    )
-    return replace(runtime, edits=kept)
+    namesakes = [edit for edit in counting if edit.name not in known.get(classes[edit.pattern], (edit.name,))]
+    return replace(runtime, instructions=tuple(one for one in runtime.instructions if one not in namesakes))
 
 
 def _counting(clone: nn.Module, class_name: str) -> set[str]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from autoplan.values.conveniences import done_above
 from autoplan.values.findings import Finding, Traffic
 from autoplan.values.instructions import Runtime
+from autoplan.values.made_for import MadeFor
 
 __all__ = ["Change", "Entry", "Obstacle", "Plan", "Proof", "Replicated", "Stack", "Trial"]
 
@@ -125,7 +126,7 @@ class Plan:
     """The plan: for one model at one tp size. See `str(plan)`, `explain`, `diff`, `save`.
 
     `ep_size`: over how many ranks experts are dealt out whole; 1: they are cut inside. It is the tp size, or with
-    tp_size 1 any other.
+    tp_size 1 any other. `made_for`: the code and the sizes of the model that it was made for; it is refused for others.
     """
 
     model: str
@@ -142,6 +143,7 @@ class Plan:
     communication: tuple[Traffic, ...] = ()
     obstacles: tuple[Obstacle, ...] = ()
     ep_size: int = 1
+    made_for: MadeFor = MadeFor()
 
     @property
     def ranks(self) -> int:

@@ -106,7 +106,7 @@ def planned(adding: Adding, **how: Any) -> autoplan.Plan:
 
 
 def actions(plan: autoplan.Plan) -> list[str]:
-    return sorted(hook.action for hook in plan.runtime.hooks if hook.pattern.startswith("floors"))
+    return sorted(type(one).__name__ for one in plan.runtime.instructions if one.pattern.startswith("floors"))
 
 
 def assert_same(adding: Adding, plan: autoplan.Plan, change: Callable[[Tower], None] = lambda _: None) -> None:
@@ -132,7 +132,7 @@ def assert_same(adding: Adding, plan: autoplan.Plan, change: Callable[[Tower], N
 @pytest.mark.parametrize("adding", ORDERS.values(), ids=ORDERS)
 def test_one_sum_in_every_order(adding: Adding) -> None:
     plan = planned(adding)
-    assert actions(plan) == ["block", "copy", "join", "reduce", "withhold"]
+    assert actions(plan) == ["AllReduce", "AllReduceGradient", "JoinPartial", "ParallelBlock", "WithholdPartial"]
     (traffic,) = plan.communication
     assert traffic.ratio == 1.0 and not any(f.check == "communication" for f in plan.findings)
     assert_same(adding, plan)
@@ -141,15 +141,16 @@ def test_one_sum_in_every_order(adding: Adding) -> None:
 def test_one_reduce_scatter_along_the_sequence() -> None:
     for adding in ORDERS.values():
         plan = planned(adding, sequence_parallel=True)
-        inside = [action for action in actions(plan) if action not in ("scatter", "share", "block")]
-        assert plan.sequence_parallel and inside == ["gather_sum", "join", "reduce_scatter", "withhold"]
+        inside = [name for name in actions(plan) if name not in ("ScatterSequence", "NoteShard", "ParallelBlock")]
+        sums = ["AllGatherSequenceSumGradient", "JoinPartial", "ReduceScatterSequence", "WithholdPartial"]
+        assert plan.sequence_parallel and inside == sums
         assert_same(adding, plan)
 
 
 @pytest.mark.parametrize("adding", APART.values(), ids=APART)
 def test_apart_where_something_else_happens_on_the_way(adding: Adding) -> None:
     plan = planned(adding)
-    assert "withhold" not in actions(plan) and actions(plan).count("reduce") == 2
+    assert "WithholdPartial" not in actions(plan) and actions(plan).count("AllReduce") == 2
     assert_same(adding, plan)
 
 

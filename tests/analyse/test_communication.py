@@ -7,11 +7,12 @@ import torch
 
 import autoplan
 from autoplan.hf.source import resolve
+from autoplan.values import AllReduce, AllReduceGradient, Boundary, CallRewrite, ScaleGradient
 
 
 def _hooks(model_type, **how):
     plan = autoplan.plan(resolve(model_type).tiny(), 2, prove="none", **how)
-    return plan, {(hook.pattern, hook.side, hook.action) for hook in plan.runtime.hooks}
+    return plan, {(one.pattern, one.side, type(one)) for one in plan.runtime.of(Boundary)}
 
 
 @pytest.mark.parametrize(
@@ -25,10 +26,12 @@ def _hooks(model_type, **how):
 )
 def test_routed_and_shared_experts_pay_together(model_type, block, norm, router):
     plan, hooks = _hooks(model_type)
-    inside = {hook for hook in hooks if hook[0].startswith(block) and hook[2] == "reduce"}
-    assert inside == {(block, "output", "reduce")}, "one sum where the block returns"
-    assert (norm, "output", "copy") in hooks, "one sum of the gradient, before all readers"
-    assert (f"{block}.{router}", "input", "scale") in hooks, "the router runs alike on every rank: it gives shares"
+    inside = {hook for hook in hooks if hook[0].startswith(block) and hook[2] is AllReduce}
+    assert inside == {(block, "output", AllReduce)}, "one sum where the block returns"
+    assert (norm, "output", AllReduceGradient) in hooks, "one sum of the gradient, before all readers"
+    assert (f"{block}.{router}", "input", ScaleGradient) in hooks, (
+        "the router runs alike on every rank: it gives shares"
+    )
     told = [cost for entry in plan.entries if "expert" in entry.pattern for cost in entry.reduces]
     assert any("where" in cost and "shared with" in cost for cost in told)
 
@@ -37,8 +40,8 @@ def test_routed_and_shared_experts_pay_together(model_type, block, norm, router)
 def test_attention_and_mlp_beside_each_other_pay_together(model_type):
     """Whichever is added to the stream first, and where experts return rows of tokens; nothing runs in a mode."""
     plan, hooks = _hooks(model_type)
-    assert sum(action == "reduce" for _, _, action in hooks) == 1 and not plan.runtime.scoped
-    large = [name for name, side, action in hooks if action == "copy" and "lm_head" not in name and "gate" not in name]
+    assert sum(kind is AllReduce for _, _, kind in hooks) == 1 and not plan.runtime.of(CallRewrite)
+    large = [n for n, _, kind in hooks if kind is AllReduceGradient and "lm_head" not in n and "gate" not in n]
     assert len(large) == 1, "one sum of the gradient, where the norm is returned"
     assert all(one.ratio == 1.0 for one in plan.communication)
 

@@ -16,7 +16,7 @@ from autoplan.common.options import Wish
 from autoplan.hf.shrink import all_configs
 from autoplan.hf.source import resolve
 from autoplan.planning import draft_plan
-from autoplan.values import Plan
+from autoplan.values import AllReduce, Boundary, CallRewrite, Plan
 
 # packed weights by rows and by columns, interleaved, with biases, with shared experts, between other mixers
 TYPES = ["mixtral", "deepseek_v3", "gpt_oss", "llama4_text", "jamba"]
@@ -71,7 +71,7 @@ def test_nothing_hangs_on_the_order_of_calls_inside_experts(model_type: str) -> 
     experts = {name for name, module in clone.model.named_modules()
                if any(p is not None and p.dim() == 3 for p in module._parameters.values())}  # fmt: skip
     convolutions = {name for name in experts if "Conv" in type(clone.model.get_submodule(name)).__name__}
-    assert not [call for call in plan.runtime.scoped if call.pattern in experts - convolutions]
+    assert not [call for call in plan.runtime.of(CallRewrite) if call.pattern in experts - convolutions]
 
 
 def test_a_bias_added_to_each_experts_part_is_added_in_shares() -> None:
@@ -79,5 +79,5 @@ def test_a_bias_added_to_each_experts_part_is_added_in_shares() -> None:
     _, plan = planned("gpt_oss")
     divided = {rule.pattern.rpartition(".")[2] for rule in plan.runtime.parameters if rule.divide}
     assert "down_proj_bias" in divided
-    ends = [hook for hook in plan.runtime.hooks if hook.pattern.endswith(".experts") and hook.side == "output"]
-    assert ends and {hook.action for hook in ends} == {"reduce"}
+    ends = [one for one in plan.runtime.of(Boundary) if one.pattern.endswith(".experts") and one.side == "output"]
+    assert ends and set(map(type, ends)) == {AllReduce}

@@ -12,6 +12,7 @@ from autoplan.emit.exports.configs import to_deepspeed, to_vllm
 from autoplan.emit.exports.expressible import ExportError, parts_of
 from autoplan.emit.exports.hf import to_hf
 from autoplan.emit.exports.torch_code import needs_autoplan
+from autoplan.values import IntegerEdit
 
 
 class Block(nn.Module):
@@ -142,7 +143,7 @@ def test_what_one_container_needs_its_partner_needs() -> None:
             return self.output["dense"](self.inner(x)) + x
 
     plan = planned(Outer())
-    assert [edit.attribute for edit in plan.runtime.edits] == ["width"]
+    assert [edit.attribute for edit in plan.runtime.of(IntegerEdit)] == ["width"]
     assert all(part.needs for part in parts_of(plan))
     assert to_hf(plan) == {"inner.up": "colwise_gather_output", "output.dense": "rowwise_split_input"}
 

@@ -11,6 +11,7 @@ from autoplan.analyse.solve import solve
 from autoplan.capture.capture import capture_fake, capture_real
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import resolve
+from autoplan.values import Boundary, Instruction, IntegerEdit
 
 
 def solution_of(model_type: str, tp: int = 2):
@@ -18,6 +19,10 @@ def solution_of(model_type: str, tp: int = 2):
     clone = source.tiny(experts="batched_mm")
     entries = make_inputs(clone, config=clone.config, model_type=source.model_type).entries
     return solve(capture_real(clone, entries).trace, tp)
+
+
+def name_of(instruction: Instruction) -> str:
+    return type(instruction).__name__
 
 
 @pytest.mark.parametrize(
@@ -37,22 +42,21 @@ def test_packings_are_read_off(model_type, layout):
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "gemma2", "gpt2"])
 def test_two_reductions_a_block_each_way(model_type):
     """Megatron's count: one sum at each region's exit, one at its entry."""
-    hooks = solution_of(model_type).runtime.hooks
-    inside = [h for h in hooks if ".0." in h.pattern]
-    assert sorted(h.action for h in inside) == ["copy", "copy", "reduce", "reduce"]
+    inside = [one for one in solution_of(model_type).runtime.of(Boundary) if ".0." in one.pattern]
+    assert sorted(map(name_of, inside)) == ["AllReduce", "AllReduce", "AllReduceGradient", "AllReduceGradient"]
 
 
 def test_one_reduction_where_regions_lie_side_by_side():
     """Attention and feed-forward have a norm each, and are added to the stream together."""
-    hooks = solution_of("gpt_neox").runtime.hooks
-    inside = [h for h in hooks if ".0." in h.pattern]
-    assert sorted(h.action for h in inside) == ["copy", "copy", "join", "reduce", "withhold"]
+    inside = [one for one in solution_of("gpt_neox").runtime.of(Boundary) if ".0." in one.pattern]
+    sums = ["AllReduce", "AllReduceGradient", "AllReduceGradient"]
+    assert sorted(map(name_of, inside)) == [*sums, "JoinPartial", "WithholdPartial"]
 
 
 def test_integers_are_edited_where_they_come_from():
-    edits = {(e.attribute, e.old, e.new) for e in solution_of("gpt2").runtime.edits}
+    edits = {(e.attribute, e.old, e.new) for e in solution_of("gpt2").runtime.of(IntegerEdit)}
     assert ("split_size", 128, 64) in edits
-    assert all(edit.old > edit.new for edit in solution_of("opt").runtime.edits)
+    assert all(edit.old > edit.new for edit in solution_of("opt").runtime.of(IntegerEdit))
 
 
 def test_fewer_key_heads_than_ranks_are_shared():

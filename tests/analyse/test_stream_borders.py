@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autoplan
 from autoplan.check.ranks.run import run_ranks
+from autoplan.values import ReduceScatterSequence
 
 WIDTH = 16
 IDS = torch.randint(30, (2, 8), generator=torch.Generator().manual_seed(3))
@@ -94,7 +95,7 @@ def test_the_cut_stream_is_exact(kind):
     model = Chest(kind).double()
     plan = autoplan.plan(copy.deepcopy(model), 2, sequence_parallel=True, inputs={"ids": IDS}, prove="none")
     assert plan.sequence_parallel, plan.findings
-    assert any(hook.action == "reduce_scatter" for hook in plan.runtime.hooks)
+    assert plan.runtime.of(ReduceScatterSequence)
     wanted = model(IDS)
     wanted.square().mean().backward()
 

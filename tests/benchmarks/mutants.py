@@ -45,7 +45,7 @@ ARCHITECTURES = (
     "qwen3_next", "bert:BertForMaskedLM", "roberta:RobertaForMaskedLM", "t5", "bart:BartForConditionalGeneration",
     "whisper", "llava",
 )  # fmt: skip
-FIELDS = ("parameters", "edits", "hooks", "heads", "scoped")
+FIELDS = ("parameters", "instructions")
 PLANTED = tuple(fault for fault in FAULTS if fault.tamper is None)  # the others are not in the plan
 
 

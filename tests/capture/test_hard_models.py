@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoplan
+from autoplan.values import AllGather
 
 
 class Attention(nn.Module):
@@ -233,7 +234,7 @@ def test_planned_and_exact(kind: type[nn.Module]) -> None:
     cut = {rule.pattern for rule in made.runtime.parameters if rule.dim is not None}
     wanted = {n for n, p in model.named_parameters() if p.dim() > 1 and n.split(".")[0] in WHERE_IT_PAYS}
     assert wanted and wanted <= cut, made
-    gathered = {hook.pattern for hook in made.runtime.hooks if hook.action == "gather"}
+    gathered = {gather.pattern for gather in made.runtime.of(AllGather)}
     assert gathered <= {"memory", "patches"}, made  # these are read whole by everyone
     report = autoplan.verify(model, made, tp_size=2, inputs=inputs, checks=["parameters", "forward", "state_dict"])
     assert report.ok and max(report.gradients.values()) < 1e-10, report.findings

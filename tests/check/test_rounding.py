@@ -40,9 +40,9 @@ def test_layers_whose_output_is_cut_are_put_together(sequence_parallel: bool) ->
 def test_a_bug_is_a_bug() -> None:
     """One reduction left out: float64 says so, and bfloat16 alone would have shown it too."""
     clone, plan = planned()
-    hooks = tuple(hook for hook in plan.runtime.hooks if "down_proj" not in hook.pattern)
-    assert len(hooks) == len(plan.runtime.hooks) - 1
-    wrong = replace(plan, runtime=replace(plan.runtime, hooks=hooks))
+    left = tuple(one for one in plan.runtime.instructions if "down_proj" not in one.pattern)
+    assert len(left) == len(plan.runtime.instructions) - 1
+    wrong = replace(plan, runtime=replace(plan.runtime, instructions=left))
     report = verify_clone(clone, wrong, checks=["forward"])
     assert not report.ok
     assert measure_rounding(clone.model, clone.entries, wrong, exact=report.ok)["verdict"] == "bug"

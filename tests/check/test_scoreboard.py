@@ -20,13 +20,15 @@ from autoplan.common.errors import AutoplanError
 from autoplan.emit.tables.scoreboard_table import scoreboard_view
 from autoplan.emit.tables.terminal import plain_text
 from autoplan.values import (
+    AllReduce,
+    AllReduceGradient,
+    CallSite,
     Finding,
-    HookSite,
+    NormCall,
     ParameterRule,
     Plan,
     Report,
     Runtime,
-    ScopedCall,
     Score,
     Scoreboard,
     Stack,
@@ -110,14 +112,14 @@ def test_reductions_are_those_of_a_block() -> None:
     stacks = (Stack("v", "vision", ("v.0", "v.1", "v.2")), Stack("m.l", "decoder", ("m.l.0", "m.l.1")))
     runtime = Runtime(
         parameters=(ParameterRule("m.l.*.norm.weight", gradient="sum"), ParameterRule("m.l.*.up.weight", 0, "8!")),
-        hooks=(
-            HookSite("m.l.*.down", "output", (), "reduce"),
-            HookSite("m.l.*.norm", "output", (), "copy"),
-            HookSite("m.l.1", "input", ("x",), "copy"),
-            HookSite("head", "input", ("x",), "copy"),
-            HookSite("v.*.down", "output", (), "reduce"),
+        instructions=(
+            AllReduce("m.l.*.down", "output", ()),
+            AllReduceGradient("m.l.*.norm", "output", ()),
+            AllReduceGradient("m.l.1", "input", ("x",)),
+            AllReduceGradient("head", "input", ("x",)),
+            AllReduce("v.*.down", "output", ()),
+            NormCall("m.l.0.norm", CallSite("layer_norm", "forward:3:8"), 1, 8),
         ),
-        scoped=(ScopedCall("m.l.0.norm", "forward:3:8", "layer_norm", reduce="norm"),),
     )
     plan = Plan("m", 2, layers=stacks, runtime=runtime)
     assert main_stack(stacks) == stacks[1]

@@ -17,6 +17,7 @@ from autoplan.check.verify.sharded import CHECK_NAMES, check_sharding
 from autoplan.check.verify.subject import give_random_values
 from autoplan.check.verify.verify import verify
 from autoplan.common.errors import AutoplanError
+from autoplan.values import DrawOnShards
 
 
 def toy(**kwargs) -> Toy:
@@ -195,6 +196,5 @@ def test_a_dropout_shared_by_two_widths_is_told_apart_where_that_is_certain(inne
     """Half of 32 is as wide as the stream: then the place does not tell which value comes."""
     model = OneDropout(inner)
     plan = autoplan.plan(model, tp_size=2)
-    marks = [call.place.partition("!")[2] for call in plan.runtime.scoped if ("random", "split") in call.details]
-    assert marks == (["16"] if apart else [])
+    assert [call.site.width for call in plan.runtime.of(DrawOnShards)] == ([16] if apart else [])
     assert autoplan.verify(model, plan, tp_size=2).ok

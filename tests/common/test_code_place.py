@@ -13,6 +13,7 @@ from autoplan.check.verify.sharded import check_sharding
 from autoplan.check.verify.sharding import sharding_of
 from autoplan.check.verify.subject import give_random_values
 from autoplan.common.code_place import code_place
+from autoplan.values import CallRewrite
 
 
 class Places(TorchFunctionMode):
@@ -92,7 +93,7 @@ def test_experts_are_exact_whichever_are_hit() -> None:
     assert hit.unique().numel() == 4
     few = many[(hit == 0) | (hit == 1)]
     made = plan(model, 2, inputs={"x": few}, prove="none")
-    assert {call.name for call in made.runtime.scoped} >= {"linear"}
+    assert {call.site.function for call in made.runtime.of(CallRewrite)} >= {"linear"}
     report = check_sharding(model, {"forward": {"x": many}}, sharding_of(made), 2, checks=["forward"])
     assert report.ok and set(report.gradients) == {"router.weight", "router.bias", "up", "down"}, report.findings
 
@@ -102,7 +103,7 @@ def test_a_planned_sum_that_is_left_out_is_an_error() -> None:
     model = give_random_values(TwoWays()).double()
     x = torch.randn(3, 16, dtype=torch.float64)
     made = plan(model, 2, inputs={"x": x}, prove="none")
-    assert any(call.reduce for call in made.runtime.scoped)
+    assert any(call.reduces for call in made.runtime.of(CallRewrite))
     one, other = {"x": x}, {"x": x, "other": True}
     assert check_sharding(model, {"forward": one}, sharding_of(made), 2, checks=["forward"]).ok
     (finding,) = check_sharding(model, {"forward": other}, sharding_of(made), 2, checks=["forward"]).findings

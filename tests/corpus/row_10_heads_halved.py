@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import autoplan
-from autoplan.values import Edit
+from autoplan.values import IntegerEdit
 from corpus.case import Case, Setting
 from corpus.toys import FusedAttention, decoder
 
@@ -19,8 +19,8 @@ def mlp_only(module):
 
 def halved(module):
     plan = mlp_only(module)
-    edit = Edit("layers.*.attn", "num_heads", None, 4, 2)
-    return replace(plan, runtime=replace(plan.runtime, edits=(*plan.runtime.edits, edit)))
+    edit = IntegerEdit("layers.*.attn", "num_heads", None, 4, 2)
+    return replace(plan, runtime=replace(plan.runtime, instructions=(*plan.runtime.instructions, edit)))
 
 
 CASE = Case(

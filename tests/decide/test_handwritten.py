@@ -16,6 +16,7 @@ import autoplan
 from autoplan.common.patterns import matches
 from autoplan.decide.written_plans.handwritten import HandwrittenPlan, find_plan, load_plans, plan_by_id, read_plan
 from autoplan.decide.written_plans.wrappers import ancestors_of
+from autoplan.values import SplitLogits
 
 torch.set_num_threads(1)
 LOOKALIKES = {"baichuan": "baichuan", "decilm": "decilm", "nemotron-labs-diffusion": "nemotron_labs_diffusion"}
@@ -128,7 +129,7 @@ def test_a_class_made_anew_keeps_its_plan() -> None:
     plan = autoplan.plan(wrapped(config), 2, prove="none")
     head = next(e for e in plan.entries if e.pattern == "lm_head")
     assert plan.source == head.source == "handwritten" and head.style == "colwise"  # and not gathered
-    assert any(h.pattern == "lm_head" and h.kind == "logits" for h in plan.runtime.heads)
+    assert any(head.pattern == "lm_head" for head in plan.runtime.of(SplitLogits))
 
 
 def test_a_subclass_is_planned_as_what_it_descends_from() -> None:
@@ -230,7 +231,7 @@ def test_overrides_stay_where_the_plan_below_them_does_not_fit() -> None:
     plan = autoplan.plan(grouped_llama(6, 3, 2), 2, overrides={"lm_head": "colwise_gather_output"}, prove="none")
     sources = {entry.pattern: entry.source for entry in plan.entries}
     assert plan.source == "inferred" and sources.pop("lm_head") == "user" and set(sources.values()) == {"inferred"}
-    assert any(hook.pattern == "lm_head" for hook in plan.runtime.hooks)
+    assert any(one.pattern == "lm_head" for one in plan.runtime.boundaries)
     with pytest.raises(autoplan.AutoplanError, match="overrides"):  # wrong by themselves
         autoplan.plan(grouped_llama(6, 3, 2), 2, overrides={"lm_haed": "colwise"}, prove="none")
 

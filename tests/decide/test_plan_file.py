@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 import pytest
 import yaml
+from example_instructions import filled
 from example_plans import llama_plan, odd_plan
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -36,30 +36,11 @@ def test_round_trip_is_exact(name: str, suffix: str, tmp_path: Path) -> None:
     hash(loaded.entries)  # a list anywhere inside would raise
 
 
-def filled(hint: Any) -> Any:
-    """Some value of a type that no field has by default, so that a field lost on the way is noticed."""
-    if is_dataclass(hint):
-        hints = get_type_hints(hint)
-        values = {field.name: filled(hints[field.name]) for field in fields(hint)}
-        layout = {"layout": "8!*2"} if "layout" in values else {}
-        return hint(**values | layout)
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is dict:
-        return {"key": filled(arguments[1])}
-    if origin is tuple:
-        return tuple(filled(argument) for argument in arguments if argument is not Ellipsis)
-    if origin is Literal:
-        return arguments[-1]
-    if arguments:  # a union with None
-        return filled(arguments[0])
-    return {str: "text: x", int: 7, bool: True, Any: ("a", 1, ("b", {"c": None}), 0.5, True)}[hint]
-
-
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_every_field_of_every_type_comes_back(suffix: str, tmp_path: Path) -> None:
     """Whatever is added to `autoplan.values` is covered here without a word."""
     plan: Plan = filled(Plan)
-    assert plan.runtime.scoped[0].details and plan.runtime.edits[0].per_rank == (7,)
+    assert plan.runtime.instructions[0].cuts and plan.runtime.instructions[0].site.width == 7
     assert load_plan(written(plan, tmp_path, suffix)) == plan
 
 
@@ -82,10 +63,10 @@ def test_any_text_survives(
 
 def test_file_begins_with_its_version_and_the_contract_keys(tmp_path: Path) -> None:
     lines = written(llama_plan(), tmp_path).read_text().splitlines()
-    assert lines[0] == "autoplan: 1"
+    assert lines[0] == "autoplan: 2"
     keys = [line.split(":")[0] for line in lines if line[:1].isalpha()]
     contract = ["autoplan", "model", "tp_size", "sequence_parallel", "entries", "replicated", "layers", "proof"]
-    assert keys == [*contract, "source", "legal_tp", "findings", "communication", "runtime", "obstacles"]
+    assert keys == [*contract, "source", "legal_tp", "findings", "communication", "runtime", "obstacles", "made_for"]
     assert list(llama_plan().to_dict()) == keys
     assert list(json.loads(written(llama_plan(), tmp_path, "json").read_text())) == keys
 
@@ -116,8 +97,9 @@ def broken(**changes: Any) -> dict[str, Any]:
 # what is wrong -> words that must be said: what, where, what to do
 BROKEN = {
     "no version": (broken(autoplan=KeyError), ["not an autoplan plan", "autoplan plan MODEL"]),
-    "future version": (broken(autoplan=2), ["format 2", "reads format 1", "update autoplan"]),
-    "version is text": (broken(autoplan="1"), ["format '1'", "make the plan again"]),
+    "future version": (broken(autoplan=3), ["format 3", "reads format 2", "update autoplan"]),
+    "the version before": (broken(autoplan=1), ["format 1", "`autoplan plan MODEL --tp 8 -o FILE`"]),
+    "version is text": (broken(autoplan="2"), ["format '2'", "make it again"]),
     "version is a truth value": (broken(autoplan=True), ["format True"]),
     "missing keys": (broken(entries=KeyError, proof=KeyError), ["lacks `entries`, `proof`", "cut short"]),
     "missing field": (broken(entries__1__style=KeyError), ["entries[1]", "'style' is missing"]),
@@ -131,7 +113,12 @@ BROKEN = {
     "mapping expected": (broken(entries__0="q_proj"), ["entries[0]", "the keys of entry", "'q_proj'"]),
     "bad choice": (broken(layers__0__kind="tower"), ["layers[0].kind", "one of decoder, encoder", "'tower'"]),
     "null": (broken(runtime=None), ["runtime", "the keys of runtime", "None"]),
-    "deep": (broken(runtime__hooks__0__side="left"), ["runtime.hooks[0].side", "one of input, output", "'left'"]),
+    "deep": (broken(runtime__instructions__0__side="left"), ["instructions[0].side", "one of input, output", "'left'"]),
+    "no name": (broken(runtime__instructions__0__do=KeyError), ["instructions[0]", "{do: its name", "'pattern'"]),
+    "bad name": (
+        broken(runtime__instructions__1__do="AllReduced"),
+        ["instructions[1].do", "'AllReduced'", "'AllReduce'"],
+    ),
     "bad layout": (broken(runtime__parameters__0__layout="8!!"), ["runtime.parameters[0].layout", "'8!!'"]),
     "not a mapping": ([1, 2], ["not an autoplan plan"]),
     "nothing": (None, ["not an autoplan plan"]),

@@ -242,7 +242,7 @@ def test_what_runs_is_folded_without_loss() -> None:
     found = folded(Decoder(inner=(56, 64), head_norm=True), (("2", "1"), ("3", "0")))
     names = Names(found.trace)
     plan = make_plan(found, model="m")
-    for kind, universe in (("parameters", names.parameters), ("hooks", names.modules), ("heads", names.modules)):
+    for kind, universe in (("parameters", names.parameters), ("instructions", names.modules)):
         wanted = {
             (name, replace(item, pattern=""))
             for item in getattr(found.runtime, kind)

@@ -20,6 +20,7 @@ from autoplan.check.ranks.run import run_processes
 from autoplan.execute.parameters.gather import full_tensors
 from autoplan.execute.randomness.dropout import may_draw
 from autoplan.hf.source import resolve
+from autoplan.values import LocalExperts
 
 # (model type, with labels, options of parallelize, options of plan)
 CASES: tuple[tuple[str, bool, dict[str, Any], dict[str, Any]], ...] = (
@@ -86,7 +87,7 @@ def one(mesh: Any, model_type: str, labels: bool, options: dict[str, Any], plann
 
 def plan_for(model_type: str, **planned: Any) -> autoplan.Plan:
     plan = autoplan.plan(built(model_type), 2, prove="none", **planned)
-    assert plan.sequence_parallel == ("sequence_parallel" in planned) and bool(plan.runtime.experts) == (
+    assert plan.sequence_parallel == ("sequence_parallel" in planned) and bool(plan.runtime.of(LocalExperts)) == (
         plan.ep_size > 1
     )
     return plan

@@ -26,10 +26,10 @@ from autoplan.common.errors import AutoplanError, IndivisibleError, PlanFileErro
 from autoplan.common.options import Wish
 from autoplan.emit.exports.expressible import ExportError
 from autoplan.execute.collectives import RankGroup
-from autoplan.execute.hooks.experts import LocalExperts
+from autoplan.execute.hooks.experts import ExpertsOfARank
 from autoplan.hf.source import resolve
 from autoplan.planning import draft_plan
-from autoplan.values import ExpertSite, Means, Plan
+from autoplan.values import IntegerEdit, LocalExperts, Means, Plan
 
 torch.set_num_threads(1)
 CHECKS = ("parameters", "forward", "second_shape")
@@ -42,7 +42,7 @@ def planned(model_type: str, tp_size: int = 2, ep_size: int = 2) -> tuple[Clone,
 
 
 def expert_weights(plan: Plan) -> dict[str, tuple[int | None, str | None]]:
-    owners = {site.pattern for site in plan.runtime.experts}
+    owners = {site.pattern for site in plan.runtime.of(LocalExperts)}
     rules = plan.runtime.parameters
     return {rule.pattern: (rule.dim, rule.layout) for rule in rules if rule.pattern.rpartition(".")[0] in owners}
 
@@ -61,7 +61,7 @@ def test_exact_in_every_implementation(model_type: str, implementation: str) -> 
     assert report.ok, report.findings
     cut = expert_weights(plan)
     assert cut and set(cut.values()) == {(0, "12!")}, "every weight of an experts' module is cut by expert"
-    assert {f"{site.pattern}.gate_up_proj" for site in plan.runtime.experts} <= cut.keys()
+    assert {f"{site.pattern}.gate_up_proj" for site in plan.runtime.of(LocalExperts)} <= cut.keys()
     assert all(entry.style == "expert_parallel" for entry in plan.entries if entry.role == "experts")
 
 
@@ -96,7 +96,7 @@ def test_under_sequence_parallel(model_type: str) -> None:
     clone = clone_of(resolve(model_type))
     source = resolve(clone.model, inputs=clone.entries)
     plan = draft_plan(source, Wish(2, 2), means=Means(True, True)).plan
-    assert plan.sequence_parallel and plan.runtime.experts
+    assert plan.sequence_parallel and plan.runtime.of(LocalExperts)
     report = verify_clone(clone, plan, checks=CHECKS)
     assert report.ok, report.findings
 
@@ -117,9 +117,11 @@ def test_training_on_a_mesh(mesh: str) -> None:
 def test_a_model_of_nobodys(experts: type[nn.Module]) -> None:
     model, inputs = with_stacks(experts)
     plan = autoplan.plan(model, tp_size=2, ep_size=2, inputs=inputs)
-    assert [site.pattern for site in plan.runtime.experts] == ["layers.*.mlp.pool"]
+    assert [site.pattern for site in plan.runtime.of(LocalExperts)] == ["layers.*.mlp.pool"]
     assert plan.proof.ok and not [f for f in plan.findings if f.check in ("experts", "proof")], plan.findings
-    edited = {(edit.attribute, edit.old, edit.new) for edit in plan.runtime.edits if edit.pattern.endswith(".pool")}
+    edited = {
+        (edit.attribute, edit.old, edit.new) for edit in plan.runtime.of(IntegerEdit) if edit.pattern.endswith(".pool")
+    }
     assert edited == {("how_many", 8, 4)}
     report = autoplan.verify(model, plan, tp_size=2, inputs=inputs)
     assert report.ok, report.findings
@@ -128,7 +130,7 @@ def test_a_model_of_nobodys(experts: type[nn.Module]) -> None:
 def test_what_only_looks_like_experts_is_found_out_on_ranks() -> None:
     model, inputs = with_stacks(Adding)
     plan = autoplan.plan(model, tp_size=2, ep_size=2, inputs=inputs)
-    assert not plan.runtime.experts
+    assert not plan.runtime.of(LocalExperts)
     told = [finding.message for finding in plan.findings if finding.check == "experts" and finding.level == "warn"]
     assert told and "did not give the same on simulated ranks" in told[0]
     assert autoplan.verify(model, plan, tp_size=2, inputs=inputs, checks=CHECKS).ok
@@ -138,23 +140,27 @@ def test_a_number_that_also_sizes_something_else_stays() -> None:
     """Eight experts with eight features each: the attribute that a view is told for the features is not the count."""
     model, inputs = with_stacks(Stacked, inner=8)
     plan = autoplan.plan(model, tp_size=2, ep_size=2, inputs=inputs, prove="none")
-    assert {edit.attribute for edit in plan.runtime.edits if edit.pattern.endswith(".pool")} == {"how_many"}
+    assert {edit.attribute for edit in plan.runtime.of(IntegerEdit) if edit.pattern.endswith(".pool")} == {"how_many"}
     assert autoplan.verify(model, plan, tp_size=2, inputs=inputs, checks=CHECKS).ok
 
 
 def test_namesakes_are_told_apart_on_the_clone() -> None:
     """As many experts as features in each: only one of the two attributes counts experts in a model of other sizes."""
     plan = autoplan.plan("qwen3_next", tp_size=8, ep_size=8, prove="none")
-    edits = {(edit.attribute, edit.old, edit.new) for edit in plan.runtime.edits if edit.pattern.endswith(".experts")}
+    edits = {
+        (edit.attribute, edit.old, edit.new)
+        for edit in plan.runtime.of(IntegerEdit)
+        if edit.pattern.endswith(".experts")
+    }
     assert edits == {("num_experts", 512, 64)}
-    (site,) = plan.runtime.experts
+    (site,) = plan.runtime.of(LocalExperts)
     assert site.experts == 512
 
 
 def test_experts_that_do_not_divide_are_cut_inside() -> None:
     model, inputs = with_stacks(Stacked, experts=6)
     plan = autoplan.plan(model, tp_size=4, ep_size=4, inputs=inputs, prove="none")
-    assert not plan.runtime.experts
+    assert not plan.runtime.of(LocalExperts)
     (told,) = [finding for finding in plan.findings if finding.check == "experts" and finding.where]
     assert told.level == "warn" and "6 experts do not divide by 4 ranks" in told.message
     assert autoplan.verify(model, plan, tp_size=4, inputs=inputs, checks=CHECKS).ok
@@ -167,7 +173,9 @@ def test_experts_that_do_not_divide_are_cut_inside() -> None:
 def test_experts_in_a_list_are_cut_inside() -> None:
     model, inputs = with_listed()
     plan = autoplan.plan(model, tp_size=2, ep_size=2, inputs=inputs, prove="none")
-    assert not plan.runtime.experts and [f for f in plan.findings if f.check == "experts" and f.level == "warn"]
+    assert not plan.runtime.of(LocalExperts) and [
+        f for f in plan.findings if f.check == "experts" and f.level == "warn"
+    ]
     assert autoplan.verify(model, plan, tp_size=2, inputs=inputs, checks=CHECKS).ok
 
 
@@ -191,11 +199,11 @@ class Doubling(nn.Module):
         return (tokens[:, None] * (1 + which[..., None]) * share[..., None]).sum(1)
 
 
-SITE = ExpertSite("experts", 4, ("tokens",), ("which",), ("share",))
+SITE = LocalExperts("experts", 4, ("tokens",), ("which",), ("share",))
 
 
 def local(rank: int, tokens: torch.Tensor, which: torch.Tensor, share: torch.Tensor) -> tuple[nn.Module, torch.Tensor]:
-    module, work = Doubling(), LocalExperts(SITE, ("tokens", "which", "share"), RankGroup("", 2, rank), "experts")
+    module, work = Doubling(), ExpertsOfARank(SITE, ("tokens", "which", "share"), RankGroup("", 2, rank), "experts")
     args, kwargs = work.enter((tokens,), {"which": which, "share": share})
     return module, work.leave(module(*args, **kwargs))
 
@@ -229,7 +237,7 @@ def test_where_counts_are_unknown_foreign_pairs_weigh_nothing(monkeypatch: pytes
 
 
 def test_a_call_without_routing_is_an_error() -> None:
-    work = LocalExperts(SITE, ("tokens", "which", "share"), RankGroup("", 2, 0), "experts")
+    work = ExpertsOfARank(SITE, ("tokens", "which", "share"), RankGroup("", 2, 0), "experts")
     with pytest.raises(PlanMismatchError, match="which"):
         work.enter((torch.ones(2, 3),), {})
 
@@ -243,7 +251,7 @@ def test_files_differences_and_text(tmp_path: Path) -> None:
     assert autoplan.load_plan(tmp_path / "plan.yaml") == plan
     _, inside = planned("gpt_oss", 2, 1)
     changes = {(change.pattern, change.what) for change in plan.diff(inside)}
-    assert ("", "ep_size") in changes and ("model.layers.*.mlp.experts", "experts") in changes
+    assert ("", "ep_size") in changes and ("model.layers.*.mlp.experts", "LocalExperts") in changes
     assert "ep 2" in str(plan) and "ep=2 gives each rank 6" in str(plan)
     assert "a rank computes for 6 of 12 experts" in plan.explain("model.layers.0.mlp.experts")
     text = (tmp_path / "plan.yaml").read_text().replace("ep_size: 2", "ep_size: 3")
@@ -278,7 +286,7 @@ def test_written_plans_that_cut_experts_inside_stay_so() -> None:
     how: Any = {"inputs": clone.entries, "prove": "none", "overrides": chosen}
     plan = autoplan.plan(clone.model, 2, ep_size=2, **how)
     (told,) = [finding for finding in plan.findings if finding.check == "experts" and finding.level == "warn"]
-    assert not plan.runtime.experts and "overrides cuts" in told.message
+    assert not plan.runtime.of(LocalExperts) and "overrides cuts" in told.message
 
 
 def test_rounding_is_measured_too() -> None:

@@ -10,6 +10,14 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoplan
+from autoplan.values import (
+    AllGatherSequenceSumGradient,
+    AllReduce,
+    AllReduceGradient,
+    Boundary,
+    NoteShard,
+    ReduceScatterSequence,
+)
 
 if find_spec("peft") is None:
     pytest.skip("NOT TRIED: peft is absent; `make test-hosts` installs it and runs these", allow_module_level=True)
@@ -93,11 +101,12 @@ def test_adapters_cost_no_sums_of_their_own(sequence_parallel: bool, rank: int) 
     """Two sums a block in each direction, adapters or not; small gradients of whole A and B are summed instead."""
     plan = autoplan.plan(adapted(r=rank), tp_size=2, sequence_parallel=sequence_parallel, prove="none")
     sites = {
-        (hook.pattern.rpartition(".")[2], hook.side, hook.action)
-        for hook in plan.runtime.hooks
-        if "layers.*" in hook.pattern and hook.action != "share"  # a mark, no sum
+        (one.pattern.rpartition(".")[2], one.side, type(one))
+        for one in plan.runtime.of(Boundary)
+        if "layers.*" in one.pattern and not isinstance(one, NoteShard)  # a mark, no sum
     }
-    leaving, entering = ("reduce_scatter", "gather_sum") if sequence_parallel else ("reduce", "copy")
+    on_shares = ReduceScatterSequence, AllGatherSequenceSumGradient
+    leaving, entering = on_shares if sequence_parallel else (AllReduce, AllReduceGradient)
     assert sites == {
         ("o_proj", "output", leaving),
         ("down_proj", "output", leaving),

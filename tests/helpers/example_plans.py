@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from autoplan.values import (
-    Edit,
+    AllReduce,
+    AllReduceGradient,
+    CallSite,
+    Cut,
     Entry,
     Finding,
-    HeadSite,
-    HookSite,
+    IntegerEdit,
+    LiteralArgument,
+    NormCall,
     ParameterRule,
     Plan,
     Proof,
     Replicated,
     Runtime,
-    ScopedCall,
+    ScaleGradient,
+    ScatterSequence,
+    SequenceName,
+    SplitLogits,
     Stack,
+    VocabularyTable,
 )
 
 BLOCK = "model.layers.*"
@@ -165,15 +173,13 @@ def llama_plan(tp_size: int = 8, layers: int = 4) -> Plan:
                 ParameterRule(f"{mlp}.down_proj.weight", 1, "14336!"),
                 ParameterRule("lm_head.weight", 0, "128256!"),
             ),
-            hooks=(
-                HookSite(attention, "input", ("hidden_states",), "copy"),
-                HookSite(f"{attention}.o_proj", "output", (0,), "reduce"),
-                HookSite(mlp, "input", ("x",), "copy"),
-                HookSite(f"{mlp}.down_proj", "output", (0,), "reduce"),
-            ),
-            heads=(
-                HeadSite("model.embed_tokens", "embedding", 128256),
-                HeadSite("lm_head", "logits", 128256, outputs=(("logits",),)),
+            instructions=(
+                AllReduceGradient(attention, "input", ("hidden_states",)),
+                AllReduce(f"{attention}.o_proj", "output", (0,)),
+                AllReduceGradient(mlp, "input", ("x",)),
+                AllReduce(f"{mlp}.down_proj", "output", (0,)),
+                VocabularyTable("model.embed_tokens", 128256, ("input",)),
+                SplitLogits("lm_head", 128256, outputs=(("logits",),)),
             ),
         ),
     )
@@ -215,22 +221,21 @@ def odd_plan() -> Plan:
                 ParameterRule("h.*.attn.c_attn.weight", 1, "12!*64|12!*64|12!*64", "shared"),
                 ParameterRule("h.*.attn.c_proj.bias", divide=True, gradient="sum"),
             ),
-            edits=(
-                Edit("h.*.attn", "split_size", None, 768, 192),
-                Edit("h.*.attn", "config.sizes", 1, 7, 2, (2, 2, 2, 1)),
-            ),
-            hooks=(HookSite("h.*.attn", "input", ("x", 0, "k"), "scale", -1, "(16!|1)*64"),),
-            heads=(HeadSite("wte", "embedding", 50257, 0, (("logits",), (1, "a"))),),
-            scoped=(
-                ScopedCall(
+            instructions=(
+                IntegerEdit("h.*.attn", "split_size", None, 768, 192),
+                IntegerEdit("h.*.attn", "sizes", 1, 7, 2, (2, 2, 2, 1), "config"),
+                ScaleGradient("h.*.attn", "input", ("x", 0, "k"), -1, "(16!|1)*64"),
+                ScatterSequence("h.0", "input", (None, "*"), 1, SequenceName("s0", flattened=True)),
+                SplitLogits("wte", 50257, 0, (("logits",), (1, "a"))),
+                NormCall(
                     "h.*.attn",
-                    "forward:12:8>split_heads:3:20#2",
-                    "view",
-                    (((1, 2), (1, 4)),),
-                    (("args", 0),),
-                    "norm",
-                    ((0, -1, "12!*64"),),
-                    (("eps", 1e-05), ("flag", True), ("none", None), ("big", 1e300), ("nested", {"a": ((1, "2"),)})),
+                    CallSite("view", "forward:12:8>split_heads:3:20", time=2, dims=-1, width=64),
+                    1,
+                    64,
+                    arguments=(LiteralArgument(("args", 1, 2), (1, 1, 1, 1), (4, 4, 4, 3)),),
+                    copies=(("args", 0),),
+                    cuts=(Cut(0, -1, "12!*64"),),
+                    sometimes=True,
                 ),
             ),
             random=("h.*.attn.dropout",),

@@ -10,36 +10,34 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
+from autoplan.analyse.placement.call_instructions import call_instruction
 from autoplan.analyse.placement.callflow import CallFlow
-from autoplan.analyse.placement.reductions import gathered_dim, lengths_in
-from autoplan.analyse.placement.sums import Placement
+from autoplan.analyse.placement.placement import Placement
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.equal_pieces import pieces_given
 from autoplan.analyse.splits.integer_edits import Edits
 from autoplan.analyse.splits.literal_sizes import made_in_shares, made_whole
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.ops import call_record
-from autoplan.ops.norms import scaled_dims
 from autoplan.ops.record import Shows
-from autoplan.ops.reductions import reduced_dims
 from autoplan.ops.sizes import RepeatEach
-from autoplan.values import Call, Ref, ScopedCall, Trace, refs
+from autoplan.values import Call, CallRewrite, Cut, LiteralArgument, Ref, RewriteCall, Trace
 
 __all__ = ["Scope", "scope"]
 
-SOMETIMES = ("sometimes", True)  # in a call's details: a run of the module may leave it out
-
 _Place = tuple[str, str, str]  # module, function, place in the code
+
+
+_Mark = dict[str, Any]  # fields of a call's site that tell it from others at its place
 
 
 @dataclass
 class Scope:
     """Scoped calls with the tensors that made them necessary, modules with random draws, and refusals."""
 
-    calls: tuple[ScopedCall, ...] = ()
+    calls: tuple[CallRewrite, ...] = ()
     tensors: tuple[tuple[int, ...], ...] = ()
     random: tuple[str, ...] = ()
     random_whole: tuple[str, ...] = ()
@@ -66,8 +64,8 @@ def scope(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits) ->
 
 
 def _by_place(
-    flow: CallFlow, wanted: dict[int, ScopedCall], shards: Shards
-) -> Iterator[tuple[list[int], ScopedCall | None]]:
+    flow: CallFlow, wanted: dict[int, CallRewrite], shards: Shards
+) -> Iterator[tuple[list[int], CallRewrite | None]]:
     """Calls at one place, with the work that all of them need; None where they need different work.
 
     If not all need the same, they are told apart by the round of a loop, by how many dims their value has (one dropout
@@ -82,33 +80,36 @@ def _by_place(
                 yield indices, None
             elif built is not None:
                 skipped = len({trace.calls[index].visit for index in indices}) < runs[built.pattern]
-                skipped = skipped or mark.startswith(("@", "!"))
-                sometimes = (SOMETIMES,) if skipped or built.pattern in flow.branching else ()
-                yield indices, replace(built, place=built.place + mark, details=(*built.details, *sometimes))
+                skipped = skipped or not {"dims", "width"}.isdisjoint(mark)
+                sometimes = skipped or built.pattern in flow.branching
+                yield indices, replace(built, site=replace(built.site, **mark), sometimes=sometimes)
 
 
 def _told_apart(
-    rounds: list[list[int]], wanted: dict[int, ScopedCall], flow: CallFlow, shards: Shards
-) -> Iterable[tuple[str, list[int]]]:
-    """The calls of one place in groups that agree, if there is a way, each with the mark that its place bears."""
+    rounds: list[list[int]], wanted: dict[int, CallRewrite], flow: CallFlow, shards: Shards
+) -> Iterable[tuple[_Mark, list[int]]]:
+    """The calls of one place in groups that agree, if there is a way, each with what tells it from the others."""
     together = [index for indices in rounds for index in indices]
-    by_dims: dict[str, list[int]] = defaultdict(list)
+    grouped: dict[int, list[int]] = defaultdict(list)
     for index in together:
-        by_dims[_dims_mark(flow.trace, index)].append(index)
-    by_round = [(f"#{number + 1}", indices) for number, indices in enumerate(rounds)]
-    for way in ([("", together)], by_round, list(by_dims.items())):
+        grouped[_dims_of(flow.trace, index)].append(index)
+    by_dims: list[tuple[_Mark, list[int]]] = [({"dims": dims}, indices) for dims, indices in grouped.items()]
+    by_round: list[tuple[_Mark, list[int]]] = [({"time": time}, indices) for time, indices in enumerate(rounds, 1)]
+    as_one: list[tuple[_Mark, list[int]]] = [({}, together)]
+    for way in (as_one, by_round, by_dims):
         if all(_agree(indices, wanted, flow) for _, indices in way):
             return way
     by_width = _by_width(together, wanted, shards)
     return by_width if all(_agree(indices, wanted, flow) for _, indices in by_width) else by_round
 
 
-def _dims_mark(trace: Trace, index: int) -> str:
+def _dims_of(trace: Trace, index: int) -> int:
+    """How many dims a call's first argument has; -1 where it is no tensor."""
     first = next(iter(trace.calls[index].args), None)
-    return f"@{len(trace.tensors[first.id].shape)}" if isinstance(first, Ref) else "@"
+    return len(trace.tensors[first.id].shape) if isinstance(first, Ref) else -1
 
 
-def _by_width(together: list[int], wanted: dict[int, ScopedCall], shards: Shards) -> list[tuple[str, list[int]]]:
+def _by_width(together: list[int], wanted: dict[int, CallRewrite], shards: Shards) -> list[tuple[_Mark, list[int]]]:
     """Calls with work to do apart from those without, where these have values of one width that the weights fix, and no
     rank's piece of the others is as wide."""
     with_work = [index for index in together if index in wanted]
@@ -116,8 +117,8 @@ def _by_width(together: list[int], wanted: dict[int, ScopedCall], shards: Shards
     widths = {_width(index, shards, 0) for index in without}
     pieces = {_width(index, shards, rank) for index in with_work for rank in range(shards.tp)}
     if len(widths) != 1 or None in widths | pieces or widths & pieces:
-        return [("", together)]
-    return [(f"!{next(iter(widths))}", with_work), ("", without)]
+        return [({}, together)]
+    return [({"width": widths.pop()}, with_work), ({}, without)]
 
 
 def _width(index: int, shards: Shards, rank: int) -> int | None:
@@ -134,20 +135,20 @@ def _axes_of_weights(shards: Shards) -> set[Term]:
     return {find(leaf) for number in weights for term in shards.axes.of(number) for leaf in leaves(term)}
 
 
-def _agree(indices: list[int], wanted: dict[int, ScopedCall], flow: CallFlow) -> bool:
+def _agree(indices: list[int], wanted: dict[int, CallRewrite], flow: CallFlow) -> bool:
     """Do these calls need the same work? Where no gradient comes back, summing it is no work."""
     most = _most(indices, wanted)
     if most is None:
         return True
     forward = replace(most, copies=())
-    needed = forward if forward.arguments or forward.reduce or forward.cuts or forward.details else None
+    needed = None if forward == RewriteCall(most.pattern, most.site) else forward
     return all(
         wanted.get(index) == most or not flow.passes_gradients(index) and wanted.get(index) == needed
         for index in indices
     )
 
 
-def _most(indices: list[int], wanted: dict[int, ScopedCall]) -> ScopedCall | None:
+def _most(indices: list[int], wanted: dict[int, CallRewrite]) -> CallRewrite | None:
     """The work of the call that needs most."""
     found = [wanted[index] for index in indices if index in wanted]
     return max(found, key=lambda call: len(call.copies), default=None)
@@ -182,10 +183,13 @@ def _blame_of(index: int, flow: CallFlow, shards: Shards) -> tuple[int, ...]:
     )
 
 
-def _wanted(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits, result: Scope) -> dict[int, ScopedCall]:
-    arguments: dict[int, list[tuple[tuple[Any, ...], Any]]] = defaultdict(list)
+def _wanted(
+    shards: Shards, flow: CallFlow, placement: Placement, edits: Edits, result: Scope
+) -> dict[int, CallRewrite]:
+    arguments: dict[int, list[LiteralArgument]] = defaultdict(list)
     for requirement in edits.left:
-        arguments[requirement.call].append((requirement.path, (requirement.seen, requirement.want)))
+        literal = LiteralArgument(requirement.path, requirement.seen, requirement.want)
+        arguments[requirement.call].append(literal)
     cuts = _cuts(shards, flow, result)
     draws = _mixed_draws(shards, flow)
     pieces = {
@@ -207,12 +211,9 @@ def _wanted(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits, 
     for index in sorted(indices):
         call = shards.trace.calls[index]
         copies = tuple(path for t in sorted(placement.inside_copies.get(index, ())) for path in flow.path_of(index, t))
-        details = _details(call, placement.inside_reductions.get(index), shards)
-        details += (("random", "split"),) if index in draws else ()
-        details += (("dim", pieces[index][0]), ("pieces", pieces[index][1])) if index in pieces else ()
-        found[index] = ScopedCall(
-            call.module, call.place, call.name, tuple(arguments.get(index, ())), copies,
-            _text(placement.inside_reductions.get(index)), cuts.get(index, ()), details,
+        found[index] = call_instruction(
+            call, placement.inside_reductions.get(index), pieces.get(index), index in draws, shards,
+            arguments=tuple(arguments.get(index, ())), copies=copies, cuts=cuts.get(index, ()),
         )  # fmt: skip
         if placement.inside_reductions.get(index) in ("sum", "mean") and len(flow.outputs[index]) != 1:
             result.refusals.append(
@@ -221,9 +222,9 @@ def _wanted(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits, 
     return found
 
 
-def _cuts(shards: Shards, flow: CallFlow, result: Scope) -> dict[int, tuple[tuple[int, int, str], ...]]:
+def _cuts(shards: Shards, flow: CallFlow, result: Scope) -> dict[int, tuple[Cut, ...]]:
     """Values made whole in forward along a split axis: run as written, keep this rank's share."""
-    cuts: dict[int, tuple[tuple[int, int, str], ...]] = {}
+    cuts: dict[int, tuple[Cut, ...]] = {}
     for index, call in enumerate(shards.trace.calls):
         if any(shards.is_split(t) for t in flow.inputs[index]):
             for tensor in flow.inputs[index]:
@@ -234,7 +235,7 @@ def _cuts(shards: Shards, flow: CallFlow, result: Scope) -> dict[int, tuple[tupl
         if made_in_shares(call, shards):
             continue
         found = [
-            (position, dim, str(layout))
+            Cut(position, dim, str(layout))
             for position, tensor in enumerate(flow.outputs[index])
             for dim, layout in enumerate(shards.layouts(tensor))
             if layout is not None and tensor not in flow.inputs[index]
@@ -244,61 +245,10 @@ def _cuts(shards: Shards, flow: CallFlow, result: Scope) -> dict[int, tuple[tupl
     return cuts
 
 
-def _text(reduction: str | None) -> str | None:
-    return None if reduction is None else str(reduction)
-
-
 def _repeats(call: Call) -> bool:
     """Does the call only say again what it is given? Told a share's size, it makes a share."""
     known = call_record(call.name)
     return known.alike or known.shows is Shows.REPEATED or isinstance(known.sizes, RepeatEach)
-
-
-def _details(call: Call, reduction: str | None, shards: Shards) -> tuple[tuple[str, Any], ...]:
-    """What the function mode must know to carry out a reduction."""
-    if reduction == "norm":
-        return _norm_details(call, shards.trace)
-    if reduction == "spread":
-        return _spread_details(call, shards)
-    if reduction == "length":
-        return _length_details(call, shards)
-    if reduction in ("embedding", "row"):
-        return (("rows", next(shards.trace.tensors[a.id].shape[0] for a in call.args if shards.is_split(a.id))),)
-    if reduction == "gather" and (product := gathered_dim(call, shards)) is not None:
-        return (("layout", product[0]), ("dim", product[1]))
-    return ()
-
-
-def _norm_details(call: Call, trace: Trace) -> tuple[tuple[str, Any], ...]:
-    """Of a norm: over how many numbers it runs, in how many dims."""
-    dims = len(call.args[1] if len(call.args) > 1 else call.kwargs["normalized_shape"])
-    shape = trace.tensors[next(refs(call.args))].shape
-    return (("count", prod(shape[len(shape) - dims :])), ("dims", dims))
-
-
-def _spread_details(call: Call, shards: Shards) -> tuple[tuple[str, Any], ...]:
-    """Of a variance: its dims from the end, whether they stay as dims of 1, what is taken off the count, and how many
-    positions each rank holds."""
-    op = next(op for op in shards.trace.ops[slice(*call.ops)] if op.name in ("var", "std"))
-    source, correction = op.args[0].id, op.kwargs.get("correction")
-    shape = shards.trace.tensors[source].shape
-    dims = sorted(dim % len(shape) - len(shape) for dim in reduced_dims(op, len(shape)))
-    held = tuple(
-        prod(n for dim, n in enumerate(shards.local_shape(source, rank)) if dim - len(shape) in dims)
-        for rank in range(shards.tp)
-    )
-    kept = len(shards.trace.tensors[next(refs(op.outputs))].shape) == len(shape)
-    return (("dims", tuple(dims)), ("keepdim", kept), ("correction", 1 if correction is None else correction),
-            ("held", held))  # fmt: skip
-
-
-def _length_details(call: Call, shards: Shards) -> tuple[tuple[str, Any], ...]:
-    """Of a vector norm: its dims from the end, and whether they stay as dims of 1."""
-    op, _ = lengths_in(call, shards.trace)
-    rank = len(shards.axes.of(op.args[0].id))
-    dims = (reduced_dims if op.name == "linalg_vector_norm" else scaled_dims)(op, rank)
-    kept = len(shards.trace.tensors[next(refs(op.outputs))].shape) == rank
-    return (("dims", tuple(sorted(dim % rank - rank for dim in dims))), ("keepdim", kept))
 
 
 def _random_calls(shards: Shards, flow: CallFlow) -> dict[str, dict[bool, list[int]]]:

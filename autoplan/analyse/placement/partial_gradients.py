@@ -23,7 +23,7 @@ _MATRIX = 2  # dims of a parameter whose gradient is too large to sum instead of
 class Debts:
     """The partial edges of every value, and what may be done with them."""
 
-    def __init__(self, shards: Shards, flow: CallFlow, doors: Doors, reductions: dict[int, str]) -> None:
+    def __init__(self, shards: Shards, flow: CallFlow, doors: Doors, reductions: dict[int, Reduction]) -> None:
         self.shards, self.flow, self.doors, self.reductions = shards, flow, doors, reductions
         self.trace = shards.trace
         self.partial: dict[int, set[int]] = defaultdict(set)  # value -> calls whose gradient for it is partial

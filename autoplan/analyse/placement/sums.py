@@ -19,50 +19,31 @@ What cannot be placed by hooks is handed to the scoped function mode; what that 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
 
 from autoplan.analyse.placement.boundaries import Door, Doors
-from autoplan.analyse.placement.callflow import Border, CallFlow
+from autoplan.analyse.placement.callflow import CallFlow
 from autoplan.analyse.placement.deferred_sums import Way, follow_down
 from autoplan.analyse.placement.joined_sums import shared_sums
 from autoplan.analyse.placement.parallel_branches import pairs_of_branches
 from autoplan.analyse.placement.partial_gradients import Debts
+from autoplan.analyse.placement.placement import Placement, Refusal
 from autoplan.analyse.placement.reductions import gathered_dim, reduction_of, row_bias_of
 from autoplan.analyse.placement.shared_entries import merge_entries
 from autoplan.analyse.shards import Shards
-from autoplan.ops.record import Refused
-from autoplan.values import Ref
+from autoplan.ops.record import Reduction, Refused
+from autoplan.values import (
+    AllGather,
+    AllReduce,
+    AllReduceGradient,
+    Boundary,
+    JoinPartial,
+    MeanOverRanks,
+    Ref,
+    ScaleGradient,
+    WithholdPartial,
+)
 
-__all__ = ["Placement", "Refusal", "place"]
-
-_BACKWARD = ("copy", "scale")  # what a hook does to gradients only
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Something that no mechanism can place: the call's index and why, and the tensors whose split is to blame."""
-
-    call: int
-    why: str
-    tensors: tuple[int, ...]
-
-
-@dataclass
-class Placement:
-    """All sites by where they sit. Borders belong to module outputs and inputs; calls to the function mode."""
-
-    outputs: dict[tuple[Border, str], tuple[int | None, str | None]] = field(default_factory=dict)
-    inputs: dict[tuple[Border, str], None] = field(default_factory=dict)  # "copy", "reduce" or "scale"
-    summed_parameters: set[int] = field(default_factory=set)
-    shared_parameters: set[int] = field(default_factory=set)
-    divided_biases: set[int] = field(default_factory=set)
-    blocks: set[str] = field(default_factory=set)  # whose branches are summed together
-    embeddings: dict[int, Border] = field(default_factory=dict)
-    inside_reductions: dict[int, str] = field(default_factory=dict)
-    inside_copies: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    inside_scales: dict[int, int] = field(default_factory=dict)
-    reductions: dict[int, str] = field(default_factory=dict)
-    refusals: list[Refusal] = field(default_factory=list)
+__all__ = ["place"]
 
 
 def place(shards: Shards, flow: CallFlow, gathered: frozenset[int]) -> Placement:
@@ -82,17 +63,16 @@ def place(shards: Shards, flow: CallFlow, gathered: frozenset[int]) -> Placement
 
 def _uneven_doors(result: Placement, flow: CallFlow) -> set[Door]:
     """Doors whose work differs between runs of the module. What is done to gradients only, is nothing without one."""
-    work: dict[Door, dict[int, set[tuple[str, str | None]]]] = defaultdict(lambda: defaultdict(set))
-    for (border, action), (_, layout) in result.outputs.items():
-        work[border.module, "output", border.path][border.visit].add((action, layout))
-    for border, action in result.inputs:
-        work[border.module, "input", border.path][border.visit].add((action, None))
+    work: dict[Door, dict[int, set[Boundary]]] = defaultdict(lambda: defaultdict(set))
+    for side, placed in (("output", result.outputs), ("input", result.inputs)):
+        for (border, _), done in placed.items():
+            work[border.module, side, border.path][border.visit].add(done)
     found = set()
     for door, by_visit in work.items():
         runs = flow.runs_through(*door)
         most = max(by_visit.values(), key=len)
         for run, tensor in runs.items():
-            expected = most if tensor in flow.carries else {item for item in most if item[0] not in _BACKWARD}
+            expected = most if tensor in flow.carries else {item for item in most if not item.gradients_only}
             if by_visit.get(run, set()) != expected:
                 found.add(door)
     return found
@@ -102,7 +82,7 @@ class _Placer:
     def __init__(self, shards: Shards, flow: CallFlow, gathered: frozenset[int], closed: set[Door]) -> None:
         self.shards, self.flow, self.result = shards, flow, Placement()
         self.trace = shards.trace
-        self.reductions: dict[int, str] = {}
+        self.reductions: dict[int, Reduction] = {}
         self.doors = Doors(flow, closed)
         self.debts = Debts(shards, flow, self.doors, self.reductions)
         self._shared: dict[int, Way] = {}
@@ -147,7 +127,7 @@ class _Placer:
         self._push_out_of_mixed()
         self.debts.push_inside()
         for border in merge_entries(self.debts):
-            self.result.inputs[(border, "scale")] = None
+            self.result.at_input(border, ScaleGradient)
         self._place_gradient_sums()
         return self.result
 
@@ -156,7 +136,7 @@ class _Placer:
     def _place_forward_sums(self) -> None:
         self._shared = shared_sums(self.flow, self.shards, self.reductions, self.doors.leaving)
         for index, kind in self.reductions.items():
-            if kind == "norm":
+            if kind is Reduction.NORM:
                 self.result.inside_reductions[index] = kind
                 self._norm_statistics(index)
                 continue
@@ -164,11 +144,11 @@ class _Placer:
             if output is None:
                 self._refuse(index, "a sum over a split axis written in place")
                 continue
-            if kind in ("attention", "spread", "length", "row"):
+            if kind in (Reduction.ATTENTION, Reduction.SPREAD, Reduction.LENGTH, Reduction.ROW):
                 self.result.inside_reductions[index] = kind
-            elif kind == "embedding":
+            elif kind is Reduction.EMBEDDING:
                 self._place_embedding(index, output)
-            elif kind == "gather":
+            elif kind is Reduction.GATHER:
                 self._place_gather(index, output)
             else:
                 self._place_sum(index, output, kind)
@@ -178,13 +158,14 @@ class _Placer:
     def _join_branches(self) -> None:
         """Branches that the block adds to each other are summed together, where the last of them is returned."""
         outputs = self.result.outputs
-        sums = [border for border, action in outputs if action == "reduce"]
-        pairs, moved = pairs_of_branches(self.flow, sums, self.doors.leaving)
+        pairs, moved = pairs_of_branches(self.flow, self.result.done_to(AllReduce), self.doors.leaving)
         for old, new in moved.items():
-            outputs[new, "reduce"] = outputs.pop((old, "reduce"))
+            del outputs[old, AllReduce]
+            self.result.at_output(new, AllReduce)
         for pair in pairs:
-            del outputs[pair.first, "reduce"]
-            outputs[pair.first, "withhold"] = outputs[pair.last, "join"] = (None, None)
+            del outputs[pair.first, AllReduce]
+            self.result.at_output(pair.first, WithholdPartial)
+            self.result.at_output(pair.last, JoinPartial)
             self.result.blocks.add(pair.block)
 
     def _norm_statistics(self, index: int) -> None:
@@ -206,7 +187,7 @@ class _Placer:
             leaving = way.border
         if border is None or leaving is None or leaving.module != call.module or leaving.path != ():
             if call.name == "embedding":
-                self.result.inside_reductions[index] = "embedding"
+                self.result.inside_reductions[index] = Reduction.EMBEDDING
             else:
                 self._refuse(index, "a table looked up by rows outside a module of its own")
             return
@@ -221,27 +202,27 @@ class _Placer:
             self._refuse(index, "a product to gather that is neither a matrix product nor a convolution")
             return
         if border is None or border.module != call.module:
-            self.result.inside_reductions[index] = "gather"
+            self.result.inside_reductions[index] = Reduction.GATHER
             return
         layout, dim = product
-        self.result.outputs[(border, "gather")] = (dim, layout)
+        self.result.at_output(border, AllGather, dim=dim, layout=layout)
 
-    def _place_sum(self, index: int, output: int, kind: str) -> None:
-        if kind == "sum" and self._bias_is_read_elsewhere(index):
+    def _place_sum(self, index: int, output: int, kind: Reduction) -> None:
+        if kind is Reduction.SUM and self._bias_is_read_elsewhere(index):
             self.result.inside_reductions[index] = kind  # where the call can be given the bias once
             return
         way = self._shared.get(index)
         border = None if way is not None else self.doors.leaving(output, index)
-        if way is None and border is None and kind == "sum":
+        if way is None and border is None and kind is Reduction.SUM:
             way = self._follow_down(output, index)
         if border is not None:
-            self.result.outputs[(border, "reduce" if kind == "sum" else "mean")] = (None, None)
+            self.result.at_output(border, AllReduce if kind is Reduction.SUM else MeanOverRanks)
         elif way is None or way.border is None:
             self.result.inside_reductions[index] = kind
         elif way.side == "output":
-            self.result.outputs[(way.border, "reduce")] = (None, None)
+            self.result.at_output(way.border, AllReduce)
         else:
-            self.result.inputs[(way.border, "reduce")] = None
+            self.result.at_input(way.border, AllReduce)
         self._multiplied(way)
 
     def _follow_down(self, tensor: int, made: int) -> Way | None:
@@ -314,7 +295,8 @@ class _Placer:
         if border is None:
             self.result.inside_scales[producer] = tensor
         else:
-            self.result.outputs[(border, "scale")] = (dim - len(self.trace.tensors[tensor].shape), layout)
+            dim -= len(self.trace.tensors[tensor].shape)
+            self.result.at_output(border, ScaleGradient, dim=dim, layout=layout)
         for other in self.flow.inputs[producer]:
             if other in self.flow.carries and self.shards.has_whole_part(other):
                 self.debts.partial[other].add(producer)
@@ -330,10 +312,10 @@ class _Placer:
             if where == "output":
                 border = self.doors.made_at(tensor)
                 assert border is not None
-                self.result.outputs[(border, "copy")] = (None, None)
+                self.result.at_output(border, AllReduceGradient)
             elif where == "input":
                 for border in self.debts.cover(tensor):
-                    self.result.inputs[(border, "copy")] = None
+                    self.result.at_input(border, AllReduceGradient)
             elif self.shards.is_mixed(tensor):
                 self._refuse(min(calls), "a partial gradient of whole rows with nowhere to go")
             else:

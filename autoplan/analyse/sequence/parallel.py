@@ -18,12 +18,24 @@ from collections.abc import Iterable
 from functools import reduce
 
 from autoplan.analyse.placement.callflow import Border, CallFlow
-from autoplan.analyse.placement.sums import Placement
+from autoplan.analyse.placement.placement import Placement
 from autoplan.analyse.sequence.stream import SequencePlacement, Stream
 from autoplan.analyse.shards import Shards
-from autoplan.values import HookSite
+from autoplan.values import (
+    AllGatherSequence,
+    AllGatherSequenceSumGradient,
+    AllReduce,
+    AllReduceGradient,
+    Boundary,
+    NoteShard,
+    ReduceScatterSequence,
+    ScatterSequence,
+    SequenceBoundary,
+    Side,
+    WithholdPartial,
+)
 
-__all__ = ["SequencePlacement", "place_sequence", "sequence_hooks"]
+__all__ = ["SequencePlacement", "place_sequence", "sequence_boundaries"]
 
 
 def place_sequence(
@@ -65,31 +77,36 @@ def _merged(a: SequencePlacement, b: SequencePlacement) -> SequencePlacement:
     return a
 
 
-def sequence_hooks(placement: Placement, cut: SequencePlacement) -> tuple[HookSite, ...]:
-    """All hooks of a placement, with sums and copies of the stream turned into moves along the sequence."""
-    found: dict[HookSite, None] = {}
+def sequence_boundaries(placement: Placement, cut: SequencePlacement) -> tuple[Boundary, ...]:
+    """All that is done at borders, with sums and copies of the stream turned into moves along the sequence."""
+    found: dict[Boundary, None] = {}
 
-    def add(border: Border, side: str, action: str, dim: int | None, layout: str | None) -> None:
-        found[HookSite(border.module, side, border.path, action, dim, layout)] = None  # type: ignore[arg-type]
+    def add(kind: type[SequenceBoundary] | type[WithholdPartial], border: Border, side: Side, dim: int) -> None:
+        found[kind(border.module, side, border.path, dim, cut.names[border])] = None
 
-    for (border, action), (dim, layout) in placement.outputs.items():
-        if action == "reduce" and border in cut.reduce_scatters:
-            add(border, "output", "reduce_scatter", cut.reduce_scatters[border], cut.names[border])
-        elif action == "withhold" and border in cut.reduce_scatters:
-            add(border, "output", "withhold", cut.reduce_scatters[border], cut.names[border])
-        elif action == "copy" and (border, "output") in cut.gather_sums:
-            add(border, "output", "gather_sum", cut.gather_sums[border, "output"], cut.names[border])
+    for (border, kind), done in placement.outputs.items():
+        if kind in _ON_SHARES and border in cut.reduce_scatters:
+            add(_ON_SHARES[kind], border, "output", cut.reduce_scatters[border])
+        elif kind is AllReduceGradient and (border, "output") in cut.gather_sums:
+            add(AllGatherSequenceSumGradient, border, "output", cut.gather_sums[border, "output"])
         else:
-            add(border, "output", action, dim, layout)
-    for border, action in placement.inputs:
-        if action == "copy" and (border, "input") in cut.gather_sums:
-            add(border, "input", "gather_sum", cut.gather_sums[border, "input"], cut.names[border])
+            found[done] = None
+    for (border, kind), done in placement.inputs.items():
+        if kind is AllReduceGradient and (border, "input") in cut.gather_sums:
+            add(AllGatherSequenceSumGradient, border, "input", cut.gather_sums[border, "input"])
         else:
-            add(border, "input", action, None, None)
+            found[done] = None
     for (border, side), dim in cut.scatters.items():
-        add(border, side, "scatter", dim, cut.names[border])
+        add(ScatterSequence, border, "input" if side == "input" else "output", dim)
     for (border, side), dim in cut.gathers.items():
-        add(border, side, "gather_whole", dim, cut.names[border])
+        add(AllGatherSequence, border, "input" if side == "input" else "output", dim)
     for border, dim in cut.shares.items():
-        add(border, "output", "share", dim, cut.names[border])
+        add(NoteShard, border, "output", dim)
     return tuple(found)
+
+
+# what a sum becomes whose value is cut along the sequence from there on
+_ON_SHARES: dict[type[Boundary], type[ReduceScatterSequence] | type[WithholdPartial]] = {
+    AllReduce: ReduceScatterSequence,
+    WithholdPartial: WithholdPartial,
+}

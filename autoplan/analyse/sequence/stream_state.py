@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 from autoplan.analyse.placement.boundaries import Door
 from autoplan.analyse.placement.callflow import Border, CallFlow
-from autoplan.analyse.placement.sums import Placement
+from autoplan.analyse.placement.placement import Placement
 from autoplan.analyse.sequence.positions import Positions
 from autoplan.analyse.shards import Shards
+from autoplan.values import AllReduce, AllReduceGradient, SequenceName, WithholdPartial
 
 __all__ = ["Again", "CutStream", "Refused", "SequencePlacement"]
 
@@ -25,12 +26,12 @@ class SequencePlacement:
 
     scatters: dict[tuple[Border, str], int] = field(default_factory=dict)  # side "input" or "output"
     gathers: dict[tuple[Border, str], int] = field(default_factory=dict)  # whole readers: backward takes a share
-    gather_sums: dict[tuple[Border, str], int] = field(default_factory=dict)  # replace a "copy"
-    reduce_scatters: dict[Border, int] = field(default_factory=dict)  # replace a "reduce"
+    gather_sums: dict[tuple[Border, str], int] = field(default_factory=dict)  # replace an AllReduceGradient
+    reduce_scatters: dict[Border, int] = field(default_factory=dict)  # replace an AllReduce
     shares: dict[Border, int] = field(default_factory=dict)  # blocks that return a share, which others may collect
     summed_parameters: set[int] = field(default_factory=set)
     random: set[str] = field(default_factory=set)
-    names: dict[Border, str] = field(default_factory=dict)  # which sequence a border is about; "*": batch × sequence
+    names: dict[Border, SequenceName] = field(default_factory=dict)  # which sequence a border is about
     flattened: set[Border] = field(default_factory=set)
     whole: list[str] = field(default_factory=list)  # what runs on the whole sequence, and why
     reason: str = ""  # why there is no sequence parallelism
@@ -39,7 +40,7 @@ class SequencePlacement:
         """Say of every border which sequence it is about."""
         keys = [*self.scatters, *self.gathers, *self.gather_sums]
         borders = (*(b for b, _ in keys), *self.reduce_scatters, *self.shares)
-        self.names = {border: f"{name}*" if border in self.flattened else name for border in borders}
+        self.names = {border: SequenceName(name, border in self.flattened) for border in borders}
 
     @property
     def applies(self) -> bool:
@@ -65,9 +66,9 @@ class CutStream:
         self.starts: dict[Border, int] = {}  # where each run of the model enters its first block -> the value
         self.result = SequencePlacement()
         self.closed: set[Door] = set()  # where only some runs of a module would need what a hook does
-        self.copies_out = self._in_every_run("output", (b for (b, action) in placement.outputs if action == "copy"))
-        self.copies_in = self._in_every_run("input", (b for (b, action) in placement.inputs if action == "copy"))
-        self.reduces = {b for (b, action) in placement.outputs if action in ("reduce", "withhold")}
+        self.copies_out = self._in_every_run("output", placement.done_to(AllReduceGradient))
+        self.copies_in = self._in_every_run("input", (b for b, kind in placement.inputs if kind is AllReduceGradient))
+        self.reduces = {*placement.done_to(AllReduce), *placement.done_to(WithholdPartial)}
         self.first_call = self.last_call = 0
         self.cut: set[int] = set()
 

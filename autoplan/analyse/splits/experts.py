@@ -26,7 +26,7 @@ from autoplan.analyse.splits.literal_sizes import attributes_of, sizes_given
 from autoplan.axes.terms import factors, find, leaves
 from autoplan.ops import call_record
 from autoplan.ops.experts import BOX, INSIDE
-from autoplan.values import Call, Edit, ExpertSite, ModuleVisit, Op, Ref, Trace, refs
+from autoplan.values import Call, IntegerEdit, LocalExperts, ModuleVisit, Op, Ref, Trace, refs
 
 __all__ = ["ExpertStack", "boxed", "expert_edits", "find_experts", "split_stacks"]
 
@@ -39,7 +39,7 @@ class ExpertStack:
     """A module that holds experts: the tensors of its weights, and what is to be done at its borders."""
 
     stack: tuple[int, ...]
-    site: ExpertSite
+    site: LocalExperts
 
     @property
     def module(self) -> str:
@@ -83,7 +83,7 @@ def _stack_of(module: str, trace: Trace) -> tuple[int, ...]:
     return tuple(stacked) if count > 1 and all(own[number][0] == count for number in stacked) else ()
 
 
-def _form(visit: ModuleVisit, stack: tuple[int, ...], trace: Trace, axes: Axes) -> ExpertSite | None:
+def _form(visit: ModuleVisit, stack: tuple[int, ...], trace: Trace, axes: Axes) -> LocalExperts | None:
     """Where tokens, indices and weights enter in one run of the module."""
     shapes = {tensor: trace.tensors[tensor].shape for _, tensor in (*visit.inputs, *visit.outputs)}
     if len(visit.outputs) != 1:
@@ -98,12 +98,12 @@ def _form(visit: ModuleVisit, stack: tuple[int, ...], trace: Trace, axes: Axes) 
         index, chosen = integers[0]
         tokens = [(p, t) for p, t in floats if shapes[t] == out and shapes[t][:-1] == shapes[chosen][:-1]]
         weights = [(p, t) for p, t in floats if shapes[t] == shapes[chosen] and (p, t) not in tokens[:1]]
-        return ExpertSite("", count, tokens[0][0], index, weights[0][0], result) if tokens and weights else None
+        return LocalExperts("", count, tokens[0][0], index, weights[0][0], result) if tokens and weights else None
     if len(floats) == 1 and not integers and shapes[floats[0][1]] == out and len(out) > 1:
         experts = find(axes.of(stack[0])[0])
         major = [factors(axes.of(t)[0])[:1] for t in (floats[0][1], made)]
         sorted_by_expert = all(len(parts) == 1 and find(parts[0]) is experts for parts in major)
-        return ExpertSite("", count, floats[0][0], output=result) if sorted_by_expert else None
+        return LocalExperts("", count, floats[0][0], output=result) if sorted_by_expert else None
     return None
 
 
@@ -174,7 +174,7 @@ def split_stacks(stacks: Iterable[ExpertStack], shards: Shards) -> tuple[ExpertS
     return tuple(stack for stack in stacks if all(shards.is_split(tensor) for tensor in stack.stack))
 
 
-def expert_edits(trace: Trace, axes: Axes, stacks: Iterable[ExpertStack], tp: int) -> tuple[Edit, ...]:
+def expert_edits(trace: Trace, axes: Axes, stacks: Iterable[ExpertStack], tp: int) -> tuple[IntegerEdit, ...]:
     """How many experts a module believes to have, where it stores that.
 
     The trace shows one implementation of its forward, and another may read what this one does not. So the attribute
@@ -188,7 +188,7 @@ def expert_edits(trace: Trace, axes: Axes, stacks: Iterable[ExpertStack], tp: in
             counting[stack.module]
         )
     return tuple(
-        Edit(stack.module, name, None, stack.experts, stack.experts // tp)
+        IntegerEdit(stack.module, name, None, stack.experts, stack.experts // tp)
         for stack in stacks
         for name in sorted(alike[trace.module_classes[stack.module]])
     )

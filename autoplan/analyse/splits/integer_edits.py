@@ -18,7 +18,7 @@ from typing import Any
 
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.literal_sizes import Requirement, attributes_of, evaluate, made_whole, requirements
-from autoplan.values import Call, Edit, Symbolic, refs
+from autoplan.values import Call, IntegerEdit, Symbolic, refs
 
 __all__ = ["Edits", "solve_edits"]
 
@@ -36,11 +36,12 @@ class Edits:
     left: list[Requirement] = field(default_factory=list)
     broken_comparisons: list[tuple[str, Any, Any, bool]] = field(default_factory=list)
 
-    def as_edits(self) -> tuple[Edit, ...]:
+    def as_edits(self) -> tuple[IntegerEdit, ...]:
         found = []
         for (_, module, name, index), values in self.values.items():
-            uniform = len(set(values)) == 1
-            found.append(Edit(module, name, index, 0, values[0], None if uniform else values))
+            holder, _, own = name.rpartition(".")
+            per_rank = values if len(set(values)) > 1 else None
+            found.append(IntegerEdit(module, own, index, 0, values[0], per_rank, holder))
         return tuple(found)
 
 

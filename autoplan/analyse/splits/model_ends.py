@@ -14,7 +14,7 @@ from typing import Any
 
 from autoplan.analyse.infer import Axes
 from autoplan.analyse.placement.callflow import Border, CallFlow
-from autoplan.analyse.placement.sums import Placement, Refusal
+from autoplan.analyse.placement.placement import Placement, Refusal
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.low_rank import branch_weights
 from autoplan.analyse.splits.requests import NO_DEMANDS, Demands
@@ -23,7 +23,7 @@ from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.layout import Layout
 from autoplan.ops import call_record, op_record
 from autoplan.ops.record import Shows
-from autoplan.values import HeadSite, HookSite, Op, Ref, Trace, refs
+from autoplan.values import AllGather, Op, Ref, SplitLogits, Trace, VocabularyTable, refs
 
 __all__ = [
     "gathered_leaves",
@@ -202,28 +202,28 @@ def gathered_leaves(trace: Trace, axes: Axes) -> set[Term]:
 
 def head_sites(
     trace: Trace, flow: CallFlow, shards: Shards, placement: Placement, vocabulary: set[Term]
-) -> tuple[tuple[HeadSite, ...], tuple[HookSite, ...]]:
+) -> tuple[tuple[VocabularyTable | SplitLogits, ...], tuple[AllGather, ...]]:
     """Vocabulary tables to mask, heads whose product leaves the model, other split outputs to gather at its exit."""
-    heads: dict[HeadSite, None] = {}
-    gathers: dict[HookSite, None] = {}
+    heads: dict[VocabularyTable | SplitLogits, None] = {}
+    gathers: dict[AllGather, None] = {}
     for index, border in placement.embeddings.items():
         table = trace.calls[index].args[1].id
-        heads[HeadSite(border.module, "embedding", trace.tensors[table].shape[0], 0, (border.path,))] = None
+        heads[VocabularyTable(border.module, trace.tensors[table].shape[0], border.path)] = None
     for module, path, tensor, dim, layout in _split_outputs(trace, shards):
         back = dim - len(trace.tensors[tensor].shape)
         if _is_logits(tensor, dim, shards, vocabulary):
             border_of_head = _head_border(tensor, flow, shards)
             assert border_of_head is not None
-            heads[HeadSite(border_of_head.module, "logits", layout.size, back, (path,))] = None
+            heads[SplitLogits(border_of_head.module, layout.size, back, (path,))] = None
         else:
-            gathers[HookSite(module, "output", path, "gather", back, str(layout))] = None
+            gathers[AllGather(module, "output", path, back, str(layout))] = None
     return tuple(heads), _of_every_block(tuple(gathers), trace)
 
 
-def _of_every_block(gathers: tuple[HookSite, ...], trace: Trace) -> tuple[HookSite, ...]:
+def _of_every_block(gathers: tuple[AllGather, ...], trace: Trace) -> tuple[AllGather, ...]:
     """Where all items of a sequence are gathered alike, whatever their number: the trace had fewer blocks."""
     returned = {path for visit in trace.visits if visit.parent is None for path, _ in visit.outputs}
-    found: dict[HookSite, None] = {}
+    found: dict[AllGather, None] = {}
     for site in gathers:
         *above, last = site.path or ("",)
         items = {path for path in returned if len(path) == len(site.path) and list(path[:-1]) == above}

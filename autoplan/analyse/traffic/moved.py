@@ -19,36 +19,33 @@ from autoplan.analyse.placement.callflow import CallFlow
 from autoplan.analyse.placement.reductions import lengths_in
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.traffic.lower_bound import Payment, least_payments, spread_numbers
-from autoplan.ops import call_record
-from autoplan.values import ModuleVisit, Runtime, ScopedCall, Traffic
+from autoplan.ops.record import Reduction
+from autoplan.values import (
+    Amount,
+    Boundary,
+    CallRewrite,
+    Collective,
+    Instruction,
+    ModuleVisit,
+    Move,
+    Runtime,
+    Traffic,
+)
 
 __all__ = ["Excess", "block_traffic"]
 
-_BOTH_WAYS = "all_reduce"  # costs twice what a gather or a reduce-scatter does
-_MOVES = {  # action -> what it does forward, and backward
-    "reduce": ("all_reduce", ""),
-    "mean": ("all_reduce", ""),
-    "copy": ("", "all_reduce"),
-    "gather": ("all_gather", ""),
-    "gather_whole": ("all_gather", ""),
-    "gather_sum": ("all_gather", "reduce_scatter"),
-    "reduce_scatter": ("reduce_scatter", "all_gather"),
-    "scatter": ("", "all_gather"),
-}
-
-
+_BOTH_WAYS = Collective.ALL_REDUCE  # costs twice what a gather or a reduce-scatter does
 _NEAR = 200  # values to look at in search of the one that is summed
-_ENDS = (("input", "scatter"), ("output", "gather_whole"))
 
 
 @dataclass(frozen=True)
-class _Move:
+class _Moved:
     """One collective of one call of the model: where, what, of which value."""
 
     calls: tuple[int, int]
     module: str
     backward: bool
-    kind: str
+    kind: Collective
     elements: int
     tensor: int
 
@@ -87,7 +84,7 @@ class _Blocks:
 
 
 def block_traffic(
-    shards: Shards, runtime: Runtime, reductions: dict[int, str], blocks: Iterable[str]
+    shards: Shards, runtime: Runtime, reductions: dict[int, Reduction], blocks: Iterable[str]
 ) -> tuple[tuple[Traffic, ...], tuple[Excess, ...]]:
     """The traffic of each block (of those that were traced), and what exceeds the least."""
     flow = CallFlow(shards.trace)
@@ -117,60 +114,69 @@ def _within(module: str, block: str) -> bool:
 # ------------------------------------------------------------------------------------------------ what will be moved
 
 
-def _moves(shards: Shards, flow: CallFlow, runtime: Runtime, blocks: Collection[str]) -> Iterator[_Move]:
+def _moves(shards: Shards, flow: CallFlow, runtime: Runtime, blocks: Collection[str]) -> Iterator[_Moved]:
     """Every collective of the plan, but for those that begin and end a stream of shares: they are no block's."""
     trace, reached = shards.trace, flow.with_gradients()
     visits: dict[str, list[ModuleVisit]] = {}
     for visit in trace.visits:
         visits.setdefault(visit.module, []).append(visit)
-    for hook in runtime.hooks:
-        if hook.pattern in blocks and (hook.side, hook.action) in _ENDS:
-            continue
-        forward, backward = _MOVES.get(hook.action, ("", ""))
-        for visit in visits.get(hook.pattern, []):
-            tensor = dict(visit.inputs if hook.side == "input" else visit.outputs).get(hook.path)
-            if tensor is None:
-                continue
-            elements = prod(trace.tensors[tensor].shape)
-            if forward:
-                yield _Move(visit.calls, visit.module, False, forward, elements, tensor)
-            if backward and tensor in reached:
-                yield _Move(visit.calls, visit.module, True, backward, elements, tensor)
-    for scoped in runtime.scoped:
-        yield from _scoped_moves(scoped, shards, flow, reached)
+    for one in runtime.instructions:
+        if isinstance(one, CallRewrite):
+            yield from _at_call(one, shards, flow, reached)
+        elif not (isinstance(one, Boundary) and one.side == one.stream_end and one.pattern in blocks):
+            for visit in visits.get(one.pattern, []) if one.moves else ():
+                tensor = dict(_crossing(visit, one)).get(one.path if isinstance(one, Boundary) else ())
+                if tensor is not None:
+                    elements = prod(trace.tensors[tensor].shape)
+                    yield from _each(one.moves, visit.calls, visit.module, elements, tensor, reached)
 
 
-def _scoped_moves(scoped: ScopedCall, shards: Shards, flow: CallFlow, reached: Collection[int]) -> Iterator[_Move]:
-    trace = shards.trace
-    place, _, number = scoped.place.partition("#")
+def _crossing(visit: ModuleVisit, one: Instruction) -> tuple[tuple[tuple[object, ...], int], ...]:
+    """The values at the border of a module at which something is done; else what the module returns."""
+    return visit.inputs if isinstance(one, Boundary) and one.side == "input" else visit.outputs
+
+
+def _each(
+    moves: Iterable[Move], span: tuple[int, int], module: str, elements: int, tensor: int, reached: Collection[int]
+) -> Iterator[_Moved]:
+    """What happens backward happens only where a gradient comes back."""
+    for move in moves:
+        if not move.backward or tensor in reached:
+            yield _Moved(span, module, move.backward, move.collective, elements * move.times, tensor)
+
+
+def _at_call(planned: CallRewrite, shards: Shards, flow: CallFlow, reached: Collection[int]) -> Iterator[_Moved]:
+    trace, site = shards.trace, planned.site
     rounds: Counter[int] = Counter()
     for index, call in enumerate(trace.calls):
-        if (call.module, call.name, call.place) != (scoped.pattern, scoped.name, place):
+        if (call.module, call.name, call.place) != (planned.pattern, site.function, site.place):
             continue
         rounds[call.visit] += 1
-        if number and int(number) != rounds[call.visit]:
+        if site.time is not None and site.time != rounds[call.visit]:
             continue
-        made = flow.outputs[index][0]
-        span, output = (index, index + 1), prod(trace.tensors[made].shape)
-        if scoped.reduce in ("sum", "mean", "embedding", "gather", "row"):
-            kind = "all_gather" if scoped.reduce == "gather" else _BOTH_WAYS
-            yield _Move(span, call.module, False, kind, output, made)
-        if scoped.reduce == "norm":
-            rows = output // trace.tensors[made].shape[-1] * (2 if "layer" in call.name else 1)
-            yield _Move(span, call.module, False, _BOTH_WAYS, rows, made)
-            if made in reached:
-                yield _Move(span, call.module, True, _BOTH_WAYS, rows, made)
-        if scoped.reduce == "length":
-            lengths = lengths_in(call, trace)[1]
-            yield _Move(span, call.module, False, _BOTH_WAYS, lengths, made)
-            if call_record(call.name).divides and made in reached:
-                yield _Move(span, call.module, True, _BOTH_WAYS, lengths, made)
-        if scoped.reduce == "spread":
-            yield _Move(span, call.module, False, "all_gather", output * spread_numbers(shards.tp), made)
-        for path in scoped.copies:
-            for tensor in flow.inputs[index]:
-                if path in flow.path_of(index, tensor) and made in reached:
-                    yield _Move(span, call.module, True, _BOTH_WAYS, prod(trace.tensors[tensor].shape), tensor)
+        made, span = flow.outputs[index][0], (index, index + 1)
+        for move in planned.moves:
+            if move.of is Amount.ARGUMENT:
+                for tensor in flow.inputs[index]:
+                    if move.path in flow.path_of(index, tensor) and made in reached:
+                        elements = prod(trace.tensors[tensor].shape)
+                        yield _Moved(span, call.module, move.backward, move.collective, elements, tensor)
+            else:
+                elements = _elements(move.of, index, made, shards)
+                yield from _each((move,), span, call.module, elements, made, reached)
+
+
+def _elements(of: Amount, index: int, made: int, shards: Shards) -> int:
+    """How many numbers one collective of a call moves."""
+    trace = shards.trace
+    shape = trace.tensors[made].shape
+    if of is Amount.ROWS:
+        return prod(shape) // shape[-1]
+    if of is Amount.LENGTHS:
+        return lengths_in(trace.calls[index], trace)[1]
+    if of is Amount.MEAN_AND_VARIANCE:
+        return prod(shape) * spread_numbers(shards.tp)
+    return prod(shape)
 
 
 def _summed_once(shards: Shards, runtime: Runtime, block: str) -> int:
@@ -184,7 +190,7 @@ def _summed_once(shards: Shards, runtime: Runtime, block: str) -> int:
 # ------------------------------------------------------------------------------------------------ side by side
 
 
-def _traffic(name: str, moves: list[_Move], owed: list[Payment], tokens: int, once: int, shards: Shards) -> Traffic:
+def _traffic(name: str, moves: list[_Moved], owed: list[Payment], tokens: int, once: int, shards: Shards) -> Traffic:
     size = shards.trace.tensors[0].item_size if shards.trace.tensors else 1
     sizes = [info.item_size for info in shards.trace.tensors if info.kind == "parameter" and info.differentiable]
     size = max(sizes, default=size)
@@ -192,7 +198,7 @@ def _traffic(name: str, moves: list[_Move], owed: list[Payment], tokens: int, on
     def counted(backward: bool) -> dict[str, tuple[int, int]]:
         kinds = dict.fromkeys(move.kind for move in moves if move.backward == backward)
         found = {kind: [m.weight for m in moves if m.backward == backward and m.kind == kind] for kind in kinds}
-        return {kind: (len(weights), sum(weights) * size // tokens) for kind, weights in found.items()}
+        return {str(kind): (len(weights), sum(weights) * size // tokens) for kind, weights in found.items()}
 
     def least(backward: bool) -> tuple[int, int]:
         """The bound; but what the plan does is possible, so it is never more than that."""
@@ -206,7 +212,7 @@ def _traffic(name: str, moves: list[_Move], owed: list[Payment], tokens: int, on
 
 
 def _reasons(
-    one: Traffic, moves: list[_Move], owed: list[Payment], flow: CallFlow, reductions: Mapping[int, str]
+    one: Traffic, moves: list[_Moved], owed: list[Payment], flow: CallFlow, reductions: Mapping[int, str]
 ) -> Iterator[str]:
     """Why a block moves more than the least, one line for each direction in which it does."""
     for backward in (False, True):
@@ -225,7 +231,7 @@ def _reasons(
 
 
 def _places(
-    payment: Payment, moves: list[_Move], flow: CallFlow, reductions: Mapping[int, str], block: str
+    payment: Payment, moves: list[_Moved], flow: CallFlow, reductions: Mapping[int, str], block: str
 ) -> list[str]:
     """Where the plan pays what one payment could: the values with a sum that are nearest to each call that owes."""
     paid = {move.tensor: move.module for move in moves}
@@ -249,7 +255,7 @@ def _places(
     return list(found)
 
 
-def _why(backward: bool, apart: list[str], moves: list[_Move], block: str) -> str:
+def _why(backward: bool, apart: list[str], moves: list[_Moved], block: str) -> str:
     if apart and backward:
         text = "the gradients at {} are summed apart, since what they flow back to gets a whole gradient beside them"
         return "; ".join(map(text.format, apart))
@@ -257,7 +263,7 @@ def _why(backward: bool, apart: list[str], moves: list[_Move], block: str) -> st
         text = "{} are summed apart, since the block's own code does more with them than add them to each other"
         return "; ".join(map(text.format, apart))
     whole = dict.fromkeys(_short(move.module, block) for move in moves if move.kind != _BOTH_WAYS)
-    if whole and any(move.kind == "all_gather" for move in moves):
+    if whole and any(move.kind is Collective.ALL_GATHER for move in moves):
         return f"the sequence is gathered, or dealt out again, where an op needs all of it: at {', '.join(whole)}"
     return f"sums at {', '.join(dict.fromkeys(_short(move.module, block) for move in moves))}, one for each value"
 

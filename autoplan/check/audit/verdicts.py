@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from autoplan.check.audit.lines import Line
 from autoplan.check.audit.subject import Subject, Weight
 from autoplan.common.patterns import is_under, matches
-from autoplan.values import Finding
+from autoplan.values import AllGather, Finding
 
 __all__ = ["held_bytes", "unsplit_share", "verdicts"]
 
@@ -35,9 +35,9 @@ def _verdict(subject: Subject, line: Line, errors: list[str]) -> str:
         _kind(subject, weight) for weight in weights
     }
     gathers = line.style == "colwise_gather_output" and not any(
-        hook.action == "gather" and matches(hook.pattern, weight.module)
+        matches(gather.pattern, weight.module)
         for weight in weights
-        for hook in subject.solution.runtime.hooks
+        for gather in subject.solution.runtime.of(AllGather)
     )
     if kinds <= {"same"}:
         return "dearer" if gathers else "same"

@@ -18,7 +18,7 @@ from autoplan.check.verify.mesh_sizes import parse_mesh
 from autoplan.check.verify.sharded import CHECK_NAMES
 from autoplan.common.errors import AutoplanError, IndivisibleError, SourceError
 from autoplan.decide.plan.experts import expert_findings
-from autoplan.values import Finding, Plan, Report, Score, Verdict
+from autoplan.values import CallRewrite, Finding, Plan, Report, Score, Verdict
 
 if TYPE_CHECKING:
     from autoplan.analyse.solve import Solution
@@ -104,7 +104,7 @@ def score_clone(clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | 
         unused=share.unused,
         forward=forward,
         backward=backward,
-        scoped=len(solution.runtime.scoped),
+        scoped=len(solution.runtime.of(CallRewrite)),
         notes=(*captured.trace.notes, *solution.refusals, *_on_experts(plan, solution), clone.note),
         regions=regions_per_block(plan) if cut else None,
         uncut="; ".join(solution.sequence_notes) if how.sequence_parallel and not cut else "",

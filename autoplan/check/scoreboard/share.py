@@ -18,8 +18,7 @@ from autoplan.analyse.solve import Solution
 from autoplan.common.patterns import matches
 from autoplan.decide.matching.naming import Reading, readings
 from autoplan.decide.plan.folding import Names
-from autoplan.ops import call_record
-from autoplan.values import Plan, ScopedCall, Stack
+from autoplan.values import Collective, Instruction, Move, Plan, SequenceBoundary, Stack
 
 __all__ = ["Share", "main_stack", "reductions_per_block", "regions_per_block", "share_of"]
 
@@ -100,26 +99,20 @@ def regions_per_block(plan: Plan) -> float | None:
     stack = main_stack(plan.layers)
     if stack is None:
         return None
-    gathers = [hook.pattern for hook in plan.runtime.hooks if hook.action in ("gather_sum", "gather_whole")]
+    gathers = [b.pattern for b in plan.runtime.of(SequenceBoundary) if Move(Collective.ALL_GATHER) in b.moves]
     return sum(_is_inside(pattern, fqn) for fqn in stack.fqns for pattern in gathers) / len(stack.fqns)
 
 
 def _sites(plan: Plan) -> list[tuple[str, int, int]]:
     """Where the plan reduces: pattern, all-reduces forward, all-reduces backward."""
     runtime = plan.runtime
-    found = [(h.pattern, int(h.action in ("reduce", "mean")), int(h.action == "copy")) for h in runtime.hooks]
-    found += [(head.pattern, 1, 0) for head in runtime.heads if head.kind == "embedding"]
-    found += [(call.pattern, *_scoped(call)) for call in runtime.scoped]
+    found = [(one.pattern, _sums(one, backward=False), _sums(one, backward=True)) for one in runtime.instructions]
     found += [(rule.pattern, 0, 1) for rule in runtime.parameters if rule.gradient != "local"]
     return found
 
 
-def _scoped(call: ScopedCall) -> tuple[int, int]:
-    """What divides by a length or a norm sums one statistic (a layer norm two), forward and backward."""
-    divides = call.reduce == "norm" or (call.reduce == "length" and call_record(call.name).divides)
-    statistics = (2 if call.name == "layer_norm" else 1) if divides else 0
-    sums = call.reduce in ("sum", "mean", "spread", "length", "embedding", "row", "attention") and not divides
-    return statistics + sums, statistics + len(call.copies)
+def _sums(one: Instruction, *, backward: bool) -> int:
+    return sum(move.times for move in one.moves if move.backward == backward and move.sums)
 
 
 def _is_inside(pattern: str, block: str) -> bool:

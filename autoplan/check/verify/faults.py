@@ -16,11 +16,24 @@ from typing import Any
 
 from autoplan.check.verify.sharded import Sharding
 from autoplan.common.layout import Layout
-from autoplan.values import ParameterRule, Plan, Runtime
+from autoplan.values import (
+    AllReduce,
+    AllReduceGradient,
+    Boundary,
+    CallRewrite,
+    IntegerEdit,
+    MeanOverRanks,
+    ParameterRule,
+    Plan,
+    Runtime,
+    SplitLogits,
+    VocabularyTable,
+)
 
 __all__ = ["FAULTS", "Fault", "Planted", "plant"]
 
 Spoil = Callable[[Plan], Plan | None]
+Applies = Callable[[Any, Plan], bool]
 
 
 @dataclass(frozen=True)
@@ -68,13 +81,14 @@ def _tampered(model: Any, mesh: Any, *, shard: Callable[[Any, Any], Any], fault:
 # ------------------------------------------------------------------------------------------------ spoiling a plan
 
 
-def _first(field: str, applies: Callable[[Any, Plan], bool], change: Callable[[Any], Any]) -> Spoil:
-    """Change (or, with None, drop) the first item of a runtime field to which the fault applies."""
+def _first(kind: type[Any], change: Callable[[Any], Any], applies: Applies = lambda item, plan: True) -> Spoil:
+    """Change (or, with None, drop) the first instruction (or parameter rule) of a kind to which the fault applies."""
+    field = "parameters" if kind is ParameterRule else "instructions"
 
     def spoil(plan: Plan) -> Plan | None:
         items = list(getattr(plan.runtime, field))
         for position, item in enumerate(items):
-            if applies(item, plan):
+            if isinstance(item, kind) and applies(item, plan):
                 changed = change(item)
                 items[position : position + 1] = [] if changed is None else [changed]
                 return _with(plan, **{field: tuple(items)})
@@ -92,17 +106,17 @@ def _drop(_: Any) -> None:
 
 
 def _rule(applies: Callable[[ParameterRule], bool], **change: Any) -> Spoil:
-    return _first("parameters", lambda rule, plan: applies(rule), lambda rule: replace(rule, **change))
+    return _first(ParameterRule, lambda rule: replace(rule, **change), lambda rule, plan: applies(rule))
 
 
 def _layout(matching: str, change: Callable[[str], str]) -> Spoil:
     """Another layout for the first weight whose layout looks like this; the vocabulary is left alone."""
 
     def applies(rule: ParameterRule, plan: Plan) -> bool:
-        heads = tuple(f"{head.pattern}." for head in plan.runtime.heads)
+        heads = tuple(f"{pattern}." for pattern in _ends(plan))
         return bool(rule.layout and re.fullmatch(matching, rule.layout)) and not rule.pattern.startswith(heads or "\0")
 
-    return _first("parameters", applies, lambda rule: replace(rule, layout=change(rule.layout)))
+    return _first(ParameterRule, lambda rule: replace(rule, layout=change(rule.layout)), applies)
 
 
 def _interleaved(layout: str) -> str:
@@ -123,18 +137,19 @@ def _split_weight(rule: ParameterRule) -> bool:
     return rule.dim is not None and rule.pattern.endswith("weight") and rule.gradient == "local"
 
 
-def _inner(action: str) -> Callable[[Any, Plan], bool]:
-    """Hooks with this action, away from the model's entry and exit."""
+def _ends(plan: Plan) -> set[str]:
+    """The vocabulary's table and head."""
+    return {end.pattern for kind in (VocabularyTable, SplitLogits) for end in plan.runtime.of(kind)}
 
-    def applies(hook: Any, plan: Plan) -> bool:
-        return hook.action == action and hook.pattern not in {head.pattern for head in plan.runtime.heads}
 
-    return applies
+def _inner(boundary: Boundary, plan: Plan) -> bool:
+    """Is it away from the model's entry and exit?"""
+    return boundary.pattern not in _ends(plan)
 
 
 def _last_split_rule_dropped(plan: Plan) -> Plan | None:
     """The partner that is left whole."""
-    heads = {f"{head.pattern}.weight" for head in plan.runtime.heads}
+    heads = {f"{pattern}.weight" for pattern in _ends(plan)}
     split = [rule for rule in plan.runtime.parameters if _split_weight(rule) and rule.pattern not in heads]
     if not split:
         return None
@@ -155,9 +170,8 @@ def _two_rules_swapped(plan: Plan) -> Plan | None:
 
 
 def _copied_twice(plan: Plan) -> Plan | None:
-    hooks = plan.runtime.hooks
-    copied = next((hook for hook in hooks if hook.action == "copy" and hook.side == "output"), None)
-    return None if copied is None else _with(plan, hooks=(*hooks, replace(copied, dim=0)))
+    copied = next((one for one in plan.runtime.of(AllReduceGradient) if one.side == "output"), None)
+    return None if copied is None else _with(plan, instructions=(*plan.runtime.instructions, replace(copied)))
 
 
 def _nothing_random(plan: Plan) -> Plan | None:
@@ -205,13 +219,13 @@ FAULTS = (
     Fault("cut inside heads", "each rank gets a part of every head", _layout(r"\d+!\*\d*[02468]", _inside_heads)),
     Fault("packed cut contiguously", "a packed weight is cut as if it were one", _layout(r".*!.*\|.*", _contiguous)),
     Fault("unsplit partner", "one weight of a group stays whole", _last_split_rule_dropped),
-    Fault("no forward sum", "partial sums go on as if they were sums", _first("hooks", _inner("reduce"), _drop)),
+    Fault("no forward sum", "partial sums go on as if they were sums", _first(AllReduce, _drop, _inner)),
     Fault(
         "mean for sum",
         "partial sums are averaged",
-        _first("hooks", _inner("reduce"), lambda hook: replace(hook, action="mean")),
+        _first(AllReduce, lambda sum_: MeanOverRanks(sum_.pattern, sum_.side, sum_.path), _inner),
     ),
-    Fault("no gradient sum", "nobody sums the gradient at a region's entry", _first("hooks", _inner("copy"), _drop)),
+    Fault("no gradient sum", "nobody sums the gradient at a region's entry", _first(AllReduceGradient, _drop, _inner)),
     Fault("double gradient sum", "the gradient at a region's entry is summed twice", _copied_twice),
     Fault(
         "no gradient sum of a parameter",
@@ -229,36 +243,36 @@ FAULTS = (
         _rule(lambda rule: rule.divide, gradient="sum"),
     ),
     Fault("bias of every rank", "each rank adds the whole bias", _rule(lambda rule: rule.divide, divide=False)),
-    Fault("unedited integer", "a module keeps its number of heads", _first("edits", lambda edit, plan: True, _drop)),
+    Fault("unedited integer", "a module keeps its number of heads", _first(IntegerEdit, _drop)),
     Fault(
         "wrong integer",
         "a module is given half of what it should",
-        _first("edits", lambda edit, plan: edit.new > 1, lambda edit: replace(edit, new=edit.new // 2)),
+        _first(IntegerEdit, lambda edit: replace(edit, new=edit.new // 2), lambda edit, plan: edit.new > 1),
     ),
     Fault(
         "table without mask",
         "each rank looks every token up in its own rows",
-        _first("heads", lambda head, plan: head.kind == "embedding", _drop),
+        _first(VocabularyTable, _drop),
     ),
     Fault(
         "logits taken for whole",
         "a rank's logits leave the model as if they were all",
-        _first("heads", lambda head, plan: head.kind == "logits", _drop),
+        _first(SplitLogits, _drop),
     ),
     Fault(
         "no exchange in a norm",
         "a norm over all heads averages those of one rank",
-        _first("scoped", lambda call, plan: call.reduce is not None, lambda call: replace(call, reduce=None)),
+        _first(CallRewrite, lambda call: call.bare(), lambda call, plan: call.reduces),
     ),
     Fault(
         "no gradient sum in a scoped call",
         "a statistic's gradient stays partial",
-        _first("scoped", lambda call, plan: bool(call.copies), lambda call: replace(call, copies=())),
+        _first(CallRewrite, lambda call: replace(call, copies=()), lambda call, plan: bool(call.copies)),
     ),
     Fault(
         "constant not cut",
         "a constant made in forward stays whole",
-        _first("scoped", lambda call, plan: bool(call.cuts), lambda call: replace(call, cuts=())),
+        _first(CallRewrite, lambda call: replace(call, cuts=()), lambda call, plan: bool(call.cuts)),
     ),
     Fault("unseeded dropout", "each rank drops what it likes of whole values", _nothing_random, checks=("dropout",)),
     Fault("untied head", "a tied weight becomes two", tamper=_untie),

@@ -25,7 +25,7 @@ from autoplan.check.verify.sizes import Sizes
 from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import best_match, matches
 from autoplan.decide.written_plans.choices import Choices
-from autoplan.values import Finding, Means, Plan, Report
+from autoplan.values import Boundary, CallRewrite, Finding, Means, Plan, Report, SplitLogits
 
 __all__ = [
     "CHECK_NAMES",
@@ -158,7 +158,7 @@ def verify_clone(
     sharding = sharding_of(plan, checkpointing=checkpointing)
     report = check_sharding(clone.model, clone.entries, sharding, plan.ranks, checks=wanted, **how)
     findings = list(report.findings)
-    if report.ok and "loss" in wanted and any(head.kind == "logits" for head in plan.runtime.heads):
+    if report.ok and "loss" in wanted and plan.runtime.of(SplitLogits):
         gathered = sharding_of(plan, gather_logits=True)
         again = check_sharding(clone.model, clone.entries, gathered, plan.ranks, checks=["loss"], **how)
         findings += [replace(found, message=f"with gathered logits: {found.message}") for found in again.findings]
@@ -218,7 +218,7 @@ def _narrowed(
 def means_of(plan: Plan | None, sequence_parallel: bool, sizes: Sizes) -> tuple[Means, ...]:
     """How to shard, in the order in which it is tried: a plan says how; without one the safest means come last."""
     if plan is not None:
-        return (Means(bool(plan.runtime.scoped) or not plan.runtime.hooks, plan.sequence_parallel),)
+        return (Means(bool(plan.runtime.of(CallRewrite)) or not plan.runtime.of(Boundary), plan.sequence_parallel),)
     cut = (Means(True, True),) if sequence_parallel else ()
     found = (*cut, Means(True, False), Means(False, False))
     inside = tuple(replace(means, experts=False) for means in found) if sizes.ep > 1 and sizes.tp > 1 else ()

@@ -13,18 +13,9 @@ from autoplan.analyse.solve import Solution
 from autoplan.common.patterns import is_under
 from autoplan.decide.matching.match import TRANSPARENT
 from autoplan.decide.matching.naming import Reading
-from autoplan.values import ParameterFact
+from autoplan.values import Boundary, CallRewrite, Instruction, ParameterFact, Spread
 
 __all__ = ["Costs"]
-
-_ENTRIES = ("copy", "gather_sum")  # what sums the gradient of a value that enters split regions
-_SUMS = ("reduce", "mean", "reduce_scatter", "withhold")
-_EXITS = {
-    "reduce": "sum of the output (forward)",
-    "reduce_scatter": "sum of the output, dealt out along the sequence (forward)",
-    "withhold": "sum of the output (forward), shared with the branch that runs after it",
-    "gather": "gather of the output (forward)",
-}
 
 
 class Costs:
@@ -38,11 +29,12 @@ class Costs:
         self.summing = dict.fromkeys(
             self.trace.calls[call].module for call, kind in solution.reductions.items() if kind == "sum"
         )
-        self.scoped = {call.pattern: call for call in self.runtime.scoped if call.reduce}
+        self.calls = {call.pattern: call for call in self.runtime.of(CallRewrite) if call.reduces}
 
     def _copied_boxes(self) -> set[int]:
         """Boxes whose value has its gradient summed, wherever that is attached."""
-        sites = {(hook.pattern, hook.side, hook.path) for hook in self.runtime.hooks if hook.action in _ENTRIES}
+        partial = (one for one in self.runtime.of(Boundary) if one.gives is Spread.PARTIAL_GRADIENT)
+        sites = {(one.pattern, one.side, one.path) for one in partial}
         tensors: set[int] = set()
         for visit in self.trace.visits:
             for side, borders in (("input", visit.inputs), ("output", visit.outputs)):
@@ -62,15 +54,8 @@ class Costs:
 
         `ends_here`: the module's output is these parameters' product. (Of experts' two weights only the second's is.)
         """
-        found: list[str] = []
-        for hook in self.runtime.hooks:
-            if ends_here and hook.pattern == module and hook.side == "output":
-                found += [_EXITS[hook.action]] if hook.action in _EXITS else []
-        for head in self.runtime.heads:
-            if head.pattern == module and head.kind == "embedding":
-                found.append("sum of the output (forward)")
-        if module in self.scoped:
-            found.append(f"{self.scoped[module].reduce} inside the module (forward)")
+        here = (one for one in self.runtime.instructions if one.pattern == module and one.cost)
+        found = [one.cost for one in here if self._is_of_product(one, ends_here)]
         found += self._sum_further_out(module) if ends_here else []
         found += self._input_gradient(module, readings)
         for name, fact in facts:
@@ -79,11 +64,17 @@ class Costs:
                 found.append(f"sum of the gradient of {name.rpartition('.')[2]}{rows} (backward)")
         return tuple(dict.fromkeys(found))
 
+    def _is_of_product(self, one: Instruction, ends_here: bool) -> bool:
+        """Does an instruction at a module belong to the product of the parameters that are asked about?"""
+        if isinstance(one, CallRewrite):
+            return one is self.calls.get(one.pattern)
+        return not isinstance(one, Boundary) or (ends_here and one.side == "output")
+
     def _sum_further_out(self, module: str) -> list[str]:
         """A partial sum that travels to a module around this one, where others join it."""
-        if module not in self.summing or module in self.scoped:
+        if module not in self.summing or module in self.calls:
             return []
-        sites = {h.pattern for h in self.runtime.hooks if h.side == "output" and h.action in _SUMS}
+        sites = {b.pattern for b in self.runtime.of(Boundary) if b.side == "output" and b.settles_partial}
         around = [name for name in sites if module == name or is_under(name, module)]
         place = max(around, key=len, default=module)
         if place == module:

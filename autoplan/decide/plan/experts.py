@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from autoplan.common.patterns import matches
 from autoplan.decide.plan.folding import Names
-from autoplan.values import Finding, Means, Plan
+from autoplan.values import Finding, LocalExperts, Means, Plan
 
 if TYPE_CHECKING:
     from autoplan.analyse.solve import Solution
@@ -46,6 +46,6 @@ def _findings(plan: Plan, solution: Solution) -> Iterator[Finding]:
         if entry.rule in _INSIDE and not any(matches(owner, module) for module in told):
             text = "these experts are no stack of weights that is told by number who goes where: each is cut inside"
             yield Finding(_CHECK, "warn", entry.pattern, text)
-    if not plan.runtime.experts and not told:
+    if not plan.runtime.of(LocalExperts) and not told:
         text = "expert parallelism was asked for and is not applied: no module holds its experts in a stack of weights"
         yield Finding(_CHECK, "warn", "", text)

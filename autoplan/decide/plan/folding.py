@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from autoplan.common.patterns import Universe, fold_counted
-from autoplan.values import Fold, ParameterFact, Runtime, Trace
+from autoplan.values import Boundary, CallRewrite, Fold, IntegerEdit, ParallelBlock, ParameterFact, Runtime, Trace
 
 __all__ = ["Names", "fold_runtime", "same_in_like_blocks", "starred"]
 
@@ -83,9 +83,9 @@ def same_in_like_blocks(facts: Iterable[ParameterFact], runtime: Runtime, folds:
     for fact in facts:
         for name in fact.names:
             done.setdefault(name, []).append((fact.dim, fact.layout, fact.divide))
-    actions: tuple[Any, ...] = (*runtime.hooks, *runtime.scoped, *runtime.edits)
-    for item in actions:
-        done.setdefault(item.pattern, []).append(replace(item, pattern=""))
+    for item in runtime.instructions:
+        if isinstance(item, (Boundary, ParallelBlock, CallRewrite, IntegerEdit)):  # the model's ends are no block's
+            done.setdefault(item.pattern, []).append(replace(item, pattern=""))
     for fold in folds:
         for key, representative in fold.alike:
             mine, its = (_within(done, fold.container, one) for one in (key, representative))
@@ -105,13 +105,9 @@ def fold_runtime(runtime: Runtime, names: Names) -> Runtime:
     return replace(
         runtime,
         parameters=_fold_items(runtime.parameters, names, parameters=True),
-        edits=_fold_items(runtime.edits, names),
-        hooks=_fold_items(runtime.hooks, names),
-        heads=_fold_items(runtime.heads, names),
-        scoped=_fold_items(runtime.scoped, names),
+        instructions=_fold_items(runtime.instructions, names),
         random=_fold_plain(runtime.random, names),
         random_whole=_fold_plain(runtime.random_whole, names),
-        experts=_fold_items(runtime.experts, names),
     )
 
 

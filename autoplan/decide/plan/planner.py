@@ -23,7 +23,7 @@ from autoplan.decide.plan.folding import Names, fold_runtime, starred
 from autoplan.decide.plan.reasons import reason_text, units_text
 from autoplan.decide.plan.styles import style_of
 from autoplan.decide.rulebook.read import GENERIC, Rule, load_rules
-from autoplan.values import Entry, Finding, Obstacle, ParameterFact, Plan, Replicated, Stack
+from autoplan.values import Entry, Finding, IntegerEdit, LocalExperts, Obstacle, ParameterFact, Plan, Replicated, Stack
 
 __all__ = ["make_plan"]
 
@@ -94,7 +94,7 @@ class _Desk:
         self.named = name_parameters(matching, self.read, picture)
         self.costs = Costs(solution, picture)
         self.gathered = gathered_parameters(solution)
-        self.experts = {site.pattern for site in solution.runtime.experts}
+        self.experts = {site.pattern for site in solution.runtime.of(LocalExperts)}
         self.reducing = {solution.trace.calls[call].module for call in solution.reductions}
 
     def drafts(self, source: Source) -> Iterator[_Draft]:
@@ -202,7 +202,7 @@ def _obstacles(solution: Solution, drafts: list[_Draft], names: Names) -> tuple[
     """What hinders others at the modules that are split, and at their like in other blocks: one line for each kind."""
     split = {starred(draft.entry.pattern) for draft in drafts}
     modules = [module for module in solution.trace.module_classes if starred(module) in split]
-    edited = {(edit.pattern, edit.attribute) for edit in solution.runtime.edits}
+    edited = {(edit.pattern, edit.name) for edit in solution.runtime.of(IntegerEdit)}
     groups: dict[tuple[str, str, str], list[Obstacle]] = {}
     for found in obstacles(solution.trace, modules):
         if (found.pattern, found.attribute) not in edited:

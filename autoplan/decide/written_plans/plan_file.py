@@ -7,15 +7,17 @@ where.
 
 `autoplan.values` is the description of the format; a new field there needs a default, or old files stop loading.
 
-    autoplan: 1
+    autoplan: 2
     model: LlamaForCausalLM
     tp_size: 8
     sequence_parallel: false
     entries: [...]        # what is split, how and why; then: replicated, layers, proof, source, legal_tp, findings
-    runtime: {...}        # what `parallelize` does: parameters, edited integers, sums (defaults are left out)
+    runtime: {...}        # what `parallelize` does: how parameters lie, and instructions (defaults are left out)
+    made_for: {...}       # the versions, the forwards and the sizes that it was made for
     ep_size: 8            # where whole experts are dealt out
 
-`autoplan plan --json` prints the same keys.
+`autoplan plan --json` prints the same keys; docs/plan-format.md explains them. Format 1, which had strings in place of
+instructions, is refused: what its places in code were made for is not in it.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ from typing import Any
 
 import yaml
 
+from autoplan.common.consistent import inconsistencies
 from autoplan.common.decode import decode
 from autoplan.common.errors import AutoplanError, PlanFileError
-from autoplan.common.layout import Layout
 from autoplan.common.options import check_expert_size
 from autoplan.values import Plan
 from autoplan.values.plain import plain
@@ -45,7 +47,7 @@ __all__ = [
     "save_plan",
 ]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _KEYS = (
     "model",
     "tp_size",
@@ -55,7 +57,7 @@ _KEYS = (
     "layers",
     "proof",
 )  # the contract's, in order
-_MORE_KEYS = ("source", "legal_tp", "findings", "communication", "runtime", "obstacles")
+_MORE_KEYS = ("source", "legal_tp", "findings", "communication", "runtime", "obstacles", "made_for")
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
@@ -77,7 +79,7 @@ def plan_from_dict(data: Any, where: str = "plan") -> Plan:
         newer = isinstance(version, int) and version > FORMAT_VERSION
         raise PlanFileError(
             f"{where} has plan format {version!r}; this autoplan reads format {FORMAT_VERSION}",
-            hint="update autoplan, or make the plan again with this version" if newer else "make the plan again",
+            hint="update autoplan, or make the plan again with this version" if newer else _anew(data),
         )
     missing = [key for key in _KEYS if key not in data]
     if missing:
@@ -92,20 +94,16 @@ def plan_from_dict(data: Any, where: str = "plan") -> Plan:
         check_expert_size(plan.tp_size, plan.ep_size)
     except AutoplanError as error:
         raise PlanFileError(f"{where}: {error.message}", hint=error.hint) from error
-    _check_layouts(plan, where)
+    problem = next(inconsistencies(plan), None)
+    if problem is not None:
+        raise PlanFileError(f"{where}.{problem}", hint="mend it, or make the plan again")
     return plan
 
 
-def _check_layouts(plan: Plan, where: str) -> None:
-    """A layout is text to the types, and a language of its own."""
-    layouts = {f"parameters[{i}]": rule.layout for i, rule in enumerate(plan.runtime.parameters)}
-    layouts |= {f"hooks[{i}]": hook.layout for i, hook in enumerate(plan.runtime.hooks)}
-    for place, layout in layouts.items():
-        try:
-            Layout.parse(layout or "1")
-        except AutoplanError as error:
-            problem = f"{where}.runtime.{place}.layout: {error.message}"
-            raise PlanFileError(problem, hint="mend it, or make the plan again") from error
+def _anew(data: dict[str, Any]) -> str:
+    """The command that makes the plan of a file again."""
+    size = data.get("tp_size")
+    return f"make it again: `autoplan plan MODEL --tp {size if isinstance(size, int) else 'N'} -o FILE`"
 
 
 def names_plan_file(name: str | PathLike[str]) -> bool:

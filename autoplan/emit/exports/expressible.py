@@ -136,15 +136,9 @@ def _needs(
 ) -> Iterator[str]:
     """What a plain cut of the part would need besides column and row layers."""
     containers = list(containers)
-    for site in plan.runtime.experts:
-        if _home(site.pattern, containers) == container:
-            yield f"{site.pattern} deals out whole experts, which tensor-parallel styles do not say"
-    for edit in plan.runtime.edits:
-        if _home(edit.pattern, containers) == container:
-            yield f"{edit.attribute} of {edit.pattern} must be {edit.new} instead of {edit.old} on a rank"
-    for call in plan.runtime.scoped:
-        if _home(call.pattern, containers) == container:
-            yield f"the call of {call.name} in {call.pattern} must be changed"
+    for one in plan.runtime.instructions:
+        if not one.in_styles and _home(one.pattern, containers) == container:
+            yield one.beyond_styles()
     for entry in entries:
         if any("@" in segment for segment in entry.segments):
             yield f"{entry.pattern} is dealt out to groups of ranks"

@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Iterator
 from autoplan.common.patterns import matches
 from autoplan.decide.plan.folding import starred
 from autoplan.emit.exports.expressible import OBSTACLES, Part, Refused, check_nothing_lost, layout_of, parts_of
-from autoplan.values import Entry, Plan
+from autoplan.values import AllReduceGradient, Entry, Plan
 
 __all__ = ["OLD_NAMES", "hf_entries", "to_hf"]
 
@@ -157,10 +157,10 @@ def _latents(part: Part, plan: Plan) -> Iterator[tuple[str, str]]:
     """The projection whose output goes partly into split heads without passing a column layer."""
     split = {starred(entry.pattern) for entry in part.entries}
     matrices = {starred(whole.fqn) for whole in plan.replicated if "dim 1 (" in whole.reason}
-    for hook in plan.runtime.hooks:
-        name = starred(hook.pattern)
+    for copied in plan.runtime.of(AllReduceGradient):
+        name = starred(copied.pattern)
         inside = name.rpartition(".")[0] == part.container and name not in split
-        if hook.action == "copy" and hook.side == "output" and inside and f"{name}.weight" in matrices:
+        if copied.side == "output" and inside and f"{name}.weight" in matrices:
             yield name, "mla_kv_a_proj"
 
 

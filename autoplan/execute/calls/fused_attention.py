@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from autoplan.execute.collectives import RankGroup, sum_over_ranks
+from autoplan.execute.executors import At, executes
+from autoplan.values import AttentionCall
 
-__all__ = ["attention_of_a_rank"]
+__all__: list[str] = []
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
-def attention_of_a_rank(group: RankGroup, args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+@executes(AttentionCall)
+def _attention(planned: AttentionCall, at: At) -> Callable[[Any, Any, Any], Any]:
+    group = at.group
+    return lambda func, args, kwargs: _of_a_rank(group, args, kwargs)
+
+
+def _of_a_rank(group: RankGroup, args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Positions come first, then batch. The packed weight holds this rank's rows of queries, keys and values."""
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()

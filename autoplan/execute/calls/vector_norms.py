@@ -6,28 +6,36 @@ rank knows only its part of a length's gradient, so those parts are summed in ba
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from autoplan.execute.collectives import RankGroup, copy_to_ranks, sum_over_ranks
-from autoplan.values import ScopedCall
+from autoplan.execute.executors import At, executes
+from autoplan.values import LengthCall
 
-__all__ = ["scaled_by_lengths"]
+__all__: list[str] = []
 
 
-def scaled_by_lengths(planned: ScopedCall, args: tuple[Any, ...], kwargs: dict[str, Any], group: RankGroup) -> Any:
+@executes(LengthCall)
+def _lengths_of(planned: LengthCall, at: At) -> Callable[[Any, Any, Any], Any]:
+    group = at.group
+    return lambda func, args, kwargs: _scaled(planned, args, kwargs, group)
+
+
+def _scaled(planned: LengthCall, args: tuple[Any, ...], kwargs: dict[str, Any], group: RankGroup) -> Any:
     """What `planned`, a call that takes lengths over an axis of which x is this rank's part, returns on this rank."""
-    details = dict(planned.details)
-    given = dict(zip(_SIGNATURES.get(planned.name, ("x",)), args, strict=False)) | kwargs
+    name = planned.site.function
+    given = dict(zip(_SIGNATURES.get(name, ("x",)), args, strict=False)) | kwargs
     x = next(iter(given.values()))
     x = x if kwargs.get("dtype") is None else x.to(kwargs["dtype"])
-    lengths = _lengths(x, details["dims"], group)
-    if planned.name == "normalize":
+    lengths = _lengths(x, planned.dims, group)
+    if name == "normalize":
         return x / copy_to_ranks(lengths, group).clamp_min(given.get("eps", 1e-12))
-    if planned.name == "_weight_norm":
+    if name == "_weight_norm":
         return x * (given["g"] / copy_to_ranks(lengths, group))
-    return lengths if details["keepdim"] else lengths.squeeze(details["dims"])
+    return lengths if planned.keepdim else lengths.squeeze(planned.dims)
 
 
 _SIGNATURES = {"normalize": ("input", "p", "dim", "eps"), "_weight_norm": ("v", "g", "dim")}

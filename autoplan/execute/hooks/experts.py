@@ -20,17 +20,18 @@ from autoplan.common.errors import PlanMismatchError
 from autoplan.common.layout import chunk
 from autoplan.common.nested import change_input, change_output
 from autoplan.execute.collectives import RankGroup, take_rows
-from autoplan.values import ExpertSite
+from autoplan.execute.executors import Around, At, executes
+from autoplan.values import LocalExperts
 
-__all__ = ["LocalExperts"]
+__all__ = ["ExpertsOfARank"]
 
 _TOKENS_AND_CHOICES = 2  # dims of an index that says, for each token, which experts it goes to
 
 
-class LocalExperts:
+class ExpertsOfARank:
     """One module's entry and exit. Runs may nest or repeat (activation checkpointing), so what is kept is a stack."""
 
-    def __init__(self, site: ExpertSite, names: tuple[str, ...], group: RankGroup, where: str) -> None:
+    def __init__(self, site: LocalExperts, names: tuple[str, ...], group: RankGroup, where: str) -> None:
         self.site, self.names, self.where = site, names, where
         self.own = chunk(site.experts, group.size, group.rank)
         self.kept: list[tuple[torch.Tensor, int] | None] = []  # rows that were handed on, and of how many
@@ -85,6 +86,12 @@ class LocalExperts:
 
     def _write(self, args: Any, kwargs: Any, path: tuple[Any, ...], value: torch.Tensor) -> tuple[Any, Any]:
         return change_input(args, kwargs, self.names, path, lambda _: value, self.where)
+
+
+@executes(LocalExperts)
+def _experts(planned: LocalExperts, at: At) -> Around:
+    work = ExpertsOfARank(planned, at.names, at.group, at.name)
+    return Around(work.enter, work.leave)
 
 
 def _counts_are_known(index: torch.Tensor) -> bool:

@@ -7,8 +7,7 @@ hooks torch functions are hidden from function modes, whose counters they would 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,29 +15,22 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.hooks import RemovableHandle
 
-from autoplan.common.layout import Layout, chunk
+import autoplan.execute.hooks.carried_out  # noqa: F401 - whatever carries out an instruction
 from autoplan.common.nested import change_if_returned, change_input, change_output, signature_names
-from autoplan.execute.calls.function_mode import ModuleMode
-from autoplan.execute.collectives import (
-    copy_to_ranks,
-    gather_over_ranks,
-    gather_pieces,
-    scale_gradient,
-    sum_over_ranks,
-)
-from autoplan.execute.hooks.experts import LocalExperts
+from autoplan.execute.calls.function_mode import ModuleMode, PlannedCalls
+from autoplan.execute.collectives import gather_pieces
+from autoplan.execute.executors import Around, At, execute
 from autoplan.execute.hooks.running import Running
-from autoplan.execute.hooks.sequence_shards import shares_in
+from autoplan.execute.hooks.sequence_shards import Share, shares_in
 from autoplan.execute.hooks.unseen_outputs import UnseenOutputs
 from autoplan.execute.randomness.dropout import may_draw
-from autoplan.execute.sequence.apply import SEQUENCE_ACTIONS, sequence_action, zeros_of_a_share
-from autoplan.execute.vocabulary.split_logits import SplitLogits, can_stay_split, columns_in, split_class
-from autoplan.values import ExpertSite, HeadSite, HookSite, ScopedCall
+from autoplan.execute.sequence.apply import gather_share
+from autoplan.execute.vocabulary.split_logits import SplitLogits, columns_in
+from autoplan.values import AroundModule, Boundary, CallRewrite, Instruction
+from autoplan.values import SplitLogits as LogitsHead
 
 __all__ = ["ModuleWork", "install", "install_root"]
 
-_ORDER = {"join": 0, "withhold": 1, "reduce": 1, "mean": 1, "reduce_scatter": 1, "gather": 2, "gather_whole": 2,
-          "gather_sum": 2, "scatter": 3, "copy": 4, "scale": 5, "share": 6}  # fmt: skip
 _LOSS_ARGUMENTS = ("label", "target")  # what a forward calls the argument that makes it compute a loss
 
 
@@ -47,23 +39,17 @@ class ModuleWork:
     """Everything the plan does at one module."""
 
     name: str
-    hooks: list[HookSite] = field(default_factory=list)
-    embedding: HeadSite | None = None
-    logits: HeadSite | None = None
-    scoped: list[ScopedCall] = field(default_factory=list)
-    experts: ExpertSite | None = None
+    instructions: list[Instruction] = field(default_factory=list)
     framed: bool = False
     random: str = ""  # "split", "whole" or ""
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [one for one in self.instructions if isinstance(one, kind)]
 
     @property
     def communicates(self) -> bool:
         """Does it owe anything to other ranks?"""
-        calls = any(call.reduce or call.copies for call in self.scoped)
-        return calls or any((self.hooks, self.embedding, self.logits, self.experts))
-
-    @property
-    def empty(self) -> bool:
-        return not any((self.hooks, self.embedding, self.logits, self.scoped, self.experts, self.framed, self.random))
+        return any(one.communicates for one in self.instructions)
 
 
 def install(module: nn.Module, work: ModuleWork, running: Running) -> list[RemovableHandle]:
@@ -79,77 +65,34 @@ def install(module: nn.Module, work: ModuleWork, running: Running) -> list[Remov
 
 class _Worker:
     def __init__(self, module: nn.Module, work: ModuleWork, running: Running) -> None:
-        self.work, self.running, self.group = work, running, running.group
-        self.names = signature_names(module)
-        self.is_block = any(h.action == "block" for h in work.hooks)
-        inputs = [h for h in work.hooks if h.side == "input" and h.action != "block"]
-        self.inputs = [(h.path, self._action(h)) for h in inputs]
-        outputs = sorted((h for h in work.hooks if h.side == "output"), key=lambda h: _ORDER[h.action])
-        self.outputs = [(h.path, self._action(h)) for h in outputs]
-        self.experts = LocalExperts(work.experts, self.names, self.group, work.name) if work.experts else None
-        self.masks: list[torch.Tensor] = []
+        self.work, self.running = work, running
+        at = At(module, work.name, signature_names(module), running)
+        boundaries: list[Boundary] = work.of(Boundary)
+        around = [(one.turn, execute(one, at)) for one in work.of(AroundModule)]
+        steps = [(one.turn, _at_boundary(one, at)) for one in boundaries] + around
+        self.entering = [step.enter for _, step in steps if step.enter is not None]
+        self.leaving = [step.leave for _, step in sorted(steps, key=_turn) if step.leave is not None]
+        self.beginning = [step.begin for _, step in steps if step.begin is not None]
+        self.ending = [step.end for _, step in steps if step.end is not None]
+        calls: list[CallRewrite] = work.of(CallRewrite)
+        self.calls = PlannedCalls(calls, at) if calls else None
         self.entered: list[ModuleMode] = []
         self.opened: list[bool] = []
-        if work.embedding is not None:
-            size, tp = work.embedding.size, running.group.size
-            own = chunk(size, tp, running.group.rank)
-            self.first, self.last = own.start, own.stop
-        if work.logits is not None:
-            self.split_logits = split_class(running.group, work.logits.size, work.logits.dim)
-            self.can_stay_split = can_stay_split(work.logits.size, running.group)
 
     @property
     def needs_cleanup(self) -> bool:
-        return bool(self.work.scoped or self.work.framed or self.work.random or self.is_block)
-
-    def _action(self, site: HookSite) -> Callable[[torch.Tensor], torch.Tensor]:
-        group = self.group
-        if site.action == "copy":
-            return lambda x: copy_to_ranks(x, group)
-        if site.action == "reduce":
-            return lambda x: sum_over_ranks(x, group)
-        if site.action == "join":
-            return self.running.branches.join
-        if site.action == "withhold":
-            alone = self._action(replace(site, action="reduce" if site.dim is None else "reduce_scatter"))
-            zeros = zeros_of_a_share(site, self.running)
-            return lambda x: self.running.branches.withhold(x, alone, zeros)
-        if site.action == "mean":
-            return lambda x: sum_over_ranks(x, group) / group.size
-        if site.action == "scale" and site.layout is None:
-            return lambda x: scale_gradient(x, 1.0 / group.size)
-        assert site.layout is not None and site.dim is not None
-        if site.action in SEQUENCE_ACTIONS:
-            return sequence_action(site, self.running)
-        layout, dim = Layout.parse(site.layout), site.dim
-        if site.action == "gather":
-            rows = tuple(layout.rows(rank, group.size) for rank in range(group.size))
-            return lambda x: gather_over_ranks(x, group, dim, rows)
-        scale = [1.0 if carried else 1.0 / group.size for carried in layout.carried(group.size)]
-        return lambda x: scale_gradient(x, scale, dim)
+        return bool(self.calls or self.work.framed or self.work.random or self.beginning or self.ending)
 
     # ------------------------------------------------------------------ before the module runs
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        where = self.work.name or "the model"
-        if self.inputs or self.work.embedding is not None or self.experts is not None:
+        if self.entering:
             with torch._C.DisableTorchFunction():
-                for path, action in self.inputs:
-                    args, kwargs = change_input(args, kwargs, self.names, path, action, where)
-                if self.work.embedding is not None:
-                    path = self.work.embedding.outputs[0]
-                    args, kwargs = change_input(args, kwargs, self.names, path, self._mask, where)
-                if self.experts is not None:
-                    args, kwargs = self.experts.enter(args, kwargs)
+                for enter in self.entering:
+                    args, kwargs = enter(args, kwargs)
         if self.needs_cleanup:
             self._open()
         return args, kwargs
-
-    def _mask(self, ids: torch.Tensor) -> torch.Tensor:
-        """Token ids as rows of our piece; foreign ones look up row 0 and are zeroed afterwards."""
-        foreign = (ids < self.first) | (ids >= self.last)
-        self.masks.append(foreign)
-        return (ids - self.first).masked_fill(foreign, 0)
 
     def _open(self) -> None:
         running = self.running
@@ -161,56 +104,54 @@ class _Worker:
         else:
             self.opened.append(False)
         running.frames.append(self.work.name)
-        if self.is_block:
-            running.branches.enter()
-        if self.work.scoped:
-            mode = ModuleMode(self.work.name, tuple(self.work.scoped), self.group, running.frames, running.randomness)
+        for begin in self.beginning:
+            begin()
+        if self.calls is not None:
+            mode = self.calls.mode()
             mode.__enter__()
             self.entered.append(mode)
 
     # ------------------------------------------------------------------ after it ran
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        where = self.work.name or "the model"
         with torch._C.DisableTorchFunction():
-            if self.experts is not None:
-                output = self.experts.leave(output)
-            if self.work.embedding is not None:
-                mask = self.masks.pop()
-                output = sum_over_ranks(output.masked_fill(mask.unsqueeze(-1), 0), self.group)
-            for path, action in self.outputs:
-                output = change_output(output, path, action, where)
-            if self.work.logits is not None:
-                output = self._logits(self.work.logits, output)
+            for leave in self.leaving:
+                output = leave(output)
         return output
-
-    def _logits(self, head: HeadSite, output: torch.Tensor) -> torch.Tensor:
-        """Whole, or split and knowing it, or (when nothing but the model's exit will read them) plain columns."""
-        if self.running.whole_logits or (self.running.loss and not self.can_stay_split):
-            return gather_pieces(output, self.group, head.dim, head.size)
-        return output.as_subclass(self.split_logits) if self.running.loss else output
 
     def clean_up(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not self.opened:
             return
-        if self.work.scoped:
+        if self.calls is not None:
             mode = self.entered.pop()
             mode.__exit__(None, None, None)
             if output is not None:  # not on the way out of an error
                 mode.check_reached()
         self.running.frames.pop()
-        if self.is_block:
-            self.running.branches.leave(self.work.name, failed=output is None)
+        for end in self.ending:
+            end(output is None)
         if self.opened.pop():
             with torch._C.DisableTorchFunction():
                 split = self.work.random == "split"
                 (self.running.randomness.leave_split if split else self.running.randomness.leave_whole)()
 
 
+def _turn(step: tuple[int, Around]) -> int:
+    return step[0]
+
+
+def _at_boundary(planned: Boundary, at: At) -> Around:
+    """What is done to one tensor, as something that is done to all that a module takes or returns."""
+    change, path, names, where = execute(planned, at), planned.path, at.names, at.where
+    if planned.side == "input":
+        return Around(enter=lambda args, kwargs: change_input(args, kwargs, names, path, change, where))
+    return Around(leave=lambda output: change_output(output, path, change, where))
+
+
 def install_root(
     model: nn.Module,
-    heads: tuple[HeadSite, ...],
-    outputs: list[HookSite],
+    heads: tuple[LogitsHead, ...],
+    outputs: list[Boundary],
     running: Running,
     random: tuple[bool, bool],
     seen: tuple[tuple[Any, ...], ...],
@@ -232,14 +173,16 @@ class _Root:
     def __init__(
         self,
         model: nn.Module,
-        heads: tuple[HeadSite, ...],
-        outputs: list[HookSite],
+        heads: tuple[LogitsHead, ...],
+        outputs: list[Boundary],
         running: Running,
         random: tuple[bool, bool],
     ) -> None:
-        self.running, self.heads, self.outputs = running, heads, outputs
+        self.running, self.heads = running, heads
         self.random, self.always = random
         self.names = signature_names(model)
+        at = At(model, "", self.names, running)
+        self.outputs = [(one.path, execute(one, at)) for one in outputs]
         self.draws = self.always or (self.random and may_draw(model))
         self.unseen = UnseenOutputs((), self.names, running.group)
 
@@ -256,20 +199,11 @@ class _Root:
             self.running.randomness.begin(module.training)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        group = self.running.group
         with torch._C.DisableTorchFunction():
-            for site in self.outputs:
-                assert site.layout is not None and site.dim is not None
-                if site.action in SEQUENCE_ACTIONS:
-                    output = change_if_returned(output, site.path, sequence_action(site, self.running), "the model")
-                    continue
-                layout, dim = Layout.parse(site.layout), site.dim
-                rows = tuple(layout.rows(rank, group.size) for rank in range(group.size))
-                whole = partial(gather_over_ranks, group=group, dim=dim, rows=rows)
-                output = change_if_returned(output, site.path, whole, "the model")
+            for path, change in self.outputs:
+                output = change_if_returned(output, path, change, "the model")
             for path, share in shares_in(output):  # collected by the model on the way, behind our hooks
-                site = HookSite("", "output", path, "gather_whole", *share)
-                output = change_output(output, path, sequence_action(site, self.running), "the model")
+                output = change_output(output, path, self._whole(share), "the model")
             if self.running.depth == 1:
                 self.unseen.check(output)
             if self.running.loss:
@@ -280,14 +214,17 @@ class _Root:
                         output = change_if_returned(output, self._shifted(path, output), self._wrap(head), "the model")
         return output
 
+    def _whole(self, share: Share) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: gather_share(x, share, self.running)
+
     def _shifted(self, path: tuple[Any, ...], output: Any) -> tuple[Any, ...]:
         """A tuple result instead of a dict (return_dict=False) holds the same values in order."""
         if path and isinstance(path[0], str) and isinstance(output, tuple) and not isinstance(output, dict):
             return (0, *path[1:])
         return path
 
-    def _wrap(self, head: HeadSite) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda local: self._leaving(local, head.dim, head.size)
+    def _wrap(self, head: LogitsHead) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda local: self._leaving(local, head.dim, head.columns)
 
     def _beside_a_loss(self, local: torch.Tensor, kind: type[SplitLogits]) -> torch.Tensor:
         """Logits returned beside a loss. A compiled model wants a gradient for every DTensor that it returns with one,

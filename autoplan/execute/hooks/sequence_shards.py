@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autoplan.common.nested import flatten_tensors
+from autoplan.values import SequenceName
 
 __all__ = ["Share", "is_share", "mark_share", "shares_in"]
 
@@ -22,7 +23,7 @@ class Share(NamedTuple):
     """Along which dim a value is cut, and which sequence that is."""
 
     dim: int
-    name: str
+    sequence: SequenceName
 
 
 def mark_share(tensor: torch.Tensor, share: Share) -> torch.Tensor:

@@ -6,18 +6,18 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
 from autoplan.common.errors import PlanMismatchError
-from autoplan.values import Edit
+from autoplan.execute.executors import At, executes
+from autoplan.values import IntegerEdit
 
-__all__ = ["apply_edit"]
+__all__: list[str] = []
 
 
-def apply_edit(name: str, module: nn.Module, edit: Edit, rank: int) -> Callable[[], None]:
-    """Set one integer and return how to undo it. "config.x" edits a copy of the config that this module alone holds."""
-    holder, _, key = edit.attribute.rpartition(".")
-    state = module.__dict__
+@executes(IntegerEdit)
+def _edit(edit: IntegerEdit, at: At) -> Callable[[], None]:
+    """Set one integer and return how to undo it. What a holder shares with others is copied for this module alone."""
+    holder, key, name, rank = edit.holder, edit.attribute, at.name, at.group.rank
+    state = at.module.__dict__
     if holder:
         if holder not in state:
             raise _mismatch(name, edit, "no such attribute")
@@ -31,10 +31,10 @@ def apply_edit(name: str, module: nn.Module, edit: Edit, rank: int) -> Callable[
     return lambda: state.__setitem__(key, before)
 
 
-def _set(state: dict[str, Any], key: str, name: str, edit: Edit, rank: int) -> None:
+def _set(state: dict[str, Any], key: str, name: str, edit: IntegerEdit, rank: int) -> None:
     if key not in state:
         raise _mismatch(name, edit, "no such attribute")
-    new = edit.new if edit.per_rank is None else edit.per_rank[rank]
+    new = edit.on_rank(rank)
     stored = state[key]
     if edit.index is None:
         if stored != edit.old:
@@ -48,8 +48,8 @@ def _set(state: dict[str, Any], key: str, name: str, edit: Edit, rank: int) -> N
     state[key] = type(stored)(items)
 
 
-def _mismatch(name: str, edit: Edit, found: str) -> PlanMismatchError:
+def _mismatch(name: str, edit: IntegerEdit, found: str) -> PlanMismatchError:
     return PlanMismatchError(
-        f"the plan turns {name or 'the model'}.{edit.attribute} from {edit.old} into {edit.new}, but {found}",
+        f"the plan turns {name or 'the model'}.{edit.name} from {edit.old} into {edit.new}, but {found}",
         hint="the plan was made for another model or the model is already sharded; plan this one again",
     )

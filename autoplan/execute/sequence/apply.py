@@ -1,4 +1,4 @@
-"""What a hook does along the sequence: one of the moves, under the true length of the sequence that it is about."""
+"""What is done along the sequence: one of the moves, under the true length of the sequence that it is about."""
 
 from __future__ import annotations
 
@@ -7,73 +7,112 @@ from collections.abc import Callable
 import torch
 
 from autoplan.common.errors import IndivisibleError
+from autoplan.execute.executors import At, executes
 from autoplan.execute.hooks.running import Running
 from autoplan.execute.hooks.sequence_shards import Share, mark_share
 from autoplan.execute.sequence.moves import gather_sum, gather_whole, reduce_scatter, scatter
-from autoplan.values import HookSite
+from autoplan.values import (
+    AllGatherSequence,
+    AllGatherSequenceSumGradient,
+    NoteShard,
+    ReduceScatterSequence,
+    ScatterSequence,
+    SequenceBoundary,
+    SequenceName,
+    WithholdPartial,
+)
 
-__all__ = ["SEQUENCE_ACTIONS", "sequence_action", "zeros_of_a_share"]
+__all__ = ["gather_share", "zeros_of_a_share"]
 
-SEQUENCE_ACTIONS = ("scatter", "gather_whole", "gather_sum", "reduce_scatter", "share")
+Change = Callable[[torch.Tensor], torch.Tensor]
+Move = Callable[[torch.Tensor, int, int], torch.Tensor]  # of a tensor, its dim, and the whole length
 
 
-def sequence_action(site: HookSite, running: Running) -> Callable[[torch.Tensor], torch.Tensor]:
-    """One of the moves along a sequence, whose true length the scatter notes."""
-    group, dim, name = running.group, site.dim, site.layout
-    assert dim is not None and name is not None
-    flat, name = name.endswith("*"), name.removesuffix("*")
+@executes(ScatterSequence)
+def _scatter(planned: ScatterSequence, at: At) -> Change:
+    """The only one that learns the true length of a sequence, and notes it for the others."""
+    running, group, dim, sequence = at.running, at.group, planned.dim, planned.sequence
 
     def cut(x: torch.Tensor) -> torch.Tensor:
-        length = running.lengths.get(name, x.size(dim)) if flat else x.size(dim)
+        length = x.size(dim)
         if length % group.size and running.sequence_padding == "error" and torch.is_grad_enabled():
             raise IndivisibleError(
                 f"a sequence of {length} does not divide over {group.size} ranks",
                 hint=f"pad it to {-(-length // group.size) * group.size}, or pass sequence_padding='pad'",
             )
-        running.lengths[name] = length
+        running.lengths[sequence.name] = length
         return scatter(x, dim, group)
 
-    def move(x: torch.Tensor) -> torch.Tensor:
-        if site.action == "scatter":
-            return cut(x)
-        if site.action == "reduce_scatter":
-            return reduce_scatter(x, dim, group)
-        gather = gather_sum if site.action == "gather_sum" else gather_whole
-        return gather(x, dim, running.lengths[name], group)
+    flat = _flattened(lambda x, dim, length: scatter(x, dim, group), planned, running, of_shares=False)
+    run = flat if sequence.flattened else cut
+    share = Share(dim, sequence)
+    return lambda x: mark_share(run(x), share)
 
-    def move_flattened(x: torch.Tensor) -> torch.Tensor:
-        """Batch times sequence in one dim: the sequence is its minor part."""
+
+@executes(AllGatherSequence)
+def _gather(planned: AllGatherSequence, at: At) -> Change:
+    group = at.group
+    return _move(lambda x, dim, length: gather_whole(x, dim, length, group), planned, at.running, of_shares=True)
+
+
+@executes(AllGatherSequenceSumGradient)
+def _gather_sum(planned: AllGatherSequenceSumGradient, at: At) -> Change:
+    group = at.group
+    return _move(lambda x, dim, length: gather_sum(x, dim, length, group), planned, at.running, of_shares=True)
+
+
+@executes(ReduceScatterSequence)
+def _reduce_scatter(planned: ReduceScatterSequence, at: At) -> Change:
+    group, dim = at.group, planned.dim
+    if not planned.sequence.flattened:
+        return lambda x: reduce_scatter(x, dim, group)
+    return _flattened(lambda x, dim, length: reduce_scatter(x, dim, group), planned, at.running, of_shares=False)
+
+
+@executes(NoteShard)
+def _note(planned: NoteShard, at: At) -> Change:
+    share = Share(planned.dim, planned.sequence)
+    return lambda x: mark_share(x, share)
+
+
+def gather_share(x: torch.Tensor, share: Share, running: Running) -> torch.Tensor:
+    """The whole sequence of a value that says that it is a share."""
+    planned = AllGatherSequence("", "output", (), share.dim, share.sequence)
+    group = running.group
+    return _move(lambda x, dim, length: gather_whole(x, dim, length, group), planned, running, of_shares=True)(x)
+
+
+def _move(move: Move, planned: SequenceBoundary, running: Running, *, of_shares: bool) -> Change:
+    if planned.sequence.flattened:
+        return _flattened(move, planned, running, of_shares=of_shares)
+    dim, name = planned.dim, planned.sequence.name
+    return lambda x: move(x, dim, running.lengths[name])
+
+
+def _flattened(move: Move, planned: SequenceBoundary, running: Running, *, of_shares: bool) -> Change:
+    """Batch times sequence in one dim: the sequence is its minor part. `of_shares`: what comes in is a share."""
+    dim, name, size = planned.dim, planned.sequence.name, running.group.size
+
+    def run(x: torch.Tensor) -> torch.Tensor:
         length = running.lengths[name]
-        shared = site.action in ("gather_sum", "gather_whole")
-        held = -(-length // group.size) if shared else length
+        held = -(-length // size) if of_shares else length
         at = dim % x.dim()
         apart = x.unflatten(at, (-1, held)).movedim(at + 1, -1)
-        together = move_last(apart, length)
-        return together.movedim(-1, at + 1).flatten(at, at + 1)
+        return move(apart, -1, length).movedim(-1, at + 1).flatten(at, at + 1)
 
-    def move_last(x: torch.Tensor, length: int) -> torch.Tensor:
-        if site.action == "scatter":
-            return scatter(x, -1, group)
-        if site.action == "reduce_scatter":
-            return reduce_scatter(x, -1, group)
-        return (gather_sum if site.action == "gather_sum" else gather_whole)(x, -1, length, group)
-
-    def mark(x: torch.Tensor) -> torch.Tensor:
-        return mark_share(x if site.action == "share" else run(x), Share(dim, str(site.layout)))
-
-    run = move_flattened if flat else move
-    return mark if site.action in ("scatter", "share") else run
+    return run
 
 
-def zeros_of_a_share(site: HookSite, running: Running) -> Callable[[torch.Tensor], torch.Tensor]:
+def zeros_of_a_share(planned: WithholdPartial, running: Running) -> Change:
     """Zeros of the size that a whole value has once it is cut; of the value's own size where nothing is cut."""
+    dim, sequence = planned.dim, planned.sequence
+    if dim is None or sequence is None:
+        return torch.zeros_like
+    return lambda x: _zeros(x, dim, sequence, running)
 
-    def zeros(x: torch.Tensor) -> torch.Tensor:
-        if site.dim is None or site.layout is None:
-            return torch.zeros_like(x)
-        length = running.lengths[site.layout.removesuffix("*")]
-        shape = list(x.shape)
-        shape[site.dim] = shape[site.dim] // length * -(-length // running.group.size)
-        return x.new_zeros(shape)
 
-    return zeros
+def _zeros(x: torch.Tensor, dim: int, sequence: SequenceName, running: Running) -> torch.Tensor:
+    length = running.lengths[sequence.name]
+    shape = list(x.shape)
+    shape[dim] = shape[dim] // length * -(-length // running.group.size)
+    return x.new_zeros(shape)

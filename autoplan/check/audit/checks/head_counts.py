@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from autoplan.check.audit.subject import Subject, Weight
 from autoplan.common.patterns import matches
-from autoplan.values import Edit, Finding
+from autoplan.values import Finding, IntegerEdit
 
 NAME = "head-counts"
 _WHOLE_AFTERWARDS = ("colwise_gather_output", "embedding_rowwise", "embedding_colwise")
@@ -22,12 +22,12 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
         yield from _ours(subject)
         return
     groups: dict[tuple[str, str, int, int], list[Weight]] = {}
-    for edit in subject.solution.runtime.edits:
+    for edit in subject.solution.runtime.of(IntegerEdit):
         for weight in subject.weights:
             line = weight.said.line
             near = edit.pattern in (weight.module, weight.module.rpartition(".")[0])
             if near and line is not None and weight.said.dim is not None and line.style not in _WHOLE_AFTERWARDS:
-                groups.setdefault((line.pattern, edit.attribute, edit.old, edit.new), []).append(weight)
+                groups.setdefault((line.pattern, edit.name, edit.old, edit.new), []).append(weight)
     told: set[tuple[str, int]] = set()
     for (pattern, attribute, old, new), weights in groups.items():
         if (attribute, old) not in told:  # once, at the first line that splits what the number counts
@@ -42,7 +42,7 @@ def _ours(subject: Subject) -> Iterator[Finding]:
     """A plan of ours carries its edits: they must be those that its own choices need."""
     if subject.right is None or subject.plan.plan is None:
         return
-    have, need = (_by_place(subject, plan.runtime.edits) for plan in (subject.plan.plan, subject.right))
+    have, need = (_by_place(subject, plan.runtime.of(IntegerEdit)) for plan in (subject.plan.plan, subject.right))
     for place in dict.fromkeys([*have, *need]):
         mine, right = have.get(place), need.get(place)
         if mine == right:
@@ -53,9 +53,9 @@ def _ours(subject: Subject) -> Iterator[Finding]:
         yield subject.suspect(NAME, module, f"{attribute} of {module}: the plan {says}; {must}", "plan again")
 
 
-def _by_place(subject: Subject, edits: tuple[Edit, ...]) -> dict[tuple[str, str, int | None], object]:
+def _by_place(subject: Subject, edits: tuple[IntegerEdit, ...]) -> dict[tuple[str, str, int | None], object]:
     return {
-        (module, edit.attribute, edit.index): edit.per_rank or edit.new
+        (module, edit.name, edit.index): edit.per_rank or edit.new
         for edit in edits
         for module in subject.modules
         if matches(edit.pattern, module)

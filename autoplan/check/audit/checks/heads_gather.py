@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from autoplan.check.audit.subject import Subject, Weight
 from autoplan.emit.words import bytes_text
-from autoplan.values import Finding
+from autoplan.values import Finding, SplitLogits
 
 NAME = "heads-gather"
 _FP32_COPIES = 5  # [tokens, vocabulary] tensors that a float32 cross-entropy keeps, as measured on a public report
@@ -21,16 +21,14 @@ _FP32_COPIES = 5  # [tokens, vocabulary] tensors that a float32 cross-entropy ke
 def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
     if subject.tp_size == 1 or not subject.plan.lines:
         return
-    for head in subject.solution.runtime.heads:
-        if head.kind != "logits":
-            continue
+    for head in subject.solution.runtime.of(SplitLogits):
         weight = next((w for w in subject.weights if f"{head.pattern}.weight" in w.names), None)
         line = subject.plan.line_for(f"{head.pattern}.weight")
         if weight is None or (subject.plan.plan is not None and weight.said.dim is not None):
             continue
         if line is not None and "gather" in line.style:
             hint = "keep the logits split over the vocabulary: 'colwise', and a loss that takes them so"
-            text, more = _gathered(subject, head.size), gather_bytes(subject, head.size)[1]
+            text, more = _gathered(subject, head.columns), gather_bytes(subject, head.columns)[1]
             yield Finding(NAME, "warn", line.pattern, text, hint, more)
         elif weight.said.dim is None:
             yield _whole(subject, head.pattern, weight)

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoplan.check.audit.subject import Subject, Weight
-from autoplan.values import Finding
+from autoplan.values import Finding, SplitLogits, VocabularyTable
 
 NAME = "pairing"
 _WHOLE_AT_THE_BORDER = ("colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_colwise")
 
 
 def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
-    logits = {head.pattern for head in subject.solution.runtime.heads}
+    logits = {end.pattern for kind in (VocabularyTable, SplitLogits) for end in subject.solution.runtime.of(kind)}
     for axis in subject.solution.classes:
         places = dict(axis.parameters)
         weights = [subject.by_name[name] for name in places if name in subject.by_name]

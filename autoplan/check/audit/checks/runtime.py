@@ -13,15 +13,26 @@ from typing import Any
 
 from autoplan.check.audit.subject import Subject
 from autoplan.common.patterns import matches
-from autoplan.values import Finding
+from autoplan.values import (
+    Boundary,
+    CallRewrite,
+    Finding,
+    ParallelBlock,
+    ParameterRule,
+    Runtime,
+    SplitLogits,
+    VocabularyTable,
+)
 
 NAME = "runtime"
-_SAID = {
-    "parameters": "lies on ranks otherwise than its choices need",
-    "hooks": "sums at module borders differ",
-    "heads": "the vocabulary's table or head is treated otherwise",
-    "scoped": "calls inside the module are treated otherwise",
-}
+_SAID: dict[type[Any], str] = {
+    ParameterRule: "lies on ranks otherwise than its choices need",
+    Boundary: "sums at module borders differ",
+    ParallelBlock: "branches of a block are summed otherwise",
+    VocabularyTable: "the vocabulary's table or head is treated otherwise",
+    SplitLogits: "the vocabulary's table or head is treated otherwise",
+    CallRewrite: "calls inside the module are treated otherwise",
+}  # integers have a check of their own (head_counts.py)
 
 
 def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
@@ -32,8 +43,8 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
         yield Finding(NAME, "warn", "", "the plan's own choices cannot be planned again on this model", "plan again")
         return
     for kind, text in _SAID.items():
-        names = subject.parameters if kind == "parameters" else subject.modules
-        have, need = (_expanded(getattr(p.runtime, kind), {**names, **_buffers(subject)}) for p in (plan, right))
+        names = subject.parameters if kind is ParameterRule else subject.modules
+        have, need = (_expanded(_items(p.runtime, kind), {**names, **_buffers(subject)}) for p in (plan, right))
         groups: dict[str, list[str]] = {}
         for name in dict.fromkeys([*have, *need]):
             extra, missing = (
@@ -44,10 +55,14 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
                 groups.setdefault(_difference(extra, missing), []).append(name)
         for difference, places in groups.items():
             yield subject.suspect(NAME, subject.folded(places), f"{text}: {difference}", "plan again", names=places)
-    for kind in ("random", "random_whole", "draws"):
-        have, need = getattr(plan.runtime, kind), getattr(right.runtime, kind)
-        if have != need and (kind == "draws" or _modules(subject, have) != _modules(subject, need)):
+    for field in ("random", "random_whole", "draws"):
+        have, need = getattr(plan.runtime, field), getattr(right.runtime, field)
+        if have != need and (field == "draws" or _modules(subject, have) != _modules(subject, need)):
             yield subject.suspect(NAME, "", "random numbers are drawn otherwise than the split needs", "plan again")
+
+
+def _items(runtime: Runtime, kind: type[Any]) -> tuple[Any, ...]:
+    return runtime.parameters if kind is ParameterRule else runtime.of(kind)
 
 
 def _buffers(subject: Subject) -> dict[str, Any]:

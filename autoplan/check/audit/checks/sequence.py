@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoplan.check.audit.subject import Subject
-from autoplan.values import Finding
+from autoplan.values import Finding, SequenceBoundary
 
 NAME = "sequence"
 
@@ -19,7 +19,7 @@ NAME = "sequence"
 def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
     plan = subject.plan.plan
     if plan is not None:
-        cuts = any(hook.action in ("scatter", "reduce_scatter", "gather_whole") for hook in plan.runtime.hooks)
+        cuts = bool(plan.runtime.of(SequenceBoundary))
         if plan.sequence_parallel and not cuts:
             text = "the plan promises sequence parallelism and cuts no sequence"
             yield Finding(NAME, "warn", "", text, "plan again with sequence_parallel=True")

@@ -1,0 +1,98 @@
+"""What a plan was made for, and whether a model is that: asked before anything of the model is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import transformers
+from torch import nn
+
+from autoplan.common.consistent import inconsistencies
+from autoplan.common.errors import PlanMismatchError
+from autoplan.common.forward_code import forward_code, same_code
+from autoplan.common.patterns import matches
+from autoplan.values import CallRewrite, ForwardCode, MadeFor, Plan, Sizes, Version, replace
+from autoplan.version import __version__
+
+__all__ = ["check_fits", "with_made_for"]
+
+_SHOWN = 3
+
+
+def with_made_for(plan: Plan, model: nn.Module) -> Plan:
+    """The plan, saying that it was made for this model."""
+    versions = (
+        Version("autoplan", __version__),
+        Version("torch", str(torch.__version__)),
+        Version("transformers", str(transformers.__version__)),
+    )
+    forwards = [
+        ForwardCode(kind.__qualname__, forward_code(kind, places)) for kind, places in _rewritten(model, plan).items()
+    ]
+    cut = [rule.pattern for rule in plan.runtime.parameters if rule.dim is not None]
+    shapes = _shapes(model)
+    sizes = (Sizes(pattern, tuple(dict.fromkeys(_meant(pattern, shapes).values()))) for pattern in dict.fromkeys(cut))
+    return replace(plan, made_for=MadeFor(versions, tuple(forwards), tuple(one for one in sizes if one.shapes)))
+
+
+def check_fits(model: nn.Module, plan: Plan) -> None:
+    """Raise unless the plan makes sense and was made for code and sizes like these."""
+    apart = [*inconsistencies(plan), *_other_code(model, plan), *_other_sizes(model, plan)]
+    if not apart:
+        return
+    more = f" (and {len(apart) - _SHOWN} more)" if len(apart) > _SHOWN else ""
+    made = ", ".join(f"{one.library} {one.version}" for one in plan.made_for.versions) or "unknown versions"
+    size = f"--tp {plan.tp_size}" + (f" --ep {plan.ep_size}" if plan.ep_size > 1 else "")
+    raise PlanMismatchError(
+        f"the plan does not fit {type(model).__name__}: {'; '.join(apart[:_SHOWN])}{more} (it was made with {made})",
+        hint=f"make it anew for this model: autoplan plan {plan.model} {size} -o FILE",
+    )
+
+
+def _other_code(model: nn.Module, plan: Plan) -> Iterator[str]:
+    """Classes whose forward is not what it was. One that somebody derived from, or put in a wrapper's class, is."""
+    known: dict[str, list[str]] = {}
+    for one in plan.made_for.forwards:
+        known.setdefault(one.class_name, []).append(one.code)
+    for kind, places in _rewritten(model, plan).items() if known else ():
+        named = next((base for base in kind.__mro__ if base.__qualname__ in known), None)
+        if named is None:
+            yield f"calls in the forward of {kind.__qualname__} are rewritten, which the plan was not made for"
+        elif not any(same_code(code, forward_code(kind, places)) for code in known[named.__qualname__]):
+            yield f"the code of {kind.__qualname__}.forward is another one, in which calls are rewritten by their place"
+
+
+def _rewritten(model: nn.Module, plan: Plan) -> dict[type[nn.Module], set[str]]:
+    """Classes some of whose own calls run otherwise, with the places of these calls."""
+    calls = plan.runtime.of(CallRewrite)
+    found: dict[type[nn.Module], set[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False) if calls else ():
+        for call in calls:
+            if matches(call.pattern, name):
+                found.setdefault(type(module), set()).add(call.site.place)
+    return found
+
+
+def _other_sizes(model: nn.Module, plan: Plan) -> Iterator[str]:
+    shapes = _shapes(model) if plan.made_for.sizes else {}
+    for sizes in plan.made_for.sizes:
+        for name, shape in _meant(sizes.pattern, shapes).items():
+            if shape not in sizes.shapes:
+                planned = " or ".join(str(list(one)) for one in sizes.shapes)
+                yield f"{name} has the shape {list(shape)}, where it was planned with {planned}"
+                break
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    tensors: Iterable[tuple[str, torch.Tensor]] = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    return {name: tuple(tensor.shape) for name, tensor in tensors}
+
+
+def _meant(pattern: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    if pattern in shapes:
+        return {pattern: shapes[pattern]}
+    return {name: shape for name, shape in shapes.items() if matches(pattern, name)}

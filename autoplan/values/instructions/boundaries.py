@@ -1,0 +1,167 @@
+"""What is done to one tensor where it enters or leaves a module, on every call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from autoplan.values.instructions.base import Collective, Instruction, Move, Spread, instruction
+
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "AllReduceGradient",
+    "Boundary",
+    "JoinPartial",
+    "MeanOverRanks",
+    "ScaleGradient",
+    "SequenceName",
+    "Side",
+    "WithholdPartial",
+]
+
+Side = Literal["input", "output"]
+
+
+@dataclass(frozen=True)
+class SequenceName:
+    """Which sequence a value's positions are of. `flattened`: they lie in one dim with the batch, as the minor part."""
+
+    name: str
+    flattened: bool = False
+
+
+@dataclass(frozen=True)
+class Boundary(Instruction):
+    """A tensor at a module's entry or exit, at `path` in its arguments or in what it returns.
+
+    `turn`: where several stand at one place, which comes first. `at_exit`: of the model's own outputs it is done last
+    of all, and only to what was returned. `gradients_only`: forward nothing happens. `stream_end`: on this side of a
+    block it begins or ends a stream of shares, and belongs to no block.
+    """
+
+    side: Side
+    path: tuple[Any, ...]
+
+    turn: ClassVar[int] = 3
+    at_exit: ClassVar[bool] = False
+    gradients_only: ClassVar[bool] = False
+    stream_end: ClassVar[str] = ""
+    in_styles: ClassVar[bool] = True
+
+    def said(self, ranks: int) -> str:
+        what = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.path).removeprefix(".")
+        return f"{self.pattern}: {self.says.format(what=f'{self.side} {what}'.strip(), tp=ranks)}"
+
+    @property
+    def communicates(self) -> bool:
+        return True
+
+
+@instruction
+@dataclass(frozen=True)
+class AllReduceGradient(Boundary):
+    """Identity forward; backward the gradient, of which each rank has a part, is summed (Megatron's f)."""
+
+    takes = Spread.REPLICATE
+    gives = Spread.PARTIAL_GRADIENT
+    says = "the gradient of {what} is summed over ranks (backward)"
+    cost = ""  # told at each module that reads the value
+    turn = 4
+    gradients_only = True
+    collectives = (Move(Collective.ALL_REDUCE, backward=True),)
+
+
+@instruction
+@dataclass(frozen=True)
+class AllReduce(Boundary):
+    """Forward the parts that ranks hold are summed; identity backward (Megatron's g)."""
+
+    takes = Spread.PARTIAL
+    gives = Spread.REPLICATE
+    says = "{what} is summed over ranks (forward)"
+    cost = "sum of the output (forward)"
+    turn = 1
+    collectives = (Move(Collective.ALL_REDUCE),)
+
+
+@instruction
+@dataclass(frozen=True)
+class MeanOverRanks(Boundary):
+    """A mean over an axis of which each rank holds an equal part: the means of the parts are summed, divided by tp."""
+
+    takes = Spread.PARTIAL
+    gives = Spread.REPLICATE
+    says = "{what} is averaged over ranks (forward)"
+    cost = ""
+    turn = 1
+    collectives = (Move(Collective.ALL_REDUCE),)
+
+
+@instruction
+@dataclass(frozen=True)
+class ScaleGradient(Boundary):
+    """Identity forward; backward a gradient that every rank has whole is divided by tp, and so is one part of a sum.
+
+    With a `layout`, only on the segments along `dim` that every rank holds.
+    """
+
+    dim: int | None = None
+    layout: str | None = None
+
+    takes = Spread.PARTIAL_GRADIENT
+    gives = Spread.REPLICATE
+    says = "the gradient of {what} is divided by {tp} where every rank holds the value (backward)"
+    cost = ""
+    turn = 5
+    gradients_only = True
+    collectives = ()
+
+
+@instruction
+@dataclass(frozen=True)
+class AllGather(Boundary):
+    """Forward the pieces along `dim` are gathered into the order of `layout`; backward a rank keeps its piece."""
+
+    dim: int
+    layout: str
+
+    takes = Spread.SHARD
+    gives = Spread.REPLICATE
+    says = "{what} is gathered from all ranks (forward), its gradient sliced (backward)"
+    cost = "gather of the output (forward)"
+    turn = 2
+    at_exit = True
+    collectives = (Move(Collective.ALL_GATHER),)
+
+
+@instruction
+@dataclass(frozen=True)
+class WithholdPartial(Boundary):
+    """A branch's part of a sum is kept back for the next branch of the block, which adds it to its own; it gives zeros.
+
+    Under sequence parallelism these are zeros of a share: of `sequence`, which lies along `dim`.
+    """
+
+    dim: int | None = None
+    sequence: SequenceName | None = None
+
+    takes = Spread.PARTIAL
+    gives = Spread.REPLICATE
+    says = "{what} is withheld (forward), and summed together with the branch that follows"
+    cost = "sum of the output (forward), shared with the branch that runs after it"
+    turn = 1
+    collectives = ()  # the branch that joins it pays
+
+
+@instruction
+@dataclass(frozen=True)
+class JoinPartial(Boundary):
+    """To a branch's part of a sum is added what the branch before it withheld."""
+
+    takes = Spread.PARTIAL
+    gives = Spread.PARTIAL
+    says = "to {what} is added what the branch before it withheld (forward)"
+    cost = ""
+    turn = 0
+    collectives = ()

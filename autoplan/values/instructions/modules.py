@@ -1,0 +1,162 @@
+"""What is done around a module as a whole, or to what it stores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from autoplan.values.instructions.base import Collective, Instruction, Move, Spread, instruction
+
+__all__ = ["AroundModule", "IntegerEdit", "LocalExperts", "ParallelBlock", "SplitLogits", "VocabularyTable"]
+
+
+@dataclass(frozen=True)
+class AroundModule(Instruction):
+    """Something done before and after each run of a module. `turn`: when it is done to the output, as at boundaries."""
+
+    turn: ClassVar[int] = 0
+
+
+@instruction
+@dataclass(frozen=True)
+class VocabularyTable(AroundModule):
+    """A table of `rows`, of which each rank holds a run: ids (the module's input at `path`) of other ranks are masked,
+    rows that were looked up are summed."""
+
+    rows: int
+    path: tuple[Any, ...]
+
+    takes = Spread.REPLICATE
+    gives = Spread.REPLICATE
+    says = "ids of other ranks are masked, rows summed"
+    cost = "sum of the output (forward)"
+    in_styles = True
+    turn = -1
+    collectives = (Move(Collective.ALL_REDUCE),)
+
+
+@instruction
+@dataclass(frozen=True)
+class SplitLogits(AroundModule):
+    """A vocabulary head, whose output of `columns` along `dim` stays split until the model returns it at `outputs`.
+
+    There it is a DTensor, or gathered where that is asked for; a loss in the model's own forward is made of the pieces.
+    """
+
+    columns: int
+    dim: int = -1
+    outputs: tuple[tuple[Any, ...], ...] = ()
+
+    takes = Spread.SHARD
+    gives = Spread.SHARD
+    says = "logits stay split"
+    cost = ""
+    in_styles = True
+    turn = 7
+    collectives = ()
+
+    @property
+    def communicates(self) -> bool:
+        return True
+
+
+@instruction
+@dataclass(frozen=True)
+class LocalExperts(AroundModule):
+    """A module whose experts live on different ranks: of `experts`, each rank holds an equal run.
+
+    `tokens`, `index` and `weights` are paths of its inputs: what is computed, which experts each token goes to, and
+    with which weights; `output` is that of its result. A rank leaves out what goes to experts that it does not hold,
+    and numbers its own from 0. Without an `index` the tokens lie expert by expert in their first dim, of which a rank
+    takes its part.
+    """
+
+    experts: int
+    tokens: tuple[Any, ...]
+    index: tuple[Any, ...] | None = None
+    weights: tuple[Any, ...] | None = None
+    output: tuple[Any, ...] = ()
+
+    takes = Spread.REPLICATE
+    gives = Spread.PARTIAL
+    says = "a rank computes for {share} of {experts} experts"
+    cost = ""
+    in_styles = False
+    turn = -2
+    collectives = ()  # the sum of its output is a boundary's
+
+    @property
+    def communicates(self) -> bool:
+        return True
+
+    def said(self, ranks: int) -> str:
+        return f"{self.pattern}: {self.says.format(share=self.experts // ranks, experts=self.experts)}"
+
+    def beyond_styles(self) -> str:
+        return f"{self.pattern} deals out whole experts, which tensor-parallel styles do not say"
+
+    def problem(self, ranks: int) -> str:
+        return f"its {self.experts} experts do not divide by {ranks} ranks" if self.experts % ranks else ""
+
+
+@instruction
+@dataclass(frozen=True)
+class ParallelBlock(AroundModule):
+    """A block whose branches share a sum: what one withholds while the block runs, the next one must add to its own."""
+
+    takes = Spread.ANY
+    gives = Spread.ANY
+    says = "what one of its branches withholds, the next one adds to its own before it is summed"
+    cost = ""
+    in_styles = True
+    collectives = ()
+
+    @property
+    def communicates(self) -> bool:
+        return True
+
+
+@instruction
+@dataclass(frozen=True)
+class IntegerEdit(Instruction):
+    """An integer that the module's own Python reads and that must be smaller on a rank.
+
+    `attribute` is a name on the module ("num_heads"), or with a `holder` ("config") a name on that object, of which the
+    module gets a copy of its own. `index` selects inside a list or tuple. `per_rank`: where `new` differs by rank.
+    """
+
+    attribute: str
+    index: int | None
+    old: int
+    new: int
+    per_rank: tuple[int, ...] | None = None
+    holder: str = ""
+
+    takes = Spread.ANY
+    gives = Spread.ANY
+    says = "{what} {old} → {new}"
+    cost = ""
+    in_styles = False
+    collectives = ()
+
+    @property
+    def name(self) -> str:
+        """As the module's code says it: "num_heads", "config.num_heads"."""
+        return f"{self.holder}.{self.attribute}" if self.holder else self.attribute
+
+    def on_rank(self, rank: int) -> int:
+        """What it becomes there."""
+        return self.new if self.per_rank is None else self.per_rank[rank]
+
+    def said(self, ranks: int) -> str:
+        what = self.name if self.index is None else f"{self.name}[{self.index}]"
+        new = f"{self.new}" if self.per_rank is None else f"{', '.join(map(str, self.per_rank))} by rank"
+        return f"{self.pattern}: {self.says.format(what=what, old=self.old, new=new)}"
+
+    def beyond_styles(self) -> str:
+        return f"{self.name} of {self.pattern} must be {self.new} instead of {self.old} on a rank"
+
+    def problem(self, ranks: int) -> str:
+        if self.per_rank is not None and len(self.per_rank) != ranks:
+            return f"it has numbers for {len(self.per_rank)} ranks, not {ranks}"
+        return ""

@@ -1,0 +1,61 @@
+"""Everything that is done to a live model, decided when the plan is made; and by which means it may be done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from autoplan.values.instructions.base import Instruction
+
+__all__ = ["Means", "ParameterRule", "Runtime"]
+
+Kind = TypeVar("Kind", bound=Instruction)
+
+
+@dataclass(frozen=True)
+class ParameterRule:
+    """How parameters matching `pattern` lie on ranks. `layout` is the notation of `layout.py`; None: whole."""
+
+    pattern: str
+    dim: int | None = None
+    layout: str | None = None
+    gradient: Literal["local", "sum", "shared"] = "local"
+    divide: bool = False
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """How parameters lie on ranks, and what is done around them when the model runs."""
+
+    parameters: tuple[ParameterRule, ...] = ()
+    instructions: tuple[Instruction, ...] = ()
+    random: tuple[str, ...] = ()  # module patterns whose random draws act on split values: each rank its own
+    random_whole: tuple[str, ...] = ()  # and those that act on whole values: the same on every rank
+    draws: bool = False  # are random numbers drawn in eval mode too?
+    outputs: tuple[tuple[Any, ...], ...] = ()  # paths of what the model was seen to return
+
+    def of(self, kind: type[Kind]) -> tuple[Kind, ...]:
+        """The instructions of one kind, or of all kinds that derive from it, in order."""
+        return tuple(one for one in self.instructions if isinstance(one, kind))
+
+
+@dataclass(frozen=True)
+class Means:
+    """Which means a plan may use: the scoped function mode, and cutting the stream along the sequence.
+
+    `whole`: patterns of modules whose parameters stay whole, because cut they did not give the same. `experts`: experts
+    may live on different ranks, where that is asked for.
+    """
+
+    scoped: bool = True
+    sequence: bool = False
+    whole: tuple[str, ...] = ()
+    experts: bool = True
+
+    def __str__(self) -> str:
+        """What is out of the ordinary."""
+        said = ("the stream is cut along the sequence" if self.sequence else "",
+                "" if self.scoped else "no call inside a module's forward is changed",
+                f"left whole: {', '.join(self.whole)}" if self.whole else "",
+                "" if self.experts else "experts are not dealt out")  # fmt: skip
+        return "; ".join(filter(None, said))

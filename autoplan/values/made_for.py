@@ -1,0 +1,43 @@
+"""What a plan was made for: it says places in source code and numbers of rows, which mean nothing in another model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ForwardCode", "MadeFor", "Sizes", "Version"]
+
+
+@dataclass(frozen=True)
+class Version:
+    """A library with which a plan was made."""
+
+    library: str
+    version: str
+
+
+@dataclass(frozen=True)
+class ForwardCode:
+    """The forward of a class some of whose calls are rewritten: places of calls are columns in its source.
+
+    `code` is a hash of that source ("source:…"), or of the compiled code where there is no source ("compiled:…").
+    """
+
+    class_name: str
+    code: str
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The shapes that parameters of a pattern had: one, unless blocks differ."""
+
+    pattern: str
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class MadeFor:
+    """See above. Versions are for the reader; code and sizes must be those of the model that a plan is applied to."""
+
+    versions: tuple[Version, ...] = ()
+    forwards: tuple[ForwardCode, ...] = ()
+    sizes: tuple[Sizes, ...] = ()
