@@ -32,6 +32,7 @@ from autoplan.analyse.splits.requests import NO_DEMANDS, Demands
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.layout import Layout
 from autoplan.ops import call_record
+from autoplan.ops.record import Reduction
 from autoplan.values import (
     Boundary,
     ClassFact,
@@ -58,7 +59,7 @@ class Solution:
     parameters: tuple[ParameterFact, ...]
     classes: tuple[ClassFact, ...]
     runtime: Runtime
-    reductions: dict[int, str]
+    reductions: dict[int, Reduction]
     legal_tp: tuple[int, ...]
     refusals: tuple[str, ...] = ()
     sequence_parallel: bool = False
