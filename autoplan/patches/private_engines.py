@@ -86,7 +86,7 @@ class _Seeing(dispatch.TorchDispatchMode):
         super().__init__()
         self.seen: list[str] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
 
@@ -142,7 +142,7 @@ ENGINES = (
     Private(
         "torch._C._distributed_c10d",
         "a store in memory, and names of groups for each thread",
-        lambda: callable(c10d.HashStore) and callable(c10d._set_thread_isolation_mode),
+        lambda: callable(c10d.HashStore) and callable(vars(c10d)["_set_thread_isolation_mode"]),
     ),
     Private("torch._subclasses.fake_tensor.FakeTensorMode", _FAKE, _fake),
     Private("torch._subclasses.fake_tensor.FakeTensor", _FAKE, _fake),

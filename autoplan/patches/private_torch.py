@@ -69,7 +69,12 @@ def _graph_task() -> bool:
 def _functorch() -> bool:
     asked = torch._C._functorch.is_functorch_wrapped_tensor
     seen: list[bool] = []
-    torch.vmap(lambda x: (seen.append(asked(x)), x)[1])(torch.ones(2))
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(asked(x))
+        return x
+
+    torch.vmap(look)(torch.ones(2))
     return seen == [True] and not asked(torch.ones(1))
 
 
