@@ -57,9 +57,8 @@ def _takes_reference() -> bool:
     kernel = _kernel_of(home, "sqrt", decorated)
     with on_reference_path():
         inside = decorated(4.0)
-    if kernel is None or (kernel.package, kernel.function, kernel.installed) != ("math", "sqrt", True):
-        return False
-    return kernel.reference is reference and (inside, decorated(4.0)) == ("reference", 2.0)
+    told = kernel == OptionalKernel(home, "sqrt", "math", "sqrt", True, reference)
+    return told and (inside, decorated(4.0)) == ("reference", 2.0)
 
 
 REFERENCE_PATH = Patch(

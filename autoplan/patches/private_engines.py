@@ -142,7 +142,7 @@ ENGINES = (
     Private(
         "torch._C._distributed_c10d",
         "a store in memory, and names of groups for each thread",
-        lambda: callable(c10d.HashStore) and callable(getattr(c10d, "_set_thread_isolation_mode", None)),
+        lambda: callable(c10d.HashStore) and callable(vars(c10d)["_set_thread_isolation_mode"]),
     ),
     Private("torch._subclasses.fake_tensor.FakeTensorMode", _FAKE, _fake),
     Private("torch._subclasses.fake_tensor.FakeTensor", _FAKE, _fake),

@@ -92,6 +92,6 @@ def _cached_inside(holder: Any, name: str, value: Any) -> Iterator[Place]:
 def _plain(value: Any) -> Any:
     """The function itself; a static or class method stays one."""
     if isinstance(value, staticmethod | classmethod):
-        kept: Any = value.__func__
-        return type(value)(kept.__wrapped__)
+        cached: Any = value.__func__
+        return type(value)(cached.__wrapped__)
     return value.__wrapped__
