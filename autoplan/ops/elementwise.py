@@ -52,8 +52,7 @@ _WRITES = "fill zero copy"  # x[...] = y: y stretches to x
 @op("neg",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written)  # fmt: skip
 @op("real", "imag",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
-    shows=Shows.VIEWED)  # fmt: skip
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written, shows=Shows.VIEWED)  # fmt: skip
 def elementwise(site: Site) -> Answer:
     """Broadcasting: aligned at the end, sizes of 1 stretch."""
     if not site.inputs or not site.broadcasts([site.shape(ref) for ref in site.inputs], site.out_shape):
@@ -83,7 +82,7 @@ def same(site: Site) -> Answer:
 
 
 @op("tril", "triu",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.EACH, random=NEVER, runs=as_written)  # fmt: skip
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def triangle(site: Site) -> Answer:
     """What is kept depends on the position in the last two dims."""
     dims = site.terms(site.inputs[0])
@@ -105,7 +104,7 @@ def bucketize(site: Site) -> Answer:
 
 
 @op("view_as_complex",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.EACH, random=NEVER, runs=as_written,
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
     shows=Shows.VIEWED)  # fmt: skip
 def view_as_complex(site: Site) -> Answer:
     """The last dim is the pair (real, imaginary)."""
@@ -115,8 +114,7 @@ def view_as_complex(site: Site) -> Answer:
 
 
 @op("view_as_real", "_view_as_real",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
-    shows=Shows.VIEWED)  # fmt: skip
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written, shows=Shows.VIEWED)  # fmt: skip
 def view_as_real(site: Site) -> Answer:
     """A last dim appears: the pair (real, imaginary)."""
     return [[*site.terms(site.inputs[0]), site.fresh(2, Event.STACK)]]

@@ -79,7 +79,7 @@ class _Lookup:
 
 
 @op("index", "_unsafe_index",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.FIRST, random=NEVER, runs=as_written,
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
     shows=Shows.PICKED, drawn=Drawn.ROWS)  # fmt: skip
 def index(site: Site) -> Answer:
     source = site.inputs[0]
@@ -187,7 +187,7 @@ def masked_scatter(site: Site) -> Answer:
 
 
 @op("index_select",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.FIRST, random=NEVER, runs=as_written,
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
     shows=Shows.PICKED, along=Along("picks"), drawn=Drawn.ROWS)  # fmt: skip
 def index_select(site: Site) -> Answer:
     source, positions = site.inputs[:2]
@@ -201,7 +201,7 @@ def index_select(site: Site) -> Answer:
 
 
 @op("gather", "take_along_dim",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.FIRST, random=NEVER, runs=as_written,
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
     drawn=Drawn.PICK)  # fmt: skip
 def gather(site: Site) -> Answer:
     source, positions = site.inputs[:2]

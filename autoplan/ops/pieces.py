@@ -69,10 +69,10 @@ def slice_of(site: Site, term: Term, start: int | None, stop: int | None, step: 
 
 
 @op("slice", "slice_copy",
-    sizes=Bounds(1, 2, 3), reduces=nothing, linear=Linear.EACH, random=NEVER, runs=sliced,
+    sizes=Bounds(1, 2, 3), reduces=nothing, linear=Linear.NO, random=NEVER, runs=sliced,
     shows=Shows.VIEWED, along=Along("picks"), drawn=Drawn.SPLIT)  # fmt: skip
 @op("narrow", "narrow_copy",
-    sizes=Bounds(1, 2, 3, length=True), reduces=nothing, linear=Linear.EACH, random=NEVER,
+    sizes=Bounds(1, 2, 3, length=True), reduces=nothing, linear=Linear.NO, random=NEVER,
     runs=as_written, shows=Shows.VIEWED, along=Along("picks"), drawn=Drawn.SPLIT)  # fmt: skip
 def slice_(site: Site) -> Answer:
     dims = site.terms(site.inputs[0])
@@ -97,7 +97,7 @@ def slice_scatter(site: Site) -> Answer:
 
 
 @op("select", "select_copy",
-    sizes=NO_SIZES, reduces=_row, linear=Linear.EACH, random=NEVER, runs=row_of_its_rank,
+    sizes=NO_SIZES, reduces=_row, linear=Linear.NO, random=NEVER, runs=row_of_its_rank,
     shows=Shows.VIEWED, along=Along("picks"), drawn=Drawn.SPLIT)  # fmt: skip
 def select(site: Site) -> Answer:
     """One position; a row of a table may also be looked up so."""
@@ -118,7 +118,7 @@ def select_scatter(site: Site) -> Answer:
 
 
 @op("unbind", "unbind_copy",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.EACH, random=NEVER, runs=as_written,
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
     shows=Shows.VIEWED, along=Along("parts", 1), drawn=Drawn.SPLIT)  # fmt: skip
 def unbind(site: Site) -> Answer:
     dims = site.terms(site.inputs[0])
@@ -127,13 +127,13 @@ def unbind(site: Site) -> Answer:
 
 
 @op("split", "split_with_sizes", "split_copy", "split_with_sizes_copy", "unsafe_split", "unsafe_split_with_sizes",
-    sizes=Lengths(), reduces=nothing, linear=Linear.EACH, random=NEVER, runs=split_up,
-    shows=Shows.VIEWED, along=Along("parts", 2), drawn=Drawn.SPLIT)  # fmt: skip
+    sizes=Lengths(), reduces=nothing, linear=Linear.NO, random=NEVER, runs=split_up, shows=Shows.VIEWED,
+    along=Along("parts", 2), drawn=Drawn.SPLIT)  # fmt: skip
 @op("chunk", "unsafe_chunk",
-    sizes=PieceCount(), reduces=nothing, linear=Linear.EACH, random=NEVER, runs=split_up,
+    sizes=PieceCount(), reduces=nothing, linear=Linear.NO, random=NEVER, runs=split_up,
     shows=Shows.VIEWED, along=Along("parts", 2), drawn=Drawn.SPLIT)  # fmt: skip
 @op("tensor_split",
-    sizes=PieceCount(even=True), reduces=nothing, linear=Linear.EACH, random=NEVER, runs=split_up,
+    sizes=PieceCount(even=True), reduces=nothing, linear=Linear.NO, random=NEVER, runs=split_up,
     shows=Shows.VIEWED, along=Along("parts", 2), drawn=Drawn.SPLIT)  # fmt: skip
 def split(site: Site) -> Answer:
     """Consecutive pieces; their sizes are those of the outputs."""
@@ -227,7 +227,7 @@ def pad(site: Site) -> Answer:
 
 
 @op("diagonal", "diagonal_copy",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.EACH, random=NEVER, runs=as_written,
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
     shows=Shows.VIEWED)  # fmt: skip
 def diagonal(site: Site) -> Answer:
     """Two dims run together: each position is taken by its number."""
@@ -239,7 +239,7 @@ def diagonal(site: Site) -> Answer:
 
 
 @op("unfold",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.EACH, random=NEVER, runs=as_written,
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
     shows=Shows.VIEWED)  # fmt: skip
 def unfold(site: Site) -> Answer:
     """Windows along one dim: the dim counts windows, and a last dim counts positions inside one."""

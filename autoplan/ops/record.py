@@ -73,7 +73,9 @@ class Refused:
 class Linear(StrEnum):
     """May a sum that ranks still owe pass the op, to be summed later?"""
 
-    NO = "no"  # not linear, or only at a price (behind a product the weight's gradient would owe a sum, too)
+    # Not linear; or linear, yet the sum is paid before it: what a product multiplies it with would owe a sum itself,
+    # and a part or a statistic of a value is mostly read beside the value.
+    NO = "no"
     EACH = "each"  # linear in each of its tensors, while the others are whole
     FIRST = "first"  # linear in its first tensor only
     ADDS = "adds"  # adds a bias, of which each rank adds its share, or another sum that is owed

@@ -100,7 +100,7 @@ _EVENTS = {
     sizes=NO_SIZES, reduces=summed_over(Reduction.SUM), linear=Linear.EACH, random=NEVER,
     runs=part_of_a_sum, drawn=Drawn.SUM)  # fmt: skip
 @op("mean",
-    sizes=NO_SIZES, reduces=summed_over(Reduction.MEAN), linear=Linear.FIRST, random=NEVER,
+    sizes=NO_SIZES, reduces=summed_over(Reduction.MEAN), linear=Linear.NO, random=NEVER,
     runs=part_of_a_mean, drawn=Drawn.STATISTIC)  # fmt: skip
 @op("var", "std",
     sizes=NO_SIZES, reduces=summed_over(Reduction.SPREAD), linear=Linear.NO, random=NEVER,

@@ -96,7 +96,7 @@ def expand(site: Site) -> Answer:
 
 
 @op("repeat",
-    sizes=Repeats(), reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
+    sizes=Repeats(), reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written,
     shows=Shows.REPEATED)  # fmt: skip
 def repeat(site: Site) -> Answer:
     """The whole is repeated: the repetition is the major factor."""
@@ -131,7 +131,7 @@ def _repeated(term: Term, times: int, *, outer: bool) -> Term:
 
 
 @op("flip", "roll",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.EACH, random=NEVER, runs=as_written)  # fmt: skip
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def rearranged(site: Site) -> Answer:
     """Positions along some dims trade places; with no dims given, along all."""
     dims = site.terms(site.inputs[0])
@@ -143,7 +143,7 @@ def rearranged(site: Site) -> Answer:
 
 
 @op("pixel_shuffle",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written)  # fmt: skip
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def pixel_shuffle(site: Site) -> Answer:
     """C·r·r x H x W becomes C x H·r x W·r."""
     *batch, channels, height, width = site.terms(site.inputs[0])
@@ -156,7 +156,7 @@ def pixel_shuffle(site: Site) -> Answer:
 
 
 @op("pixel_unshuffle",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written)  # fmt: skip
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def pixel_unshuffle(site: Site) -> Answer:
     """C x H·r x W·r becomes C·r·r x H x W."""
     *batch, channels, height, width = site.terms(site.inputs[0])
@@ -169,7 +169,7 @@ def pixel_unshuffle(site: Site) -> Answer:
 
 
 op("as_strided",
-   sizes=NO_SIZES, reduces=kept_whole, linear=Linear.EACH, random=NEVER, runs=as_written,
+   sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
    shows=Shows.VIEWED)(unknown)  # fmt: skip
 
 python_call("movedim", "moveaxis", becomes="permute")
