@@ -50,8 +50,9 @@ class CallSite:
         view at forward:3:8-20, time 2
         """
         more = [f"time {self.time}"] if self.time is not None else []
-        more += [f"where it is given {self.dims} dims"] if self.dims is not None else []
-        more += [f"where it is given no {self.width} in the last dim"] if self.width is not None else []
+        given = "no tensor" if self.dims == -1 else f"{self.dims} dims"
+        more += [f"where it is given {given}"] if self.dims is not None else []
+        more += [f"where its last dim is not {self.width}"] if self.width is not None else []
         return ", ".join([f"{self.function} at {self.place}", *more])
 
 

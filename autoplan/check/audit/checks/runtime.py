@@ -75,7 +75,8 @@ def _expanded(items: tuple[Any, ...], names: dict[str, Any]) -> dict[str, set[An
     for item in items:
         for name in names if "*" in item.pattern else (item.pattern,):
             if matches(item.pattern, name):
-                said.setdefault(name, set()).add(repr(replace(item, pattern="")))
+                text, known = repr(replace(item, pattern="")), said.setdefault(name, set())
+                known.add(f"{text} twice" if text in known else text)
     return said
 
 
