@@ -6,13 +6,16 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from math import isfinite
 from typing import Any
 
+from autoplan.values.reasons import Reason
+
 __all__ = ["finite", "plain"]
 
 
 def plain(value: Any, *, brief: bool = False) -> Any:
-    """`brief` leaves out fields that have their default value."""
+    """`brief` leaves out fields that have their default value. A reason says its class: {"kind": …}."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {
+        said = {"kind": type(value).__name__} if isinstance(value, Reason) else {}
+        return said | {
             field.name: plain(getattr(value, field.name), brief=brief)
             for field in fields(value)
             if not (brief and getattr(value, field.name) == _default(field))
