@@ -29,6 +29,7 @@ from autoplan.hf.source import Source
 from autoplan.hf.stacks import layers
 from autoplan.patches.kernels import kernel_note
 from autoplan.values import Finding, LocalExperts, Means, Plan, Trace
+from autoplan.values.reasons import DoesNotDivide
 
 __all__ = ["Draft", "capture_source", "draft_plan", "solve_source", "wanted_means"]
 
@@ -128,10 +129,10 @@ def solve_source(
 def _refuse_useless(source: Source, solution: Solution, wish: Wish) -> None:
     """Raise where nothing can be split at this size or, if the caller is strict, where something cannot."""
     legal = ", ".join(map(str, solution.legal_tp))
-    odd = [c for c in solution.classes if not c.split and "does not divide" in c.reason]
+    odd = [c for c in solution.classes if not c.split and isinstance(c.reason, DoesNotDivide)]
     if wish.strict and solution.experts_inside:
-        inside = ": ".join(solution.experts_inside[0])
-        raise IndivisibleError(f"{source.name}: {inside}", hint="choose an ep_size that divides them, or 1")
+        where, why = solution.experts_inside[0]
+        raise IndivisibleError(f"{source.name}: {where}: {why}", hint="choose an ep_size that divides them, or 1")
     if wish.strict and odd:
         first = odd[0]
         raise IndivisibleError(
@@ -146,8 +147,7 @@ def _refuse_useless(source: Source, solution: Solution, wish: Wish) -> None:
             hint="ep_size needs modules that hold all their experts in one stack of weights; else split with tp_size",
         )
     if not any(fact.dim is not None for fact in solution.parameters):
-        why = odd[0] if odd else None
-        unit = f": an axis of {why.size} units in {why.parameters[0][0]} stops it" if why else ""
+        unit = f": an axis of {odd[0].size} units in {odd[0].parameters[0][0]} stops it" if odd else ""
         raise IndivisibleError(
             f"{source.name}: nothing can be split at tp={wish.tp_size}{unit}",
             hint=f"sizes that divide every axis: {legal}"

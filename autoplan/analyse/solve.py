@@ -43,6 +43,16 @@ from autoplan.values import (
     Runtime,
     Trace,
 )
+from autoplan.values.reasons import (
+    AxisWhole,
+    NeedsRewriting,
+    NothingToSplit,
+    NotPlaced,
+    OfDim,
+    Reason,
+    SingleNumber,
+    Unused,
+)
 
 __all__ = ["Solution", "solve"]
 
@@ -61,11 +71,11 @@ class Solution:
     runtime: Runtime
     reductions: dict[int, Reduction]
     legal_tp: tuple[int, ...]
-    refusals: tuple[str, ...] = ()
+    refusals: tuple[AxisWhole, ...] = ()
     sequence_parallel: bool = False
     sequence_notes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # on a written plan, where there is one
-    experts_inside: tuple[tuple[str, str], ...] = ()  # modules whose experts could not be dealt out, and why
+    experts_inside: tuple[tuple[str, Reason], ...] = ()  # modules whose experts could not be dealt out, and why
     shards: Shards | None = field(default=None, compare=False, repr=False)
 
 
@@ -94,7 +104,7 @@ def solve(
     """
     flow = CallFlow(trace)
     axes = infer_axes(trace)
-    refusals: list[str] = []
+    refusals: list[AxisWhole] = []
     done = _settle(trace, flow, axes, tp, refusals, scoped, demands)
     legal = _legal_sizes(done.choice)
     wanted = products_to_gather(trace, axes, done.shards, tp, done.choice.indivisible, demands)
@@ -113,7 +123,7 @@ def _settle(
     flow: CallFlow,
     axes: Axes,
     tp: int,
-    refusals: list[str],
+    refusals: list[AxisWhole],
     scoped: bool,
     demands: Demands,
 ) -> _Round:
@@ -132,7 +142,7 @@ def _settle(
             return _Round(axes, choice, shards, placement, edits, found)
         for leaf, why in blamed.items():
             refused[leaf] = why
-            refusals.append(f"an axis of {leaf.size} stays whole: {why}")
+            refusals.append(AxisWhole(leaf.size, why))
     shards = Shards(trace, axes, {}, tp)
     return _Round(axes, Choice(), shards, Placement(), Edits(), Scope())
 
@@ -142,15 +152,15 @@ def _outputs(trace: Trace) -> tuple[tuple[Any, ...], ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _blame(shards: Shards, flow: CallFlow, placement: Placement, scope: Scope, scoped: bool) -> dict[Term, str]:
+def _blame(shards: Shards, flow: CallFlow, placement: Placement, scope: Scope, scoped: bool) -> dict[Term, Reason]:
     """The classes to give up: for each refusal the split leaf in or near its tensors that holds least parameters."""
-    refusals = [(r.why, r.tensors) for r in placement.refusals] + list(scope.refusals)
+    given_up = [(r.why, r.tensors) for r in placement.refusals] + list(scope.refusals)
+    refusals: list[tuple[Reason, tuple[int, ...]]] = [(NotPlaced(what), tensors) for what, tensors in given_up]
     if not scoped:
         refusals += [
-            (f"{c.site.function} in {c.pattern} would need its literals rewritten", t)
-            for c, t in zip(scope.calls, scope.tensors, strict=True)
+            (NeedsRewriting(c.site.function, c.pattern), t) for c, t in zip(scope.calls, scope.tensors, strict=True)
         ]
-    blamed: dict[Term, str] = {}
+    blamed: dict[Term, Reason] = {}
     sizes = _held(shards)
     for why, tensors in refusals:
         involved = _involved(set(tensors), shards, flow)
@@ -181,7 +191,7 @@ def _held(shards: Shards) -> dict[Term, int]:
 
 
 def _solution(
-    trace: Trace, flow: CallFlow, done: _Round, tp: int, refusals: list[str], sequence: SequencePlacement | None,
+    trace: Trace, flow: CallFlow, done: _Round, tp: int, refusals: list[AxisWhole], sequence: SequencePlacement | None,
     legal: tuple[int, ...],
 ) -> Solution:  # fmt: skip
     cut = sequence if sequence is not None and sequence.applies else None
@@ -254,7 +264,7 @@ def _class_facts(trace: Trace, done: _Round, ids: dict[Term, int]) -> Iterator[C
     for leaf, number in ids.items():
         places = tuple((trace.tensors[t].names[0], d) for t, dims in found.get(leaf, {}).items() for d in sorted(dims))
         split = leaf in done.choice.marks
-        reason = "" if split else done.choice.reasons.get(leaf, "")
+        reason = None if split else done.choice.reasons.get(leaf)
         yield ClassFact(number, leaf.size, frozenset(map(str, leaf.events)), places, split, reason)
 
 
@@ -284,7 +294,7 @@ def _parameter_facts(
             divide=tensor in placement.divided_biases,
             axis=ids.get(split[0]) if split else None,
             axes=tuple(sorted(ids[leaf] for leaf in split if leaf in ids)),
-            reason="" if dim is not None else _why_whole(tensor, done),
+            why=() if dim is not None else _why_whole(tensor, done),
         )
 
 
@@ -293,19 +303,19 @@ def _held_twice(layouts: tuple[Layout | None, ...], tp: int) -> bool:
     return any(found is not None and all(found.carried(tp)) and found.shared_rows(tp) for found in layouts)
 
 
-def _why_whole(tensor: int, done: _Round) -> str:
-    """Why none of a parameter's dims is split, in the words of the class that could have been."""
-    reasons = []
+def _why_whole(tensor: int, done: _Round) -> tuple[Reason, ...]:
+    """Why none of a parameter's dims is split: the reasons of the classes that could have been."""
+    reasons: list[Reason] = []
     for dim, term in enumerate(done.axes.of(tensor)):
         for leaf in leaves(term):
             reason = done.choice.reasons.get(find(leaf))
-            if reason:
-                reasons.append(f"dim {dim} ({leaf.size}): {reason}")
+            if reason is not None:
+                reasons.append(OfDim(dim, leaf.size, reason))
     if not reasons:
         if prod(done.shards.trace.tensors[tensor].shape) == 1:
-            return "it is a single number"
-        return "no run of the model used it" if not _used(tensor, done) else "nothing in it can be split"
-    return "; ".join(dict.fromkeys(reasons))
+            return (SingleNumber(),)
+        return (NothingToSplit(),) if _used(tensor, done) else (Unused(),)
+    return tuple(dict.fromkeys(reasons))
 
 
 def _used(tensor: int, done: _Round) -> bool:

@@ -14,6 +14,7 @@ from autoplan.analyse.solve import Solution, solve
 from autoplan.analyse.splits.experts import ExpertStack, boxed, expert_edits, find_experts, split_stacks
 from autoplan.analyse.splits.requests import NO_DEMANDS, Demands
 from autoplan.values import IntegerEdit, Trace
+from autoplan.values.reasons import ExpertsDoNotDivide, ExpertsWhole, OnlyExperts, Reason
 
 __all__ = ["Experts", "solve_experts"]
 
@@ -29,8 +30,8 @@ def solve_experts(
     axes = infer_axes(trace)
     stacks = find_experts(trace, axes)
     if experts == "alone":
-        demands = demands.with_whole(trace, _others(trace, stacks), "only experts are dealt out")
-    inside = {s.module: f"{s.experts} experts do not divide by {tp} ranks" for s in stacks if s.experts % tp}
+        demands = demands.with_whole(trace, _others(trace, stacks), OnlyExperts())
+    inside: dict[str, Reason] = {s.module: ExpertsDoNotDivide(s.experts, tp) for s in stacks if s.experts % tp}
     while True:
         used = tuple(stack for stack in stacks if stack.module not in inside)
         found = solve(boxed(trace, used), tp, demands=demands, **how)
@@ -47,11 +48,12 @@ def solve_experts(
     return replace(found, trace=trace, runtime=runtime, experts_inside=tuple(inside.items()))
 
 
-def _why_not(stack: ExpertStack, trace: Trace, found: Solution) -> str:
+def _why_not(stack: ExpertStack, trace: Trace, found: Solution) -> Reason:
     """Why the axis of a module's experts is whole in a solution."""
     weight = trace.tensors[stack.stack[0]].names[0]
-    reasons = [fact.reason for fact in found.classes if (weight, 0) in fact.parameters and fact.reason]
-    return f"its experts stay on every rank ({reasons[0]})" if reasons else "its experts stay on every rank"
+    places = (fact for fact in found.classes if (weight, 0) in fact.parameters)
+    reasons = [fact.reason for fact in places if fact.reason is not None]
+    return ExpertsWhole(reasons[0] if reasons else None)
 
 
 def _others(trace: Trace, stacks: tuple[ExpertStack, ...]) -> set[int]:

@@ -97,7 +97,7 @@ def _all_hf(tp: int, mapping: list[str] | None, only: list[str] | None, as_json:
     )
     plain = [row.to_dict() for row in rows]
     emit(wild_view(plain), plain, as_json, output)
-    return FINDINGS if any(row.verdict in ("wrong", "cannot run") for row in rows) else OK
+    return FINDINGS if any(row.verdict.is_bad for row in rows) else OK
 
 
 def compare(

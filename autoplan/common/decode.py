@@ -14,6 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from autoplan.common.errors import PlanFileError
 from autoplan.common.patterns import nearest
 from autoplan.values.instructions import INSTRUCTIONS, Instruction
+from autoplan.values.reasons import REASONS, Reason
 
 __all__ = ["decode"]
 
@@ -24,6 +25,8 @@ def decode(hint: Any, data: Any, where: str) -> Any:
     """`data` as a value of type `hint`; `where` names it in errors."""
     if hint is Instruction:
         return _decode_instruction(data, where)
+    if hint is Reason:
+        return _decode_reason(data, where)
     if is_dataclass(hint):
         return _decode_fields(hint, data, where)
     origin = get_origin(hint)
@@ -82,6 +85,20 @@ def _decode_fields(cls: Any, data: Any, where: str) -> Any:
             raise PlanFileError(f"{where}: key {name!r} is missing", hint="add it, or make the plan again")
     hints = _hints(cls)
     return cls(**{key: decode(hints[key], value, f"{where}.{key}") for key, value in data.items()})
+
+
+def _decode_reason(data: Any, where: str) -> Any:
+    """Its class is named by the key `kind`."""
+    kind = data.get("kind") if isinstance(data, dict) else None
+    if not isinstance(kind, str):
+        return _refuse(where, "a reason, {kind: its name, …}", data)
+    if kind not in REASONS:
+        close = nearest(kind, REASONS, count=1)
+        raise PlanFileError(
+            f"{where}.kind: there is no reason {kind!r}",
+            hint=f"did you mean {close[0]!r}?" if close else f"known are {', '.join(REASONS)}",
+        )
+    return _decode_fields(REASONS[kind], {key: value for key, value in data.items() if key != "kind"}, where)
 
 
 def _decode_union(choices: tuple[Any, ...], data: Any, where: str) -> Any:

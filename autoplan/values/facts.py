@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from autoplan.values.reasons import Reason, sentence
+
 __all__ = ["ClassFact", "ParameterFact"]
 
 
@@ -14,7 +16,7 @@ class ParameterFact:
 
     `dim` and `layout` say how it is cut (None: whole). `gradient` is "local" (what a rank computes is its own),
     "sum" (every rank holds a part of the whole gradient) or "shared" (rows that several ranks hold need summing).
-    `divide`: a bias that is added before a sum over ranks, so each rank adds 1/tp of it.
+    `divide`: a bias that is added before a sum over ranks, so each rank adds 1/tp of it. `why`: where it is whole.
     """
 
     names: tuple[str, ...]
@@ -27,7 +29,12 @@ class ParameterFact:
     divide: bool = False
     axis: int | None = None  # ClassFact.id of the largest class that cuts it
     axes: tuple[int, ...] = ()  # of all of them
-    reason: str = ""
+    why: tuple[Reason, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """`why`, as text."""
+        return sentence(self.why)
 
 
 @dataclass(frozen=True)
@@ -42,4 +49,4 @@ class ClassFact:
     events: frozenset[str]
     parameters: tuple[tuple[str, int], ...]  # (first name, dim)
     split: bool
-    reason: str = ""
+    reason: Reason | None = None

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, Literal, get_args
 
 from autoplan.values.conveniences import done_above
 from autoplan.values.plain import finite, plain
 
-__all__ = ["Finding", "Report", "Score", "Scoreboard", "Traffic", "Verdict"]
+__all__ = ["Finding", "Report", "Score", "Scoreboard", "Shipped", "Traffic", "Verdict"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing a check has to say."""
+    """One thing a check has to say. `message` and `hint` are for people; code that tells findings apart asks `kind`.
+
+    "not-comparable": the unsharded model's own numbers are NaN. "cannot-run": the sharded model raised.
+    """
 
     check: str
     level: Literal["error", "warn", "note"]
@@ -22,6 +26,7 @@ class Finding:
     hint: str = ""
     bytes: int = 0
     proof: str = ""
+    kind: Literal["", "not-comparable", "cannot-run"] = ""
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,21 @@ class Score:
     @property
     def share(self) -> float | None:
         return self.split / self.counted if self.counted else None
+
+
+class Shipped(StrEnum):
+    """What became of a plan that transformers ships (check/audit/shipped_plans.py), as tables and --json say it."""
+
+    EXACT = "exact"
+    WRONG = "wrong"  # it runs, and numbers differ
+    CANNOT_RUN = "cannot run"  # the sharded model raises
+    NOT_COMPARABLE = "not comparable"
+    NO_PLAN = "no plan"
+    NOT_BUILT = "not built"  # the model itself does not run here
+
+    @property
+    def is_bad(self) -> bool:
+        return self in (Shipped.WRONG, Shipped.CANNOT_RUN)
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,19 @@ from math import isfinite
 from typing import Any
 
 from autoplan.values.instructions import Instruction
+from autoplan.values.reasons import Reason
 
 __all__ = ["finite", "plain"]
 
+_TAGS = {Instruction: "do", Reason: "kind"}  # what a file calls the class of a member of a closed set
+
 
 def plain(value: Any, *, brief: bool = False) -> Any:
-    """`brief` leaves out fields that have their default value. An instruction says its class: {"do": "AllReduce", …}"""
+    """`brief` leaves out fields that have their default value. An instruction says its class:
+    {"do": "AllReduce", …}; a reason too: {"kind": "DoesNotDivide", …}.
+    """
     if is_dataclass(value) and not isinstance(value, type):
-        kind = {"do": type(value).__name__} if isinstance(value, Instruction) else {}
+        kind = {_TAGS[base]: type(value).__name__ for base in _TAGS if isinstance(value, base)}
         return kind | {
             field.name: plain(getattr(value, field.name), brief=brief)
             for field in fields(value)

@@ -10,6 +10,7 @@ from autoplan.values.conveniences import done_above
 from autoplan.values.findings import Finding, Traffic
 from autoplan.values.instructions import Runtime
 from autoplan.values.made_for import MadeFor
+from autoplan.values.reasons import Reason
 
 __all__ = ["Change", "Entry", "Obstacle", "Plan", "Proof", "Replicated", "Stack", "Trial"]
 
@@ -91,11 +92,17 @@ class Obstacle:
 
 @dataclass(frozen=True)
 class Replicated:
-    """A parameter that stays whole, with its size and why. Unpacks as (fqn, bytes, reason)."""
+    """A parameter that stays whole, with its size and why. Unpacks as (fqn, bytes, reason).
+
+    `reason` is text, for people. Code asks `why` (of every block that the pattern stands for), and `roles`: what rules
+    call it.
+    """
 
     fqn: str
     bytes: int
     reason: str
+    roles: tuple[str, ...] = ()
+    why: tuple[Reason, ...] = ()
 
     def __iter__(self) -> Any:
         return iter((self.fqn, self.bytes, self.reason))

@@ -91,7 +91,11 @@ def test_position_tables_do_not_count_and_unused_parameters_do() -> None:
         (Report(True, gradients={"w": 1e-9}, forward=0.0), "exact"),
         (Report(False, (ERROR,), {"w": 0.5}, 0.0), "wrong"),
         (Report(False, (Finding("forward", "error", "", "the sharded model cannot run: oops"),)), "failed"),
-        (Report(True, (Finding("gradients", "warn", "w", "not comparable: NaN"),), {"w": 0.0}, 0.0), "not comparable"),
+        (
+            Report(True, (Finding("gradients", "warn", "w", "NaN", kind="not-comparable"),), {"w": 0.0}, 0.0),
+            "not comparable",
+        ),
+        (Report(True, (Finding("gradients", "warn", "w", "not comparable: so it says"),), {"w": 0.0}, 0.0), "exact"),
         (Report(True, (), {}, 0.0), "not comparable"),
     ],
 )

@@ -114,6 +114,7 @@ def test_nan_reference_is_not_comparable() -> None:
         model.norm.weight[0] = torch.nan
     report = check(model, checks=["forward"])
     assert {finding.level for finding in report.findings} == {"warn"}
+    assert {finding.kind for finding in report.findings} == {"not-comparable"}
     assert "not comparable" in report.findings[0].message
 
 

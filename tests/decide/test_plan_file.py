@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from autoplan.common.errors import AutoplanError, PlanFileError
 from autoplan.decide.written_plans.plan_file import load_plan, names_plan_file, plan_from_dict, plan_to_dict
 from autoplan.values import Entry, Finding, Plan, Replicated, replace
+from autoplan.values.reasons import DoesNotDivide, OfDim
 
 PLANS = {"llama": llama_plan(), "odd": odd_plan(), "empty": Plan("nothing", 1)}
 SUFFIXES = ("yaml", "yml", "json")
@@ -120,6 +121,15 @@ BROKEN = {
         ["instructions[1].do", "'AllReduced'", "'AllReduce'"],
     ),
     "bad layout": (broken(runtime__parameters__0__layout="8!!"), ["runtime.parameters[0].layout", "'8!!'"]),
+    "no reason": (broken(replicated__0__why=["whole"]), ["replicated[0].why[0]", "{kind: its name", "'whole'"]),
+    "misspelt reason": (
+        broken(replicated__0__why=[{"kind": "DoesntDivide", "size": 5, "ranks": 2}]),
+        ["replicated[0].why[0].kind", "'DoesntDivide'", "did you mean 'DoesNotDivide'"],
+    ),
+    "reason without its numbers": (
+        broken(replicated__0__why=[{"kind": "DoesNotDivide", "size": 5}]),
+        ["replicated[0].why[0]", "'ranks' is missing"],
+    ),
     "not a mapping": ([1, 2], ["not an autoplan plan"]),
     "nothing": (None, ["not an autoplan plan"]),
 }
@@ -139,6 +149,26 @@ def test_broken_data_is_one_clear_error(case: str) -> None:
 def test_unbroken_data_is_read() -> None:
     """The table above means something only if its starting point is right."""
     assert plan_from_dict(broken()) == llama_plan()
+
+
+def test_a_reason_stands_in_a_file_as_text_and_as_a_value() -> None:
+    why = (OfDim(1, 5, DoesNotDivide(5, 2)),)
+    plan = Plan("m", 2, replicated=(Replicated("w", 1, "router: dim 1 (5): …", ("router",), why),))
+    (row,) = plan_to_dict(plan)["replicated"]
+    assert row["reason"] == "router: dim 1 (5): …" and row["roles"] == ["router"]
+    assert row["why"] == [
+        {"kind": "OfDim", "dim": 1, "size": 5, "why": {"kind": "DoesNotDivide", "size": 5, "ranks": 2}}
+    ]
+    assert plan_from_dict(plan_to_dict(plan)) == plan
+
+
+def test_files_from_before_reasons_were_values_load() -> None:
+    data = plan_to_dict(llama_plan())
+    for row in data["replicated"]:
+        del row["why"], row["roles"]
+    for row in data["findings"]:
+        del row["kind"]
+    assert plan_from_dict(data) == llama_plan()
 
 
 CORRUPT = {

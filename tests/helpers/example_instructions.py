@@ -6,6 +6,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from autoplan.values import Instruction, NormCall
+from autoplan.values.reasons import OfDim, ReadAcross, Reason
 
 __all__ = ["example_of", "filled"]
 
@@ -21,6 +22,8 @@ def filled(hint: Any, **given: Any) -> Any:
     """Some value of a type that no field has by default, so that a field lost on the way is noticed."""
     if hint is Instruction:
         return example_of(NormCall)
+    if hint is Reason:
+        return OfDim(7, 7, ReadAcross(("softmax",)))
     if is_dataclass(hint):
         hints = get_type_hints(hint)
         values = {field.name: filled(hints[field.name]) for field in fields(hint) if field.name not in given}

@@ -23,6 +23,21 @@ from autoplan.ops import op_record
 from autoplan.ops.experts import BOX
 from autoplan.ops.record import Drawn, Linear, Shows, nothing
 from autoplan.values import Op, Trace, refs
+from autoplan.values.reasons import (
+    AlreadySplit,
+    DoesNotDivide,
+    InsideScaledBlock,
+    Narrow,
+    NeverContracted,
+    OnBothDims,
+    OwesSums,
+    ReadAcross,
+    Reason,
+    ResidualStream,
+    SingleWeight,
+    SizeOfInput,
+    TooFewRows,
+)
 
 __all__ = ["Choice", "Occurrences", "choose", "occurrences", "residual_leaves"]
 
@@ -43,7 +58,7 @@ class Choice:
     """The split leaves with their marks, and for every other candidate why not."""
 
     marks: dict[Term, str] = field(default_factory=dict)
-    reasons: dict[Term, str] = field(default_factory=dict)
+    reasons: dict[Term, Reason] = field(default_factory=dict)
     indivisible: dict[Term, int] = field(default_factory=dict)
     partners: dict[Term, Term] = field(default_factory=dict)  # query heads that follow key/value heads, see `_partner`
     vocabularies: set[Term] = field(default_factory=set)
@@ -133,7 +148,7 @@ def _contracts_weight(op: Op, tensors: tuple[int, ...], trace: Trace, axes: Axes
 
 
 def choose(
-    trace: Trace, axes: Axes, tp: int, *, refused: dict[Term, str], vocabularies: set[Term] | None = None
+    trace: Trace, axes: Axes, tp: int, *, refused: dict[Term, Reason], vocabularies: set[Term] | None = None
 ) -> Choice:
     """Pick the classes to split at `tp`. `refused` are leaves an earlier round could not place, with reasons."""
     choice = Choice()
@@ -144,11 +159,11 @@ def choose(
     candidates, rivalled = [], list[Term]()
     for leaf, places in found.items():
         reason = _why_not(leaf, places, trace, residual, refused)
-        if reason:
+        if reason is not None:
             choice.reasons[leaf] = reason
             continue
         if leaf in inside:
-            choice.reasons[leaf] = "it runs inside a block of numbers that share one scale"
+            choice.reasons[leaf] = InsideScaledBlock()
             continue
         weights = [t for t in places if len(trace.tensors[t].shape) >= 2]
         held = sum(prod(trace.tensors[t].shape) for t in weights)
@@ -158,7 +173,7 @@ def choose(
         if leaf in refused:
             choice.reasons[leaf] = refused[leaf]
         elif not chunk(leaf.size, tp, tp - 1):
-            choice.reasons[leaf] = f"{leaf.size} rows leave one of {tp} ranks with none"
+            choice.reasons[leaf] = TooFewRows(leaf.size, tp)
         elif _rivalled(leaf, candidates, found, trace, tp):
             rivalled.append(leaf)
         else:
@@ -169,7 +184,7 @@ def choose(
         if leaf in choice.marks:
             continue
         if weights_of & taken:
-            choice.reasons[leaf] = "its weights are already split along another axis"
+            choice.reasons[leaf] = AlreadySplit()
             continue
         partner = _partner(leaf, found, candidates, taken, trace, axes)
         if partner is not None:
@@ -180,7 +195,7 @@ def choose(
             choice.marks[partner] = f"!{tp // groups}@1"
             taken |= weights_of
         elif leaf.size % tp:
-            choice.reasons[leaf] = f"{leaf.size} does not divide by tp={tp}"
+            choice.reasons[leaf] = DoesNotDivide(leaf.size, tp)
             choice.indivisible[leaf] = leaf.size
         else:
             choice.marks[leaf] = "!"
@@ -189,7 +204,7 @@ def choose(
         if not _weights_of(leaf, found, trace) & taken:
             choice.mark_vocabulary(leaf)
         elif leaf not in choice.marks:
-            choice.reasons[leaf] = "its weights are split along another axis, for which ranks exchange less"
+            choice.reasons[leaf] = AlreadySplit(cheaper=True)
     return choice
 
 
@@ -255,29 +270,29 @@ def _weights_of(leaf: Term, found: Occurrences, trace: Trace) -> set[int]:
 
 
 def _why_not(
-    leaf: Term, places: dict[int, set[int]], trace: Trace, residual: set[Term], refused: dict[Term, str]
-) -> str:
-    """The first reason against splitting a leaf, or an empty string."""
+    leaf: Term, places: dict[int, set[int]], trace: Trace, residual: set[Term], refused: dict[Term, Reason]
+) -> Reason | None:
+    """The first reason against splitting a leaf, if there is one."""
     if leaf.data:
-        return "it follows the size of the input"
+        return SizeOfInput()
     if leaf in residual:
-        return "it is the residual stream, which every rank holds whole"
+        return ResidualStream()
     against = sorted(leaf.events & FORBIDDING)
     if against:
-        return f"an op reads across it ({', '.join(against)})"
+        return ReadAcross(tuple(map(str, against)))
     dear = next((events for events in _TOO_DEAR if leaf.events >= events), None)
     if dear is not None:
-        return f"each of its ops would owe a sum ({', '.join(sorted(dear))})"
+        return OwesSums(tuple(sorted(dear)))
     if not leaf.events & {"contract_w", "batch_w"}:
-        return "no weight contracts it, so cutting it saves nothing"
+        return NeverContracted()
     if len([t for t in places if len(trace.tensors[t].shape) >= 2]) < 2:
-        return "it sits in one weight only, so nothing downstream shares the cut"
+        return SingleWeight()
     narrow = max(_width(trace.tensors[t].shape, d) for t, dims in places.items() for d in dims) < _WORTHWHILE
     if narrow and "experts" not in leaf.events:
-        return f"all its dims are narrower than {_WORTHWHILE}: it would save less than it costs"
+        return Narrow(_WORTHWHILE)
     if any(len(dims) > 1 for dims in places.values()):
-        return "one weight has it on both dims"
-    return refused.get(leaf, "")
+        return OnBothDims()
+    return refused.get(leaf)
 
 
 def _width(shape: tuple[int, ...], dim: int) -> int:

@@ -13,6 +13,7 @@ from autoplan.analyse.infer import Axes
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.patterns import is_under
 from autoplan.values import Trace
+from autoplan.values.reasons import Reason
 
 __all__ = ["NO_DEMANDS", "Demands", "stay_whole"]
 
@@ -24,11 +25,11 @@ class Demands:
     Of the other products analysis gathers what it likes, unless `only_those`.
     """
 
-    whole: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    whole: Mapping[tuple[str, int], Reason] = field(default_factory=dict)
     gathered: frozenset[str] = frozenset()
     only_those: bool = False
 
-    def with_whole(self, trace: Trace, tensors: Iterable[int], why: str) -> Demands:
+    def with_whole(self, trace: Trace, tensors: Iterable[int], why: Reason) -> Demands:
         """These tensors stay whole too."""
         found = [trace.tensors[number] for number in tensors]
         more = {(name, dim): why for info in found for name in info.names[:1] for dim in range(len(info.shape))}
@@ -38,9 +39,9 @@ class Demands:
         """Both: what either keeps whole stays whole, for its own reason where it has one."""
         return replace(self, whole={**other.whole, **self.whole}, gathered=self.gathered | other.gathered)
 
-    def refused(self, trace: Trace, axes: Axes) -> dict[Term, str]:
+    def refused(self, trace: Trace, axes: Axes) -> dict[Term, Reason]:
         """The axes that may not be split, as the solver wants them."""
-        found: dict[Term, str] = {}
+        found: dict[Term, Reason] = {}
         for (name, dim), why in self.whole.items():
             if name in trace.by_name:
                 for leaf in leaves(axes.of(trace.by_name[name])[dim]):
@@ -54,7 +55,7 @@ class Demands:
         return not self.only_those and not any(name in names for name, _ in self.whole)
 
 
-def stay_whole(trace: Trace, patterns: tuple[str, ...], why: str) -> Demands:
+def stay_whole(trace: Trace, patterns: tuple[str, ...], why: Reason) -> Demands:
     """Demands that keep every parameter under some modules whole."""
     names = [(n, t) for t in trace.tensors if t.kind == "parameter" for n in t.names]
     held = [(n, t) for n, t in names if any(is_under(pattern, n) for pattern in patterns)]

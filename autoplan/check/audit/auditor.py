@@ -82,6 +82,7 @@ def audit_source(source: Any, plan: Any, tp_size: int, settings: Settings = DEFA
             "bytes_per_rank_inferred": possible,
             "whole": unsplit_share(subject),
             "ran": _ran(subject),
+            "outcome": subject.outcome,
             "seconds": round(time.perf_counter() - start, 2),
         },
     )
@@ -90,9 +91,8 @@ def audit_source(source: Any, plan: Any, tp_size: int, settings: Settings = DEFA
 def _ran(subject: Subject) -> str:
     if subject.numbers is None:
         return f"not run: {subject.unproven}"
-    verdict = "exact" if subject.numbers.ok else "wrong"
     by = "an imitation of DeepSpeed's layers" if subject.plan.dialect == "deepspeed" else subject.plan.dialect
-    return f"{verdict} on {subject.numbers.tp_size} simulated ranks, carried out by {by}"
+    return f"{subject.outcome} on {subject.numbers.tp_size} simulated ranks, carried out by {by}"
 
 
 def _findings(subject: Subject) -> Iterable[Finding]:
@@ -119,7 +119,6 @@ def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAUL
     solution = solve_experts(captured.trace, tp_size, experts=experts_of(ours.tp_size, ours.ep_size, Means()))
     right = _right(source, foreign.plan, module) if foreign.plan is not None else None
     trial = try_on_ranks(source, foreign, tp_size, right) if run else Trial(reason="not asked for")
-    comparable = trial.report is not None and not trial.report.details.get("not comparable")
     return Subject(
         model=module,
         name=source.name,
@@ -129,7 +128,7 @@ def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAUL
         flow=dataflow(captured.trace),
         stacks=layers(module),
         settings=settings,
-        numbers=trial.report if comparable else None,
+        numbers=trial.numbers,
         unproven=trial.reason or "the unsharded model's numbers are NaN",
         right=right,
         ran_at_full_size=trial.full_size,

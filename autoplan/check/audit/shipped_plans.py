@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from autoplan.common.errors import AutoplanError
-from autoplan.values import Report
+from autoplan.values.findings import Report, Shipped
 
 __all__ = ["MAPPINGS", "Wild", "audit_all", "audit_one"]
 
@@ -26,8 +26,7 @@ Progress = Callable[[int, int, "Wild"], None]
 
 @dataclass(frozen=True)
 class Wild:
-    """One shipped plan. `verdict`: exact, wrong (it runs, and numbers differ), cannot run (the sharded model raises),
-    no plan, not comparable, or not built (the model itself does not run here).
+    """One shipped plan, and what became of it.
 
     `whole` is the share of splittable bytes that the plan leaves whole; `dearer`, `dead` count entries.
     """
@@ -35,7 +34,7 @@ class Wild:
     mapping: str
     model_type: str
     class_name: str
-    verdict: str
+    verdict: Shipped
     dearer: int = 0
     dead: int = 0
     whole: float = 0.0
@@ -71,7 +70,7 @@ def audit_all(
                 _end(pool)
                 pool = _pool()
                 reason = f"{type(error).__name__}: {error}"
-                row = Wild(mapping, model_type, class_name, "not built", proof=reason)
+                row = Wild(mapping, model_type, class_name, Shipped.NOT_BUILT, proof=reason)
             rows.append(row)
             if progress:
                 progress(len(rows), len(wanted), row)
@@ -102,7 +101,7 @@ def audit_one(mapping: str, model_type: str, class_name: str, tp_size: int = 2) 
         verdict = _audited(mapping, model_type, class_name, tp_size)
     except Exception as error:  # one architecture must not stop the others, and its line says what happened
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        verdict = Wild(mapping, model_type, class_name, "not built", proof=reason)
+        verdict = Wild(mapping, model_type, class_name, Shipped.NOT_BUILT, proof=reason)
     return replace(verdict, seconds=round(time.perf_counter() - start, 2))
 
 
@@ -113,20 +112,20 @@ def _audited(mapping: str, model_type: str, class_name: str, tp_size: int) -> Wi
 
     clone = clone_of(resolve(f"{model_type}:{class_name}"))
     if not getattr(clone.model, "_tp_plan", None):
-        return Wild(mapping, model_type, class_name, "no plan")
+        return Wild(mapping, model_type, class_name, Shipped.NO_PLAN)
     source = resolve(clone.model, inputs=clone.entries)
-    return _row(Wild(mapping, model_type, class_name, ""), audit_source(source, "hf", tp_size))
+    return _row(Wild(mapping, model_type, class_name, Shipped.NOT_BUILT), audit_source(source, "hf", tp_size))
 
 
 def _row(blank: Wild, report: Report) -> Wild:
-    ran = str(report.details["ran"])
+    outcome = report.details["outcome"]
     errors = [finding for finding in report.findings if finding.level == "error"]
-    crashed = next((f.proof for f in errors if f.check == "numbers" and f.message.startswith("cannot run")), "")
+    crashed = next((f.proof for f in errors if f.check == "numbers" and f.kind == "cannot-run"), "")
     verdict = (
-        "not comparable" if ran.startswith("not run")
-        else "exact" if ran.startswith("exact") and not errors
-        else "cannot run" if crashed
-        else "wrong"
+        Shipped.NOT_COMPARABLE if outcome == "untried"
+        else Shipped.EXACT if outcome == "exact" and not errors
+        else Shipped.CANNOT_RUN if crashed
+        else Shipped.WRONG
     )  # fmt: skip
     proof = crashed or next((finding.proof for finding in errors if finding.proof), "")
     return replace(

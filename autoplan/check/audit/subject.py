@@ -188,6 +188,11 @@ class Subject:
     def is_wrong(self) -> bool:
         return self.numbers is not None and not self.numbers.ok
 
+    @property
+    def outcome(self) -> Literal["untried", "exact", "wrong"]:
+        """What running the plan showed, in a word."""
+        return "untried" if self.numbers is None else "wrong" if self.is_wrong else "exact"
+
     @cached_property
     def wrong_names(self) -> dict[str, str]:
         """Tensors that came out wrong on simulated ranks, and how."""

@@ -39,6 +39,12 @@ class Trial:
     full_size: bool = False
     thawed: tuple[str, ...] = ()
 
+    @property
+    def numbers(self) -> Report | None:
+        """The report, if it proves anything: where the unsharded model's own numbers are NaN it does not."""
+        odd = self.report is not None and any(f.kind == "not-comparable" for f in self.report.findings)
+        return None if odd else self.report
+
 
 def try_on_ranks(source: Any, plan: ForeignPlan, tp_size: int, right: Plan | None = None) -> Trial:
     """Run the plan on a tiny clone, at `tp_size` where the clone is the model itself, else at 2."""
@@ -61,7 +67,7 @@ def try_on_ranks(source: Any, plan: ForeignPlan, tp_size: int, right: Plan | Non
     _freeze_alike(clone.model, source.module())
     sharding = _noticing(sharding_for(plan), thawed)
     report = check_sharding(clone.model, clone.entries, sharding, size, checks=_CHECKS)
-    return Trial(_comparable(report), tiny=clone, full_size=same and size == tp_size, thawed=tuple(thawed))
+    return Trial(report, tiny=clone, full_size=same and size == tp_size, thawed=tuple(thawed))
 
 
 def sharding_for(plan: ForeignPlan) -> Sharding:
@@ -107,18 +113,12 @@ def _try_ours(clone: Any, source: Any, foreign: ForeignPlan, same: bool, right: 
         checks = ("parameters", *_CHECKS)
         how: Any = {"checks": checks, "dims": mesh_of(plan)}
         report = check_sharding(clone.model, clone.entries, sharding_for(foreign), plan.ranks, **how)
-        return Trial(_comparable(report), tiny=clone)
+        return Trial(report, tiny=clone)
     if right is not None and right.runtime != plan.runtime:
         return Trial(reason="the clone has other sizes than the plan", tiny=clone)
     report = verify_source(source, plan, _TINY_TP, checks=("parameters", *_CHECKS))
-    return Trial(_comparable(report), tiny=clone)
+    return Trial(report, tiny=clone)
 
 
 def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-
-
-def _comparable(report: Report) -> Report:
-    """Where the unsharded model's own numbers are NaN, nothing is proven either way."""
-    odd = any("not comparable" in finding.message for finding in report.findings)
-    return replace(report, details={**report.details, "not comparable": odd}) if odd else report

@@ -105,7 +105,7 @@ def score_clone(clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | 
         forward=forward,
         backward=backward,
         scoped=len(solution.runtime.of(CallRewrite)),
-        notes=(*captured.trace.notes, *solution.refusals, *_on_experts(plan, solution), clone.note),
+        notes=(*captured.trace.notes, *map(str, solution.refusals), *_on_experts(plan, solution), clone.note),
         regions=regions_per_block(plan) if cut else None,
         uncut="; ".join(solution.sequence_notes) if how.sequence_parallel and not cut else "",
     )
@@ -158,7 +158,7 @@ def verdict_of(report: Report) -> tuple[Verdict, str]:
         worst = max(errors, key=lambda finding: report.gradients.get(finding.where, math.inf))
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         return "wrong", _text(worst) + more
-    unclear = [finding for finding in report.findings if finding.message.startswith("not comparable")]
+    unclear = [finding for finding in report.findings if finding.kind == "not-comparable"]
     if unclear:
         return "not comparable", f"{len(unclear)} tensors of the unsharded model are NaN, {unclear[0].where} first"
     if report.forward is None or not report.gradients:

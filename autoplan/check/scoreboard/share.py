@@ -23,7 +23,7 @@ from autoplan.values import Collective, Instruction, Move, Plan, SequenceBoundar
 __all__ = ["Share", "main_stack", "reductions_per_block", "regions_per_block", "share_of"]
 
 _TABLE = {"embedding", "shift", "parameter"}  # what may be done to a table: looked up, added
-_LATENT = " latent: "  # as the roles of latent attention end, in the reasons of what stays whole
+_LATENT = "latent"  # how the roles of latent attention end
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def share_of(solution: Solution, plan: Plan) -> Share:
     tables = {fact.names[0] for fact in facts if _is_table(read.get(fact.names[0], ()))}
     looked_up = [fact for fact in facts if _by_input(read.get(fact.names[0], ()), flow)]
     largest = max(looked_up, key=lambda fact: fact.bytes, default=None)
-    latents = [item.fqn for item in plan.replicated if _LATENT in item.reason]
+    latents = [item.fqn for item in plan.replicated if any(role.split()[-1] == _LATENT for role in item.roles)]
     counted = cut = 0
     whole: dict[str, list[str]] = {}
     unused: list[str] = []

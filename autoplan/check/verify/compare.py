@@ -109,6 +109,7 @@ def _not_comparable(check: str, what: str, name: str) -> Finding:
         name,
         f"not comparable: the unsharded model's {what} is NaN",
         hint="pass inputs on which the unsharded model is finite",
+        kind="not-comparable",
     )
 
 

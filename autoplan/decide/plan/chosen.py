@@ -15,10 +15,9 @@ from autoplan.decide.plan.planner import make_plan
 from autoplan.decide.written_plans.choices import CUTS, Choice, ChoiceError, Choices
 from autoplan.decide.written_plans.constraints import check_choices, demands_of
 from autoplan.values import Finding, Plan, Stack, Trace
+from autoplan.values.reasons import DifferedOnRanks
 
 __all__ = ["choices_of_plan", "fitting", "plan_chosen", "solve_chosen"]
-
-_UNLIKE = "cut, a tiny clone did not give the same on simulated ranks"
 
 
 def solve_chosen(
@@ -33,7 +32,7 @@ def solve_chosen(
 ) -> Solution:
     """The solution under a written plan, with notes on it. Raises where the plan asks for what cannot be."""
     how: dict[str, Any] = {"scoped": scoped, "sequence_stacks": sequence_stacks, "experts": experts}
-    tried = stay_whole(trace, whole, _UNLIKE) if whole else NO_DEMANDS
+    tried = stay_whole(trace, whole, DifferedOnRanks()) if whole else NO_DEMANDS
     if choices is None:
         return solve_experts(trace, tp, demands=tried, **how)
     _refuse_tried(choices, tried)

@@ -36,10 +36,10 @@ def _findings(plan: Plan, solution: Solution) -> Iterator[Finding]:
     names = Names(solution.trace)
     reasons: dict[str, list[str]] = {}
     for module, why in solution.experts_inside:
-        reasons.setdefault(why.replace(f"{module}.", ""), []).append(module)
-    for why, modules in reasons.items():
+        reasons.setdefault(str(why).replace(f"{module}.", ""), []).append(module)
+    for reason, modules in reasons.items():
         for pattern in names.fold(modules):
-            yield Finding(_CHECK, "warn", pattern, f"not dealt out: {why}", _HINT)
+            yield Finding(_CHECK, "warn", pattern, f"not dealt out: {reason}", _HINT)
     told = [module for module, _ in solution.experts_inside]
     for entry in plan.entries:
         owner = entry.pattern if entry.pattern in names.modules else entry.pattern.rpartition(".")[0]

@@ -20,14 +20,16 @@ from autoplan.decide.matching.naming import Naming, name_parameters, readings
 from autoplan.decide.plan.communication import communication
 from autoplan.decide.plan.costs import Costs
 from autoplan.decide.plan.folding import Names, fold_runtime, starred
-from autoplan.decide.plan.reasons import reason_text, units_text
+from autoplan.decide.plan.reasons import reason_text, units_text, whole_text
 from autoplan.decide.plan.styles import style_of
 from autoplan.decide.rulebook.read import GENERIC, Rule, load_rules
 from autoplan.values import Entry, Finding, IntegerEdit, LocalExperts, Obstacle, ParameterFact, Plan, Replicated, Stack
+from autoplan.values.reasons import GradientSummed, NothingToSplit, Reason
 
 __all__ = ["make_plan"]
 
 Source = Literal["user", "handwritten", "inferred", "hf"]
+_Whole = tuple[str, tuple[Reason, ...]]  # the role of a parameter that stays whole ("": none), and why it does
 
 
 def make_plan(
@@ -219,28 +221,30 @@ def _replicated(solution: Solution, named: dict[str, Naming], names: Names) -> I
 
     What differs between blocks only in its reason is one line that gives each reason once.
     """
-    groups: dict[tuple[str, int], dict[str, str]] = {}
+    groups: dict[tuple[str, int], dict[str, _Whole]] = {}
     for fact in solution.parameters:
         if fact.dim is None and not fact.buffer:
             name = fact.names[0]
-            role = f"{named[name].role}: " if name in named else ""
-            groups.setdefault((starred(name), fact.bytes), {})[name] = role + _why_whole(fact)
+            role = named[name].role if name in named else ""
+            groups.setdefault((starred(name), fact.bytes), {})[name] = (role, _why_whole(fact))
     for (_, size), reasons in groups.items():
         everywhere = {name: reason for member, reason in reasons.items() for name in names.expand(member)}
         for pattern in names.fold(list(reasons), parameters=True):
             said = [reason for name, reason in everywhere.items() if matches(pattern, name)]
-            yield Replicated(pattern, size * len(said), " / ".join(dict.fromkeys(said)))
+            roles = tuple(dict.fromkeys(role for role, _ in said if role))
+            why = tuple(dict.fromkeys(one for _, whys in said for one in whys))
+            yield Replicated(pattern, size * len(said), whole_text(said), roles, why)
 
 
-def _why_whole(fact: ParameterFact) -> str:
-    reason = fact.reason or "nothing in it can be split"
-    return f"{reason}; its gradient is summed over ranks" if fact.gradient != "local" else reason
+def _why_whole(fact: ParameterFact) -> tuple[Reason, ...]:
+    summed = (GradientSummed(),) if fact.gradient != "local" else ()
+    return (*(fact.why or (NothingToSplit(),)), *summed)
 
 
 def _findings(solution: Solution, desk: _Desk, drafts: list[_Draft], names: Names) -> Iterator[Finding]:
     """Notes on what was refused, and warnings where rules and facts disagree (facts win)."""
     for refusal in solution.refusals:
-        yield Finding("refused", "note", "", refusal)
+        yield Finding("refused", "note", "", str(refusal))
     for note in solution.trace.notes:
         yield Finding("capture", "note", "", note)
     seen: dict[tuple[str, str], list[str]] = {}

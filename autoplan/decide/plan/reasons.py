@@ -1,14 +1,20 @@
-"""Numbers in sentences: how many units a parameter is dealt out in, what a rank gets, and why."""
+"""Numbers in sentences: how many units a parameter is dealt out in, what a rank gets, and why; or why it is whole."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import prod
 
 from autoplan.common.layout import Layout
 from autoplan.decide.matching.naming import Naming
 from autoplan.values import ParameterFact
+from autoplan.values.reasons import Reason, sentence
 
-__all__ = ["reason_text", "units_text"]
+__all__ = ["reason_text", "units_text", "whole_text"]
+
+
+_OF_HEADS = "feature of each head"
+_PLURALS = {_OF_HEADS: "features of each head"}
 
 
 def units_text(fact: ParameterFact, naming: Naming | None) -> str:
@@ -36,6 +42,11 @@ def reason_text(fact: ParameterFact, naming: Naming | None, tp: int) -> str:
         parts.append(f"each of its {len(layout.parts)} segments is cut by itself")
     text = "; ".join(parts)
     return text if naming is not None else f"a proven split that no rule names: {text}"
+
+
+def whole_text(said: Iterable[tuple[str, tuple[Reason, ...]]]) -> str:
+    """Why parameters of like blocks are whole, each with its role: once, where blocks agree."""
+    return " / ".join(dict.fromkeys((f"{role}: " if role else "") + sentence(why) for role, why in said))
 
 
 def _shares_text(layout: Layout, unit: str, tp: int) -> str:
@@ -68,7 +79,7 @@ def _unit(naming: Naming | None, layout: Layout) -> str:
     """What is dealt out. Where it is the last factor of several, it is features of every head, not heads."""
     if naming is None:
         return "unit"
-    return "feature of each head" if naming.unit == "head" and _is_minor(layout) else naming.unit
+    return _OF_HEADS if naming.unit == "head" and _is_minor(layout) else naming.unit
 
 
 def _is_minor(layout: Layout) -> bool:
@@ -100,5 +111,4 @@ def _first_dealt(layout: Layout) -> Layout:
 def _count(number: int, noun: str) -> str:
     if number == 1:
         return f"1 {noun}"
-    name, of, whole = noun.partition(" of ")
-    return f"{number} {name}s{of}{whole}"
+    return f"{number} {_PLURALS.get(noun, f'{noun}s')}"

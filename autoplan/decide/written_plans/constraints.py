@@ -19,6 +19,7 @@ from autoplan.common.layout import Layout
 from autoplan.decide.plan.folding import Names
 from autoplan.decide.written_plans.choices import Choice, ChoiceError, Choices
 from autoplan.values import ParameterFact, TensorInfo, Trace
+from autoplan.values.reasons import CutElsewhere, DoesNotDivide, KeptWhole, NotNamed, Reason, sentence
 
 __all__ = ["check_choices", "demands_of", "is_packed", "same_in_folded_blocks", "weight_fields"]
 
@@ -32,7 +33,7 @@ _MEANS = {"out": ("out", "width"), "in": ("in", "rows"), "rows": ("rows", "out")
 def demands_of(choices: Choices, trace: Trace) -> Demands:
     """What must stay whole under a written plan, and whose products may be gathered."""
     fields = weight_fields(dataflow(trace))
-    whole: dict[tuple[str, int], str] = {}
+    whole: dict[tuple[str, int], Reason] = {}
     gathered: set[str] = set()
     for info in trace.tensors:
         if info.kind != "parameter" or not info.names:
@@ -64,19 +65,19 @@ def _as_rows(cut: str) -> str:
     return {"rows": "out", "width": "in"}.get(cut, cut)
 
 
-def _kept_dims(choice: Choice | None, choices: Choices, info: TensorInfo, fields: Fields) -> dict[int, str]:
+def _kept_dims(choice: Choice | None, choices: Choices, info: TensorInfo, fields: Fields) -> dict[int, Reason]:
     """Dims that may not be cut, with the reason."""
     name, dims = info.names[0], range(len(info.shape))
     if choice is None or choice.cut == "nothing":
         if not choices.decides_all or len(info.shape) < 2:
             return {}  # vectors follow the axis they belong to
-        return dict.fromkeys(dims, f"{choices.name} does not name {name}, which therefore stays whole")
+        return dict.fromkeys(dims, NotNamed(choices.name, name))
     if choice.cut == "any":
         return {}
     if choice.cut == "whole":
-        return dict.fromkeys(dims, f"{choices.name} keeps {name} whole ({choice})")
+        return dict.fromkeys(dims, KeptWhole(choices.name, name, str(choice)))
     wanted = _wanted_dim(choice, info, fields)
-    return {d: f"{choices.name} cuts {name} along dim {wanted} ({choice})" for d in dims if d != wanted}
+    return {d: CutElsewhere(choices.name, name, wanted, str(choice)) for d in dims if d != wanted}
 
 
 def _wanted_dim(choice: Choice, info: TensorInfo | ParameterFact, fields: Fields) -> int | None:
@@ -138,33 +139,30 @@ def check_choices(choices: Choices, solution: Solution) -> tuple[str, ...]:
 def _missed(choices: Choices, choice: Choice, fact: ParameterFact, wanted: int, solution: Solution) -> str:
     """A wanted cut that was not made: raise with the reason, or say it where the plan is tolerant."""
     name, size = fact.names[0], fact.shape[wanted]
-    reasons = [c.reason for c in solution.classes if (name, wanted) in c.parameters and c.reason]
+    reasons = [c.reason for c in solution.classes if (name, wanted) in c.parameters and c.reason is not None]
     otherwise = "nothing in it can be split" if fact.dim is None else f"it is cut along dim {fact.dim}"
-    reason = "; ".join(dict.fromkeys(reasons)) or otherwise
+    reason = sentence(reasons) or otherwise
     if choices.trial or (choices.tolerant and fact.dim is None):
         return f"{choices.name}: {choice} does not cut {name}: {reason}"
-    if "does not divide" in reason:
+    if any(isinstance(one, DoesNotDivide) for one in reasons):
         legal = ", ".join(map(str, solution.legal_tp))
         problem = f"{choices.name}: {choice} cannot cut dim {wanted} of {name}: {reason}"
         raise IndivisibleError(problem, hint=f"sizes that divide every axis: {legal}")
-    hint = _mend(choice, fact, wanted, solution)
-    half = " (half of a column/row pair)" if hint.startswith("add") else ""
-    raise ChoiceError(
-        f"{choices.name}: {choice} would cut dim {wanted} ({size}) of {name}, but {reason}{half}",
-        hint=hint,
-    )
-
-
-def _mend(choice: Choice, fact: ParameterFact, wanted: int, solution: Solution) -> str:
-    """The edit that makes a choice possible: cut the other weights of its axis too, or keep this one whole."""
+    problem = f"{choices.name}: {choice} would cut dim {wanted} ({size}) of {name}, but {reason}"
     free = solve(solution.trace, solution.tp_size)
     same = next((f for f in free.parameters if f.names == fact.names), None)
     if same is None or same.dim != wanted:
-        return f"write {choice.pattern!r}: 'replicate'" + (
-            f"; analysis would cut dim {same.dim} ({same.layout})" if same is not None and same.dim is not None else ""
-        )
-    others = dict.fromkeys(_lines_for(same, free))
-    return f"add {', '.join(others)}; or keep it whole: {choice.pattern!r}: 'replicate'"
+        raise ChoiceError(problem, hint=_keep_whole(choice, same))
+    others = ", ".join(dict.fromkeys(_lines_for(same, free)))
+    hint = f"add {others}; or keep it whole: {choice.pattern!r}: 'replicate'"
+    raise ChoiceError(f"{problem} (half of a column/row pair)", hint=hint)
+
+
+def _keep_whole(choice: Choice, free: ParameterFact | None) -> str:
+    """The line to write instead; and what analysis alone does with the parameter."""
+    cut = free is not None and free.dim is not None
+    other = f"; analysis would cut dim {free.dim} ({free.layout})" if free is not None and cut else ""
+    return f"write {choice.pattern!r}: 'replicate'{other}"
 
 
 def _lines_for(fact: ParameterFact, free: Solution) -> Iterator[str]:

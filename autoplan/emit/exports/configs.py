@@ -49,9 +49,9 @@ def to_deepspeed(plan: Plan, *, drop: bool = False) -> dict[str, Any]:
 def _not_for_deepspeed(part: Part) -> str:
     if part.kind == "end":
         return "AutoTP splits neither the token table nor the head"
-    packed_only = part.needs and all(need.endswith("is packed") for need in part.needs)
+    packed_only = part.needs and all(need.packed for need in part.needs)
     if part.needs and not packed_only:
-        return part.needs[0]
+        return str(part.needs[0])
     if len(part.gathered) < len(part.entries):
         return "AutoTP splits linear layers only, and sums no gradient of whole parameters"
     if any(e.style not in ("colwise", "rowwise", "packed_colwise") for e in part.entries):

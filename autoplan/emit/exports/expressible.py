@@ -23,7 +23,17 @@ from autoplan.common.patterns import is_under, matches
 from autoplan.decide.plan.folding import starred
 from autoplan.values import Entry, Plan
 
-__all__ = ["OBSTACLES", "ExportError", "Part", "Refused", "check_nothing_lost", "layout_of", "parts_of", "size_text"]
+__all__ = [
+    "OBSTACLES",
+    "ExportError",
+    "Need",
+    "Part",
+    "Refused",
+    "check_nothing_lost",
+    "layout_of",
+    "parts_of",
+    "size_text",
+]
 
 _PLAIN_RULES = frozenset(("attention", "multi-query-attention", "fused-qkv-interleaved", "gated-mlp", "plain-mlp"))
 _PLAIN_RULES |= {"shared-expert", "head-norm"}
@@ -46,13 +56,24 @@ class Refused:
 
 
 @dataclass(frozen=True)
+class Need:
+    """What a plain cut would need and other systems cannot do. `packed`: to cut a weight segment by segment."""
+
+    text: str
+    packed: bool = False
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
 class Part:
     """The planned modules of one container, and how they can be said elsewhere."""
 
     container: str
     entries: tuple[Entry, ...]
     kind: str  # "end" | "plain" | "experts" | "mla" | "packed" | "other"
-    needs: tuple[str, ...] = field(default=())  # what other systems cannot do and a plain cut would need
+    needs: tuple[Need, ...] = field(default=())
     hindered: tuple[tuple[str, str], ...] = field(default=())  # modules whose call cannot be wrapped, and why
 
     @property
@@ -103,9 +124,11 @@ def _with_neighbours(part: Part, parts: list[Part]) -> Part:
     for other in parts:
         if other is not part and part.axes & other.axes and (other.kind == "end") == (part.kind == "end"):
             if other.needs:
-                return replace(part, needs=(f"it goes with {other.container or 'the model'}: {other.needs[0]}",))
+                theirs = other.needs[0]
+                text = f"it goes with {other.container or 'the model'}: {theirs}"
+                return replace(part, needs=(Need(text, theirs.packed),))
             if part.kind != "other" and other.kind == "other" or part.kind == "plain" != other.kind:
-                return replace(part, needs=(f"it shares its axis with {other.entries[0].pattern}",))
+                return replace(part, needs=(Need(f"it shares its axis with {other.entries[0].pattern}"),))
     return part
 
 
@@ -126,24 +149,24 @@ def _part(
     else:
         kind = "other"
     stopped = tuple((e.pattern, hindered[starred(e.pattern)]) for e in entries if starred(e.pattern) in hindered)
-    needs = [f"{pattern}: {why}" for pattern, why in stopped]
+    needs = [Need(f"{pattern}: {why}") for pattern, why in stopped]
     needs += _needs(plan, container, entries, kind, containers)
     return Part(container, entries, kind, tuple(dict.fromkeys(needs)), stopped)
 
 
 def _needs(
     plan: Plan, container: str, entries: tuple[Entry, ...], kind: str, containers: Iterable[str]
-) -> Iterator[str]:
+) -> Iterator[Need]:
     """What a plain cut of the part would need besides column and row layers."""
     containers = list(containers)
     for one in plan.runtime.instructions:
         if not one.in_styles and _home(one.pattern, containers) == container:
-            yield one.beyond_styles()
+            yield Need(one.beyond_styles())
     for entry in entries:
         if any("@" in segment for segment in entry.segments):
-            yield f"{entry.pattern} is dealt out to groups of ranks"
+            yield Need(f"{entry.pattern} is dealt out to groups of ranks")
         if kind in ("plain", "mla") and entry.style in _COLUMN + _ROW and not _contiguous(entry, plan.tp_size):
-            yield f"{entry.pattern} is packed"
+            yield Need(f"{entry.pattern} is packed", packed=True)
 
 
 def _home(pattern: str, containers: Iterable[str]) -> str | None:

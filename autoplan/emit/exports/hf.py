@@ -12,8 +12,9 @@ from collections.abc import Container, Iterable, Iterator
 
 from autoplan.common.patterns import matches
 from autoplan.decide.plan.folding import starred
-from autoplan.emit.exports.expressible import OBSTACLES, Part, Refused, check_nothing_lost, layout_of, parts_of
+from autoplan.emit.exports.expressible import OBSTACLES, Need, Part, Refused, check_nothing_lost, layout_of, parts_of
 from autoplan.values import AllReduceGradient, Entry, Plan
+from autoplan.values.reasons import OfDim
 
 __all__ = ["OLD_NAMES", "hf_entries", "to_hf"]
 
@@ -64,7 +65,7 @@ def hf_entries(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[dict[
                 and e.style != "replicated_with_grad_allreduce"
             ]
         else:
-            why = part.needs[0] if part.needs else f"no style of transformers does it ({part.entries[0].style})"
+            why = str(part.needs[0]) if part.needs else f"no style of transformers does it ({part.entries[0].style})"
             refused += part.refused(why)
     return found, refused
 
@@ -91,11 +92,11 @@ def _merged(parts: Iterable[Part], kept_whole: Container[str]) -> Iterator[Part]
             styles.setdefault(starred(entry.pattern), set()).add(entry.style)
         kind = kinds.pop() if len(kinds) == 1 else "other"
         if any(len(found) > 1 for found in styles.values()):
-            kind, needs = "mixed", ("layers are planned differently, and a key means every layer",)
+            kind, needs = "mixed", (Need("layers are planned differently, and a key means every layer"),)
         elif any(entry.pattern.rpartition(".")[2] in ("*", *_DIGITS) for entry in entries):
-            kind, needs = "mixed", ("modules that have only numbers for names cannot be told apart by a key",)
+            kind, needs = "mixed", (Need("modules that have only numbers for names cannot be told apart by a key"),)
         elif any(starred(entry.pattern) in kept_whole for entry in entries):
-            needs = (*needs, "a key means every layer, and in some of them the plan keeps the weight whole")
+            needs = (*needs, Need("a key means every layer, and in some of them the plan keeps the weight whole"))
         yield Part(container, entries, kind, needs, hindered)
 
 
@@ -156,7 +157,7 @@ def _as_they_are(entries: Iterable[Entry]) -> Iterator[tuple[str, str]]:
 def _latents(part: Part, plan: Plan) -> Iterator[tuple[str, str]]:
     """The projection whose output goes partly into split heads without passing a column layer."""
     split = {starred(entry.pattern) for entry in part.entries}
-    matrices = {starred(whole.fqn) for whole in plan.replicated if "dim 1 (" in whole.reason}
+    matrices = {starred(w.fqn) for w in plan.replicated if any(isinstance(r, OfDim) and r.dim == 1 for r in w.why)}
     for copied in plan.runtime.of(AllReduceGradient):
         name = starred(copied.pattern)
         inside = name.rpartition(".")[0] == part.container and name not in split

@@ -34,7 +34,7 @@ def needs_autoplan(plan: Plan) -> str:
             if entry.style not in _STOCK:
                 return f"{entry.pattern} is {entry.style}, which no stock style does"
         if not part.is_plain:
-            return part.needs[0] if part.needs else f"{part.container} is more than column and row layers"
+            return str(part.needs[0]) if part.needs else f"{part.container} is more than column and row layers"
     return ""
 
 

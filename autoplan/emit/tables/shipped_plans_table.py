@@ -11,10 +11,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from autoplan.values.findings import Shipped
+
 __all__ = ["wild_line", "wild_view"]
 
-_COLOURS = {"exact": "green", "wrong": "bold red", "cannot run": "red"}
-_COUNTED = ("exact", "wrong", "cannot run", "not comparable", "no plan", "not built")
+_COLOURS = {Shipped.EXACT: "green", Shipped.WRONG: "bold red", Shipped.CANNOT_RUN: "red"}
 _TELLING = {"dearer": 0, "whole": 0.1, "dead": 0}  # what more than this counts: entries, share of bytes, keys
 _WIDTH = 110
 
@@ -40,7 +41,7 @@ def wild_view(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     tenth of the bytes whole that can be split, `dead keys` have keys that match nothing.
     """
     parts: list[RenderableType] = [_sums(rows)]
-    bad = [row for row in rows if row["verdict"] in ("wrong", "cannot run")]
+    bad = [row for row in rows if Shipped(row["verdict"]).is_bad]
     if bad:
         parts += [Padding(Text("Wrong, or cannot run", "bold"), (1, 0, 0, 0)), _bad(bad)]
     parts += [Padding(Text("All", "bold"), (1, 0, 0, 0)), *(Text(wild_line(row)) for row in rows)]
@@ -48,13 +49,13 @@ def wild_view(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 
 def _sums(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("mapping", *_COUNTED, "dearer", "incomplete", "dead keys")
+    table = _table("mapping", *Shipped, "dearer", "incomplete", "dead keys")
     for mapping in dict.fromkeys(row["mapping"] for row in rows):
         mine = [row for row in rows if row["mapping"] == mapping]
         counts = Counter(row["verdict"] for row in mine)
-        ran = [row for row in mine if row["verdict"] in ("exact", "wrong")]
+        ran = [row for row in mine if row["verdict"] in (Shipped.EXACT, Shipped.WRONG)]
         sums = [sum(row[field] > least for row in ran) for field, least in _TELLING.items()]
-        table.add_row(mapping, *(str(counts[word]) for word in _COUNTED), *map(str, sums))
+        table.add_row(mapping, *(str(counts[word]) for word in Shipped), *map(str, sums))
     return table
 
 

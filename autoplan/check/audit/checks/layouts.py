@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from autoplan.check.audit.subject import Subject, Weight
 from autoplan.common.layout import Layout
 from autoplan.values import Finding
+from autoplan.values.reasons import sentence
 
 NAME = "layouts"
 _AT_THE_BORDER = ("colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_colwise")
@@ -34,9 +35,10 @@ def _wrong_cut(subject: Subject, weight: Weight) -> str:
     if said.dim is None or not weight.is_matrix:
         return ""
     if said.dim != fact.dim:
-        whys = [c.reason for c in subject.solution.classes if (fact.names[0], said.dim) in c.parameters and c.reason]
+        held = [c for c in subject.solution.classes if (fact.names[0], said.dim) in c.parameters]
+        whys = sentence(c.reason for c in held if c.reason is not None)
         other = f"its neighbours are cut along dim {fact.dim} ({fact.layout})" if fact.dim is not None else ""
-        return "; ".join(filter(None, [*dict.fromkeys(whys), other])) or "nothing shares that cut"
+        return "; ".join(filter(None, [whys, other])) or "nothing shares that cut"
     if subject.wanted_rows(weight) != said.rows and Layout.parse(fact.layout or "1").contiguous(subject.tp_size):
         return f"rank 0 holds other rows than its neighbours, which lie as {fact.layout}"
     return ""

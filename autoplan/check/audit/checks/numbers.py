@@ -28,7 +28,8 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
     broken = [finding for finding in errors if not finding.where]
     outputs = [finding for finding in errors if finding.where and finding.check != "gradients"]
     if broken:
-        yield Finding(NAME, "error", "", f"cannot run {ranks}", "see the other findings", proof=broken[0].message)
+        said, hint = f"cannot run {ranks}", "see the other findings"
+        yield Finding(NAME, "error", "", said, hint, proof=broken[0].message, kind="cannot-run")
     elif outputs:
         text = f"outputs are wrong {ranks} ({', '.join(f.where for f in outputs[:3])})"
         yield Finding(NAME, "error", "", text, "see the other findings", proof=_worst(outputs))

@@ -14,6 +14,7 @@ from autoplan.axes.terms import factors, find, segments
 from autoplan.check.audit.subject import Subject, Weight
 from autoplan.common.layout import Layout
 from autoplan.values import Finding
+from autoplan.values.reasons import DoesNotDivide
 
 NAME = "units"
 _WHOLE_AFTERWARDS = ("colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_colwise")
@@ -52,7 +53,7 @@ def _broken_unit(subject: Subject, weight: Weight) -> tuple[int, int] | None:
         same = subject.wanted_rows(weight) == said.rows
         return None if same or units % subject.tp_size == 0 else (units, size // units)
     for axis in subject.solution.classes:
-        if (fact.names[0], said.dim) in axis.parameters and "does not divide" in axis.reason:
+        if (fact.names[0], said.dim) in axis.parameters and isinstance(axis.reason, DoesNotDivide):
             width = _width(subject, fact.names[0], said.dim, axis.size)
             if width > 1 or (subject.plan.dialect == "torch" and size % subject.tp_size):
                 return axis.size, width

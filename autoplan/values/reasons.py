@@ -1,0 +1,305 @@
+"""Why something stays whole: a closed set of small values. Code asks their class and numbers, people read their text.
+
+Reasons are found deep inside the analysis and are read far away: by the planner, by checks, by exports, by whoever
+loads a plan file. Each is a class of its own with what it knows in fields, and this file is the one place that makes
+text of them: `str(reason)`. Nobody compares or parses that text. A new reason is a class here; files know it by its
+name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = [
+    "REASONS",
+    "AlreadySplit",
+    "AxisWhole",
+    "CutElsewhere",
+    "DifferedOnRanks",
+    "DoesNotDivide",
+    "ExpertsDoNotDivide",
+    "ExpertsWhole",
+    "GradientSummed",
+    "InsideScaledBlock",
+    "KeptWhole",
+    "Narrow",
+    "NeedsRewriting",
+    "NeverContracted",
+    "NotNamed",
+    "NotPlaced",
+    "NothingToSplit",
+    "OfDim",
+    "OnBothDims",
+    "OnlyExperts",
+    "OwesSums",
+    "ReadAcross",
+    "Reason",
+    "ResidualStream",
+    "SingleNumber",
+    "SingleWeight",
+    "SizeOfInput",
+    "TooFewRows",
+    "Unused",
+    "sentence",
+]
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Any of the classes below."""
+
+
+def sentence(reasons: Iterable[Reason]) -> str:
+    """Several reasons one after the other, each once."""
+    return "; ".join(dict.fromkeys(map(str, reasons)))
+
+
+# ------------------------------------------------------------------------------------------------ of one axis
+
+
+@dataclass(frozen=True)
+class DoesNotDivide(Reason):
+    """The only reason that another tp size would mend."""
+
+    size: int
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.size} does not divide by tp={self.ranks}"
+
+
+@dataclass(frozen=True)
+class TooFewRows(Reason):
+    """A vocabulary may be cut unevenly, but every rank needs a row."""
+
+    rows: int
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows leave one of {self.ranks} ranks with none"
+
+
+@dataclass(frozen=True)
+class SizeOfInput(Reason):
+    def __str__(self) -> str:
+        return "it follows the size of the input"
+
+
+@dataclass(frozen=True)
+class ResidualStream(Reason):
+    def __str__(self) -> str:
+        return "it is the residual stream, which every rank holds whole"
+
+
+@dataclass(frozen=True)
+class ReadAcross(Reason):
+    """`events`, by name (axes/events.py): what ops do along it after which its positions cannot be told apart."""
+
+    events: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"an op reads across it ({', '.join(self.events)})"
+
+
+@dataclass(frozen=True)
+class OwesSums(Reason):
+    events: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"each of its ops would owe a sum ({', '.join(self.events)})"
+
+
+@dataclass(frozen=True)
+class NeverContracted(Reason):
+    def __str__(self) -> str:
+        return "no weight contracts it, so cutting it saves nothing"
+
+
+@dataclass(frozen=True)
+class SingleWeight(Reason):
+    def __str__(self) -> str:
+        return "it sits in one weight only, so nothing downstream shares the cut"
+
+
+@dataclass(frozen=True)
+class Narrow(Reason):
+    """`least`: the width from which a cut pays."""
+
+    least: int
+
+    def __str__(self) -> str:
+        return f"all its dims are narrower than {self.least}: it would save less than it costs"
+
+
+@dataclass(frozen=True)
+class OnBothDims(Reason):
+    def __str__(self) -> str:
+        return "one weight has it on both dims"
+
+
+@dataclass(frozen=True)
+class InsideScaledBlock(Reason):
+    def __str__(self) -> str:
+        return "it runs inside a block of numbers that share one scale"
+
+
+@dataclass(frozen=True)
+class AlreadySplit(Reason):
+    """A weight is cut once. `cheaper`: along the other axis, because ranks then exchange less."""
+
+    cheaper: bool = False
+
+    def __str__(self) -> str:
+        if self.cheaper:
+            return "its weights are split along another axis, for which ranks exchange less"
+        return "its weights are already split along another axis"
+
+
+@dataclass(frozen=True)
+class NotPlaced(Reason):
+    """The split would owe something that no mechanism can do. `what`, in the words of the one that gave up."""
+
+    what: str
+
+    def __str__(self) -> str:
+        return self.what
+
+
+@dataclass(frozen=True)
+class NeedsRewriting(Reason):
+    """Only said where calls may not be changed."""
+
+    call: str
+    module: str
+
+    def __str__(self) -> str:
+        return f"{self.call} in {self.module} would need its literals rewritten"
+
+
+@dataclass(frozen=True)
+class AxisWhole(Reason):
+    """What the solver gave up on the way, with the reason."""
+
+    size: int
+    why: Reason
+
+    def __str__(self) -> str:
+        return f"an axis of {self.size} stays whole: {self.why}"
+
+
+# ------------------------------------------------------------------------------------------------ of what was asked for
+
+
+@dataclass(frozen=True)
+class KeptWhole(Reason):
+    """`line` of `plan` says so."""
+
+    plan: str
+    parameter: str
+    line: str
+
+    def __str__(self) -> str:
+        return f"{self.plan} keeps {self.parameter} whole ({self.line})"
+
+
+@dataclass(frozen=True)
+class CutElsewhere(Reason):
+    """`line` of `plan` cuts it along another dim; None: along none that it has."""
+
+    plan: str
+    parameter: str
+    dim: int | None
+    line: str
+
+    def __str__(self) -> str:
+        return f"{self.plan} cuts {self.parameter} along dim {self.dim} ({self.line})"
+
+
+@dataclass(frozen=True)
+class NotNamed(Reason):
+    """`plan` decides about all weights, and has no line for this one."""
+
+    plan: str
+    parameter: str
+
+    def __str__(self) -> str:
+        return f"{self.plan} does not name {self.parameter}, which therefore stays whole"
+
+
+@dataclass(frozen=True)
+class DifferedOnRanks(Reason):
+    def __str__(self) -> str:
+        return "cut, a tiny clone did not give the same on simulated ranks"
+
+
+@dataclass(frozen=True)
+class OnlyExperts(Reason):
+    def __str__(self) -> str:
+        return "only experts are dealt out"
+
+
+# ------------------------------------------------------------------------------------------------ of experts
+
+
+@dataclass(frozen=True)
+class ExpertsDoNotDivide(Reason):
+    experts: int
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.experts} experts do not divide by {self.ranks} ranks"
+
+
+@dataclass(frozen=True)
+class ExpertsWhole(Reason):
+    """`why` the axis of a module's experts is whole, if that is known."""
+
+    why: Reason | None = None
+
+    def __str__(self) -> str:
+        return "its experts stay on every rank" + (f" ({self.why})" if self.why is not None else "")
+
+
+# ------------------------------------------------------------------------------------------------ of one parameter
+
+
+@dataclass(frozen=True)
+class OfDim(Reason):
+    """Why one axis in a dim of a parameter is whole. `size` is that of the axis."""
+
+    dim: int
+    size: int
+    why: Reason
+
+    def __str__(self) -> str:
+        return f"dim {self.dim} ({self.size}): {self.why}"
+
+
+@dataclass(frozen=True)
+class SingleNumber(Reason):
+    def __str__(self) -> str:
+        return "it is a single number"
+
+
+@dataclass(frozen=True)
+class Unused(Reason):
+    def __str__(self) -> str:
+        return "no run of the model used it"
+
+
+@dataclass(frozen=True)
+class NothingToSplit(Reason):
+    def __str__(self) -> str:
+        return "nothing in it can be split"
+
+
+@dataclass(frozen=True)
+class GradientSummed(Reason):
+    """No reason why it is whole, but what that costs."""
+
+    def __str__(self) -> str:
+        return "its gradient is summed over ranks"
+
+
+REASONS: dict[str, type[Reason]] = {kind.__name__: kind for kind in Reason.__subclasses__()}

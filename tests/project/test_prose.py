@@ -1,0 +1,130 @@
+"""Nothing steers by prose: what is said to people is never compared, searched or taken apart by code.
+
+A sentence that code reads is an interface that nobody declared: whoever words it better breaks something elsewhere.
+Reasons (values/reasons.py), kinds of findings and closed words are values; this law looks for what reads text instead,
+in every file of the package, and is shown able to find it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "autoplan"
+
+# What is read on purpose: (file, text) -> whose text it is.
+ALLOWED = {
+    ("hf/model_string.py", "trust_remote_code"): "transformers says in words only that a model needs it",
+    ("decide/rulebook/conditions.py", "not "): "a word of the language of guards, not of a sentence",
+    ("emit/tables/scoreboard_table.py", "blocks again"): "the heading of a column that is flush right",
+    ("emit/tables/entry_table.py", "sum of the "): "our own costs, shortened for a column: to become values",
+    ("emit/tables/entry_table.py", ", shared with "): "our own costs, shortened for a column: to become values",
+}
+
+_MATCHING = frozenset(("match", "search", "fullmatch", "findall", "finditer"))
+_CUTTING = frozenset(("startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition", "split"))
+_READING = _MATCHING | _CUTTING | {"rsplit", "find", "rfind", "index", "count"}
+_SPOKEN = frozenset(("message", "hint", "reason", "because", "why"))  # names of what is said to people
+_ERRORS = frozenset(("error", "exc", "exception", "refused", "refusal"))
+_PROSE = re.compile(r"\w ?\S* \S*\w|\w\w+ $|^ \w\w+")
+
+
+def literals(node: ast.AST, constants: dict[str, list[str]]) -> Iterator[str]:
+    """The texts that an operand is, or may be: also through a constant of the module, in a tuple, in an f-string."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.Name):
+        yield from constants.get(node.id, ())
+    elif isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+        for item in node.elts:
+            yield from literals(item, constants)
+    elif isinstance(node, ast.JoinedStr):
+        for value in node.values:
+            yield from literals(value, constants)
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("frozenset", "set", "tuple", "re.compile"):
+        for argument in node.args:
+            yield from literals(argument, constants)
+
+
+def is_spoken(node: ast.AST) -> bool:
+    """Is it what was said to people: a message, a hint, a reason, the text of an error?"""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "str":
+        return isinstance(node.args[0], ast.Name) and node.args[0].id in _ERRORS if node.args else False
+    return (node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")) in _SPOKEN
+
+
+def readings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, text) of every place that compares or takes apart prose."""
+    constants: dict[str, list[str]] = {}
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            constants[node.targets[0].id] = list(literals(node.value, constants))
+    for node in ast.walk(tree):
+        operands: list[ast.expr] = []
+        spoken = False
+        if isinstance(node, ast.Compare):
+            operands = [node.left, *node.comparators]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _READING:
+            operands = [*node.args, *([node.func.value] if node.func.attr in _MATCHING else [])]
+            spoken = is_spoken(node.func.value)
+        elif isinstance(node, ast.MatchValue):
+            operands = [node.value]
+        spoken = spoken or any(map(is_spoken, operands))
+        for text in (text for operand in operands for text in literals(operand, constants)):
+            if _PROSE.search(text) or (spoken and re.search(r"\w", text)):
+                yield node.lineno, text  # type: ignore[attr-defined]
+
+
+def found_in(package: Path) -> Iterator[tuple[str, int, str]]:
+    for path in sorted(package.rglob("*.py")):
+        for line, text in readings(ast.parse(path.read_text(encoding="utf-8"))):
+            yield path.relative_to(package).as_posix(), line, text
+
+
+def test_nothing_compares_or_parses_prose() -> None:
+    read = [f"{file}:{line} reads {text!r}" for file, line, text in found_in(PACKAGE) if (file, text) not in ALLOWED]
+    assert not read, "make it a value (values/reasons.py, Finding.kind, a StrEnum):\n" + "\n".join(read)
+
+
+def test_what_is_allowed_is_still_there() -> None:
+    assert {(file, text) for file, _, text in found_in(PACKAGE)} == set(ALLOWED)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'if "does not divide" in axis.reason: pass',
+        'if "indivisible" in axis.reason: pass',
+        'half = hint.startswith("add")',
+        'odd = finding.message.startswith("not comparable")',
+        '_TOLD = "not comparable"\nodd = _TOLD in finding.message',
+        '_TOLD = ("wrong", "cannot run")\nbad = row.verdict in _TOLD',
+        'why = reduction.removeprefix("refused because ")',
+        'import re\nfound = re.search("cannot be split", text)',
+        'import re\n_SAID = re.compile("cannot be split")\nfound = _SAID.search(text)',
+        'match text:\n    case "not run": pass',
+        'if "trust_remote_code" in str(error): pass',
+        'name = f"the head of {x}" == text',
+    ],
+)
+def test_the_law_finds(code: str) -> None:
+    assert list(readings(ast.parse(code)))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'text = "it does not divide"',
+        "if isinstance(axis.reason, DoesNotDivide): pass",
+        'if finding.kind == "not-comparable": pass',
+        'places = where.split(", ")',
+        'line.partition("  #")',
+        "if error.message in seen: pass",
+    ],
+)
+def test_the_law_lets_pass(code: str) -> None:
+    assert not list(readings(ast.parse(code)))
