@@ -21,8 +21,8 @@ def inconsistencies(plan: Plan) -> Iterator[str]:
         yield from _of_layout(f"{where}.layout", rule.layout, plan.ranks)
         if (rule.dim is None) != (rule.layout is None):
             yield f"{where}: a cut needs both a dim and a layout"
-        for known in sizes if rule.dim is not None and rule.layout is not None else ():
-            if known.pattern == rule.pattern:
+        for known in sizes:
+            if known.pattern == rule.pattern and rule.dim is not None and rule.layout is not None:
                 yield from _of_shapes(where, rule.dim, rule.layout, known.shapes)
     for number, one in enumerate(plan.runtime.instructions):
         where = f"runtime.instructions[{number}]"
