@@ -17,11 +17,11 @@ from torch import nn
 
 from autoplan.common.patterns import matches
 from autoplan.execute.hooks.sequence_shards import is_share
-from autoplan.values import Traffic
+from autoplan.execute.sequence.moves import deals_out
+from autoplan.values import Collective, Traffic
 
 __all__ = ["beside_the_least", "measured_traffic"]
 
-_TWICE = "all_reduce"
 _CHAIN = 8  # nodes from a sum to the parameter whose gradient it is, at most
 
 Measured = dict[str, dict[str, dict[str, tuple[int, int]]]]  # block -> direction -> kind -> number, bytes a token
@@ -89,7 +89,7 @@ class _Recorder:
         if self.block:
             total = self.sums.setdefault((self.block, direction, kind), [0, 0])
             total[0] += 1
-            total[1] += size * (2 if kind == _TWICE else 1)
+            total[1] += size * (2 if kind == Collective.ALL_REDUCE else 1)
             self.found[self.block][direction][kind] = (total[0], total[1] // self.tokens[self.block])
 
     @contextmanager
@@ -128,7 +128,7 @@ class _Recorder:
     def _claim(self, node: Any, name: str, nodes: set[Any]) -> None:
         """Count what the node's backward does as the block's."""
         above = {other for other, _ in node.next_functions if other is not None}
-        starts = type(node).__name__ == "_ScatterBackward" and not above & nodes  # where the stream is dealt out
+        starts = deals_out(node) and not above & nodes  # where the stream begins
         if starts or _is_parameters(node, nodes):
             return
         node.register_prehook(lambda gradients: setattr(self, "block", name))

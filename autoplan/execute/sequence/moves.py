@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from autoplan.execute.collectives import RankGroup
 
-__all__ = ["gather_sum", "gather_whole", "reduce_scatter", "scatter"]
+__all__ = ["deals_out", "gather_sum", "gather_whole", "reduce_scatter", "scatter"]
 
 _NAMED = torch.ops._c10d_functional
 
@@ -117,3 +117,8 @@ def gather_sum(x: torch.Tensor, dim: int, length: int, group: RankGroup) -> torc
 def reduce_scatter(x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
     """This rank's positions of a sum over ranks."""
     return _ReduceScatter.apply(x, dim, group)
+
+
+def deals_out(node: Any) -> bool:
+    """Is this node of the autograd graph that of a `scatter`?"""
+    return isinstance(node, _Scatter._backward_cls)
