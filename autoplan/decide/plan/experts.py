@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import matches
 from autoplan.decide.plan.folding import Names
+from autoplan.decide.rulebook.read import rule_named
 from autoplan.values import Finding, Means, Plan
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ __all__ = ["check_expert_size", "expert_findings", "experts_of"]
 
 _CHECK = "experts"
 _HINT = "ep_size must divide the number of experts, and no written plan may cut them otherwise"
-_INSIDE = ("packed-experts", "gated-experts", "plain-experts", "listed-experts")  # rules of roles
 
 
 def check_expert_size(tp_size: int, ep_size: int) -> None:
@@ -55,7 +55,8 @@ def _findings(plan: Plan, solution: Solution) -> Iterator[Finding]:
     told = [module for module, _ in solution.experts_inside]
     for entry in plan.entries:
         owner = entry.pattern if entry.pattern in names.modules else entry.pattern.rpartition(".")[0]
-        if entry.rule in _INSIDE and not any(matches(owner, module) for module in told):
+        inside = (rule := rule_named(entry.rule)) is not None and rule.holds_experts
+        if inside and not any(matches(owner, module) for module in told):
             text = "these experts are no stack of weights that is told by number who goes where: each is cut inside"
             yield Finding(_CHECK, "warn", entry.pattern, text)
     if not plan.runtime.experts and not told:

@@ -7,12 +7,12 @@ One source: whoever changes a rule, a style or a guard changes the page, and a t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from autoplan.analyse.picture import flow
 from autoplan.decide.matching import match
 from autoplan.decide.rulebook import conditions, pattern
-from autoplan.decide.rulebook.read import STYLES, Rule, load_rules
+from autoplan.decide.rulebook.read import EXPORTS, STYLES, Rule, load_rules
 
 __all__ = ["rules_readme"]
 
@@ -45,6 +45,8 @@ One TOML file, its name the rule's id. Keys:
 | `seen_in` | model types whose inferred plans cite the rule (a test holds you to it) |
 | `unit`, `[units]` | what is dealt out over ranks ("head", "feature"), by box where they differ |
 | `beats` | rules that give way where both claim a box |
+| `exported_as` | what its modules are to other systems, if they have a word for it (below) |
+| `holds_experts` | true where its weights are experts, which can be dealt out whole |
 | `[match] flow` | boxes and arrows |
 | `[match] where` | guards: facts that must hold |
 | `[roles]` | what boxes are called; the box's name unless given |
@@ -82,7 +84,8 @@ def rules_readme(rules: Sequence[Rule] | None = None) -> str:
         _section("Arrows", pattern.__doc__),
         _section("Guards", conditions.__doc__),
         _section("Matching", match.__doc__),
-        _styles(),
+        _words("Styles", "style", STYLES),
+        _words("Exports", "exported_as", EXPORTS),
         _PLAN_FILES,
     ]
     return "\n".join(parts)
@@ -95,9 +98,9 @@ def _table_of(rules: Iterable[Rule]) -> str:
     return "\n".join(["## Roles", "", "| rule | what it recognises | seen in |", "|---|---|---|", *rows, ""])
 
 
-def _styles() -> str:
-    rows = [f"| `{style}` | {meaning} |" for style, meaning in STYLES.items()]
-    return "\n".join(["## Styles", "", "| style | meaning |", "|---|---|", *rows, ""])
+def _words(heading: str, key: str, words: Mapping[str, str]) -> str:
+    rows = [f"| `{word}` | {meaning} |" for word, meaning in words.items()]
+    return "\n".join([f"## {heading}", "", f"| {key} | meaning |", "|---|---|", *rows, ""])
 
 
 def _section(heading: str, docstring: str | None) -> str:
