@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from autoplan.analyse.solve import Solution
@@ -97,11 +98,14 @@ def _never_ran(model: Trace, clone: Trace) -> Iterator[Finding]:
 
 
 def _recorded_clone(source: Source) -> tuple[nn.Module, dict[str, Any], Captured]:
-    """A tiny clone that runs, its calls, and what it does in them; shrunk less where the smallest cannot run."""
+    """A tiny clone that runs, its calls, and what it does in them.
+
+    In float64, in float32 where its own code mixes the two; shrunk less where the smallest cannot run.
+    """
     refusal: AutoplanError | None = None
-    for one in source.ever_larger():
+    for one, dtype in _attempts(source):
         try:
-            clone = one.tiny(dtype=one.exact_dtype, experts="batched_mm")
+            clone = one.tiny(dtype=dtype, experts="batched_mm")
             config = getattr(clone, "config", None)
             made = make_inputs(clone, config=config, model_type=one.model_type, inputs=one.inputs)
             entries = inputs_in(working_dtype(clone), made.entries)
@@ -110,6 +114,10 @@ def _recorded_clone(source: Source) -> tuple[nn.Module, dict[str, Any], Captured
             refusal = refusal or error
     assert refusal is not None
     raise refusal
+
+
+def _attempts(source: Source) -> Iterator[tuple[Source, torch.dtype]]:
+    return ((one, dtype) for one in source.ever_larger() for dtype in (torch.float64, torch.float32))
 
 
 def _where(solution: Solution, axis: object) -> str:

@@ -2,7 +2,6 @@
 
     applies_to = ["a", "b"]        # the model types it is for; without it the type that the file is named after
     why = "..."                    # required: what goes wrong without the file
-    dtype = "float32"              # where the model's own code cannot run in float64
     [tiny]                         # fields of the tiny clone; "=2*heads" is a product of numbers and sizes,
     [tiny.text_config]             #   "=default" leaves the field to its class; tables reach into sub-configs
     [inputs.pixel_values]          # one argument of the first entry: kind, shape, low, high; or drop = true
@@ -37,7 +36,7 @@ from autoplan.common.rules_folder import rules_folder
 
 __all__ = ["TypeRules", "open_fields", "rule_files", "type_rules"]
 
-_KEYS = {"applies_to", "why", "dtype", "tiny", "inputs", "prompts", "parts"}
+_KEYS = {"applies_to", "why", "tiny", "inputs", "prompts", "parts"}
 _DEFAULT_KEYS = {"applies_to", "why", "fields"}
 
 
@@ -46,7 +45,6 @@ class TypeRules:
     """One file of `rules/inputs`; empty for a type that needs no help."""
 
     why: str = ""
-    dtype: str = "float64"
     tiny: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, dict[str, Any]] = field(default_factory=dict)
     prompts: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)

@@ -340,9 +340,9 @@ def test_no_two_rule_files_say_the_same() -> None:
 
 def test_a_family_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "inputs").mkdir()
-    (tmp_path / "inputs" / "twins.toml").write_text('applies_to = ["one", "two"]\nwhy = "x"\ndtype = "float32"\n')
+    (tmp_path / "inputs" / "twins.toml").write_text('applies_to = ["one", "two"]\nwhy = "x"\n[tiny]\nheads = 2\n')
     monkeypatch.setattr("autoplan.hf.type_rules.rules_folder", lambda: tmp_path)
-    assert type_rules("one") == type_rules("two") and type_rules("one").dtype == "float32"
+    assert type_rules("one") == type_rules("two") and type_rules("one").tiny == {"heads": 2}
     assert type_rules("twins").why == ""
     (tmp_path / "inputs" / "two.toml").write_text('why = "y"\n')
     rule_files.cache_clear()
