@@ -60,7 +60,7 @@ EXPORTS = {
 }
 
 _KEYS = {"id", "summary", "why", "limits", "seen_in", "unit", "units", "beats", "match", "roles", "yields", "example"}
-_KEYS |= {"exported_as", "holds_experts"}
+_KEYS |= {"exported_as", "holds_experts", "unseen"}
 
 
 class RuleError(AutoplanError):
@@ -105,6 +105,7 @@ class Rule:
     roles: tuple[tuple[str, str], ...] = ()
     beats: tuple[str, ...] = ()
     examples: tuple[Example, ...] = ()
+    unseen: str = ""
     exported_as: str = ""
     holds_experts: bool = False
 
@@ -189,6 +190,7 @@ def _parse(data: Mapping[str, Any], text: str, stem: str) -> Rule:
         roles=tuple(data.get("roles", {}).items()),
         beats=tuple(data.get("beats", ())),
         examples=tuple(_example(item) for item in data.get("example", ())),
+        unseen=_unseen(data),
         exported_as=_exported_as(data),
         holds_experts=data.get("holds_experts", False) is True,
     )
@@ -199,6 +201,12 @@ def _text(data: Mapping[str, Any], key: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise RuleError(f"{key!r} is missing: a rule is a document")
     return " ".join(value.split())
+
+
+def _unseen(data: Mapping[str, Any]) -> str:
+    if "unseen" in data and data.get("seen_in"):
+        raise RuleError("it has `seen_in` and `unseen`", hint="keep `seen_in`: an architecture shows the rule")
+    return _text(data, "unseen") if "unseen" in data else ""
 
 
 def _exported_as(data: Mapping[str, Any]) -> str:

@@ -132,7 +132,9 @@ def _kind(entries: Iterable[Entry]) -> str:
         return "plain"
     if "latent" in said and said <= _LATENT:
         return "latent"
-    return {("expert stack",): "experts", ("halves",): "packed"}.get(tuple(said), "other")
+    if said == {"expert stack"}:
+        return "experts"
+    return "packed" if said == {"halves"} else "other"
 
 
 def is_end(entry: Entry) -> bool:
