@@ -165,8 +165,7 @@ def _recorded_clone(source: Source) -> tuple[nn.Module, dict[str, Any], Captured
     Shrunk less where the smallest cannot run, in single precision where code asks for it and does not run in double.
     """
     refusal: AutoplanError | None = None
-    precisions = dict.fromkeys((source.exact_dtype, torch.float32))
-    for one, dtype in ((one, dtype) for one in source.ever_larger() for dtype in precisions):
+    for one, dtype in _attempts(source):
         try:
             clone = one.tiny(dtype=dtype, experts="batched_mm")
             made = make_inputs(clone, model_type=one.model_type, inputs=one.inputs)
@@ -176,6 +175,10 @@ def _recorded_clone(source: Source) -> tuple[nn.Module, dict[str, Any], Captured
             refusal = refusal or error
     assert refusal is not None
     raise refusal
+
+
+def _attempts(source: Source) -> Iterator[tuple[Source, torch.dtype]]:
+    return ((one, dtype) for one in source.ever_larger() for dtype in (torch.float64, torch.float32))
 
 
 def _where(solution: Solution, axis: object) -> str:

@@ -5,6 +5,7 @@ Only a config is ever read, never weights. Code that comes with a checkpoint run
 
 from __future__ import annotations
 
+import copy
 import difflib
 import importlib
 import json
@@ -25,7 +26,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from autoplan.common.errors import SourceError
-from autoplan.hf.type_rules import type_rules
+from autoplan.hf.type_rules import open_fields
 
 __all__ = ["Found", "default_config", "from_string", "transformers_class"]
 
@@ -61,9 +62,9 @@ def from_string(text: str, *, trust_remote_code: bool = False) -> Found:
 
 
 def default_config(model_type: str) -> PretrainedConfig:
-    """The library's default config of a model type, completed by rules/inputs where the default does not build."""
+    """The default config of a model type, completed by rules/defaults.toml where it leaves something open."""
     try:
-        return CONFIG_MAPPING[model_type](**type_rules(model_type).default)
+        return CONFIG_MAPPING[model_type](**copy.deepcopy(open_fields(model_type)))
     except Exception as error:  # a config class may raise anything; the user learns which
         raise SourceError(
             f"the default config of model type {model_type!r} cannot be made: {error}",

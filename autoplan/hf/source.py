@@ -27,7 +27,6 @@ from autoplan.hf.adapters import settings_of, wrap
 from autoplan.hf.catalogue import class_name_of
 from autoplan.hf.model_string import from_string, transformers_class
 from autoplan.hf.shrink import all_configs, tiny_config
-from autoplan.hf.type_rules import type_rules
 
 __all__ = ["Source", "resolve"]
 
@@ -56,12 +55,6 @@ class Source:
         assert self.config is not None and self.model_class is not None
         with torch.device("meta"):
             return _build(self.model_class, copy.deepcopy(self.config), None).eval()
-
-    @property
-    def exact_dtype(self) -> torch.dtype:
-        """The widest dtype that the model's own code runs in: float64, but for a few that say otherwise."""
-        named: torch.dtype = getattr(torch, type_rules(self.model_type).dtype)
-        return named
 
     @cached_property
     def can_shrink(self) -> bool:

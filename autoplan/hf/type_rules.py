@@ -1,8 +1,7 @@
-"""Help that a model type needs to be built or fed: `rules/inputs/<type>.toml`, data only.
+"""Help that a model type needs to be built small or fed: `rules/inputs/<type>.toml`, data only.
 
+    applies_to = ["a", "b"]        # the model types it is for; without it the type that the file is named after
     why = "..."                    # required: what goes wrong without the file
-    dtype = "float32"              # where the model's own code cannot run in float64
-    [default]                      # fields without which the type's default config does not build
     [tiny]                         # fields of the tiny clone; "=2*heads" is a product of numbers and sizes,
     [tiny.text_config]             #   "=default" leaves the field to its class; tables reach into sub-configs
     [inputs.pixel_values]          # one argument of the first entry: kind, shape, low, high; or drop = true
@@ -14,23 +13,31 @@
     [parts."codec.decoder".latents]   # one argument of a part that forward does not run and that is called alone
     shape = ["batch", 3, 28, 28]
 
+What the default config of a type leaves open stands in `rules/defaults.toml`, used where a type alone is given:
+
+    [[defaults]]
+    applies_to = ["a", "b"]
+    why = "..."
+    [defaults.fields]              # fields without which nothing can be built
+
 A file may name a model type; it never makes a decision.
 """
 
 from __future__ import annotations
 
-import re
 import tomllib
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from autoplan.common.errors import SourceError
 from autoplan.common.rules_folder import rules_folder
 
-__all__ = ["TypeRules", "type_rules"]
+__all__ = ["TypeRules", "open_fields", "rule_files", "type_rules"]
 
-_KEYS = {"why", "dtype", "default", "tiny", "inputs", "prompts", "parts"}
+_KEYS = {"applies_to", "why", "tiny", "inputs", "prompts", "parts"}
+_DEFAULT_KEYS = {"applies_to", "why", "fields"}
 
 
 @dataclass(frozen=True)
@@ -38,28 +45,62 @@ class TypeRules:
     """One file of `rules/inputs`; empty for a type that needs no help."""
 
     why: str = ""
-    dtype: str = "float64"
-    default: dict[str, Any] = field(default_factory=dict)
     tiny: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, dict[str, Any]] = field(default_factory=dict)
     prompts: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     parts: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
 
 
-@lru_cache(maxsize=1024)
 def type_rules(model_type: str) -> TypeRules:
     """The rules of a model type. Raises SourceError for a file that cannot be read or has an unknown key."""
-    if not re.fullmatch(r"[\w.-]+", model_type):
-        return TypeRules()
-    path = rules_folder() / "inputs" / f"{model_type}.toml"
-    if not path.is_file():
-        return TypeRules()
+    return rule_files(rules_folder()).get(model_type, TypeRules())
+
+
+def open_fields(model_type: str) -> dict[str, Any]:
+    """Fields that the default config of a model type leaves open, with values."""
+    return _defaults(rules_folder()).get(model_type, {})
+
+
+@lru_cache(maxsize=4)
+def rule_files(folder: Path) -> dict[str, TypeRules]:
+    """All files of `folder/inputs`, by the model types that they are for."""
+    found: dict[str, TypeRules] = {}
+    for path in sorted((folder / "inputs").glob("*.toml")):
+        data = _read(path)
+        types = _checked(path, data, _KEYS).pop("applies_to", [path.stem])
+        rules = TypeRules(**data)
+        for model_type in types:
+            _refuse_twice(path, model_type, found)
+            found[model_type] = rules
+    return found
+
+
+@lru_cache(maxsize=4)
+def _defaults(folder: Path) -> dict[str, dict[str, Any]]:
+    path = folder / "defaults.toml"
+    found: dict[str, dict[str, Any]] = {}
+    for one in _read(path).get("defaults", []) if path.is_file() else []:
+        for model_type in _checked(path, one, _DEFAULT_KEYS).get("applies_to", []):
+            _refuse_twice(path, model_type, found)
+            found[model_type] = one.get("fields", {})
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        data = tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text("utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise SourceError(f"{path}: {error}", hint="mend the TOML") from error
-    unknown = sorted(set(data) - _KEYS)
+
+
+def _checked(path: Path, data: dict[str, Any], keys: set[str]) -> dict[str, Any]:
+    unknown = sorted(set(data) - keys)
     if unknown or not data.get("why"):
         problem = f"unknown keys {', '.join(unknown)}" if unknown else "`why` is missing"
-        raise SourceError(f"{path}: {problem}", hint=f"a file has {', '.join(sorted(_KEYS))}")
-    return TypeRules(**data)
+        raise SourceError(f"{path}: {problem}", hint=f"it has {', '.join(sorted(keys))}")
+    return data
+
+
+def _refuse_twice(path: Path, model_type: str, found: dict[str, Any]) -> None:
+    if model_type in found:
+        raise SourceError(f"{path}: {model_type} is in another file too", hint="one document for a model type")

@@ -7,6 +7,7 @@ import json
 import random
 import sys
 import threading
+import tomllib
 from pathlib import Path
 
 import numpy
@@ -21,7 +22,7 @@ from autoplan.hf.catalogue import MAPPINGS, architectures, class_name_of
 from autoplan.hf.shrink import all_configs, tiny_config
 from autoplan.hf.source import Source, resolve
 from autoplan.hf.tiny_sizes import FIELDS, VARIANTS, amount, field_rule
-from autoplan.hf.type_rules import type_rules
+from autoplan.hf.type_rules import open_fields, rule_files, type_rules
 
 LLAMA = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32}
 
@@ -322,13 +323,31 @@ def test_catalogue() -> None:
 
 
 def test_every_rule_file_is_read_and_names_a_model_type() -> None:
-    files = sorted((rules_folder() / "inputs").glob("*.toml"))
-    assert files
-    for file in files:
-        assert type_rules(file.stem).why
+    found = rule_files(rules_folder())
+    assert len(found) > 50 and all(rules.why for rules in found.values())
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    assert {f.stem for f in files} <= {*CONFIG_MAPPING_NAMES, "musicgen_decoder", "musicgen_melody_decoder"}
+    assert found.keys() <= {*CONFIG_MAPPING_NAMES, "musicgen_decoder", "musicgen_melody_decoder"}
+    assert open_fields("esm")["vocab_size"] == 33 and open_fields("llama") == {}
+
+
+def test_no_two_rule_files_say_the_same() -> None:
+    """Types that need the same help share a document."""
+    files = [tomllib.loads(path.read_text()) for path in (rules_folder() / "inputs").glob("*.toml")]
+    bodies = [str({key: value for key, value in file.items() if key not in ("why", "applies_to")}) for file in files]
+    assert len(set(bodies)) == len(bodies) > 30
+
+
+def test_a_family_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "inputs").mkdir()
+    (tmp_path / "inputs" / "twins.toml").write_text('applies_to = ["one", "two"]\nwhy = "x"\n[tiny]\nheads = 2\n')
+    monkeypatch.setattr("autoplan.hf.type_rules.rules_folder", lambda: tmp_path)
+    assert type_rules("one") == type_rules("two") and type_rules("one").tiny == {"heads": 2}
+    assert type_rules("twins").why == ""
+    (tmp_path / "inputs" / "two.toml").write_text('why = "y"\n')
+    rule_files.cache_clear()
+    with pytest.raises(SourceError, match="two is in another file too"):
+        type_rules("one")
 
 
 def test_a_rule_file_with_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from autoplan.common.patterns import matches
 from autoplan.decide.plan.folding import Names
+from autoplan.decide.rulebook.read import rule_named
 from autoplan.values import Finding, LocalExperts, Means, Plan
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ __all__ = ["expert_findings", "experts_of"]
 
 _CHECK = "experts"
 _HINT = "ep_size must divide the number of experts, and no written plan may cut them otherwise"
-_INSIDE = ("packed-experts", "gated-experts", "plain-experts", "listed-experts")  # rules of roles
 
 
 def experts_of(tp_size: int, ep_size: int, means: Means) -> Experts:
@@ -43,7 +43,8 @@ def _findings(plan: Plan, solution: Solution) -> Iterator[Finding]:
     told = [module for module, _ in solution.experts_inside]
     for entry in plan.entries:
         owner = entry.pattern if entry.pattern in names.modules else entry.pattern.rpartition(".")[0]
-        if entry.rule in _INSIDE and not any(matches(owner, module) for module in told):
+        inside = (rule := rule_named(entry.rule)) is not None and rule.holds_experts
+        if inside and not any(matches(owner, module) for module in told):
             text = "these experts are no stack of weights that is told by number who goes where: each is cut inside"
             yield Finding(_CHECK, "warn", entry.pattern, text)
     if not plan.runtime.of(LocalExperts) and not told:

@@ -21,7 +21,8 @@ from autoplan.common.rules_folder import rules_folder
 from autoplan.decide.rulebook.conditions import Condition, parse_condition
 from autoplan.decide.rulebook.pattern import Pattern, parse_pattern
 
-__all__ = ["GENERIC", "STYLES", "Example", "Match", "Rule", "RuleError", "load_rules", "parse_rule"]
+__all__ = ["EXPORTS", "GENERIC", "STYLES", "Example", "Match", "Rule", "RuleError", "exported_as", "load_rules"]
+__all__ += ["parse_rule", "rule_named"]
 
 GENERIC = "generic"
 
@@ -44,7 +45,22 @@ STYLES = {
     "sequence_parallel": "sequence parallel: whole weight on values split along the sequence",
 }
 
+# What a rule's modules are to other systems, which split one layer at a time. Said by `exported_as`: an export asks for
+# this and never for a rule by its id.
+EXPORTS = {
+    "layers": "column and row layers, as everybody writes them",
+    "beside": "small parameters beside such layers, or beside a latent, which every style leaves alone",
+    "table": "the table that ids are looked up in",
+    "head": "what gives the logits",
+    "tied head": "a head whose weight is the table's",
+    "expert stack": "experts in stacked weights",
+    "halves": "two weights packed into one, half and half",
+    "latent": "attention whose keys and values come from one latent",
+    "latent query": "the same for its queries, only beside such attention",
+}
+
 _KEYS = {"id", "summary", "why", "limits", "seen_in", "unit", "units", "beats", "match", "roles", "yields", "example"}
+_KEYS |= {"exported_as", "holds_experts", "unseen"}
 
 
 class RuleError(AutoplanError):
@@ -89,6 +105,9 @@ class Rule:
     roles: tuple[tuple[str, str], ...] = ()
     beats: tuple[str, ...] = ()
     examples: tuple[Example, ...] = ()
+    unseen: str = ""
+    exported_as: str = ""
+    holds_experts: bool = False
 
     def unit(self, name: str) -> str:
         """What is dealt out over ranks at a box, as reasons call it."""
@@ -111,6 +130,17 @@ def load_rules(folder: Path | None = None) -> tuple[Rule, ...]:
                 raise RuleError(f"rule {rule.id!r} beats {other!r}, which does not exist")
     _refuse_circles(rules)
     return rules
+
+
+def rule_named(name: str) -> Rule | None:
+    """The rule that an entry of a plan cites; None for a rule that is no longer here."""
+    return next((rule for rule in load_rules() if rule.id == name), None)
+
+
+def exported_as(name: str) -> str:
+    """What the modules of a rule are to other systems, one of EXPORTS; an empty string where no rule says."""
+    rule = rule_named(name)
+    return rule.exported_as if rule else ""
 
 
 def _refuse_circles(rules: Iterable[Rule]) -> None:
@@ -160,6 +190,9 @@ def _parse(data: Mapping[str, Any], text: str, stem: str) -> Rule:
         roles=tuple(data.get("roles", {}).items()),
         beats=tuple(data.get("beats", ())),
         examples=tuple(_example(item) for item in data.get("example", ())),
+        unseen=_unseen(data),
+        exported_as=_exported_as(data),
+        holds_experts=data.get("holds_experts", False) is True,
     )
 
 
@@ -168,6 +201,19 @@ def _text(data: Mapping[str, Any], key: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise RuleError(f"{key!r} is missing: a rule is a document")
     return " ".join(value.split())
+
+
+def _unseen(data: Mapping[str, Any]) -> str:
+    if "unseen" in data and data.get("seen_in"):
+        raise RuleError("it has `seen_in` and `unseen`", hint="keep `seen_in`: an architecture shows the rule")
+    return _text(data, "unseen") if "unseen" in data else ""
+
+
+def _exported_as(data: Mapping[str, Any]) -> str:
+    value = data.get("exported_as", "")
+    if value and value not in EXPORTS:
+        raise RuleError(f"{value!r} is nothing that exports know", hint=f"exported_as is one of {', '.join(EXPORTS)}")
+    return str(value)
 
 
 def _styles(value: Any) -> tuple[str, ...]:

@@ -7,12 +7,13 @@ One source: whoever changes a rule, a style or a guard changes the page, and a t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from autoplan.analyse.picture import flow
 from autoplan.decide.matching import match
 from autoplan.decide.rulebook import conditions, pattern
-from autoplan.decide.rulebook.read import STYLES, Rule, load_rules
+from autoplan.decide.rulebook.read import EXPORTS, STYLES, Rule, load_rules
+from autoplan.decide.written_plans.handwritten import load_plans
 
 __all__ = ["rules_readme"]
 
@@ -27,7 +28,8 @@ only as evidence (`seen_in`), as the subject of a plan written by hand, or to bu
 
 - `roles/`: what a weight is for, recognised in the dataflow.
 - `plans/`: plans written by hand for one model class each.
-- `inputs/`: how to build a small copy of a model type, and what to feed it, where the defaults do not do.
+- `inputs/`: how to build a small copy of a model type, and what to feed it, where that cannot be derived.
+- `defaults.toml`: what the default config of a model type leaves open, for where a type alone is named.
 
 `autoplan rules list`, `autoplan rules show RULE` and `autoplan rules test [--strict]` read the same files.
 """
@@ -43,8 +45,11 @@ One TOML file, its name the rule's id. Keys:
 | `why` | why that is right |
 | `limits` | where it stops, and which rule goes on |
 | `seen_in` | model types whose inferred plans cite the rule (a test holds you to it) |
+| `unseen` | or why no model type of transformers shows it |
 | `unit`, `[units]` | what is dealt out over ranks ("head", "feature"), by box where they differ |
 | `beats` | rules that give way where both claim a box |
+| `exported_as` | what its modules are to other systems, if they have a word for it (below) |
+| `holds_experts` | true where its weights are experts, which can be dealt out whole |
 | `[match] flow` | boxes and arrows |
 | `[match] where` | guards: facts that must hold |
 | `[roles]` | what boxes are called; the box's name unless given |
@@ -71,6 +76,12 @@ come from analysis, and a contradiction between the two is an error.
 """
 
 
+_WHY_PINNED = """A plan that makes the same cuts as inference is kept where people name it: by its class, by its id
+(`--source ID`), or as `source="handwritten"`; each has a sequence-parallel variant of its own. Tests hold every plan
+to what its file says: the same cuts as inference, or the difference. A new one is worth a file only if it differs.
+"""
+
+
 def rules_readme(rules: Sequence[Rule] | None = None) -> str:
     """The whole page."""
     known = load_rules() if rules is None else rules
@@ -82,22 +93,30 @@ def rules_readme(rules: Sequence[Rule] | None = None) -> str:
         _section("Arrows", pattern.__doc__),
         _section("Guards", conditions.__doc__),
         _section("Matching", match.__doc__),
-        _styles(),
+        _words("Styles", "style", STYLES),
+        _words("Exports", "exported_as", EXPORTS),
         _PLAN_FILES,
+        _table_of_plans(),
     ]
     return "\n".join(parts)
 
 
 def _table_of(rules: Iterable[Rule]) -> str:
     rows = [
-        f"| [`{rule.id}`](roles/{rule.id}.toml) | {rule.summary} | {', '.join(rule.seen_in) or '—'} |" for rule in rules
+        f"| [`{rule.id}`](roles/{rule.id}.toml) | {rule.summary} | {', '.join(rule.seen_in) or rule.unseen} |"
+        for rule in rules
     ]
     return "\n".join(["## Roles", "", "| rule | what it recognises | seen in |", "|---|---|---|", *rows, ""])
 
 
-def _styles() -> str:
-    rows = [f"| `{style}` | {meaning} |" for style, meaning in STYLES.items()]
-    return "\n".join(["## Styles", "", "| style | meaning |", "|---|---|", *rows, ""])
+def _table_of_plans() -> str:
+    rows = [f"| [`{plan.id}`](plans/{plan.id}.toml) | `{plan.qualnames[0]}` | {plan.gains} |" for plan in load_plans()]
+    return "\n".join([_WHY_PINNED, "| plan | class | against inference |", "|---|---|---|", *rows, ""])
+
+
+def _words(heading: str, key: str, words: Mapping[str, str]) -> str:
+    rows = [f"| `{word}` | {meaning} |" for word, meaning in words.items()]
+    return "\n".join([f"## {heading}", "", f"| {key} | meaning |", "|---|---|", *rows, ""])
 
 
 def _section(heading: str, docstring: str | None) -> str:

@@ -13,7 +13,15 @@ from typing import Any
 
 from autoplan.decide.plan.folding import starred
 from autoplan.decide.written_plans.deepspeed import COUNTS
-from autoplan.emit.exports.expressible import ExportError, Part, Refused, check_nothing_lost, layout_of, parts_of
+from autoplan.emit.exports.expressible import (
+    ExportError,
+    Part,
+    Refused,
+    check_nothing_lost,
+    is_end,
+    layout_of,
+    parts_of,
+)
 from autoplan.emit.exports.hf import OLD_NAMES, hf_entries
 from autoplan.values import Entry, Plan
 
@@ -86,7 +94,7 @@ def _expression(pattern: str) -> str:
 def to_vllm(plan: Plan, *, shipped: Iterable[str] = (), drop: bool = False) -> dict[str, str]:
     """The dict of vLLM's transformers backend, in the spelling that it has always taken."""
     found, refused = hf_entries(plan, obstacles=_WITHOUT_VIEWS)
-    ends = {e.pattern for e in plan.entries if e.rule in ("token-embedding", "lm-head", "tied-head")}
+    ends = {e.pattern for e in plan.entries if is_end(e)}
     # No gradients in vLLM: what is whole is whole. Packed layers are gathered, which is exact too.
     found = {k: s for k, s in found.items() if k not in ends and s != "replicated_with_grad_allreduce"}
     packed = {key.rpartition(".")[0] for key, style in found.items() if style == "packed_colwise"}

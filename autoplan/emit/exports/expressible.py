@@ -21,23 +21,16 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import Layout
 from autoplan.common.patterns import is_under, matches
 from autoplan.decide.plan.folding import starred
+from autoplan.decide.rulebook.read import exported_as
 from autoplan.values import Entry, Plan
 
-__all__ = [
-    "OBSTACLES",
-    "ExportError",
-    "Need",
-    "Part",
-    "Refused",
-    "check_nothing_lost",
-    "layout_of",
-    "parts_of",
-    "size_text",
-]
+__all__ = ["HEADS", "OBSTACLES", "ExportError", "Need", "Part", "Refused", "check_nothing_lost", "is_end", "layout_of"]
+__all__ += ["parts_of", "size_text"]
 
-_PLAIN_RULES = frozenset(("attention", "multi-query-attention", "fused-qkv-interleaved", "gated-mlp", "plain-mlp"))
-_PLAIN_RULES |= {"shared-expert", "head-norm"}
-_ENDS = frozenset(("token-embedding", "lm-head", "tied-head"))
+# Words of EXPORTS.
+HEADS = frozenset(("head", "tied head"))
+_ENDS = HEADS | {"table"}
+_LATENT = frozenset(("latent", "latent query", "beside"))
 OBSTACLES = ("edited", "read", "shape")
 _COLUMN, _ROW = ("colwise", "packed_colwise"), ("rowwise", "rowwise_scatter", "packed_rowwise")
 
@@ -72,7 +65,7 @@ class Part:
 
     container: str
     entries: tuple[Entry, ...]
-    kind: str  # "end" | "plain" | "experts" | "mla" | "packed" | "other"
+    kind: str  # "end" | "plain" | "experts" | "latent" | "packed" | "other"
     needs: tuple[Need, ...] = field(default=())
     hindered: tuple[tuple[str, str], ...] = field(default=())  # modules whose call cannot be wrapped, and why
 
@@ -108,7 +101,7 @@ def parts_of(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[Part, .
     parents = {entry.pattern.rpartition(".")[0] for entry in plan.entries}
     groups: dict[str, list[Entry]] = {}
     for entry in plan.entries:
-        own = entry.rule in _ENDS or entry.pattern in parents  # a container's own parameters belong to it
+        own = is_end(entry) or entry.pattern in parents  # a container's own parameters belong to it
         groups.setdefault(entry.pattern if own else entry.pattern.rpartition(".")[0], []).append(entry)
     hindered = {starred(found.pattern): found.why for found in plan.obstacles if found.kind in obstacles}
     parts = [_part(plan, container, tuple(entries), groups, hindered) for container, entries in groups.items()]
@@ -135,23 +128,31 @@ def _with_neighbours(part: Part, parts: list[Part]) -> Part:
 def _part(
     plan: Plan, container: str, entries: tuple[Entry, ...], containers: Iterable[str], hindered: Mapping[str, str]
 ) -> Part:
-    rules = {entry.rule for entry in entries}
-    if rules <= _ENDS:
-        kind = "end"
-    elif rules <= _PLAIN_RULES and all(_is_linear(e) or e.rule == "head-norm" for e in entries):
-        kind = "plain"
-    elif rules == {"packed-experts"}:
-        kind = "experts"
-    elif "mla" in rules and rules <= {"mla", "head-norm", "query-latent"}:
-        kind = "mla"
-    elif rules == {"packed-gated-mlp"}:
-        kind = "packed"
-    else:
-        kind = "other"
+    kind = _kind(entries)
     stopped = tuple((e.pattern, hindered[starred(e.pattern)]) for e in entries if starred(e.pattern) in hindered)
     needs = [Need(f"{pattern}: {why}") for pattern, why in stopped]
     needs += _needs(plan, container, entries, kind, containers)
     return Part(container, entries, kind, tuple(dict.fromkeys(needs)), stopped)
+
+
+def _kind(entries: Iterable[Entry]) -> str:
+    """What the part is, from what the rules of its entries say that they are to other systems."""
+    roles = {(exported_as(entry.rule), _is_linear(entry)) for entry in entries}
+    said = {word for word, _ in roles}
+    if said <= _ENDS:
+        return "end"
+    if said <= {"layers", "beside"} and ("layers", False) not in roles:
+        return "plain"
+    if "latent" in said and said <= _LATENT:
+        return "latent"
+    if said == {"expert stack"}:
+        return "experts"
+    return "packed" if said == {"halves"} else "other"
+
+
+def is_end(entry: Entry) -> bool:
+    """The table or the head."""
+    return exported_as(entry.rule) in _ENDS
 
 
 def _needs(
@@ -165,7 +166,7 @@ def _needs(
     for entry in entries:
         if any("@" in segment for segment in entry.segments):
             yield Need(f"{entry.pattern} is dealt out to groups of ranks")
-        if kind in ("plain", "mla") and entry.style in _COLUMN + _ROW and not _contiguous(entry, plan.tp_size):
+        if kind in ("plain", "latent") and entry.style in _COLUMN + _ROW and not _contiguous(entry, plan.tp_size):
             yield Need(f"{entry.pattern} is packed", packed=True)
 
 

@@ -12,7 +12,17 @@ from collections.abc import Container, Iterable, Iterator
 
 from autoplan.common.patterns import matches
 from autoplan.decide.plan.folding import starred
-from autoplan.emit.exports.expressible import OBSTACLES, Need, Part, Refused, check_nothing_lost, layout_of, parts_of
+from autoplan.decide.rulebook.read import exported_as
+from autoplan.emit.exports.expressible import (
+    HEADS,
+    OBSTACLES,
+    Need,
+    Part,
+    Refused,
+    check_nothing_lost,
+    layout_of,
+    parts_of,
+)
 from autoplan.values import AllReduceGradient, Entry, Plan
 from autoplan.values.reasons import OfDim
 
@@ -106,15 +116,17 @@ def _lines(part: Part, plan: Plan) -> Iterator[tuple[str, str]]:
         if part.needs or _has_tied_bias(plan):
             return
         for entry in part.entries:
-            head = entry.rule != "token-embedding"
+            head = exported_as(entry.rule) != "table"
             if not head and not entry.style.startswith("embedding_rowwise"):
                 return
             yield starred(entry.pattern), "colwise_gather_output" if head else "embedding_rowwise"
             yield from ((module, "embedding_rowwise") for module in _unused_holders(plan, entry))
     elif part.is_plain:
         yield from _as_they_are(part.entries)
-    elif part.kind == "mla" and not part.needs:
-        latent = {e.pattern for e in part.entries if e.rule == "mla" and e.style == "colwise_gather_output"}
+    elif part.kind == "latent" and not part.needs:
+        latent = {
+            e.pattern for e in part.entries if exported_as(e.rule) == "latent" and e.style == "colwise_gather_output"
+        }
         kept = [e for e in part.entries if e.style != "replicated_with_grad_allreduce" and e.pattern not in latent]
         yield from _as_they_are(kept)
         yield from ((starred(pattern), "mla_kv_a_proj") for pattern in latent)
@@ -134,7 +146,7 @@ def _has_tied_bias(plan: Plan) -> bool:
     """A head whose bias is also a parameter of another module, which transformers would put back whole."""
     modules = {entry.pattern for entry in plan.entries}
     split = {rule.pattern for rule in plan.runtime.parameters if rule.dim is not None}
-    heads = [e for e in plan.entries if e.rule in ("lm-head", "tied-head") and "bias" in e.parameters]
+    heads = [e for e in plan.entries if exported_as(e.rule) in HEADS and "bias" in e.parameters]
     others = {name for name in split if name.endswith(".bias") and name.rpartition(".")[0] not in modules}
     above = {entry.pattern.rpartition(".")[0] for entry in heads}
     return any(name.rpartition(".")[0] in above for name in others)

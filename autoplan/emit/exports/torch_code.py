@@ -11,7 +11,8 @@ import json
 from collections.abc import Iterator
 
 from autoplan.common.patterns import matches
-from autoplan.emit.exports.expressible import parts_of
+from autoplan.decide.rulebook.read import exported_as
+from autoplan.emit.exports.expressible import HEADS, parts_of
 from autoplan.values import Entry, Plan
 
 __all__ = ["automodel_module", "needs_autoplan", "torch_module"]
@@ -78,16 +79,16 @@ def _stock(plan: Plan) -> str:
 
 
 def _style(entry: Entry) -> str:
-    if entry.rule in ("lm-head", "tied-head"):
+    if exported_as(entry.rule) in HEADS:
         return "ColwiseParallel(output_layouts=logits, use_local_output=gather_logits)"
     return _STOCK[entry.style]
 
 
 def _tied(plan: Plan) -> Iterator[tuple[str, str]]:
     """(table, head) that are one parameter."""
-    tables = [entry.pattern for entry in plan.entries if entry.rule == "token-embedding"]
+    tables = [entry.pattern for entry in plan.entries if exported_as(entry.rule) == "table"]
     for entry in plan.entries:
-        if entry.rule == "tied-head" and tables:
+        if exported_as(entry.rule) == "tied head" and tables:
             yield tables[0], entry.pattern
 
 

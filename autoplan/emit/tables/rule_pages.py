@@ -24,7 +24,7 @@ __all__ = ["results_view", "rule_to_dict", "rule_view", "rules_view"]
 
 def rule_to_dict(rule: Rule) -> dict[str, Any]:
     """A rule as plain data, for `--json`."""
-    texts = ("id", "summary", "why", "limits", "seen_in", "beats")
+    texts = ("id", "summary", "why", "limits", "seen_in", "unseen", "exported_as", "beats")
     return {
         **{name: plain(getattr(rule, name)) for name in texts},
         "flow": rule.match.flow if rule.match else "",
@@ -60,6 +60,8 @@ def rule_view(rule: Rule) -> RenderableType:
         parts += _section("Beats", Text(", ".join(rule.beats)))
     if rule.seen_in:
         parts += _section("Seen in", Text(", ".join(rule.seen_in)))
+    if rule.unseen:
+        parts += _section("Unseen", Text(rule.unseen))
     for example in rule.examples:
         parts += _section(f"Example: {example.name}", _example(example))
     return Group(*parts)
