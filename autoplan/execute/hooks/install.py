@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.hooks import RemovableHandle
 
+from autoplan.common.conventions import conventions
 from autoplan.common.layout import Layout, chunk
 from autoplan.common.nested import change_if_returned, change_input, change_output, signature_names
 from autoplan.execute.calls.function_mode import ModuleMode
@@ -39,7 +40,6 @@ __all__ = ["ModuleWork", "install", "install_root"]
 
 _ORDER = {"join": 0, "withhold": 1, "reduce": 1, "mean": 1, "reduce_scatter": 1, "gather": 2, "gather_whole": 2,
           "gather_sum": 2, "scatter": 3, "copy": 4, "scale": 5, "share": 6}  # fmt: skip
-_LOSS_ARGUMENTS = ("label", "target")  # what a forward calls the argument that makes it compute a loss
 
 
 @dataclass
@@ -242,13 +242,14 @@ class _Root:
         self.names = signature_names(model)
         self.draws = self.always or (self.random and may_draw(model))
         self.unseen = UnseenOutputs((), self.names, running.group)
+        self.target_words = conventions().target_words
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.running.depth += 1
         if self.running.depth > 1:
             return
         given = dict(zip(self.names, args, strict=False)) | kwargs
-        loss = any(value is not None and any(w in name for w in _LOSS_ARGUMENTS) for name, value in given.items())
+        loss = any(value is not None and any(w in name for w in self.target_words) for name, value in given.items())
         self.running.whole_logits = loss and not self.running.split_loss
         self.running.loss = loss and self.running.split_loss
         in_training = self.random and module.training and (self.draws or not torch.compiler.is_compiling())
