@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeAlias, Unpack
+from typing import Any, Unpack
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.export import ExportedProgram
-from transformers import PretrainedConfig
 
 from autoplan.check.audit.gate import refuse_disproven, refuse_wrong, warn_unproven
 from autoplan.check.prove import proven_plan
@@ -26,13 +24,11 @@ from autoplan.decide.written_plans.read import PlanSource, read_source
 from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh
 from autoplan.execute.parallelize import shard_model
 from autoplan.execute.tensor_parallel import check_matches
-from autoplan.hf.source import resolve
+from autoplan.hf.source import Model, resolve
 from autoplan.hf.stacks import layers
 from autoplan.values import Plan
 
 __all__ = ["parallelize", "plan"]
-
-Model: TypeAlias = nn.Module | PretrainedConfig | ExportedProgram | str
 
 
 def plan(

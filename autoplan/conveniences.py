@@ -2,7 +2,9 @@
 
 At the top of the house, since those who do it are spread over it.
 
-Importing this imports nothing else: each function loads its room when it is called.
+Importing this imports no torch: each function loads its room when it is called.
+
+And whose conventions rooms below hf/ read (common/conventions.py).
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from collections.abc import Callable
 from os import PathLike
 from typing import Any
 
+from autoplan.common.conventions import conventions, hand_in
+from autoplan.hf.conventions import TRANSFORMERS
 from autoplan.values import Change, Plan, Report
 from autoplan.values.conveniences import provide
 
@@ -56,7 +60,7 @@ def _to_torch(plan: Plan, *, gather_logits: bool) -> dict[str, Any]:
 def _to_hf(plan: Plan, model: Any, *, old: bool, drop: bool) -> dict[str, str]:
     from autoplan.emit.exports.hf import to_hf
 
-    return to_hf(plan, shipped=getattr(model, "_tp_plan", None) or (), old=old, drop=drop)
+    return to_hf(plan, shipped=tuple(conventions().shipped_plan(model)), old=old, drop=drop)
 
 
 def _export(plan: Plan, target: str, model: Any, *, drop: bool) -> str:
@@ -87,3 +91,4 @@ provided: dict[str, Callable[..., Any]] = {
     "Report.__str__": _report_text,
 }
 provide(provided)
+hand_in(TRANSFORMERS)

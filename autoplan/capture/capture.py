@@ -23,6 +23,7 @@ from autoplan.capture.fold import fold
 from autoplan.capture.idle_experts import with_idle_members
 from autoplan.capture.known_values import KnownValues
 from autoplan.capture.recorder import Recording, record
+from autoplan.common.conventions import conventions
 from autoplan.common.errors import CaptureError
 from autoplan.common.random_values import untouched_randomness
 from autoplan.values import Trace
@@ -180,9 +181,11 @@ def _settle_experts(module: nn.Module) -> None:
     seen: set[int] = set()
     for part in module.modules():
         for value in list(vars(part).values()):
-            if id(value) not in seen and hasattr(value, "_experts_implementation") and hasattr(value, "to_dict"):
+            if id(value) not in seen and hasattr(value, "to_dict"):
                 seen.add(id(value))
-                value._experts_implementation = "batched_mm"
+                for setting, choice in conventions().kernel_settings:
+                    if hasattr(value, setting):
+                        setattr(value, setting, choice)
 
 
 def capture_real(model: nn.Module, entries: dict[str, dict[str, Any]], *, keep_values: bool = False) -> Captured:

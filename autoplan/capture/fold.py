@@ -25,6 +25,7 @@ from torch import nn
 from autoplan.capture.copies import Rebinding
 from autoplan.capture.outside import remember_original
 from autoplan.capture.weight_hooks import keep_weight_hooks, weight_hooks
+from autoplan.common.conventions import conventions
 from autoplan.common.errors import CaptureError
 from autoplan.values import Fold
 
@@ -34,7 +35,6 @@ Replace = Callable[[torch.Tensor, str], torch.Tensor]
 # The second of a kind shows that a block may follow one of its own; the last of a stack is kept too, for what follows
 # reads it, and stands for no other.
 KEPT_PER_KIND = 2
-HOOK_FLAGS = ("_output_capturing_hooks_installed",)  # where transformers notes that its own hooks are in place
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -89,8 +89,8 @@ def fold(model: nn.Module, replace: Replace | None = None, *, fold: bool = True)
         if isinstance(choice.container, nn.ModuleList):
             _count_places(memo[id(choice.container)])
     for part in module.modules():
-        for flag in HOOK_FLAGS:
-            part.__dict__.pop(flag, None)
+        for mark in conventions().hook_marks:
+            part.__dict__.pop(mark, None)
     return Folded(module, tuple(Fold(choice.name, choice.members, choice.alike) for choice in choices))
 
 

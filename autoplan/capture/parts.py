@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from autoplan.capture.called import PART
 from autoplan.capture.derive_inputs import derive
 from autoplan.capture.dry_run import Twin, tried
 from autoplan.capture.fold import CONTAINERS
+from autoplan.common.conventions import conventions
 from autoplan.common.errors import CaptureError
 from autoplan.common.nested import flatten_tensors
 
@@ -137,7 +137,7 @@ def _is_called(part: nn.Module) -> bool:
 
 def _public_methods(cls: type) -> Iterator[FunctionType]:
     for base in cls.__mro__:
-        if base.__module__.startswith("torch.") or base is PreTrainedModel or base is object:
+        if base.__module__.startswith("torch.") or conventions().is_base(base) or base is object:
             continue
         for name, method in vars(base).items():
             if isinstance(method, FunctionType) and not name.startswith(("_", "set_")) and name != "forward":

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
+from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import matches
 from autoplan.execute.collectives import RankGroup, all_gather_rows, take_rows, whole_order
@@ -63,7 +63,7 @@ def make_reproducible(
 
 
 def _is_product(module: nn.Module) -> bool:
-    return type(module).forward in (nn.Linear.forward, Conv1D.forward)
+    return type(module).forward is nn.Linear.forward or conventions().is_transposed_linear(module)
 
 
 def _sums_nothing(module: nn.Module, dim: int, plan: Plan, path: str) -> bool:
@@ -76,7 +76,7 @@ def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     """`nn.Linear.forward`, or that of the transposed linear in GPT-2 and its kin."""
     record = record_of(self)
     assert record is not None
-    held, transposed = record.parameters["weight"], isinstance(self, Conv1D)
+    held, transposed = record.parameters["weight"], conventions().is_transposed_linear(self)
     bias = self._parameters.get("bias")
     held_bias = record.parameters.get("bias")
     if held_bias is not None and held_bias.divide:

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -28,7 +28,9 @@ from autoplan.hf.catalogue import class_name_of
 from autoplan.hf.model_string import from_string, transformers_class
 from autoplan.hf.shrink import all_configs, tiny_config
 
-__all__ = ["Source", "resolve"]
+__all__ = ["Model", "Source", "resolve"]
+
+Model: TypeAlias = nn.Module | PretrainedConfig | ExportedProgram | str
 
 _SMALL = 30_000_000  # parameters up to which a module is its own tiny clone
 _RUNS_IN_SECONDS = 60_000_000
@@ -168,7 +170,7 @@ class Source:
 
 
 def resolve(
-    model: nn.Module | PretrainedConfig | ExportedProgram | str,
+    model: Model,
     *,
     trust_remote_code: bool = False,
     inputs: Mapping[str, Any] | None = None,

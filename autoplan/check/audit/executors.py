@@ -9,70 +9,24 @@ parameters and gradients come back whole.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from autoplan.check.verify.sharded import Sharding
+from autoplan.hf.own_sharding import shard_as_transformers, slice_of
 
 __all__ = ["torch_sharding", "transformers_sharding"]
 
 
 def transformers_sharding(plan: Mapping[str, str]) -> Sharding:
     """transformers' tensor parallelism, as `from_pretrained(distributed_config=…)` applies it."""
-    return Sharding(partial(_shard_as_transformers, plan=dict(plan)), _gather)
+    return Sharding(partial(shard_as_transformers, plan=dict(plan)), _gather)
 
 
 def torch_sharding(plan: Mapping[str, Any]) -> Sharding:
     """torch's `parallelize_module` with a dict of styles; each rank gets style objects of its own."""
     return Sharding(partial(_shard_as_torch, plan=dict(plan)), _gather)
-
-
-# ------------------------------------------------------------------------------------------------ transformers
-
-
-def _shard_as_transformers(model: Any, mesh: Any, *, plan: dict[str, str]) -> Any:
-    """Untie, shard, slice, tie: the order in which a checkpoint is loaded."""
-    from transformers.distributed.mixin import DistributedMixin
-    from transformers.distributed.sharding_utils import DtensorShardOperation
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-
-    ties = list(_untied(model))
-    whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    expanded = DistributedMixin._expand_parallel_plan(model, plan)
-    apply_tensor_parallelism(model, mesh, expanded)
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "placements"):
-            local = DtensorShardOperation(parameter).shard_tensor(whole[name])
-            _set_local(parameter, local)
-    for name, first in ties:
-        owner, _, leaf = name.rpartition(".")
-        holder, _, theirs = first.rpartition(".")
-        model.get_submodule(owner)._parameters[leaf] = model.get_submodule(holder)._parameters[theirs]
-    return model
-
-
-def _untied(model: Any) -> Iterator[tuple[str, str]]:
-    """Give every further name of a tied parameter a parameter of its own: (name, the first name)."""
-    from torch import nn
-
-    seen: dict[int, str] = {}
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        first = seen.setdefault(id(parameter), name)
-        if first != name:
-            owner, _, leaf = name.rpartition(".")
-            own = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-            model.get_submodule(owner)._parameters[leaf] = own
-            yield name, first
-
-
-def _set_local(parameter: Any, local: Any) -> None:
-    """Fill a DTensor with the slice that the library's loader would read for this rank."""
-    import torch
-
-    with torch.no_grad():
-        held = parameter.to_local()
-        held.copy_(local)
 
 
 # ------------------------------------------------------------------------------------------------ torch
@@ -109,11 +63,10 @@ def _reassembled(tensor: Any) -> Any:
     """A weight dealt out in interleaved pieces: every rank's rows, put back where they came from."""
     import torch
     import torch.distributed as dist
-    from transformers.distributed.sharding_utils import DtensorShardOperation
 
     local = tensor.to_local().contiguous()
     places = torch.arange(tensor.numel(), dtype=torch.int64).reshape(tensor.shape)
-    mine = DtensorShardOperation(tensor).shard_tensor(places).contiguous()
+    mine = slice_of(tensor, places).contiguous()
     group = tensor.device_mesh.get_group()
     size = dist.get_world_size(group)
     pieces = [torch.empty_like(local) for _ in range(size)]

@@ -28,11 +28,12 @@ from torch.nn.utils import parametrize
 
 from autoplan.check.ranks.common import RankError, RankTimeout
 from autoplan.common.errors import AutoplanError
+from autoplan.hf.processes import PRELOADED
 from autoplan.patches.kernels import on_reference_path
 
 __all__ = ["start_and_collect"]
 
-_PRELOADED = ["torch", "torch.distributed.tensor", "transformers.modeling_utils"]
+_PRELOADED = ["torch", "torch.distributed.tensor", PRELOADED]
 
 
 def start_and_collect(target: Callable[..., Any], args: tuple[Any, ...], world_size: int, timeout: float) -> list[Any]:

@@ -179,11 +179,12 @@ def _worker_main(pipe: Connection, pair: tuple[str, str], how: How) -> None:
     import warnings
 
     import torch
-    import transformers
+
+    from autoplan.hf.processes import say_less
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that it ends its own ranks before it goes
     torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
+    say_less()
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")  # what libraries say about hundreds of models is not about ours
     with redirect_stdout(sys.stderr):  # data of ours goes to stdout, and models print

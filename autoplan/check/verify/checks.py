@@ -17,7 +17,8 @@ import torch
 from autoplan.capture.called import calls_the_model
 from autoplan.check.verify.compare import Tolerance, compare
 from autoplan.check.verify.subject import Observation, Subject, plain, tensors_in
-from autoplan.common.model_config import config_of
+from autoplan.common.conventions import conventions
+from autoplan.hf.driving import attention_switched, decoded, generative_entry, has_attentions, other_attention
 from autoplan.values import Finding
 
 __all__ = ["CHECKS", "Check", "judge", "labels_for"]
@@ -55,12 +56,12 @@ def second_shape(subject: Subject) -> Observation:
 
 
 def loss(subject: Subject) -> Observation:
-    """`labels=` goes in, `loss` comes out; its gradients are the ones that training uses."""
-    found: Observation = {}
+    """Targets go in, a loss comes out; its gradients are the ones that training uses."""
+    known, found = conventions(), dict[str, dict[str, torch.Tensor]]()
     for entry, labels in subject.labels.items():
         subject.model.zero_grad(set_to_none=True)
-        outputs = tensors_in(subject.forward({**subject.entries[entry], "labels": labels}))
-        outputs["loss"].backward()
+        outputs = tensors_in(subject.forward({**subject.entries[entry], known.targets: labels}))
+        outputs[known.loss].backward()
         found[f"{entry} output"] = {name: tensor.detach().clone() for name, tensor in outputs.items()}
         found[f"{entry} gradient"] = subject.gradients()
     return found
@@ -68,29 +69,16 @@ def loss(subject: Subject) -> Observation:
 
 def attention(subject: Subject) -> Observation:
     """The attention implementation that was not in use."""
-    model: Any = subject.model
-    used = model.config._attn_implementation
-    model.set_attn_implementation(_other_attention(subject))
-    try:
+    with attention_switched(subject.model):
         return _each(subject, subject.entries)
-    finally:
-        model.set_attn_implementation(used)
 
 
 def cache(subject: Subject) -> Observation:
     """Read all but two tokens, then decode two, one at a time, from the cache."""
-    entry, ids = _generative_entry(subject)
-    inputs = subject.entries[entry]
-    length = inputs[ids].shape[1]
-    steps: dict[str, torch.Tensor] = {}
-    past: Any = None
+    entry, ids = generative_entry(subject.signature, subject.entries)
     with torch.no_grad():
-        for start, end in ((0, length - 2), (length - 2, length - 1), (length - 1, length)):
-            given = {name: _window(name, value, ids, start, end, length) for name, value in inputs.items()}
-            outputs = subject.forward({**given, "use_cache": True, "past_key_values": past})
-            past = outputs.past_key_values
-            steps[f"tokens {start} to {end}"] = plain(outputs.logits)
-    return {"decoded output": steps}
+        steps = decoded(subject.forward, subject.entries[entry], ids)
+    return {"decoded output": {tokens: plain(logits) for tokens, logits in steps.items()}}
 
 
 def state_dict(subject: Subject) -> Observation:
@@ -160,7 +148,7 @@ def _dropout_raised(model: Any, rate: float = 0.2) -> Iterator[int]:
     places: list[tuple[dict[str, Any], str, float]] = []
     for module in model.modules():
         names = ["p"] if isinstance(module, torch.nn.modules.dropout._DropoutNd) else []
-        names += [name for name in vars(module) if name.endswith("dropout")]
+        names += [name for name in vars(module) if name.endswith(conventions().rate_suffix)]
         places += [(vars(module), name, vars(module)[name]) for name in names if _is_rate(vars(module).get(name))]
     for state, name, _ in places:
         state[name] = rate
@@ -217,13 +205,13 @@ def _same(one: Observation, other: Observation) -> bool:
 
 def labels_for(subject: Subject) -> dict[str, torch.Tensor]:
     """Random labels for each entry whose class takes them: one per row of its logits."""
-    found: dict[str, torch.Tensor] = {}
-    if "labels" not in subject.signature:
+    known, found = conventions(), dict[str, torch.Tensor]()
+    if known.targets not in subject.signature:
         return found
     for entry, inputs in calls_the_model(subject.entries).items():
         with torch.no_grad():
-            logits = tensors_in(subject.forward(inputs)).get("logits")
-        if logits is not None and logits.dim() > 1 and logits.shape[-1] > 1 and "labels" not in inputs:
+            logits = tensors_in(subject.forward(inputs)).get(known.logits)
+        if logits is not None and logits.dim() > 1 and logits.shape[-1] > 1 and known.targets not in inputs:
             generator = torch.Generator().manual_seed(3)
             found[entry] = torch.randint(logits.shape[-1], logits.shape[:-1], generator=generator).to(logits.device)
     return found
@@ -237,53 +225,20 @@ def _no_second_shape(subject: Subject) -> str:
     return "" if subject.others else "no inputs of another batch and length"
 
 
-def _other_attention(subject: Subject) -> str:
-    return "eager" if getattr(subject.model.config, "_attn_implementation", None) == "sdpa" else "sdpa"
-
-
 def _one_attention(subject: Subject) -> str:
-    if config_of(subject.model) is None or not hasattr(subject.model, "set_attn_implementation"):
+    if not has_attentions(subject.model):
         return "the model has one attention implementation"
-    with _attention_restored(subject.model):
-        try:
-            subject.model.set_attn_implementation(_other_attention(subject))
+    try:
+        with attention_switched(subject.model):
             _each(subject, subject.entries, backward=False)
-        except (ValueError, RuntimeError, TypeError, NotImplementedError) as error:
-            return f"the unsharded model has no {_other_attention(subject)} attention: {str(error).splitlines()[0]}"
+    except (ValueError, RuntimeError, TypeError, NotImplementedError) as error:
+        other = other_attention(subject.model)
+        return f"the unsharded model has no {other} attention: {str(error).splitlines()[0]}"
     return ""
 
 
-@contextmanager
-def _attention_restored(model: Any) -> Iterator[None]:
-    used = model.config._attn_implementation
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(used)
-
-
-def _generative_entry(subject: Subject) -> tuple[str, str]:
-    """The first entry that can be decoded with a cache, and the name of its token ids; ("", "") if none."""
-    if not {"past_key_values", "use_cache"} <= set(subject.signature):
-        return "", ""
-    for entry, inputs in subject.entries.items():
-        for ids in ("decoder_input_ids", "input_ids"):
-            value = inputs.get(ids)
-            if isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] > 3:
-                return entry, ids
-    return "", ""
-
-
-def _window(name: str, value: Any, ids: str, start: int, end: int, length: int) -> Any:
-    """What goes in beside tokens start to end: masks cover everything so far, the rest only these tokens."""
-    along = isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == length
-    if not along or name.startswith("decoder_") != ids.startswith("decoder_"):
-        return value
-    return value[:, :end] if name.endswith("attention_mask") else value[:, start:end]
-
-
 def _no_cache(subject: Subject) -> str:
-    if not _generative_entry(subject)[0]:
+    if not generative_entry(subject.signature, subject.entries)[0]:
         return "the model takes no cache"
     try:
         cache(subject)

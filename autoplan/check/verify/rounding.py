@@ -23,6 +23,7 @@ from autoplan.capture.called import call
 from autoplan.capture.copies import copied
 from autoplan.check.ranks.run import Engine, one_compute_thread, run_processes, run_ranks
 from autoplan.check.verify.subject import tensors_in
+from autoplan.common.conventions import conventions
 from autoplan.common.dtypes import inputs_in
 from autoplan.execute.tensor_parallel import apply_plan, tp_mesh_of
 from autoplan.values import Plan
@@ -145,8 +146,9 @@ def _outputs(job: _Job) -> Outputs:
         for entry, given in job.entries.items():
             with _watched(job, entry, seen):
                 result = call(job.model, given)
+            known = conventions()
             for name, tensor in tensors_in(result).items():
-                if name in ("logits", "last_hidden_state", "output"):
+                if name in (known.logits, known.hidden, "output"):
                     seen[f"{entry}: {_OUTPUT}"] = tensor.detach().to("cpu", torch.float64)
     return seen
 

@@ -9,7 +9,6 @@ without it.
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +18,7 @@ from typing import Any
 from autoplan.capture.copies import copied
 from autoplan.check.ranks.run import Engine, RankError, RankTimeout, one_compute_thread, run_processes, run_ranks
 from autoplan.common.errors import AutoplanError, OutsideError
+from autoplan.hf.processes import note_what_is_collected
 from autoplan.patches.kernels import where_it_runs
 from autoplan.values import Finding, Report
 
@@ -282,18 +282,8 @@ def _on_rank(rank: int, job: _Job) -> tuple[dict[str, Any], dict[str, Any]]:
     from torch.distributed.device_mesh import init_device_mesh
 
     names, sizes = zip(*job.dims, strict=True)
-    _note_what_is_collected(job.subject.model)
+    note_what_is_collected(job.subject.model)
     return _observe(rank, job, init_device_mesh("cpu", sizes, mesh_dim_names=names))
-
-
-def _note_what_is_collected(model: Any) -> None:
-    """transformers notes, while it builds a model, which inner outputs it may collect. One that was sent to this
-    process was not built here."""
-    library = sys.modules.get("transformers.utils.output_capturing")
-    notes = getattr(library, "_CAN_RECORD_REGISTRY", {})
-    for module in model.modules():
-        if hasattr(module, "_can_record_outputs"):
-            notes[str(type(module)) if type(notes) is dict else module] = module._can_record_outputs
 
 
 def _on_live_mesh(job: _Job, mesh: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoplan.capture.called import PART, call
+from autoplan.common.conventions import conventions
 from autoplan.execute.parameters.state_dict import gathered
 from autoplan.execute.randomness import streams as random_streams
 from autoplan.execute.randomness.dropout import proposed_seed
@@ -66,8 +67,9 @@ class Subject:
     def forward(self, inputs: Inputs) -> Any:
         """One call on copies of the inputs. Caches are left out unless asked for: what they hold is local to a rank."""
         given = {name: _copied(value) for name, value in inputs.items()}
-        if "use_cache" in self.signature and "use_cache" not in given and PART not in given:
-            given["use_cache"] = False
+        switch = conventions().cache_switch
+        if switch in self.signature and switch not in given and PART not in given:
+            given[switch] = False
         with Lifted() if self.lifted else nullcontext(), self._afresh():
             return call(self.model, given)
 

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from autoplan.common.conventions import conventions
 from autoplan.common.patterns import matches
 from autoplan.decide.written_plans.choices import Choice, ChoiceError, Choices, check_style
 
 if TYPE_CHECKING:
     from torch import nn
-from autoplan.common.model_config import config_of
 
 __all__ = ["ALIASES", "hf_plan", "read_strings", "with_prefix"]
 
@@ -74,7 +74,7 @@ def _plans_of(module: nn.Module) -> Iterable[tuple[str, dict[str, str]]]:
     cls = type(module)
     of_class = dict(cls.__dict__.get("_tp_plan") or getattr(cls, "_tp_plan", None) or {})
     yield f"{cls.__name__}._tp_plan", of_class
-    config = config_of(module)
+    config = conventions().config_of(module)
     of_config: dict[str, str] = {}
     if config is not None and getattr(module, "base_model", None) is module:
         of_config = dict(getattr(config, "base_model_tp_plan", None) or {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from autoplan.common.conventions import conventions
 from autoplan.emit.exports.export import Surroundings
 from autoplan.values import Plan
 
@@ -15,7 +16,7 @@ __all__ = ["surroundings"]
 
 def surroundings(model: nn.Module, plan: Plan) -> Surroundings:
     """Of a model of any device, for its plan."""
-    shipped = tuple(getattr(model, "_tp_plan", None) or ())
+    shipped = tuple(conventions().shipped_plan(model))
     blocks: dict[str, None] = {}
     for stack in plan.layers:
         for name in stack.fqns:

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.execute.checkpointing.cache_copies import CacheCopies, is_cache
 from autoplan.execute.hooks.running import Running
@@ -102,7 +103,7 @@ def install_checkpoints(model: nn.Module, wanted: Mapping[str, str], running: Ru
         undo.append(_install(module, mode == "selective", running))
     for name, module in modules.items():
         inside = any(other.startswith(f"{name}." if name else "") for other in wanted)
-        if inside and "use_cache" in _parameters_of(module):
+        if inside and conventions().cache_switch in _parameters_of(module):
             undo.append(module.register_forward_pre_hook(_without_cache, prepend=True, with_kwargs=True).remove)
     return Checkpoints(tuple(wanted), undo)
 
@@ -115,13 +116,14 @@ def _parameters_of(module: nn.Module) -> list[str]:
 
 
 def _without_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`use_cache=False` for a training call."""
+    """No cache for a training call."""
     if not (module.training and torch.is_grad_enabled()):
         return None
-    place = _parameters_of(module).index("use_cache")
+    switch = conventions().cache_switch
+    place = _parameters_of(module).index(switch)
     if place < len(args):
         return (*args[:place], False, *args[place + 1 :]), kwargs
-    return args, {**kwargs, "use_cache": False}
+    return args, {**kwargs, switch: False}
 
 
 # ------------------------------------------------------------------------------------------------ one module

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 
 __all__ = ["CacheCopies", "is_cache"]
@@ -50,7 +51,7 @@ class CacheCopies:
         if any(tensor._version != version for tensor, version in self.versions):
             raise AutoplanError(
                 "a cache was changed in place after a checkpointed block had read it: the block cannot be run again",
-                hint="train without a cache (use_cache=False)",
+                hint=f"train without a cache ({conventions().cache_switch}=False)",
             )
         fresh = self._copied([])
         return tuple(fresh.args.get(place, value) for place, value in enumerate(args)), {**kwargs, **fresh.kwargs}

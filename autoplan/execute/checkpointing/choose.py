@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import MODES, Request
 from autoplan.execute.checkpointing.blocks import install_checkpoints
@@ -150,12 +151,13 @@ def _keeps_activations(part: nn.Module) -> bool:
 
 
 def refuse_libraries_own(model: nn.Module, wanted: dict[str, str]) -> None:
-    """transformers' own checkpointing inside ours would compute everything twice."""
+    """A library's own checkpointing inside ours would compute everything twice."""
+    switch, ending = conventions().own_checkpointing
     for name, module in model.named_modules():
-        if getattr(module, "gradient_checkpointing", False) is True:
+        if getattr(module, switch, False) is True:
             raise AutoplanError(
-                f"{name or 'the model'} has gradient_checkpointing on already",
-                hint="call model.gradient_checkpointing_disable() before parallelize",
+                f"{name or 'the model'} has {switch} on already",
+                hint=f"call model.{ending}() before parallelize",
             )
 
 

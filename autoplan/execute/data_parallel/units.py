@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.values import Stack
 
@@ -105,7 +106,7 @@ class _Search:
         """Input table and output head as units of their own: neither is needed while the blocks run."""
         inside = {id(m) for unit in blocks for n in unit.names for m in self.modules[n].modules()}
         found: list[Unit] = []
-        for getter, last in (("get_input_embeddings", False), ("get_output_embeddings", True)):
+        for getter, last in zip(conventions().ends, (False, True), strict=True):
             module = _called(self.model, getter)
             if not isinstance(module, (nn.Embedding, nn.Linear)) or id(module) in inside or not blocks:
                 continue

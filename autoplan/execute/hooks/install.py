@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.hooks import RemovableHandle
 
 import autoplan.execute.hooks.carried_out  # noqa: F401 - whatever carries out an instruction
+from autoplan.common.conventions import conventions
 from autoplan.common.nested import change_if_returned, change_input, change_output, signature_names
 from autoplan.execute.calls.function_mode import ModuleMode, PlannedCalls
 from autoplan.execute.collectives import gather_pieces
@@ -30,8 +31,6 @@ from autoplan.values import AroundModule, Boundary, CallRewrite, Instruction
 from autoplan.values import SplitLogits as LogitsHead
 
 __all__ = ["ModuleWork", "install", "install_root"]
-
-_LOSS_ARGUMENTS = ("label", "target")  # what a forward calls the argument that makes it compute a loss
 
 
 @dataclass
@@ -185,13 +184,14 @@ class _Root:
         self.outputs = [(one.path, execute(one, at)) for one in outputs]
         self.draws = self.always or (self.random and may_draw(model))
         self.unseen = UnseenOutputs((), self.names, running.group)
+        self.target_words = conventions().target_words
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.running.depth += 1
         if self.running.depth > 1:
             return
         given = dict(zip(self.names, args, strict=False)) | kwargs
-        loss = any(value is not None and any(w in name for w in _LOSS_ARGUMENTS) for name, value in given.items())
+        loss = any(value is not None and any(w in name for w in self.target_words) for name, value in given.items())
         self.running.whole_logits = loss and not self.running.split_loss
         self.running.loss = loss and self.running.split_loss
         in_training = self.random and module.training and (self.draws or not torch.compiler.is_compiling())

@@ -1,14 +1,13 @@
 """Bring the unsaved buffers of a meta model back to life.
 
 The problem: rotary frequencies, slopes and masks are computed when a model is built and stand in no checkpoint; on the
-meta device there is nothing to compute from later. A transformers model knows its config, so a twin of the same class
-is built, with its parameters on meta (they cost nothing) and its buffers real. Other modules have no such recipe and
-are refused by name.
+meta device there is nothing to compute from later. A model of a library that is known can be built again, so a twin of
+the same class is made, with its parameters on meta (they cost nothing) and its buffers real. Other modules have no such
+recipe and are refused by name.
 """
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +18,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
+from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
-from autoplan.common.model_config import config_of
 from autoplan.common.random_values import BUILDING
 from autoplan.execute.parameters.held import plain_name, record_of
 
@@ -72,15 +71,14 @@ def _cannot_rebuild(names: list[str]) -> AutoplanError:
 
 def _twin_modules(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
     record = record_of(model)
-    cls: Any = record.original if record is not None else type(model)
-    config = config_of(model)
-    if config is None or not hasattr(cls, "_from_config"):
+    build = conventions().builder_of(record.original if record is not None else type(model), model)
+    if build is None:
         raise _cannot_rebuild(names)
     for empty_is_meta in (True, False):  # a few models fill an empty tensor and make that the buffer
         state = torch.get_rng_state()
         try:
             with BUILDING, _parameters_on_meta(empty_is_meta), torch.no_grad():
-                twin = cls._from_config(copy.deepcopy(config))
+                twin = build()
         finally:
             torch.set_rng_state(state)
         if not any(True for _ in _passing_meta(twin)):

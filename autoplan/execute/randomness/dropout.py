@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoplan.common.model_config import config_of
+from autoplan.common.conventions import conventions
 from autoplan.execute.collectives import RankGroup, all_reduce
 from autoplan.execute.randomness import streams as random_streams
 
 __all__ = ["SharedRandomness", "may_draw", "proposed_seed"]
 
 _SEEDS = 2**31 - 1
-_RATES = ("drop", "noise", "jitter")  # what models call the numbers that turn random draws on
 
 
 def proposed_seed() -> int:
@@ -93,9 +92,9 @@ def may_draw(model: nn.Module) -> bool:
 
 def _settings(module: nn.Module) -> Mapping[str, Any]:
     """What the config of a module says by name, whatever kind of config it is."""
-    ours = config_of(module)
-    if ours is not None:
-        return ours.to_dict()
+    known = conventions().config_of(module)
+    if known is not None:
+        return dict(known.to_dict())
     config = getattr(module, "config", None)
     return config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
 
@@ -104,6 +103,6 @@ def _turned_on(settings: Mapping[str, Any]) -> bool:
     for name, value in settings.items():
         if isinstance(value, dict) and not str(name).startswith("_") and _turned_on(value):
             return True
-        if isinstance(value, float) and value > 0 and any(word in str(name) for word in _RATES):
+        if isinstance(value, float) and value > 0 and conventions().is_rate(str(name)):
             return True
     return False

@@ -1,53 +1,28 @@
 """Which tensor of a checkpoint becomes which tensor of a model.
 
 The problem: names differ. Tied weights are stored once; a base model's checkpoint lacks the prefix its user adds, or
-has one too many; and transformers renames, merges and splits checkpoint tensors on the way in (one file entry per
-expert becomes one packed weight). The first two are settled here; the last by transformers' own rules, applied
-unchanged where a model is one of its own. Whatever then has no partner is listed, never guessed.
+has one too many; and libraries rename, merge and split checkpoint tensors on the way in (one file entry per expert
+becomes one packed weight). The first two are settled here; the last by the library's own rules, unchanged
+(`conventions().checkpoint_names`). Whatever then has no partner is listed, never guessed.
 """
 
 from __future__ import annotations
 
-import copy
 import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import torch
 from torch import nn
 
-from autoplan.common.errors import AutoplanError, PlanMismatchError
-from autoplan.common.model_config import config_of
+from autoplan.common.conventions import CheckpointNames, Conversion, conventions
+from autoplan.common.errors import PlanMismatchError
 
-__all__ = ["Converted", "Matched", "match_keys", "refuse_unmatched"]
+__all__ = ["Matched", "match_keys", "refuse_unmatched"]
 
 _SHOWN = 5  # names printed per kind of mismatch
-
-
-@dataclass
-class Converted:
-    """Tensors that transformers makes out of several (or parts of) checkpoint tensors, together."""
-
-    converter: Any
-    first: str  # the target that transformers names the conversion by
-    keys: list[str] = field(default_factory=list)
-
-    def targets(self) -> list[str]:
-        patterns = self.converter.target_patterns
-        return [self.first.replace(patterns[0], pattern) for pattern in patterns]
-
-    def make(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        try:
-            made = self.converter.convert(self.first, model=model, config=config_of(model))
-        except (RuntimeError, ValueError, LookupError) as error:
-            raise AutoplanError(
-                f"transformers' conversion of {len(self.keys)} checkpoint tensors ({self.keys[0]}, …) "
-                f"to {self.first} failed: {error}",
-                hint="is the checkpoint complete, and is transformers as new as the checkpoint?",
-            ) from error
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
 @dataclass
@@ -55,7 +30,7 @@ class Matched:
     """The outcome: targets read as they are, conversions, and what has no partner."""
 
     direct: dict[str, str] = field(default_factory=dict)  # name in the model -> key in the files
-    converted: list[Converted] = field(default_factory=list)
+    converted: list[Conversion] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
 
@@ -75,20 +50,20 @@ def match_keys(
     A group is served by the first of its names that the checkpoint has.
     """
     names = {name for group in groups for name in group}
-    rename, converters = _transformers_rules(model)
-    prefix = getattr(model, "base_model_prefix", None) or "model"
-    matched, conversions = Matched(), dict[str, Converted]()
+    known = conventions().checkpoint_names(model)
+    prefix = known.prefix
+    matched, conversions = Matched(), dict[str, Conversion]()
     for key in sorted(keys, key=_numbered):  # experts in order, as converters expect
-        name, pattern = rename(key)
+        name, pattern = known.rename(key)
         name = _with_or_without(prefix, name, names)
         if name not in names and _with_or_without(prefix, key, names) in names:
             name, pattern = _with_or_without(prefix, key, names), None
         if pattern is None and name in names:
             matched.direct[name] = key
         elif pattern is not None:
-            group = conversions.setdefault(name, Converted(copy.deepcopy(converters[pattern]), name))
-            group.converter.add_tensor(name, key, pattern, lambda key=key: read(key))
-            group.keys.append(key)
+            if name not in conversions:
+                conversions[name] = known.conversion(pattern, name)
+            conversions[name].add(name, key, pattern, partial(read, key))
         else:
             matched.unexpected.append(key)
     for conversion in conversions.values():
@@ -98,7 +73,7 @@ def match_keys(
             matched.unexpected += conversion.keys
     found = set(matched.direct) | matched.converted_names()
     matched.missing = [group[0] for group in groups if not found & set(group)]
-    _forget_ignored(model, matched, set(passing), prefix)
+    _forget_ignored(known, matched, set(passing))
     return matched
 
 
@@ -116,29 +91,15 @@ def _with_or_without(prefix: str, name: str, names: set[str]) -> str:
     return f"{prefix}.{name}" if f"{prefix}.{name}" in names else name
 
 
-def _transformers_rules(model: nn.Module) -> tuple[Callable[[str], tuple[str, str | None]], dict[str, Any]]:
-    """How transformers renames a checkpoint key, and its converters by the pattern that calls for them."""
-    if not hasattr(type(model), "_from_config"):
-        return lambda key: (key, None), {}
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    rules = get_model_conversion_mapping(model)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    return lambda key: rename_source_key(key, renamings, converters), by_pattern
-
-
-def _forget_ignored(model: nn.Module, matched: Matched, passing: set[str], prefix: str) -> None:
+def _forget_ignored(known: CheckpointNames, matched: Matched, passing: set[str]) -> None:
     """Old checkpoints hold buffers that are no longer saved; a model may name further keys as harmless."""
-    missing = [re.compile(text) for text in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
-    surplus = [re.compile(text) for text in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    missing = [re.compile(text) for text in known.may_lack]
+    surplus = [re.compile(text) for text in known.may_exceed]
     matched.missing = [name for name in matched.missing if not any(rule.search(name) for rule in missing)]
     matched.unexpected = [
         key
         for key in matched.unexpected
-        if _with_or_without(prefix, key, passing) not in passing and not any(rule.search(key) for rule in surplus)
+        if _with_or_without(known.prefix, key, passing) not in passing and not any(rule.search(key) for rule in surplus)
     ]
 
 

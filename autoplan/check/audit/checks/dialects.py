@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from autoplan.check.audit.lines import Line
 from autoplan.check.audit.subject import Level, Subject
+from autoplan.common.conventions import conventions
 from autoplan.values import Finding
 
 NAME = "dialects"
@@ -38,7 +39,7 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
 
 def _surviving(subject: Subject) -> Iterator[Finding]:
     """Rules of the shipped plan that a dict does not name, and that transformers keeps."""
-    shipped = dict(getattr(subject.model, "_tp_plan", None) or {})
+    shipped = conventions().shipped_plan(subject.model)
     kept = [f"{key}: {style}" for key, style in shipped.items() if key not in subject.plan.raw]
     if subject.plan.dialect == "transformers" and subject.plan.lines and kept:
         text = f"DistributedConfig(tp_plan=…) would keep {len(kept)} shipped rules beside these: {', '.join(kept[:3])}"
@@ -61,6 +62,6 @@ def _known(subject: Subject) -> frozenset[str]:
     """The styles of the installed transformers."""
     if subject.plan.dialect != "transformers":
         return frozenset()
-    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+    from autoplan.hf.own_sharding import known_styles
 
-    return frozenset(ALL_PARALLEL_STYLES.keys())
+    return known_styles()

@@ -1,0 +1,106 @@
+"""What is known of the library that a model comes from: its words and its ways, as one value.
+
+The problem: some things about a model cannot be seen in what it does. Which argument makes it compute a loss, what
+asks it for a cache, how another of its kind is built: a library has conventions for these. The room that knows the
+library (hf/) stands above rooms that need them (capture, execute, decide, emit). So the type stands here,
+hf/conventions.py fills it in, and the top of the house hands it in when the package is imported. No room below hf/
+holds a name of the library, and a second library would be a second value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["CheckpointNames", "Conventions", "Conversion", "conventions", "hand_in"]
+
+
+class Conversion(Protocol):
+    """Tensors of a model that are made out of several (or parts of) tensors of a checkpoint, together."""
+
+    keys: list[str]
+
+    def targets(self) -> list[str]:
+        """What it makes, by names in the model."""
+
+    def add(self, name: str, key: str, pattern: str, read: Callable[[], torch.Tensor]) -> None:
+        """One more tensor that goes in."""
+
+    def make(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The tensors, whole."""
+
+
+@dataclass(frozen=True)
+class CheckpointNames:
+    """How the tensors of a model are called in checkpoints.
+
+    `prefix`: what checkpoints of the whole model have before the names of its base. `rename`: a key as the model has
+    it, and the pattern of the conversion that it goes into, if any; `conversion` begins one. `may_lack` and
+    `may_exceed`: regular expressions of keys that are harmless when they have no partner.
+    """
+
+    prefix: str
+    rename: Callable[[str], tuple[str, str | None]]
+    conversion: Callable[[str, str], Conversion]  # (pattern, first target)
+    may_lack: tuple[str, ...] = ()
+    may_exceed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Conventions:
+    """The words and the ways of one library.
+
+    Words. `targets` is the argument that makes a forward compute a loss; `target_words` are in the names of all such
+    arguments. `loss`, `logits` and `hidden`: what outputs are called. `cache_switch` asks a forward for a cache.
+    `rate_words` are in the names of numbers that turn random draws on, `rate_suffix` ends those of dropouts.
+    `own_checkpointing`: the attribute that says that the library checkpoints a module itself, and the method that
+    ends it. `ends`: methods that return the input table and the output head. `hook_marks`: attributes by which a module
+    remembers that the library's hooks are in place. `kernel_settings`: settings that choose a kernel, and the choice
+    whose mathematics runs on fake tensors too.
+
+    Ways. `config_of`: the library's config of a module, None if it has none. `builder_of`: how another module of a
+    class, with the config of a model, is built. `checkpoint_names`: see there. `shipped_plan`: the plan that comes with
+    a model. `is_base`: is this the class that all models of the library descend from? `is_transposed_linear`: does a
+    module multiply by its weight (and not by the weight transposed, as a linear layer does)?
+    """
+
+    targets: str
+    target_words: tuple[str, ...]
+    loss: str
+    logits: str
+    hidden: str
+    cache_switch: str
+    rate_words: tuple[str, ...]
+    rate_suffix: str
+    own_checkpointing: tuple[str, str]
+    ends: tuple[str, str]
+    hook_marks: tuple[str, ...]
+    kernel_settings: tuple[tuple[str, str], ...]
+    config_of: Callable[[nn.Module], Any]
+    builder_of: Callable[[type, nn.Module], Callable[[], nn.Module] | None]
+    checkpoint_names: Callable[[nn.Module], CheckpointNames]
+    shipped_plan: Callable[[Any], Mapping[str, str]]
+    is_base: Callable[[type], bool]
+    is_transposed_linear: Callable[[nn.Module], bool]
+
+    def is_rate(self, name: str) -> bool:
+        """Does a number of this name turn random draws on?"""
+        return any(word in name for word in self.rate_words)
+
+
+_handed_in: list[Conventions] = []
+
+
+def hand_in(value: Conventions) -> None:
+    """Say whose conventions count: once, from the top of the house."""
+    _handed_in[:] = [value]
+
+
+def conventions() -> Conventions:
+    """Those that count."""
+    return _handed_in[0]

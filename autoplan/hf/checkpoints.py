@@ -1,0 +1,74 @@
+"""How transformers names the tensors of a checkpoint, and makes a model's tensors out of them.
+
+It renames, merges and splits checkpoint tensors on the way in (one file entry per expert becomes one packed weight).
+Its own rules are applied unchanged, where a model is one of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoplan.common.conventions import CheckpointNames, conventions
+from autoplan.common.errors import AutoplanError
+
+__all__ = ["checkpoint_names"]
+
+
+@dataclass
+class _Converted:
+    """One conversion of transformers' own."""
+
+    converter: Any
+    first: str  # the target that transformers names the conversion by
+    keys: list[str] = field(default_factory=list)
+
+    def targets(self) -> list[str]:
+        patterns = self.converter.target_patterns
+        return [self.first.replace(patterns[0], pattern) for pattern in patterns]
+
+    def add(self, name: str, key: str, pattern: str, read: Callable[[], torch.Tensor]) -> None:
+        self.converter.add_tensor(name, key, pattern, read)
+        self.keys.append(key)
+
+    def make(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        try:
+            made = self.converter.convert(self.first, model=model, config=conventions().config_of(model))
+        except (RuntimeError, ValueError, LookupError) as error:
+            raise AutoplanError(
+                f"transformers' conversion of {len(self.keys)} checkpoint tensors ({self.keys[0]}, …) "
+                f"to {self.first} failed: {error}",
+                hint="is the checkpoint complete, and is transformers as new as the checkpoint?",
+            ) from error
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def checkpoint_names(model: nn.Module) -> CheckpointNames:
+    """Of any model; one that is not transformers' own has its tensors under their own names."""
+    rename, converters = _rules(model)
+    return CheckpointNames(
+        prefix=getattr(model, "base_model_prefix", None) or "model",
+        rename=rename,
+        conversion=lambda pattern, first: _Converted(copy.deepcopy(converters[pattern]), first),
+        may_lack=tuple(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()),
+        may_exceed=tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
+    )
+
+
+def _rules(model: nn.Module) -> tuple[Callable[[str], tuple[str, str | None]], dict[str, Any]]:
+    """How transformers renames a checkpoint key, and its converters by the pattern that calls for them."""
+    if not hasattr(type(model), "_from_config"):
+        return lambda key: (key, None), {}
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    return lambda key: rename_source_key(key, renamings, converters), by_pattern

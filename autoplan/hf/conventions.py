@@ -1,0 +1,80 @@
+"""transformers' words and ways, as the value that rooms below this one read (common/conventions.py).
+
+Importing this imports neither torch nor transformers: it is handed in whenever the package is imported. Functions look
+transformers up only where it is loaded: while it is not, nobody holds a module or a config of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from autoplan.common.conventions import CheckpointNames, Conventions
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
+
+__all__ = ["TRANSFORMERS"]
+
+
+def _config_of(module: nn.Module) -> PretrainedConfig | None:
+    """The transformers config of a module; None where `.config` is nothing, or anything else.
+
+    `.config` is a name that everybody uses: nanoGPT keeps a dataclass there, others a dict or what argparse read, and
+    none of them has a model type, sub-configs or an attention implementation.
+    """
+    library = sys.modules.get("transformers.configuration_utils")
+    found = getattr(module, "config", None)
+    return found if library is not None and isinstance(found, library.PretrainedConfig) else None
+
+
+def _builder_of(cls: Any, model: nn.Module) -> Callable[[], nn.Module] | None:
+    config = _config_of(model)
+    if config is None or not hasattr(cls, "_from_config"):
+        return None
+    return lambda: cls._from_config(copy.deepcopy(config))
+
+
+def _checkpoint_names(model: nn.Module) -> CheckpointNames:
+    from autoplan.hf.checkpoints import checkpoint_names
+
+    return checkpoint_names(model)
+
+
+def _shipped_plan(model: Any) -> Mapping[str, str]:
+    return dict(getattr(model, "_tp_plan", None) or {})
+
+
+def _is_base(cls: type) -> bool:
+    return cls is getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+
+
+def _is_transposed_linear(module: nn.Module) -> bool:
+    """GPT-2's Conv1D is a linear layer whose weight lies transposed."""
+    kind = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    return kind is not None and isinstance(module, kind) and type(module).forward is kind.forward
+
+
+TRANSFORMERS = Conventions(
+    targets="labels",
+    target_words=("label", "target"),
+    loss="loss",
+    logits="logits",
+    hidden="last_hidden_state",
+    cache_switch="use_cache",
+    rate_words=("drop", "noise", "jitter"),
+    rate_suffix="dropout",
+    own_checkpointing=("gradient_checkpointing", "gradient_checkpointing_disable"),
+    ends=("get_input_embeddings", "get_output_embeddings"),
+    hook_marks=("_output_capturing_hooks_installed",),
+    kernel_settings=(("_experts_implementation", "batched_mm"),),
+    config_of=_config_of,
+    builder_of=_builder_of,
+    checkpoint_names=_checkpoint_names,
+    shipped_plan=_shipped_plan,
+    is_base=_is_base,
+    is_transposed_linear=_is_transposed_linear,
+)

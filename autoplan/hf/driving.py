@@ -1,0 +1,73 @@
+"""What a model of transformers can be asked to do besides one forward: another attention, decoding from a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoplan.common.conventions import conventions
+
+__all__ = ["attention_switched", "decoded", "generative_entry", "has_attentions", "other_attention"]
+
+_PAST = "past_key_values"
+_DECODER = "decoder_"  # begins the names of what the second of two stacks is given
+_IDS = ("decoder_input_ids", "input_ids")
+_MASK = "attention_mask"
+
+
+def has_attentions(model: nn.Module) -> bool:
+    """Can its attention implementation be chosen?"""
+    return conventions().config_of(model) is not None and hasattr(model, "set_attn_implementation")
+
+
+def other_attention(model: nn.Module) -> str:
+    """The implementation that is not in use."""
+    return "eager" if getattr(model.config, "_attn_implementation", None) == "sdpa" else "sdpa"
+
+
+@contextmanager
+def attention_switched(model: Any) -> Iterator[None]:
+    """The other attention implementation for a while."""
+    used = model.config._attn_implementation
+    try:
+        model.set_attn_implementation(other_attention(model))
+        yield
+    finally:
+        model.set_attn_implementation(used)
+
+
+def generative_entry(signature: Collection[str], entries: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
+    """The first entry that can be decoded with a cache, and the name of its token ids; ("", "") if none."""
+    if not {_PAST, conventions().cache_switch} <= set(signature):
+        return "", ""
+    for entry, inputs in entries.items():
+        for ids in _IDS:
+            value = inputs.get(ids)
+            if isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] > 3:
+                return entry, ids
+    return "", ""
+
+
+def decoded(forward: Callable[[dict[str, Any]], Any], inputs: Mapping[str, Any], ids: str) -> dict[str, torch.Tensor]:
+    """The logits of all tokens but two, then of two, one at a time, from the cache."""
+    length = inputs[ids].shape[1]
+    steps: dict[str, torch.Tensor] = {}
+    past: Any = None
+    for start, end in ((0, length - 2), (length - 2, length - 1), (length - 1, length)):
+        given = {name: _window(name, value, ids, start, end, length) for name, value in inputs.items()}
+        outputs = forward({**given, conventions().cache_switch: True, _PAST: past})
+        past = getattr(outputs, _PAST)
+        steps[f"tokens {start} to {end}"] = outputs.logits
+    return steps
+
+
+def _window(name: str, value: Any, ids: str, start: int, end: int, length: int) -> Any:
+    """What goes in beside tokens start to end: masks cover everything so far, the rest only these tokens."""
+    along = isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == length
+    if not along or name.startswith(_DECODER) != ids.startswith(_DECODER):
+        return value
+    return value[:, :end] if name.endswith(_MASK) else value[:, start:end]

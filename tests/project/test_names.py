@@ -1,0 +1,186 @@
+"""transformers' names are known in hf/ and rules/, and nowhere else.
+
+The problem: a name in the middle of the engine (of an argument, a config's field, a mask builder, a submodule) makes it
+right for the models that use the name and silently wrong for copies and other code bases. Rooms below hf/ see what a
+model does, or read `autoplan.common.conventions`. So the names are collected here from the installed transformers, by
+reading its files, and looked for in every file of ours: in text, in attributes that are read, in keywords, and in
+imports. Each kind is shown able to be found.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+PACKAGE = Path(__file__).resolve().parents[2] / "autoplan"
+LIBRARY = Path(transformers.__file__).parent
+COMMON = 10  # what so many configs, forwards or modules have is a convention
+
+# Files outside hf/ that speak a foreign language, each with the reason.
+DIALECTS = {
+    "decide/written_plans/transformers_plans.py": "reads transformers' own plans, from where it keeps them",
+    "decide/written_plans/deepspeed.py": "reads DeepSpeed's plans, which go by names of attributes and submodules",
+    "emit/exports/hf.py": "writes plans in transformers' style names",
+    "patches/kernels.py": "patches transformers: swaps kernels that it puts into models for their references",
+    "common/requirements.py": "asks for the version that is installed",
+    "check/scoreboard/run.py": "writes down the version that is installed",
+}
+
+# One word each, that transformers uses and everybody else too, in English or in torch's own interfaces.
+PLAIN = frozenset[str]()
+
+
+# ------------------------------------------------------------------------------------------------ their names
+
+
+def _trees(pattern: str) -> Iterator[ast.Module]:
+    for path in sorted(LIBRARY.glob(pattern)):
+        yield ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _classes(pattern: str) -> Iterator[ast.ClassDef]:
+    for tree in _trees(pattern):
+        yield from (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+
+
+def _fields(node: ast.ClassDef) -> set[str]:
+    """What instances of a class are made with: annotated fields, and arguments of the constructor."""
+    fields = {m.target.id for m in node.body if isinstance(m, ast.AnnAssign) and isinstance(m.target, ast.Name)}
+    return fields | _arguments(node, "__init__")
+
+
+def _arguments(node: ast.ClassDef, method: str = "forward") -> set[str]:
+    found = (m.args for m in node.body if isinstance(m, ast.FunctionDef) and m.name == method)
+    return {argument.arg for given in found for argument in (*given.args, *given.kwonlyargs)}
+
+
+def _stored(node: ast.ClassDef) -> set[str]:
+    """Attributes that a class's own code sets on itself."""
+    stores = (n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+    return {n.attr for n in stores if isinstance(n.value, ast.Name) and n.value.id == "self"}
+
+
+def _interface(node: ast.ClassDef) -> set[str]:
+    """All that a class has: fields, methods, attributes."""
+    assigned = {t.id for m in node.body if isinstance(m, ast.Assign) for t in m.targets if isinstance(t, ast.Name)}
+    return _fields(node) | _stored(node) | assigned | {m.name for m in node.body if isinstance(m, ast.FunctionDef)}
+
+
+def _often(pattern: str, names: Callable[[ast.ClassDef], set[str]]) -> set[str]:
+    counted = Counter(name for node in _classes(pattern) for name in names(node))
+    return {name for name, times in counted.items() if times >= COMMON}
+
+
+def _functions(pattern: str) -> set[str]:
+    return {node.name for tree in _trees(pattern) for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@cache
+def names() -> dict[str, frozenset[str]]:
+    """By kind, without what torch and Python have as well."""
+    arguments = Counter(name for node in _classes("models/*/modeling_*.py") for name in _arguments(node))
+    found = {
+        "model types": set(CONFIG_MAPPING_NAMES),
+        "config fields": _often("models/*/configuration_*.py", _fields),
+        "arguments": {name for name, times in arguments.items() if times >= COMMON or "label" in name},
+        "submodules": {name for name in _often("models/*/modeling_*.py", _stored) if "_" in name.strip("_")},
+        "mask builders": _functions("masking_utils.py"),
+        "interfaces": {
+            name
+            for file in ("modeling_utils.py", "configuration_utils.py", "modeling_outputs.py", "cache_utils.py")
+            for node in _classes(file)
+            for name in _interface(node)
+        },
+    }
+    known = {kind: frozenset(name for name in held if not name.startswith("__")) for kind, held in found.items()}
+    return {kind: held - PLAIN - _of_torch_and_python() for kind, held in known.items()}
+
+
+def _of_torch_and_python() -> frozenset[str]:
+    spaces = (builtins, dict, list, str, torch, torch.Tensor, nn, nn.Module, nn.functional, torch.distributed)
+    found = {name for space in spaces for name in dir(space)}
+    layers = [value for value in vars(nn).values() if isinstance(value, type)]
+    for function in (*layers, *vars(nn.functional).values(), torch.load):
+        if callable(function):
+            try:
+                found.update(inspect.signature(function).parameters)
+            except (TypeError, ValueError):  # written in C: no signature
+                continue
+    return frozenset(found)
+
+
+# ------------------------------------------------------------------------------------------------ our files
+
+
+def _ours(files: list[Path]) -> frozenset[str]:
+    """What autoplan's own classes and functions define: reading that is reading our own."""
+    found: set[str] = set()
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found |= _interface(node)
+            elif isinstance(node, ast.FunctionDef):
+                found |= {node.name, *(a.arg for a in (*node.args.args, *node.args.kwonlyargs))}
+    return frozenset(found)
+
+
+def _said(code: str, ours: frozenset[str]) -> Iterator[tuple[int, str]]:
+    """(line, name) of everything in a file that could be a name of somebody else's."""
+    tree = ast.parse(code)
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docs = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, documented) and _has_doc(node)}  # type: ignore[attr-defined]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            yield node.lineno, node.value
+            yield from ((node.lineno, word) for word in re.findall(r"\w+", node.value) if "_" in word.strip("_"))
+        elif isinstance(node, ast.Attribute) and node.attr not in ours:
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.keyword) and node.arg and node.arg not in ours:
+            yield node.value.lineno, node.arg
+
+
+def _has_doc(node: ast.AST) -> bool:
+    return ast.get_docstring(node) is not None  # type: ignore[arg-type]
+
+
+def _imports(code: str) -> Iterator[tuple[int, str]]:
+    """Imports of transformers, and modules of it that are named in text."""
+    for node in ast.walk(ast.parse(code)):
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+            modules += [node.value] if node.value.startswith("transformers.") else []
+        yield from ((node.lineno, name) for name in modules if name.split(".")[0] == "transformers")
+
+
+def found_in(code: str, ours: frozenset[str] = frozenset()) -> set[tuple[int, str, str]]:
+    """(line, kind, name) of each name of transformers in a file."""
+    known = {name: kind for kind, held in names().items() for name in held}
+    seen = {(line, known[word], word) for line, word in _said(code, ours) if word in known}
+    return seen | {(line, "imports", name) for line, name in _imports(code)}
+
+
+def _searched() -> list[Path]:
+    files = sorted(path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != "hf")
+    return [path for path in files if str(path.relative_to(PACKAGE)) not in DIALECTS]
+
+
+def test_only_hf_and_the_dialects_know_the_names() -> None:
+    ours = _ours(list(PACKAGE.rglob("*.py")))
+    said = [
+        f"{path.relative_to(PACKAGE)}:{line} knows {name!r} ({kind})"
+        for path in _searched()
+        for line, kind, name in sorted(found_in(path.read_text(encoding="utf-8"), ours))
+    ]
+    assert not said, "\n".join(said)
