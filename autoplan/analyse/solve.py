@@ -32,7 +32,7 @@ from autoplan.analyse.splits.requests import NO_DEMANDS, Demands
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.layout import Layout
 from autoplan.ops import call_record
-from autoplan.ops.record import Reduction
+from autoplan.ops.records.record import Reduction
 from autoplan.values import (
     Boundary,
     ClassFact,

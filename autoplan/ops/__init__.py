@@ -22,7 +22,7 @@ from autoplan.ops import (
     spatial,
     views,
 )
-from autoplan.ops.record import CALLS, OPS, call_record, op_record
+from autoplan.ops.records.record import CALLS, OPS, call_record, op_record
 
 __all__ = [
     "CALLS",

@@ -6,10 +6,10 @@ from typing import Any
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import find
-from autoplan.ops.on_shares import Local, SplitOp
-from autoplan.ops.record import NEVER, Drawn, Linear, Reduction, Refused, by_rate, op, python_call
-from autoplan.ops.site import Answer, Dims, Site
-from autoplan.ops.sizes import NO_SIZES
+from autoplan.ops.records.on_shares import Local, SplitOp
+from autoplan.ops.records.record import NEVER, Drawn, Linear, Reduction, Refused, by_rate, op, python_call
+from autoplan.ops.records.site import Answer, Dims, Site
+from autoplan.ops.records.sizes import NO_SIZES
 from autoplan.values import Ref
 
 __all__: list[str] = []

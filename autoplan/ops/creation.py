@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import leaf
-from autoplan.ops.on_shares import as_written, recorded
-from autoplan.ops.record import NEVER, Linear, nothing, op, python_call
-from autoplan.ops.site import Answer, Site
-from autoplan.ops.sizes import NO_SIZES, Filled, Identity, MadeWhole
+from autoplan.ops.records.on_shares import as_written, recorded
+from autoplan.ops.records.record import NEVER, Linear, nothing, op, python_call
+from autoplan.ops.records.site import Answer, Site
+from autoplan.ops.records.sizes import NO_SIZES, Filled, Identity, MadeWhole
 from autoplan.values import Ref, Trace, refs
 
 __all__: list[str] = []

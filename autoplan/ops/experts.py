@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import product
-from autoplan.ops.on_shares import SplitOp, recorded
-from autoplan.ops.record import NEVER, Linear, Reduction, op
-from autoplan.ops.site import Answer, Dims, Site
-from autoplan.ops.sizes import NO_SIZES
+from autoplan.ops.records.on_shares import SplitOp, recorded
+from autoplan.ops.records.record import NEVER, Linear, Reduction, op
+from autoplan.ops.records.site import Answer, Dims, Site
+from autoplan.ops.records.sizes import NO_SIZES
 from autoplan.values import Ref
 
 __all__ = ["BOX", "INSIDE"]

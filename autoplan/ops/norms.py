@@ -7,10 +7,10 @@ from typing import Any
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import ONE, find
-from autoplan.ops.on_shares import Local, SplitOp, as_written
-from autoplan.ops.record import NEVER, Drawn, Linear, Reduction, kept_whole, op, python_call
-from autoplan.ops.site import Answer, Dims, Site
-from autoplan.ops.sizes import NO_SIZES, Groups
+from autoplan.ops.records.on_shares import Local, SplitOp, as_written
+from autoplan.ops.records.record import NEVER, Drawn, Linear, Reduction, kept_whole, op, python_call
+from autoplan.ops.records.site import Answer, Dims, Site
+from autoplan.ops.records.sizes import NO_SIZES, Groups
 from autoplan.values import Op
 
 __all__ = ["scaled_dims"]

@@ -6,10 +6,21 @@ from typing import Any
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import ONE, Term, concatenation, is_data, leaf
-from autoplan.ops.on_shares import Local, SplitOp, as_written
-from autoplan.ops.record import NEVER, Along, Drawn, Linear, Reduction, Shows, kept_whole, nothing, op, python_call
-from autoplan.ops.site import Answer, Dims, Site
-from autoplan.ops.sizes import NO_SIZES, Bounds, Lengths, PieceCount
+from autoplan.ops.records.on_shares import Local, SplitOp, as_written
+from autoplan.ops.records.record import (
+    NEVER,
+    Along,
+    Drawn,
+    Linear,
+    Reduction,
+    Shows,
+    kept_whole,
+    nothing,
+    op,
+    python_call,
+)
+from autoplan.ops.records.site import Answer, Dims, Site
+from autoplan.ops.records.sizes import NO_SIZES, Bounds, Lengths, PieceCount
 
 __all__: list[str] = []
 

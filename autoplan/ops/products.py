@@ -6,8 +6,8 @@ from typing import Any
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import find
-from autoplan.ops.on_shares import Local, SplitOp, as_written
-from autoplan.ops.record import (
+from autoplan.ops.records.on_shares import Local, SplitOp, as_written
+from autoplan.ops.records.record import (
     NEVER,
     Drawn,
     Linear,
@@ -20,8 +20,8 @@ from autoplan.ops.record import (
     python_call,
     unknown,
 )
-from autoplan.ops.site import Answer, Dims, Site
-from autoplan.ops.sizes import NO_SIZES
+from autoplan.ops.records.site import Answer, Dims, Site
+from autoplan.ops.records.sizes import NO_SIZES
 from autoplan.values import Ref
 
 __all__: list[str] = []

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from autoplan.axes.events import Event
 from autoplan.ops.elementwise import elementwise
-from autoplan.ops.on_shares import as_written, recorded
-from autoplan.ops.record import ALWAYS, Linear, by_rate, kept_whole, nothing, op, python_call
-from autoplan.ops.site import Answer, Site
-from autoplan.ops.sizes import NO_SIZES, MadeWhole
+from autoplan.ops.records.on_shares import as_written, recorded
+from autoplan.ops.records.record import ALWAYS, Linear, by_rate, kept_whole, nothing, op, python_call
+from autoplan.ops.records.site import Answer, Site
+from autoplan.ops.records.sizes import NO_SIZES, MadeWhole
 
 __all__: list[str] = []
 

@@ -9,10 +9,10 @@ from autoplan.axes.events import Event
 from autoplan.axes.terms import ONE
 from autoplan.common.layout import Layout
 from autoplan.ops.elementwise import elementwise
-from autoplan.ops.on_shares import Local, SplitOp, as_written
-from autoplan.ops.record import NEVER, Drawn, Linear, Reduction, Refused, kept_whole, op, python_call
-from autoplan.ops.site import Answer, Site
-from autoplan.ops.sizes import NO_SIZES
+from autoplan.ops.records.on_shares import Local, SplitOp, as_written
+from autoplan.ops.records.record import NEVER, Drawn, Linear, Reduction, Refused, kept_whole, op, python_call
+from autoplan.ops.records.site import Answer, Site
+from autoplan.ops.records.sizes import NO_SIZES
 from autoplan.values import Op, refs
 
 __all__ = ["reduced_dims"]

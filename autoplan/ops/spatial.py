@@ -5,10 +5,10 @@ from __future__ import annotations
 from autoplan.axes.events import Event
 from autoplan.axes.terms import product
 from autoplan.ops.convolutions import slid
-from autoplan.ops.on_shares import as_written
-from autoplan.ops.record import NEVER, Linear, kept_whole, op
-from autoplan.ops.site import Answer, Site
-from autoplan.ops.sizes import NO_SIZES
+from autoplan.ops.records.on_shares import as_written
+from autoplan.ops.records.record import NEVER, Linear, kept_whole, op
+from autoplan.ops.records.site import Answer, Site
+from autoplan.ops.records.sizes import NO_SIZES
 
 __all__: list[str] = []
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import ONE, Term, leaf, product
-from autoplan.ops.on_shares import Local, as_written
-from autoplan.ops.record import NEVER, Linear, Shows, kept_whole, nothing, op, python_call, unknown
-from autoplan.ops.site import Answer, Site
-from autoplan.ops.sizes import NO_SIZES, SHAPE, RepeatEach, Repeats, Unflattened
+from autoplan.ops.records.on_shares import Local, as_written
+from autoplan.ops.records.record import NEVER, Linear, Shows, kept_whole, nothing, op, python_call, unknown
+from autoplan.ops.records.site import Answer, Site
+from autoplan.ops.records.sizes import NO_SIZES, SHAPE, RepeatEach, Repeats, Unflattened
 
 __all__: list[str] = []
 

@@ -18,10 +18,10 @@ from autoplan.capture.recorder import record
 from autoplan.check.replay.replay import replay
 from autoplan.check.verify.subject import give_random_values
 from autoplan.ops import OPS, call_record, op_record
-from autoplan.ops.on_shares import Local, SplitOp
-from autoplan.ops.record import NEVER, Linear, Reduction, op
-from autoplan.ops.site import Answer, Site
-from autoplan.ops.sizes import NO_SIZES
+from autoplan.ops.records.on_shares import Local, SplitOp
+from autoplan.ops.records.record import NEVER, Linear, Reduction, op
+from autoplan.ops.records.site import Answer, Site
+from autoplan.ops.records.sizes import NO_SIZES
 
 NAME = "stranger.project"
 

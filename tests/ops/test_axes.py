@@ -13,7 +13,7 @@ from autoplan.analyse.infer import Axes
 from autoplan.axes.events import Event
 from autoplan.axes.terms import is_data, layout, leaves, show
 from autoplan.ops import OPS, op_record
-from autoplan.ops.record import unknown
+from autoplan.ops.records.record import unknown
 from autoplan.values import Ref
 
 # ------------------------------------------------------------------------------------------------ attention and co.

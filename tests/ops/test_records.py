@@ -11,9 +11,9 @@ import pytest
 
 from autoplan.ops import CALLS, OPS, call_record, op_record
 from autoplan.ops.experts import BOX
-from autoplan.ops.on_shares import as_written, recorded
-from autoplan.ops.record import Drawn, Linear, OpRecord, Random, Reduction, Refused, kept_whole, nothing
-from autoplan.ops.sizes import Groups, NoSizes, Sizes
+from autoplan.ops.records.on_shares import as_written, recorded
+from autoplan.ops.records.record import Drawn, Linear, OpRecord, Random, Reduction, Refused, kept_whole, nothing
+from autoplan.ops.records.sizes import Groups, NoSizes, Sizes
 
 PACKAGE = Path(__file__).parents[2] / "autoplan"
 ANSWERED = {"dims", "sizes", "reduces", "linear", "random", "runs"}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from autoplan.patches.uses import files
+from canaries.uses import files
 
 PATCHES = "autoplan/patches/"
 
 # What is set by name on an object that this file has been given: an instance, never a module or class.
 INSTANCES = {
+    ("autoplan/capture/capture.py", "value"): "settings of a throw-away copy",
     ("autoplan/capture/traced_ints.py", "TracedInt"): "a class of ours",
     ("autoplan/check/audit/autotp.py", "module"): "head counts of a module that is sharded",
     ("autoplan/check/ranks/threads.py", "_CountingGroup"): "a class of ours",
@@ -18,7 +19,6 @@ INSTANCES = {
     ("autoplan/execute/hooks/sequence_shards.py", "tensor"): "a mark on one tensor",
     ("autoplan/execute/parameters/optimizer_state.py", "parameter"): "a mark on one parameter",
     ("autoplan/execute/parameters/optimizer_state.py", "optimizer"): "a mark on one optimizer",
-    ("autoplan/execute/tensor_parallel.py", "w"): "an object of ours",
 }
 
 

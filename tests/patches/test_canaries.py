@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from canaries.entries import ENTRIES
+from canaries.limits import entry_of, generated, with_generated
+from canaries.private import Private, require
+from canaries.uses import files, private_uses
 
 from autoplan.common.errors import AutoplanError
-from autoplan.patches.limits import entry_of, generated, with_generated
-from autoplan.patches.patched import Private, require
-from autoplan.patches.registry import ENTRIES
-from autoplan.patches.uses import files, private_uses
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,7 +45,7 @@ def test_every_private_name_in_the_code_has_a_canary() -> None:
     missing = {
         f"{path}: {use}" for path, source in files().items() for use in private_uses(source) if entry_of(use) is None
     }
-    assert not missing, f"enter these in autoplan/patches/private_*.py, each with a canary: {sorted(missing)}"
+    assert not missing, f"enter these in tests/helpers/canaries/private_*.py, each with a canary: {sorted(missing)}"
 
 
 def test_private_names_are_seen_however_they_are_written() -> None:
@@ -78,7 +78,7 @@ rule("_softmax")
 
 def test_the_page_of_limits_is_what_registry_and_source_say() -> None:
     page = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
-    assert page == with_generated(page), "run: python -m autoplan.patches.limits docs/limits.md"
+    assert page == with_generated(page), "run: PYTHONPATH=tests/helpers python -m canaries.limits docs/limits.md"
     for entry in ENTRIES:
         assert entry.name in page and entry.why in page
 

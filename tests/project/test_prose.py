@@ -20,12 +20,6 @@ PACKAGE = Path(__file__).resolve().parents[2] / "autoplan"
 ALLOWED = {
     ("hf/model_string.py", "trust_remote_code"): "transformers says in words only that a model needs it",
     ("decide/rulebook/conditions.py", "not "): "a word of the language of guards, not of a sentence",
-    ("patches/private_torch.py", "said"): "that torch hands on what it was told to say is the question there",
-    ("patches/limits.py", "<!-- Written by hand from here on. -->"): "a mark in a page of ours",
-    (
-        "patches/limits.py",
-        "<!-- Written by `python -m autoplan.patches.limits docs/limits.md`. Do not edit by hand. -->",
-    ): "a mark in a page of ours",
     ("emit/tables/scoreboard_table.py", "blocks again"): "the heading of a column that is flush right",
     ("emit/tables/entry_table.py", "sum of the "): "our own costs, shortened for a column: to become values",
     ("emit/tables/entry_table.py", ", shared with "): "our own costs, shortened for a column: to become values",

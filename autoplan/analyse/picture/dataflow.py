@@ -32,7 +32,7 @@ from autoplan.analyse.picture.weighted_boxes import (
     weighted,
 )
 from autoplan.ops import op_record
-from autoplan.ops.record import Drawn, Shows, writes_in_place
+from autoplan.ops.records.record import Drawn, Shows, writes_in_place
 from autoplan.values import Op, Ref, Trace, refs
 
 __all__ = ["dataflow"]

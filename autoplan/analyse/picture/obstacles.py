@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from autoplan.ops import op_record
-from autoplan.ops.record import Shows, writes_in_place
+from autoplan.ops.records.record import Shows, writes_in_place
 from autoplan.values import Obstacle, Op, Ref, Symbolic, Trace, refs
 
 __all__ = ["obstacles"]
@@ -58,7 +58,7 @@ def _is_view(op: Op) -> bool:
 
 def _read_elsewhere(trace: Trace, modules: dict[str, None]) -> Iterator[Obstacle]:
     owners = {
-        index: {name.rpartition(".")[0] for name in tensor.names}
+        index: dict.fromkeys(name.rpartition(".")[0] for name in tensor.names)  # in order: plans are the same each time
         for index, tensor in enumerate(trace.tensors)
         if tensor.kind == "parameter"
     }

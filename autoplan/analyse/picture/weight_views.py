@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autoplan.ops import op_record
-from autoplan.ops.record import Shows
+from autoplan.ops.records.record import Shows
 from autoplan.values import Op
 
 __all__ = ["View", "as_lookup", "dequantised", "follow_view", "whole_view"]

@@ -13,7 +13,7 @@ from typing import Any
 from autoplan.analyse.placement.reductions import gathered_dim, lengths_in
 from autoplan.analyse.shards import Shards
 from autoplan.ops.norms import scaled_dims
-from autoplan.ops.record import Reduction
+from autoplan.ops.records.record import Reduction
 from autoplan.ops.reductions import reduced_dims
 from autoplan.values import (
     AttentionCall,

@@ -21,8 +21,8 @@ from autoplan.analyse.splits.integer_edits import Edits
 from autoplan.analyse.splits.literal_sizes import made_in_shares, made_whole
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.ops import call_record
-from autoplan.ops.record import Shows
-from autoplan.ops.sizes import RepeatEach
+from autoplan.ops.records.record import Shows
+from autoplan.ops.records.sizes import RepeatEach
 from autoplan.values import Call, CallRewrite, Cut, LiteralArgument, Ref, RewriteCall, Trace
 
 __all__ = ["Scope", "scope"]

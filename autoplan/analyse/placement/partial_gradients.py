@@ -12,7 +12,7 @@ from collections import defaultdict
 from autoplan.analyse.placement.boundaries import Doors
 from autoplan.analyse.placement.callflow import Border, CallFlow
 from autoplan.analyse.shards import Shards
-from autoplan.ops.record import Reduction
+from autoplan.ops.records.record import Reduction
 
 __all__ = ["Debts"]
 

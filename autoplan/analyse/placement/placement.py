@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from autoplan.analyse.placement.callflow import Border
-from autoplan.ops.record import Reduction
+from autoplan.ops.records.record import Reduction
 from autoplan.values import Boundary
 
 __all__ = ["Placement", "Refusal"]

@@ -12,8 +12,8 @@ from math import prod
 from autoplan.analyse.placement.fused_attention import argument, obstacle
 from autoplan.analyse.shards import Shards
 from autoplan.ops import call_record, op_record
-from autoplan.ops.on_shares import SplitOp
-from autoplan.ops.record import Reduction, Refused
+from autoplan.ops.records.on_shares import SplitOp
+from autoplan.ops.records.record import Reduction, Refused
 from autoplan.values import Call, Op, Ref, Trace, refs
 
 __all__ = ["gathered_dim", "lengths_in", "reduction_of", "row_bias_of"]

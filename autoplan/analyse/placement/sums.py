@@ -30,7 +30,7 @@ from autoplan.analyse.placement.placement import Placement, Refusal
 from autoplan.analyse.placement.reductions import gathered_dim, reduction_of, row_bias_of
 from autoplan.analyse.placement.shared_entries import merge_entries
 from autoplan.analyse.shards import Shards
-from autoplan.ops.record import Reduction, Refused
+from autoplan.ops.records.record import Reduction, Refused
 from autoplan.values import (
     AllGather,
     AllReduce,

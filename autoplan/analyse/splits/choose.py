@@ -21,7 +21,7 @@ from autoplan.axes.terms import Term, factors, find, leaves
 from autoplan.common.layout import chunk
 from autoplan.ops import op_record
 from autoplan.ops.experts import BOX
-from autoplan.ops.record import Drawn, Linear, Shows, nothing
+from autoplan.ops.records.record import Drawn, Linear, Shows, nothing
 from autoplan.values import Op, Trace, refs
 from autoplan.values.reasons import (
     AlreadySplit,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.arguments import argument, is_integer, number
 from autoplan.ops import call_record
-from autoplan.ops.sizes import Lengths, PieceCount
+from autoplan.ops.records.sizes import Lengths, PieceCount
 from autoplan.values import Call, refs
 
 __all__ = ["parted_dim", "pieces_given"]

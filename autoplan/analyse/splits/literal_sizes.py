@@ -15,7 +15,7 @@ from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.arguments import argument, is_integer, number
 from autoplan.analyse.splits.equal_pieces import parted_dim, pieces_given
 from autoplan.ops import call_record
-from autoplan.ops.sizes import (
+from autoplan.ops.records.sizes import (
     Bounds,
     Filled,
     Groups,

@@ -22,7 +22,7 @@ from autoplan.axes.events import FORBIDDING
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.layout import Layout
 from autoplan.ops import call_record, op_record
-from autoplan.ops.record import Shows
+from autoplan.ops.records.record import Shows
 from autoplan.values import AllGather, Op, Ref, SplitLogits, Trace, VocabularyTable, refs
 
 __all__ = [

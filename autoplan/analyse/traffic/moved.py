@@ -19,7 +19,7 @@ from autoplan.analyse.placement.callflow import CallFlow
 from autoplan.analyse.placement.reductions import lengths_in
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.traffic.lower_bound import Payment, least_payments, spread_numbers
-from autoplan.ops.record import Reduction
+from autoplan.ops.records.record import Reduction
 from autoplan.values import (
     Amount,
     Boundary,

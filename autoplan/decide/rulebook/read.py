@@ -52,11 +52,11 @@ EXPORTS = {
     "beside": "small parameters beside such layers, or beside a latent, which every style leaves alone",
     "table": "the table that ids are looked up in",
     "head": "what gives the logits",
-    "tied head": "a head whose weight is the table's",
-    "expert stack": "experts in stacked weights",
+    "tied_head": "a head whose weight is the table's",
+    "expert_stack": "experts in stacked weights",
     "halves": "two weights packed into one, half and half",
     "latent": "attention whose keys and values come from one latent",
-    "latent query": "the same for its queries, only beside such attention",
+    "latent_query": "the same for its queries, only beside such attention",
 }
 
 _KEYS = {"id", "summary", "why", "limits", "seen_in", "unit", "units", "beats", "match", "roles", "yields", "example"}

@@ -28,9 +28,9 @@ __all__ = ["HEADS", "OBSTACLES", "ExportError", "Need", "Part", "Refused", "chec
 __all__ += ["parts_of", "size_text"]
 
 # Words of EXPORTS.
-HEADS = frozenset(("head", "tied head"))
+HEADS = frozenset(("head", "tied_head"))
 _ENDS = HEADS | {"table"}
-_LATENT = frozenset(("latent", "latent query", "beside"))
+_LATENT = frozenset(("latent", "latent_query", "beside"))
 OBSTACLES = ("edited", "read", "shape")
 _COLUMN, _ROW = ("colwise", "packed_colwise"), ("rowwise", "rowwise_scatter", "packed_rowwise")
 
@@ -145,7 +145,7 @@ def _kind(entries: Iterable[Entry]) -> str:
         return "plain"
     if "latent" in said and said <= _LATENT:
         return "latent"
-    if said == {"expert stack"}:
+    if said == {"expert_stack"}:
         return "experts"
     return "packed" if said == {"halves"} else "other"
 

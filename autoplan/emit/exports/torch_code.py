@@ -88,7 +88,7 @@ def _tied(plan: Plan) -> Iterator[tuple[str, str]]:
     """(table, head) that are one parameter."""
     tables = [entry.pattern for entry in plan.entries if exported_as(entry.rule) == "table"]
     for entry in plan.entries:
-        if exported_as(entry.rule) == "tied head" and tables:
+        if exported_as(entry.rule) == "tied_head" and tables:
             yield tables[0], entry.pattern
 
 

@@ -37,7 +37,7 @@ from autoplan.execute.checkpointing.cache_copies import CacheCopies, is_cache
 from autoplan.execute.hooks.running import Running
 from autoplan.execute.parameters.held import record_of
 from autoplan.ops import op_record
-from autoplan.ops.record import Drawn
+from autoplan.ops.records.record import Drawn
 
 __all__ = ["Checkpoints", "Runs", "install_checkpoints", "is_checkpointed", "runs_of", "selective_contexts"]
 

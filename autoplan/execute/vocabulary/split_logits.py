@@ -25,7 +25,7 @@ from autoplan.common.layout import chunk
 from autoplan.execute.collectives import RankGroup, gather_pieces
 from autoplan.execute.vocabulary.losses import cross_entropy
 from autoplan.execute.vocabulary.shards import Columns
-from autoplan.ops.record import writes_in_place
+from autoplan.ops.records.record import writes_in_place
 
 __all__ = ["SplitLogits", "can_stay_split", "columns_in", "split_class"]
 

@@ -1,6 +1,6 @@
 """The part of docs/limits.md that lists what autoplan replaces in other packages, and what undocumented names it uses.
 
-    python -m autoplan.patches.limits docs/limits.md
+    PYTHONPATH=tests/helpers python -m canaries.limits docs/limits.md
 
 writes it anew, between its two marks; what is written by hand around it stays. A test compares.
 """
@@ -12,13 +12,14 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from autoplan.patches.patched import Patch, Private
-from autoplan.patches.registry import PATCHES, PRIVATE
-from autoplan.patches.uses import files, private_uses
+from autoplan.patches.patched import Patch
+from canaries.entries import PATCHES, PRIVATE
+from canaries.private import Private
+from canaries.uses import files, private_uses
 
 __all__ = ["entry_of", "generated", "with_generated"]
 
-_BEGIN = "<!-- Written by `python -m autoplan.patches.limits docs/limits.md`. Do not edit by hand. -->"
+_BEGIN = "<!-- Written by `PYTHONPATH=tests/helpers python -m canaries.limits docs/limits.md`. Do not edit by hand. -->"
 _END = "<!-- Written by hand from here on. -->"
 _CANARY = "tests/patches/test_canaries.py::test_canary"
 

@@ -13,7 +13,7 @@ from torch._subclasses import fake_tensor
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 from torch.utils import _python_dispatch as dispatch
 
-from autoplan.patches.patched import Private
+from canaries.private import Private
 
 __all__ = ["ENGINES"]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 __all__ = ["FOREIGN", "PACKAGE", "dotted_name", "files", "foreign_names", "private_uses"]
 
-PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE = Path(__file__).resolve().parents[3] / "autoplan"
 FOREIGN = ("torch", "transformers", "peft", "huggingface_hub", "megatron_fsdp", "safetensors", "multiprocessing")
 _DOCUMENTED = frozenset(("_fields", "_getframe", "_current_frames"))  # of Python's own
 _BY_TEXT = ("getattr", "hasattr", "setattr", "delattr")

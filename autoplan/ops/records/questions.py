@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from autoplan.ops.on_shares import as_written
-from autoplan.ops.record import NEVER, Linear, nothing, op
-from autoplan.ops.site import Answer, Site
-from autoplan.ops.sizes import NO_SIZES
+from autoplan.ops.records.on_shares import as_written
+from autoplan.ops.records.record import NEVER, Linear, nothing, op
+from autoplan.ops.records.site import Answer, Site
+from autoplan.ops.records.sizes import NO_SIZES
 
 __all__ = ["asks"]
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from autoplan.patches.patched import Private
+from canaries.private import Private
 
 __all__ = ["TORCH"]
 
@@ -198,7 +198,30 @@ def _state_of_module(name: str, kind: type = dict) -> Callable[[], bool]:
     return lambda: isinstance(vars(nn.BatchNorm1d(1))[name], kind)
 
 
+def _base_of_views() -> bool:
+    whole = torch.ones(2, 2)
+    return whole[0]._base is whole and whole._base is None
+
+
+def _backward_class() -> bool:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return gradients[0] * 2
+
+    node = Twice.apply(torch.ones(1, requires_grad=True)).grad_fn
+    return isinstance(node, Twice._backward_cls)
+
+
 TORCH = (
+    Private("torch.Tensor._base", "a view of a weight is told from the weight's owner", _base_of_views),
+    Private(
+        "torch.autograd.Function._backward_cls", "a move of ours is found again in the autograd graph", _backward_class
+    ),
     Private(
         "torch._C.DisableTorchFunction", "hooks of ours are not calls of the model's that a mode counts", _no_functions
     ),

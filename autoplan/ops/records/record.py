@@ -17,9 +17,9 @@ from enum import StrEnum
 from functools import cache
 from typing import Any, Literal
 
-from autoplan.ops.on_shares import Local, SplitOp, as_written
-from autoplan.ops.site import Answer, Site
-from autoplan.ops.sizes import NO_SIZES, Sizes
+from autoplan.ops.records.on_shares import Local, SplitOp, as_written
+from autoplan.ops.records.site import Answer, Site
+from autoplan.ops.records.sizes import NO_SIZES, Sizes
 
 __all__ = [
     "ALWAYS",

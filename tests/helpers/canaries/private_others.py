@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from autoplan.patches.patched import Private
+from canaries.private import Private
 
 __all__ = ["OTHERS"]
 
