@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 from torch import nn
