@@ -16,7 +16,7 @@ def installed_versions() -> dict[str, str]:
     import torch
     import transformers
 
-    return {"torch": torch.__version__, "transformers": transformers.__version__}
+    return {"torch": str(torch.__version__), "transformers": str(transformers.__version__)}
 
 
 def check_versions(installed: dict[str, str] | None = None) -> None:

@@ -35,6 +35,7 @@ DIALECTS = {
     "decide/written_plans/transformers_plans.py": "reads transformers' own plans, from where it keeps them",
     "decide/written_plans/deepspeed.py": "reads DeepSpeed's plans, which go by names of attributes and submodules",
     "emit/exports/hf.py": "writes plans in transformers' style names",
+    "patches/private_others.py": "tries the undocumented parts of transformers that autoplan stands on",
     "patches/kernels.py": "patches transformers: swaps kernels that it puts into models for their references",
     "decide/written_plans/wrappers.py": "looks through what PEFT, torch, accelerate and DeepSpeed wrap around a model",
     "common/requirements.py": "asks which version is installed",
@@ -43,7 +44,7 @@ DIALECTS = {
 # What transformers uses and everybody else too: words of plain English, and of Python.
 PLAIN = frozenset(
     {
-        "cache", "config", "embeddings", "inputs", "key", "layers", "logits", "loss", "mask", "model",
+        "cache", "config", "embeddings", "inputs", "key", "layers", "lengths", "logits", "loss", "mask", "model",
         "optimizer", "params", "query", "reset", "scale", "self", "state", "value", "width", "x",
     }
 )  # fmt: skip
@@ -131,7 +132,8 @@ def _of_torch_and_python() -> frozenset[str]:
     spaces = (builtins, dict, list, str, torch, torch.Tensor, nn, nn.Module, nn.functional, torch.distributed, DTensor)
     found = {name for space in spaces for name in dir(space)}
     layers = [value for value in vars(nn).values() if isinstance(value, type)]
-    for function in (*layers, *vars(nn.functional).values(), torch.load, distribute_tensor, Optimizer):
+    calls = (*vars(nn.functional).values(), *vars(torch.distributed).values())
+    for function in (*layers, *calls, torch.load, distribute_tensor, Optimizer):
         if callable(function):
             try:
                 found.update(inspect.signature(function).parameters)
