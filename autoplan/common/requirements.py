@@ -6,18 +6,22 @@ import re
 
 from autoplan.common.errors import AutoplanError
 
-__all__ = ["check_versions"]
+__all__ = ["check_versions", "installed_versions"]
 
 _RANGES = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 10), (6, 0))}
 
 
+def installed_versions() -> dict[str, str]:
+    """By library."""
+    import torch
+    import transformers
+
+    return {"torch": str(torch.__version__), "transformers": str(transformers.__version__)}
+
+
 def check_versions(installed: dict[str, str] | None = None) -> None:
     """Raise when an installed library is outside the range."""
-    if installed is None:
-        import torch
-        import transformers
-
-        installed = {"torch": torch.__version__, "transformers": transformers.__version__}
+    installed = installed_versions() if installed is None else installed
     for library, (low, high) in _RANGES.items():
         numbers = re.match(r"(\d+)\.(\d+)", installed[library])
         found = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)

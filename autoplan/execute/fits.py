@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
-import transformers
 from torch import nn
 
 from autoplan.common.consistent import inconsistencies
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.forward_code import forward_code, same_code
 from autoplan.common.patterns import matches
+from autoplan.common.requirements import installed_versions
 from autoplan.values import CallRewrite, ForwardCode, MadeFor, Plan, Sizes, Version, replace
 from autoplan.version import __version__
 
@@ -22,11 +22,8 @@ _SHOWN = 3
 
 def with_made_for(plan: Plan, model: nn.Module) -> Plan:
     """The plan, saying that it was made for this model."""
-    versions = (
-        Version("autoplan", __version__),
-        Version("torch", str(torch.__version__)),
-        Version("transformers", str(transformers.__version__)),
-    )
+    libraries = {"autoplan": __version__, **installed_versions()}
+    versions = tuple(Version(library, version) for library, version in libraries.items())
     forwards = [
         ForwardCode(kind.__qualname__, forward_code(kind, places)) for kind, places in _rewritten(model, plan).items()
     ]

@@ -67,6 +67,7 @@ TRANSFORMERS = Conventions(
     cache_switch="use_cache",
     rate_words=("drop", "noise", "jitter"),
     rate_suffix="dropout",
+    saving="save_pretrained",
     own_checkpointing=("gradient_checkpointing", "gradient_checkpointing_disable"),
     ends=("get_input_embeddings", "get_output_embeddings"),
     hook_marks=("_output_capturing_hooks_installed",),

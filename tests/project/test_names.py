@@ -18,9 +18,12 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 PACKAGE = Path(__file__).resolve().parents[2] / "autoplan"
@@ -32,13 +35,25 @@ DIALECTS = {
     "decide/written_plans/transformers_plans.py": "reads transformers' own plans, from where it keeps them",
     "decide/written_plans/deepspeed.py": "reads DeepSpeed's plans, which go by names of attributes and submodules",
     "emit/exports/hf.py": "writes plans in transformers' style names",
+    "patches/private_others.py": "tries the undocumented parts of transformers that autoplan stands on",
     "patches/kernels.py": "patches transformers: swaps kernels that it puts into models for their references",
-    "common/requirements.py": "asks for the version that is installed",
-    "check/scoreboard/run.py": "writes down the version that is installed",
+    "decide/written_plans/wrappers.py": "looks through what PEFT, torch, accelerate and DeepSpeed wrap around a model",
+    "common/requirements.py": "asks which version is installed",
 }
 
-# One word each, that transformers uses and everybody else too, in English or in torch's own interfaces.
-PLAIN = frozenset[str]()
+# What transformers uses and everybody else too: words of plain English, and of Python.
+PLAIN = frozenset(
+    {
+        "cache", "config", "embeddings", "inputs", "key", "layers", "lengths", "logits", "loss", "mask", "model",
+        "optimizer", "params", "query", "reset", "scale", "self", "state", "value", "width", "x",
+    }
+)  # fmt: skip
+# Names that autoplan uses for its own things, where they happen to be the same.
+OURS = {
+    "model_type": "a field of our own results, and a column of their tables",
+    "tp_size": "how many ranks: an argument of plan()",
+    "to_dict": "a method of our plans, and how any kind of config is told from other objects",
+}
 
 
 # ------------------------------------------------------------------------------------------------ their names
@@ -87,8 +102,8 @@ def _functions(pattern: str) -> set[str]:
 
 
 @cache
-def names() -> dict[str, frozenset[str]]:
-    """By kind, without what torch and Python have as well."""
+def _theirs() -> dict[str, frozenset[str]]:
+    """All of their names, by kind."""
     arguments = Counter(name for node in _classes("models/*/modeling_*.py") for name in _arguments(node))
     found = {
         "model types": set(CONFIG_MAPPING_NAMES),
@@ -103,15 +118,22 @@ def names() -> dict[str, frozenset[str]]:
             for name in _interface(node)
         },
     }
-    known = {kind: frozenset(name for name in held if not name.startswith("__")) for kind, held in found.items()}
-    return {kind: held - PLAIN - _of_torch_and_python() for kind, held in known.items()}
+    return {kind: frozenset(name for name in held if not name.startswith("__")) for kind, held in found.items()}
+
+
+@cache
+def names() -> dict[str, frozenset[str]]:
+    """Those that are nobody else's."""
+    others = PLAIN | OURS.keys() | _of_torch_and_python()
+    return {kind: held - others for kind, held in _theirs().items()}
 
 
 def _of_torch_and_python() -> frozenset[str]:
-    spaces = (builtins, dict, list, str, torch, torch.Tensor, nn, nn.Module, nn.functional, torch.distributed)
+    spaces = (builtins, dict, list, str, torch, torch.Tensor, nn, nn.Module, nn.functional, torch.distributed, DTensor)
     found = {name for space in spaces for name in dir(space)}
     layers = [value for value in vars(nn).values() if isinstance(value, type)]
-    for function in (*layers, *vars(nn.functional).values(), torch.load):
+    calls = (*vars(nn.functional).values(), *vars(torch.distributed).values())
+    for function in (*layers, *calls, torch.load, distribute_tensor, Optimizer):
         if callable(function):
             try:
                 found.update(inspect.signature(function).parameters)
@@ -139,11 +161,15 @@ def _said(code: str, ours: frozenset[str]) -> Iterator[tuple[int, str]]:
     """(line, name) of everything in a file that could be a name of somebody else's."""
     tree = ast.parse(code)
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    docs = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, documented) and _has_doc(node)}  # type: ignore[attr-defined]
+    skipped = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, documented) and _has_doc(node)}  # type: ignore[attr-defined]
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            skipped |= {id(inner) for inner in ast.walk(node)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
             yield node.lineno, node.value
-            yield from ((node.lineno, word) for word in re.findall(r"\w+", node.value) if "_" in word.strip("_"))
+            words = {word for word in re.findall(r"\w+", node.value) if "_" in word.strip("_")}
+            yield from ((node.lineno, word) for word in words - ours)
         elif isinstance(node, ast.Attribute) and node.attr not in ours:
             yield node.lineno, node.attr
         elif isinstance(node, ast.keyword) and node.arg and node.arg not in ours:
@@ -184,3 +210,42 @@ def test_only_hf_and_the_dialects_know_the_names() -> None:
         for line, kind, name in sorted(found_in(path.read_text(encoding="utf-8"), ours))
     ]
     assert not said, "\n".join(said)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "name"),
+    [
+        ("kind = 'mixtral'", "model types", "mixtral"),
+        ("width = config.hidden_size", "config fields", "hidden_size"),
+        ("width = getattr(config, 'num_hidden_layers')", "config fields", "num_hidden_layers"),
+        ("model(input_ids=ids)", "arguments", "input_ids"),
+        ("targets = given.get('labels')", "arguments", "labels"),
+        ("outputs.past_key_values", "arguments", "past_key_values"),
+        ("hint = 'train without a cache (use_cache=False)'", "config fields", "use_cache"),
+        ("head = f'{prefix}.lm_head'", "submodules", "lm_head"),
+        ("ends = 'model.layers.*.self_attn.q_proj'", "submodules", "q_proj"),
+        ("library.create_causal_mask()", "mask builders", "create_causal_mask"),
+        ("config._attn_implementation = 'eager'", "interfaces", "_attn_implementation"),
+        ("table = model.get_input_embeddings()", "interfaces", "get_input_embeddings"),
+        ("def f():\n    from transformers import PreTrainedModel", "imports", "transformers"),
+        ("library = sys.modules.get('transformers.modeling_utils')", "imports", "transformers.modeling_utils"),
+    ],
+)
+def test_each_kind_is_found(code: str, kind: str, name: str) -> None:
+    assert any(found[2] == name for found in found_in(code)), kind
+    assert kind == "imports" or name in names()[kind]
+
+
+@pytest.mark.parametrize("code", ["x.shape", "'input'", '"""Reads input_ids."""', "f(weight=1)", "# hidden_size"])
+def test_plain_words_and_documentation_may_say_what_they_like(code: str) -> None:
+    assert not found_in(code)
+
+
+def test_nothing_is_excused_in_vain() -> None:
+    """Every dialect's file speaks its dialect, and every excused word is one of theirs."""
+    ours = _ours(list(PACKAGE.rglob("*.py")))
+    for file in DIALECTS:
+        assert found_in((PACKAGE / file).read_text(encoding="utf-8"), ours), f"{file} needs no excuse"
+    all_of_them = frozenset[str]().union(*_theirs().values())
+    assert not (PLAIN | OURS.keys()) - all_of_them, "not names of transformers"
+    assert not PLAIN & OURS.keys()

@@ -30,6 +30,8 @@ PURE = (
     "common/rules_folder",
     "common/decode",
     "version",
+    "common/conventions",
+    "hf/conventions",
     "conveniences",
     "axes",
     "ops",

@@ -23,7 +23,9 @@ from autoplan.check.verify.mesh_sizes import parse_mesh
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import MODES, check_expert_size
 from autoplan.common.patterns import nearest
+from autoplan.common.requirements import installed_versions
 from autoplan.values import Score, Scoreboard
+from autoplan.version import __version__
 
 __all__ = ["Progress", "scoreboard"]
 
@@ -109,12 +111,7 @@ def _chosen(mapping: str, only: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _versions() -> dict[str, str]:
-    import torch
-    import transformers
-
-    from autoplan.version import __version__
-
-    return {"autoplan": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    return {"autoplan": __version__, **installed_versions()}
 
 
 # ------------------------------------------------------------------------------------------------ processes

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from autoplan.common.conventions import conventions
 from autoplan.common.errors import SourceError
 
 __all__ = ["CheckpointFiles", "runs"]
@@ -144,6 +145,6 @@ def _no_files(folder: Path) -> SourceError:
     if pickles:
         return SourceError(
             f"{folder} holds only pickle files ({pickles[0]}), which run code when opened",
-            hint="convert them to safetensors, for instance with save_pretrained",
+            hint=f"convert them to safetensors, for instance with {conventions().saving}",
         )
     return SourceError(f"{folder} holds no .safetensors files")
