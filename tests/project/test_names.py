@@ -34,7 +34,6 @@ COMMON = 10  # what so many configs, forwards or modules have is a convention
 DIALECTS = {
     "decide/written_plans/transformers_plans.py": "reads transformers' own plans, from where it keeps them",
     "decide/written_plans/deepspeed.py": "reads DeepSpeed's plans, which go by names of attributes and submodules",
-    "patches/private_others.py": "tries the undocumented parts of transformers that autoplan stands on",
     "patches/kernels.py": "patches transformers: swaps kernels that it puts into models for their references",
     "decide/written_plans/wrappers.py": "looks through what PEFT, torch, accelerate and DeepSpeed wrap around a model",
     "common/requirements.py": "asks which version is installed",
