@@ -7,7 +7,10 @@ import torch
 from torch import nn
 
 import autoplan
+from autoplan.analyse.infer import infer_axes
 from autoplan.analyse.solve import solve
+from autoplan.analyse.splits.model_ends import vocabularies
+from autoplan.axes.terms import find
 from autoplan.capture.capture import capture_fake, capture_real
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import resolve
@@ -57,6 +60,24 @@ def test_integers_are_edited_where_they_come_from():
     edits = {(e.attribute, e.old, e.new) for e in solution_of("gpt2").runtime.of(IntegerEdit)}
     assert ("split_size", 128, 64) in edits
     assert all(edit.old > edit.new for edit in solution_of("opt").runtime.of(IntegerEdit))
+
+
+class Looks(nn.Module):
+    """Rows of two tables: of token ids, and of positions that are rounded to numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(32, 8), nn.Embedding(32, 8)
+
+    def forward(self, ids: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        return self.words(ids[:, 1:].transpose(0, 1)) + self.places(where.long().transpose(0, 1))
+
+
+def test_a_table_is_a_vocabulary_if_ids_are_given_as_such():
+    ids, where = torch.randint(32, (2, 5)), torch.rand(2, 4) * 31
+    trace = capture_real(Looks(), {"forward": {"ids": ids, "where": where}}).trace
+    axes = infer_axes(trace)
+    assert vocabularies(trace, axes) == {find(axes.of(trace.by_name["words.weight"])[0])}
 
 
 def test_fewer_key_heads_than_ranks_are_shared():

@@ -67,7 +67,8 @@ def _given_ids(trace: Trace) -> set[int]:
     for op in trace.ops:
         shows = op_record(op.name).shows not in (Shows.NOTHING, Shows.PICKED)
         if shows and isinstance(op.args[0], Ref) and op.args[0].id in found:
-            found |= set(refs(op.outputs))
+            kind = trace.tensors[op.args[0].id].dtype  # what was rounded to a number was no id
+            found |= {output for output in refs(op.outputs) if trace.tensors[output].dtype == kind}
     return found
 
 
