@@ -21,7 +21,7 @@ def test_the_cut_stream_gives_the_same_numbers(model_type):
         model_type, sequence_parallel=True, checks=("forward", "second_shape", "loss", "state_dict", "optimizer")
     )
     assert report.ok, report
-    assert report.details["means"].sequence, "the stream was not cut"
+    assert report.details["capabilities"].sequence, "the stream was not cut"
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_the_cut_stream_gives_the_same_numbers(model_type):
 def test_borders_are_found_where_the_first_ones_will_not_do(model_type):
     report = autoplan.verify(model_type, sequence_parallel=True, checks=("forward", "second_shape"))
     assert report.ok, report
-    assert report.details["means"].sequence, "the stream was not cut"
+    assert report.details["capabilities"].sequence, "the stream was not cut"
 
 
 def test_a_llama_block_moves_the_bytes_of_two_reductions_and_no_more():

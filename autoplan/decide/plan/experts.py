@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from autoplan.common.patterns import matches
 from autoplan.decide.plan.folding import Names
 from autoplan.decide.rulebook.read import rule_named
-from autoplan.values import Finding, LocalExperts, Means, Plan
+from autoplan.values import Capabilities, Finding, LocalExperts, Plan
 
 if TYPE_CHECKING:
     from autoplan.analyse.solve import Solution
@@ -20,9 +20,9 @@ _CHECK = "experts"
 _HINT = "ep_size must divide the number of experts, and no written plan may cut them otherwise"
 
 
-def experts_of(tp_size: int, ep_size: int, means: Means) -> Experts:
+def experts_of(tp_size: int, ep_size: int, capabilities: Capabilities) -> Experts:
     """What the solver is to do with experts."""
-    if ep_size == 1 or not means.experts:
+    if ep_size == 1 or not capabilities.experts:
         return "inside"
     return "apart" if tp_size > 1 else "alone"
 
