@@ -244,7 +244,7 @@ def _with_old(edits: Edits, trace: Trace) -> Iterator[IntegerEdit]:
 
 
 def _boundaries(placement: Placement) -> tuple[Boundary, ...]:
-    """One for each thing done at a module's border, however often the module ran."""
+    """One for each thing done at a module's boundary, however often the module ran."""
     return tuple(dict.fromkeys((*placement.outputs.values(), *placement.inputs.values())))
 
 

@@ -62,7 +62,7 @@ def dataflow(trace: Trace) -> Flow:
     prune(flow)
     collapse_scans(flow)
     prune(flow)
-    flow.graph["tensors"] = artist.boxes_of_borders()
+    flow.graph["tensors"] = artist.boxes_of_boundaries()
     return flow
 
 
@@ -258,8 +258,8 @@ class _Artist:
                 if source is not None:
                     self.canvas.join(source, box, str(path[0]) if path else "")
 
-    def boxes_of_borders(self) -> dict[int, int]:
+    def boxes_of_boundaries(self) -> dict[int, int]:
         """For tensors that enter or leave modules, the box whose value they hold."""
-        borders = (tensor for visit in self.trace.visits for _, tensor in (*visit.inputs, *visit.outputs))
-        boxes = ((tensor, self.canvas.value(tensor).node) for tensor in dict.fromkeys(borders))
+        crossings = (tensor for visit in self.trace.visits for _, tensor in (*visit.inputs, *visit.outputs))
+        boxes = ((tensor, self.canvas.value(tensor).node) for tensor in dict.fromkeys(crossings))
         return {tensor: box for tensor, box in boxes if box is not None and box in self.canvas.flow}

@@ -112,7 +112,7 @@ def collapse_scans(flow: Flow) -> None:
 
 
 def _lateness(flow: Flow, glue: set[int]) -> dict[int, int]:
-    """How many borders lie on the longest way to the end: other boxes, and changes of module.
+    """How many boundaries lie on the longest way to the end: other boxes, and changes of module.
 
     Boxes of one web have one lateness: no way leads out of it and back in, so it can become one box.
     """

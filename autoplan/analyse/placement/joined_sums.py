@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from autoplan.analyse.placement.callflow import Border, CallFlow
+from autoplan.analyse.placement.callflow import CallFlow, Crossing
 from autoplan.analyse.placement.deferred_sums import Way, adds, step_of
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.low_rank import thin_matrix
@@ -27,7 +27,7 @@ __all__ = ["shared_sums"]
 _STEPS = 12
 _SMALL = 4  # a factor is small beside what it multiplies when it has so many times fewer elements
 
-BorderOut = Callable[[int, int], Border | None]
+CrossingOut = Callable[[int, int], Crossing | None]
 
 
 @dataclass
@@ -40,14 +40,18 @@ class _Traveller:
     made: int
 
 
-def shared_sums(flow: CallFlow, shards: Shards, reductions: Mapping[int, str], border_out: BorderOut) -> dict[int, Way]:
-    """For sums that meet: the way to the border where one reduction serves all of them."""
-    return _Meetings(flow, shards, reductions, border_out).find()
+def shared_sums(
+    flow: CallFlow, shards: Shards, reductions: Mapping[int, str], crossing_out: CrossingOut
+) -> dict[int, Way]:
+    """For sums that meet: the way to the boundary where one reduction serves all of them."""
+    return _Meetings(flow, shards, reductions, crossing_out).find()
 
 
 class _Meetings:
-    def __init__(self, flow: CallFlow, shards: Shards, reductions: Mapping[int, str], border_out: BorderOut) -> None:
-        self.flow, self.shards, self.reductions, self.border_out = flow, shards, reductions, border_out
+    def __init__(
+        self, flow: CallFlow, shards: Shards, reductions: Mapping[int, str], crossing_out: CrossingOut
+    ) -> None:
+        self.flow, self.shards, self.reductions, self.crossing_out = flow, shards, reductions, crossing_out
         self.arrived: dict[int, dict[int, _Traveller]] = defaultdict(dict)  # call -> operand -> who came with it
         self.together: dict[int, int] = {}  # how many sums are paid with this one
         self.found: dict[int, Way] = {}
@@ -149,9 +153,9 @@ class _Meetings:
 
     def _note(self, one: _Traveller) -> None:
         """Sums that have met are paid where they first leave a module together, if no others join them further down."""
-        border = self.border_out(one.tensor, one.made) if len(one.sums) > 1 else None
-        if border is None or len(one.sums) <= max(self.together.get(index, 1) for index in one.sums):
+        crossing = self.crossing_out(one.tensor, one.made) if len(one.sums) > 1 else None
+        if crossing is None or len(one.sums) <= max(self.together.get(index, 1) for index in one.sums):
             return
-        way = replace(one.way, border=border, path=list(one.way.path), values=set(one.way.values))
+        way = replace(one.way, crossing=crossing, path=list(one.way.path), values=set(one.way.values))
         for index in one.sums:
             self.together[index], self.found[index] = len(one.sums), way

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from autoplan.analyse.placement.boundaries import Doors
-from autoplan.analyse.placement.callflow import Border, CallFlow
+from autoplan.analyse.placement.callflow import CallFlow, Crossing
+from autoplan.analyse.placement.hook_points import HookPoints
 from autoplan.analyse.shards import Shards
 from autoplan.ops.records.record import Reduction
 
@@ -24,16 +24,18 @@ _MATRIX = 2  # dims of a parameter whose gradient is too large to sum instead of
 class Debts:
     """The partial edges of every value, and what may be done with them."""
 
-    def __init__(self, shards: Shards, flow: CallFlow, doors: Doors, reductions: dict[int, Reduction]) -> None:
-        self.shards, self.flow, self.doors, self.reductions = shards, flow, doors, reductions
+    def __init__(
+        self, shards: Shards, flow: CallFlow, hook_points: HookPoints, reductions: dict[int, Reduction]
+    ) -> None:
+        self.shards, self.flow, self.hook_points, self.reductions = shards, flow, hook_points, reductions
         self.trace = shards.trace
         self.partial: dict[int, set[int]] = defaultdict(set)  # value -> calls whose gradient for it is partial
         self.pushed: set[int] = set()
         self.uses = {v: flow.gradient_uses(v) for v in flow.uses}
 
-    def cover(self, tensor: int) -> list[Border]:
+    def cover(self, tensor: int) -> list[Crossing]:
         """Module inputs behind which all readers of the value, together, are exactly the partial ones."""
-        return self.doors.before(tensor, self.partial[tensor], self.uses.get(tensor, set()))
+        return self.hook_points.before(tensor, self.partial[tensor], self.uses.get(tensor, set()))
 
     def call_passes(self, index: int) -> bool:
         """May a debt be pushed from a call's outputs to its inputs?"""
@@ -97,7 +99,7 @@ class Debts:
                 self.partial[tensor].add(index)
 
     def push_inside(self) -> None:
-        """Push debts that no module border can pay, the latest first."""
+        """Push debts that no module boundary can pay, the latest first."""
         stuck: set[int] = set()
         while True:
             candidates = [
@@ -122,6 +124,6 @@ class Debts:
         complete = uses <= calls
         if self.trace.tensors[tensor].kind == "parameter":
             return "parameter" if complete else ("input" if self.cover(tensor) else "inside")
-        if complete and tensor not in self.flow.final and self.doors.made_at(tensor):
+        if complete and tensor not in self.flow.final and self.hook_points.made_at(tensor):
             return "output"
         return "input" if self.cover(tensor) else "inside"

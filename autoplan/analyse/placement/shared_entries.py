@@ -5,7 +5,7 @@ its gradient, and the router, which every rank runs alike. Paid at each entry th
 gradients can be added first and summed once, before all readers, if what else flows back to the value is a part, too:
 
 - a reader whose own result owes a sum passes the debt up (a view, a norm), a thin matrix too (an adapter's first);
-- a reader that gives the whole gradient on every rank gives 1/tp of it, at the door of the module that reads, also
+- a reader that gives the whole gradient on every rank gives 1/tp of it, at the input of the module that reads, also
   where it and readers that owe parts share a view of the value.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from autoplan.analyse.placement.callflow import Border
+from autoplan.analyse.placement.callflow import Crossing
 from autoplan.analyse.placement.partial_gradients import Debts
 from autoplan.analyse.splits.low_rank import thin_matrix
 
@@ -26,19 +26,19 @@ _SMALL = 4  # a value is small beside another that has so many times more elemen
 
 @dataclass(frozen=True)
 class _Merge:
-    """What one value's readers must do: pass debts up through these calls, give shares at these doors."""
+    """What one value's readers must do: pass debts up through these calls, give parts at these inputs."""
 
     tensor: int
     passing: tuple[int, ...]  # calls through which a debt goes up to the value
     shares: tuple[int, ...]  # calls whose whole gradient becomes a share
-    doors: tuple[Border, ...]
+    crossings: tuple[Crossing, ...]
     above: tuple[int, ...]  # calls through which the joint debt goes further, until it can be paid
     beside: tuple[int, ...]  # and those through which what it leaves on small values goes
 
 
-def merge_entries(debts: Debts) -> list[Border]:
-    """Merge debts wherever several sums become one; returns the doors at which gradients are divided by tp."""
-    found: list[Border] = []
+def merge_entries(debts: Debts) -> list[Crossing]:
+    """Merge debts wherever several sums become one; returns the inputs at which gradients are divided by tp."""
+    found: list[Crossing] = []
     known: dict[int, bool] = {}
     flow = debts.flow
     order = sorted(debts.uses, key=lambda tensor: -flow.producer.get(tensor, -1))  # the latest values first
@@ -54,23 +54,23 @@ def merge_entries(debts: Debts) -> list[Border]:
             known = {} if lent else known
             continue
         known.clear()
-        found += [door for one in lent for door in one.doors]
+        found += [crossing for one in lent for crossing in one.crossings]
         for call in merge.passing:
             debts.push(call)
         debts.partial[tensor] |= set(merge.shares)
         for call in (*merge.above, *merge.beside):
             debts.push(call)
-        found += merge.doors
+        found += merge.crossings
     return found
 
 
 @dataclass(frozen=True)
 class _Loan:
-    """A view of a value, of whose readers these are to give shares at these doors."""
+    """A view of a value, of whose readers these are to give parts at these inputs."""
 
     tensor: int
     readers: set[int]
-    doors: tuple[Border, ...]
+    crossings: tuple[Crossing, ...]
 
 
 def _lent(tensor: int, debts: Debts, known: dict[int, bool]) -> Iterator[_Loan]:
@@ -92,9 +92,9 @@ def _lent(tensor: int, debts: Debts, known: dict[int, bool]) -> Iterator[_Loan]:
             or not debts.shards.has_whole_part(view)
         ):
             continue
-        doors = debts.doors.before(view, readers - owing, readers)
-        if doors and not any(debts.trace.calls[r].module in flow.branching for r in readers):
-            yield _Loan(view, readers - owing, tuple(doors))
+        crossings = debts.hook_points.before(view, readers - owing, readers)
+        if crossings and not any(debts.trace.calls[r].module in flow.branching for r in readers):
+            yield _Loan(view, readers - owing, tuple(crossings))
 
 
 def _merge(tensor: int, debts: Debts, known: dict[int, bool]) -> _Merge | None:
@@ -115,12 +115,12 @@ def _merge(tensor: int, debts: Debts, known: dict[int, bool]) -> _Merge | None:
     paid = {value for use in passing for value in _passed(use, debts)[1]} | ({tensor} if owed else set())
     if sum(_sums(value, debts) for value in paid) < 2:
         return None
-    doors = debts.doors.before(tensor, whole, uses) if whole else []
+    crossings = debts.hook_points.before(tensor, whole, uses) if whole else []
     above = _way_up(tensor, debts)
-    if (whole and not doors) or above is None:
+    if (whole and not crossings) or above is None:
         return None
     more = tuple(dict.fromkeys(call for found in beside.values() for call in found or ()))
-    return _Merge(tensor, tuple(sorted(passing)), tuple(whole), tuple(doors), above, more)
+    return _Merge(tensor, tuple(sorted(passing)), tuple(whole), tuple(crossings), above, more)
 
 
 def _passed(call: int, debts: Debts) -> tuple[set[int], set[int]]:
@@ -161,7 +161,7 @@ def _sums(tensor: int, debts: Debts) -> int:
     """How many sums a value costs as things are."""
     where = debts.where(tensor)
     if where == "input":
-        return len({border.visit for border in debts.cover(tensor)})
+        return len({crossing.visit for crossing in debts.cover(tensor)})
     return len(debts.partial[tensor]) if where == "inside" else 1
 
 
@@ -170,9 +170,9 @@ def _way_up(tensor: int, debts: Debts) -> tuple[int, ...] | None:
     calls: list[int] = []
     while True:
         uses = debts.uses[tensor]
-        if debts.doors.made_at(tensor) is not None:
+        if debts.hook_points.made_at(tensor) is not None:
             return tuple(calls)
-        if len({border.visit for border in debts.doors.before(tensor, uses, uses)}) == 1:
+        if len({crossing.visit for crossing in debts.hook_points.before(tensor, uses, uses)}) == 1:
             return tuple(calls)
         made = debts.flow.producer.get(tensor)
         if made is None or not debts.call_passes(made) or len(debts.flow.outputs[made]) != 1:

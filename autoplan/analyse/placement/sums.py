@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from autoplan.analyse.placement.boundaries import Door, Doors
 from autoplan.analyse.placement.callflow import CallFlow
 from autoplan.analyse.placement.deferred_sums import Way, follow_down
+from autoplan.analyse.placement.hook_points import HookPoint, HookPoints
 from autoplan.analyse.placement.joined_sums import shared_sums
 from autoplan.analyse.placement.parallel_branches import pairs_of_branches
 from autoplan.analyse.placement.partial_gradients import Debts
@@ -49,42 +49,42 @@ __all__ = ["place"]
 def place(shards: Shards, flow: CallFlow, gathered: frozenset[int]) -> Placement:
     """Place every sum owed by the splits.
 
-    A hook acts on every run of its module. A door at which only some of the runs owe something is closed, and
+    A hook acts on every run of its module. A hook point at which only some runs need something is closed, and
     everything is placed again.
     """
-    closed: set[Door] = set()
+    closed: set[HookPoint] = set()
     while True:
         result = _Placer(shards, flow, gathered, closed).solve()
-        uneven = _uneven_doors(result, flow) - closed
+        uneven = _uneven_points(result, flow) - closed
         if not uneven:
             return result
         closed |= uneven
 
 
-def _uneven_doors(result: Placement, flow: CallFlow) -> set[Door]:
-    """Doors whose work differs between runs of the module. What is done to gradients only, is nothing without one."""
-    work: dict[Door, dict[int, set[Boundary]]] = defaultdict(lambda: defaultdict(set))
+def _uneven_points(result: Placement, flow: CallFlow) -> set[HookPoint]:
+    """Hook points whose work differs between runs of the module. Work on gradients is nothing in a run without them."""
+    work: dict[HookPoint, dict[int, set[Boundary]]] = defaultdict(lambda: defaultdict(set))
     for side, placed in (("output", result.outputs), ("input", result.inputs)):
-        for (border, _), done in placed.items():
-            work[border.module, side, border.path][border.visit].add(done)
+        for (crossing, _), done in placed.items():
+            work[crossing.module, side, crossing.path][crossing.visit].add(done)
     found = set()
-    for door, by_visit in work.items():
-        runs = flow.runs_through(*door)
+    for point, by_visit in work.items():
+        runs = flow.runs_through(*point)
         most = max(by_visit.values(), key=len)
         for run, tensor in runs.items():
             expected = most if tensor in flow.carries else {item for item in most if not item.gradients_only}
             if by_visit.get(run, set()) != expected:
-                found.add(door)
+                found.add(point)
     return found
 
 
 class _Placer:
-    def __init__(self, shards: Shards, flow: CallFlow, gathered: frozenset[int], closed: set[Door]) -> None:
+    def __init__(self, shards: Shards, flow: CallFlow, gathered: frozenset[int], closed: set[HookPoint]) -> None:
         self.shards, self.flow, self.result = shards, flow, Placement()
         self.trace = shards.trace
         self.reductions: dict[int, Reduction] = {}
-        self.doors = Doors(flow, closed)
-        self.debts = Debts(shards, flow, self.doors, self.reductions)
+        self.hook_points = HookPoints(flow, closed)
+        self.debts = Debts(shards, flow, self.hook_points, self.reductions)
         self._shared: dict[int, Way] = {}
         for index in range(len(self.trace.calls)):
             self._read_call(index, gathered)
@@ -126,15 +126,15 @@ class _Placer:
         self._join_branches()
         self._push_out_of_mixed()
         self.debts.push_inside()
-        for border in merge_entries(self.debts):
-            self.result.at_input(border, ScaleGradient)
+        for crossing in merge_entries(self.debts):
+            self.result.at_input(crossing, ScaleGradient)
         self._place_gradient_sums()
         return self.result
 
     # ------------------------------------------------------------------ forward sums
 
     def _place_forward_sums(self) -> None:
-        self._shared = shared_sums(self.flow, self.shards, self.reductions, self.doors.leaving)
+        self._shared = shared_sums(self.flow, self.shards, self.reductions, self.hook_points.leaving)
         for index, kind in self.reductions.items():
             if kind is Reduction.NORM:
                 self.result.inside_reductions[index] = kind
@@ -158,7 +158,7 @@ class _Placer:
     def _join_branches(self) -> None:
         """Branches that the block adds to each other are summed together, where the last of them is returned."""
         outputs = self.result.outputs
-        pairs, moved = pairs_of_branches(self.flow, self.result.done_to(AllReduce), self.doors.leaving)
+        pairs, moved = pairs_of_branches(self.flow, self.result.done_to(AllReduce), self.hook_points.leaving)
         for old, new in moved.items():
             del outputs[old, AllReduce]
             self.result.at_output(new, AllReduce)
@@ -177,56 +177,58 @@ class _Placer:
     def _place_embedding(self, index: int, output: int) -> None:
         call = self.trace.calls[index]
         ids = call.args[0].id if isinstance(call.args[0], Ref) else None
-        border = next(
+        crossing = next(
             (b for b in self.flow.entering.get(ids if ids is not None else -1, []) if b.module == call.module
              and b.first <= index < b.last and self.trace.visits[b.visit].visit == call.visit), None
         )  # fmt: skip
-        leaving = self.doors.leaving(output, index)
+        leaving = self.hook_points.leaving(output, index)
         way = self._follow_down(output, index) if leaving is None else None
         if way is not None and way.side == "output" and not way.biases:
-            leaving = way.border
-        if border is None or leaving is None or leaving.module != call.module or leaving.path != ():
+            leaving = way.crossing
+        if crossing is None or leaving is None or leaving.module != call.module or leaving.path != ():
             if call.name == "embedding":
                 self.result.inside_reductions[index] = Reduction.EMBEDDING
             else:
                 self._refuse(index, "a table looked up by rows outside a module of its own")
             return
         self._multiplied(way)
-        self.result.embeddings[index] = border
+        self.result.embeddings[index] = crossing
 
     def _place_gather(self, index: int, output: int) -> None:
         call = self.trace.calls[index]
-        border = self.doors.leaving(output, index)
+        crossing = self.hook_points.leaving(output, index)
         product = gathered_dim(call, self.shards)
         if product is None:
             self._refuse(index, "a product to gather that is neither a matrix product nor a convolution")
             return
-        if border is None or border.module != call.module:
+        if crossing is None or crossing.module != call.module:
             self.result.inside_reductions[index] = Reduction.GATHER
             return
         layout, dim = product
-        self.result.at_output(border, AllGather, dim=dim, layout=layout)
+        self.result.at_output(crossing, AllGather, dim=dim, layout=layout)
 
     def _place_sum(self, index: int, output: int, kind: Reduction) -> None:
         if kind is Reduction.SUM and self._bias_is_read_elsewhere(index):
             self.result.inside_reductions[index] = kind  # where the call can be given the bias once
             return
         way = self._shared.get(index)
-        border = None if way is not None else self.doors.leaving(output, index)
-        if way is None and border is None and kind is Reduction.SUM:
+        crossing = None if way is not None else self.hook_points.leaving(output, index)
+        if way is None and crossing is None and kind is Reduction.SUM:
             way = self._follow_down(output, index)
-        if border is not None:
-            self.result.at_output(border, AllReduce if kind is Reduction.SUM else MeanOverRanks)
-        elif way is None or way.border is None:
+        if crossing is not None:
+            self.result.at_output(crossing, AllReduce if kind is Reduction.SUM else MeanOverRanks)
+        elif way is None or way.crossing is None:
             self.result.inside_reductions[index] = kind
         elif way.side == "output":
-            self.result.at_output(way.border, AllReduce)
+            self.result.at_output(way.crossing, AllReduce)
         else:
-            self.result.at_input(way.border, AllReduce)
+            self.result.at_input(way.crossing, AllReduce)
         self._multiplied(way)
 
     def _follow_down(self, tensor: int, made: int) -> Way | None:
-        return follow_down(tensor, made, self.flow, self.shards, self.reductions, self.doors.leaving, self.doors.taking)
+        return follow_down(
+            tensor, made, self.flow, self.shards, self.reductions, self.hook_points.leaving, self.hook_points.taking
+        )
 
     def _multiplied(self, way: Way | None) -> None:
         """What multiplies a partial value gets a partial gradient; what is added to it is added in shares."""
@@ -289,14 +291,14 @@ class _Placer:
             if any(t in self.debts.pushed for t in self.flow.outputs[use]):
                 self._refuse(producer, "a debt that cannot pass a partly split value")
                 return
-        border = self.doors.leaving(tensor, producer)
+        crossing = self.hook_points.leaving(tensor, producer)
         dim = next(d for d, found in enumerate(self.shards.layouts(tensor)) if found is not None)
         layout = str(self.shards.layouts(tensor)[dim])
-        if border is None:
+        if crossing is None:
             self.result.inside_scales[producer] = tensor
         else:
             dim -= len(self.trace.tensors[tensor].shape)
-            self.result.at_output(border, ScaleGradient, dim=dim, layout=layout)
+            self.result.at_output(crossing, ScaleGradient, dim=dim, layout=layout)
         for other in self.flow.inputs[producer]:
             if other in self.flow.carries and self.shards.has_whole_part(other):
                 self.debts.partial[other].add(producer)
@@ -310,12 +312,12 @@ class _Placer:
                 continue
             where = self.debts.where(tensor)
             if where == "output":
-                border = self.doors.made_at(tensor)
-                assert border is not None
-                self.result.at_output(border, AllReduceGradient)
+                crossing = self.hook_points.made_at(tensor)
+                assert crossing is not None
+                self.result.at_output(crossing, AllReduceGradient)
             elif where == "input":
-                for border in self.debts.cover(tensor):
-                    self.result.at_input(border, AllReduceGradient)
+                for crossing in self.debts.cover(tensor):
+                    self.result.at_input(crossing, AllReduceGradient)
             elif self.shards.is_mixed(tensor):
                 self._refuse(min(calls), "a partial gradient of whole rows with nowhere to go")
             else:

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from autoplan.analyse.infer import Axes
-from autoplan.analyse.placement.callflow import Border, CallFlow
+from autoplan.analyse.placement.callflow import CallFlow, Crossing
 from autoplan.analyse.placement.placement import Placement, Refusal
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.low_rank import branch_weights
@@ -206,15 +206,15 @@ def head_sites(
     """Vocabulary tables to mask, heads whose product leaves the model, other split outputs to gather at its exit."""
     heads: dict[VocabularyTable | SplitLogits, None] = {}
     gathers: dict[AllGather, None] = {}
-    for index, border in placement.embeddings.items():
+    for index, crossing in placement.embeddings.items():
         table = trace.calls[index].args[1].id
-        heads[VocabularyTable(border.module, trace.tensors[table].shape[0], border.path)] = None
+        heads[VocabularyTable(crossing.module, trace.tensors[table].shape[0], crossing.path)] = None
     for module, path, tensor, dim, layout in _split_outputs(trace, shards):
         back = dim - len(trace.tensors[tensor].shape)
         if _is_logits(tensor, dim, shards, vocabulary):
-            border_of_head = _head_border(tensor, flow, shards)
-            assert border_of_head is not None
-            heads[SplitLogits(border_of_head.module, layout.size, back, (path,))] = None
+            crossing_of_head = _head_crossing(tensor, flow, shards)
+            assert crossing_of_head is not None
+            heads[SplitLogits(crossing_of_head.module, layout.size, back, (path,))] = None
         else:
             gathers[AllGather(module, "output", path, back, str(layout))] = None
     return tuple(heads), _of_every_block(tuple(gathers), trace)
@@ -238,7 +238,7 @@ def refuse_homeless_logits(
 ) -> None:
     """A loss inside forward needs whole logits; they can be gathered only where a module returns them."""
     for _, _, tensor, dim, _ in _split_outputs(trace, shards):
-        if _is_logits(tensor, dim, shards, vocabulary) and _head_border(tensor, flow, shards) is None:
+        if _is_logits(tensor, dim, shards, vocabulary) and _head_crossing(tensor, flow, shards) is None:
             why = "the head's product is not what a module returns, so it could not be gathered for a loss"
             placement.refusals.append(Refusal(-1, why, (tensor,)))
 
@@ -258,7 +258,7 @@ def _is_logits(tensor: int, dim: int, shards: Shards, vocabulary: set[Term]) -> 
     return dim == len(terms) - 1 and find(terms[dim]) in vocabulary
 
 
-def _head_border(tensor: int, flow: CallFlow, shards: Shards) -> Border | None:
+def _head_crossing(tensor: int, flow: CallFlow, shards: Shards) -> Crossing | None:
     """Where the product that became a split output leaves its module: walk back while one split value makes another."""
     seen = set()
     while tensor in flow.producer and tensor not in seen:

@@ -132,7 +132,7 @@ def _moves(shards: Shards, flow: CallFlow, runtime: Runtime, blocks: Collection[
 
 
 def _crossing(visit: ModuleVisit, one: Instruction) -> tuple[tuple[tuple[object, ...], int], ...]:
-    """The values at the border of a module at which something is done; else what the module returns."""
+    """The values at the boundary of a module at which something is done; else what the module returns."""
     return visit.inputs if isinstance(one, Boundary) and one.side == "input" else visit.outputs
 
 

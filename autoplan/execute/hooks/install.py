@@ -1,4 +1,4 @@
-"""What the plan does at the borders of modules, as one pre-hook and one post-hook per module.
+"""What the plan does at the boundaries of modules, as one pre-hook and one post-hook per module.
 
 A hook changes tensors by path, the same on every call: activation checkpointing may run a module again. Inside the
 hooks torch functions are hidden from function modes, whose counters they would shift.

@@ -1,4 +1,4 @@
-"""What is done to one call of a module's own Python, where neither a module's border nor a stored integer can do it."""
+"""What is done to one call of a module's own Python, where neither a boundary nor a stored integer can do it."""
 
 from __future__ import annotations
 

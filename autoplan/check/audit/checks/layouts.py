@@ -15,14 +15,14 @@ from autoplan.values import Finding
 from autoplan.values.reasons import sentence
 
 NAME = "layouts"
-_AT_THE_BORDER = ("colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_colwise")
+_AT_THE_BOUNDARY = ("colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_colwise")
 
 
 def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
     groups: dict[tuple[str, str], list[Weight]] = {}
     for weight in subject.weights:
         line, reason = weight.said.line, _wrong_cut(subject, weight)
-        if line is not None and reason and line.style not in _AT_THE_BORDER:
+        if line is not None and reason and line.style not in _AT_THE_BOUNDARY:
             groups.setdefault((line.pattern, reason), []).append(weight)
     for (pattern, reason), weights in groups.items():
         names = [weight.name for weight in weights]
