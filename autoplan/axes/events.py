@@ -31,7 +31,7 @@ class Event(StrEnum):
     REDUCE_MAX = "reduce_max"  # max, min, amax, amin, median
     REDUCE_ARG = "reduce_arg"  # argmax, argmin: the answer is a position
     REDUCE_LOGIC = "reduce_logic"  # any, all
-    SPREAD = "spread"  # var, std: each rank tells the mean and spread of its share
+    VARIANCE = "variance"  # var, std: each rank tells the mean and spread of its share
     REDUCE_VAR = "reduce_var"  # var_mean, and the statistics of batch and group norms
     LENGTH = "length"  # vector norms of order 2: the squares of ranks' shares are summed
     REDUCE_NORM = "reduce_norm"  # other vector norms, and distances
@@ -79,7 +79,7 @@ FORBIDDING: frozenset[Event] = frozenset(Event) - {
     Event.FREE_A,
     Event.CONV_GROUP,
     Event.REDUCE_LIN,
-    Event.SPREAD,
+    Event.VARIANCE,
     Event.LENGTH,
     Event.NORM,
     Event.CREATED,

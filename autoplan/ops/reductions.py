@@ -90,7 +90,7 @@ _EVENTS = {
     "argmax": Event.REDUCE_ARG, "argmin": Event.REDUCE_ARG,
     "any": Event.REDUCE_LOGIC, "all": Event.REDUCE_LOGIC, "_is_all_true": Event.REDUCE_LOGIC,
     "_is_any_true": Event.REDUCE_LOGIC, "equal": Event.REDUCE_LOGIC, "count_nonzero": Event.REDUCE_LIN,
-    "var": Event.SPREAD, "std": Event.SPREAD, "var_mean": Event.REDUCE_VAR, "std_mean": Event.REDUCE_VAR,
+    "var": Event.VARIANCE, "std": Event.VARIANCE, "var_mean": Event.REDUCE_VAR, "std_mean": Event.REDUCE_VAR,
     "norm": Event.LENGTH, "linalg_vector_norm": Event.LENGTH, "frobenius_norm": Event.LENGTH,
     "logsumexp": Event.REDUCE_LOGSUMEXP, "prod": Event.REDUCE_PROD,
 }  # fmt: skip
@@ -103,7 +103,7 @@ _EVENTS = {
     sizes=NO_SIZES, reduces=summed_over(Reduction.MEAN), linear=Linear.NO, random=NEVER,
     runs=part_of_a_mean, drawn=Drawn.STATISTIC)  # fmt: skip
 @op("var", "std",
-    sizes=NO_SIZES, reduces=summed_over(Reduction.SPREAD), linear=Linear.NO, random=NEVER,
+    sizes=NO_SIZES, reduces=summed_over(Reduction.VARIANCE), linear=Linear.NO, random=NEVER,
     runs=exchanged, drawn=Drawn.STATISTIC)  # fmt: skip
 @op("linalg_vector_norm",
     sizes=NO_SIZES, reduces=summed_over(Reduction.LENGTH), linear=Linear.NO, random=NEVER,
@@ -128,7 +128,7 @@ def reduction(site: Site) -> Answer:
     if event is Event.LENGTH and site.arg(1, "ord", 2) != 2:
         event = Event.REDUCE_NORM
     for position in gone:
-        if event in (Event.REDUCE_LIN, Event.SPREAD, Event.LENGTH):
+        if event in (Event.REDUCE_LIN, Event.VARIANCE, Event.LENGTH):
             site.contract(dims[position], event)
         else:
             site.mark(dims[position], event)

@@ -1,4 +1,4 @@
-"""No communication that is not owed: sums that meet are one sum, at the exit of a region and at its entry."""
+"""No communication that is not needed: sums that meet are one sum, at the exit of a region and at its entry."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _scored(model_type, **how):
 
 @pytest.mark.parametrize("model_type", LLAMA_LIKE)
 @pytest.mark.parametrize("cut", [False, True])
-def test_a_llama_like_block_moves_what_its_split_owes_and_no_more(model_type, cut):
+def test_a_llama_like_block_moves_what_its_split_needs_and_no_more(model_type, cut):
     """Two sums each way; along the sequence the same bytes as two gathers and two reduce-scatters."""
     for one in _scored(model_type, sequence_parallel=cut):
         assert one.ratio == 1.0 and one.least_forward == one.least_backward, one

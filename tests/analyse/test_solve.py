@@ -95,7 +95,7 @@ def test_folding_changes_nothing():
 
 
 class Tapped(nn.Module):
-    """The last block's output feeds a head: what is owed there is owed by no other block."""
+    """The last block's output feeds a head: a sum that is needed there is needed by no other block."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()

@@ -90,7 +90,7 @@ _CALLS = {
     "SumCall": "sum",
     "MeanCall": "mean",
     "NormCall": "norm",
-    "VarianceCall": "spread",
+    "VarianceCall": "variance",
     "LengthCall": "length",
     "EmbeddingCall": "embedding",
     "RowCall": "row",

@@ -3,7 +3,7 @@
 A block may have several partial sums on its way to one place: the routed experts' and the shared expert's, a
 projection's and its adapter's. Summed where each of them arises they cost one reduction each. But every one of them
 stays a partial sum through whatever is linear in it, so they can all wait until they have been added to each other,
-and be paid by one reduction where a module returns the result.
+and be summed by one reduction where a module returns the result.
 
 Each sum travels down as far as it can, past a thin matrix too (an adapter's second one) if that leads to a meeting.
 What it is multiplied with on the way gets a partial gradient for it; where that is large, waiting gains nothing.
@@ -53,7 +53,7 @@ class _Meetings:
     ) -> None:
         self.flow, self.shards, self.reductions, self.crossing_out = flow, shards, reductions, crossing_out
         self.arrived: dict[int, dict[int, _Traveller]] = defaultdict(dict)  # call -> operand -> who came with it
-        self.together: dict[int, int] = {}  # how many sums are paid with this one
+        self.together: dict[int, int] = {}  # how many sums are done with this one
         self.found: dict[int, Way] = {}
 
     def find(self) -> dict[int, Way]:
@@ -152,7 +152,7 @@ class _Meetings:
         return True
 
     def _note(self, one: _Traveller) -> None:
-        """Sums that have met are paid where they first leave a module together, if no others join them further down."""
+        """Sums that have met are done where they first leave a module together, if no others join them further down."""
         crossing = self.crossing_out(one.tensor, one.made) if len(one.sums) > 1 else None
         if crossing is None or len(one.sums) <= max(self.together.get(index, 1) for index in one.sums):
             return

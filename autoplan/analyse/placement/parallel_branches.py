@@ -1,7 +1,7 @@
 """Branches of a block that run side by side and are added to each other: one sum over ranks for all of them.
 
 The problem: in a parallel block attention and feed-forward read the same value, and the block's own code adds what both
-return to the stream. Each owes a sum, and no module returns what they are together, so no hook could pay for both.
+return to the stream. Each ends in a partial sum, and no module returns their sum, so no hook could do it for both.
 But addition does not mind where a part comes in: the first branch gives zeros instead of its part, the next one adds
 the part that was withheld to its own, and is summed. Whatever the block adds between, and in whichever order, what
 comes out is the same.
@@ -46,7 +46,7 @@ class Pair:
 def pairs_of_branches(
     flow: CallFlow, sums: Iterable[Crossing], leaving: CrossingOut
 ) -> tuple[tuple[Pair, ...], dict[Crossing, Crossing]]:
-    """Of all sums at modules' outputs, those that can be paid by the next: the same in every run of their modules.
+    """Of all sums at modules' outputs, those that can be summed with the next: the same in every run of their modules.
 
     And the boundaries to which sums of these pairs must be moved.
     """

@@ -19,7 +19,7 @@ from autoplan.values import Call, Op, Ref, Trace, refs
 __all__ = ["gathered_dim", "lengths_in", "reduction_of", "row_bias_of"]
 
 _IN_THE_CALL = (Reduction.ROW, Reduction.LENGTH)  # done in the place of the call, which must be known for it
-_SHARED = (Reduction.SUM, Reduction.MEAN, Reduction.NORM, Reduction.SPREAD, Reduction.LENGTH)
+_SHARED = (Reduction.SUM, Reduction.MEAN, Reduction.NORM, Reduction.VARIANCE, Reduction.LENGTH)
 
 
 def reduction_of(call: Call, shards: Shards, gathered: frozenset[int]) -> Reduction | Refused | None:

@@ -1,17 +1,17 @@
-"""Where ranks talk: every sum that a set of splits owes, put in as few places as possible.
+"""Where ranks talk: every sum that a set of splits needs, put in as few places as possible.
 
 Forward: a call that sums over a split axis leaves a partial value; the sum sits where the value leaves a module, at
 once or after linear steps.
 
 Backward: an edge value → call is *partial* when the value (or the part of it that every rank holds) enters a call whose
-result is split: each rank sees only its share of that gradient. All partial edges of a value need one sum. When all
-gradient readers of a value are partial the debt can be pushed upstream through the call that made it, merging with its
-siblings, until it sits on a parameter, a module output or a module input. Debts of a partly split value (a fused
-projection whose shared key every rank holds) are always pushed through the projection: its input owes a sum anyway, and
+result is split: each rank sees only a part of that gradient. All partial edges of a value need one sum. When all
+gradient readers of a value are partial it can be pushed upstream through the call that made it, merging with its
+siblings, until it sits on a parameter, a module output or a module input. Those of a partly split value (a fused
+projection whose shared key every rank holds) are always pushed through the projection: its input needs a sum, too, and
 its whole rows get theirs summed in the parameter. Where that is impossible the gradient is scaled by 1/tp instead.
 
 In a module whose Python branches on the values of tensors (a loop over the experts that were hit) another run may have
-other readers: there debts stay on their edges.
+other readers: there partial gradients stay on their edges.
 
 What cannot be placed by hooks is handed to the scoped function mode; what that cannot do either is refused.
 """
@@ -25,7 +25,7 @@ from autoplan.analyse.placement.deferred_sums import Way, follow_down
 from autoplan.analyse.placement.hook_points import HookPoint, HookPoints
 from autoplan.analyse.placement.joined_sums import shared_sums
 from autoplan.analyse.placement.parallel_branches import pairs_of_branches
-from autoplan.analyse.placement.partial_gradients import Debts
+from autoplan.analyse.placement.partial_gradients import PartialGradients
 from autoplan.analyse.placement.placement import Placement, Refusal
 from autoplan.analyse.placement.reductions import gathered_dim, reduction_of, row_bias_of
 from autoplan.analyse.placement.shared_entries import merge_entries
@@ -47,7 +47,7 @@ __all__ = ["place"]
 
 
 def place(shards: Shards, flow: CallFlow, gathered: frozenset[int]) -> Placement:
-    """Place every sum owed by the splits.
+    """Place every sum that the splits need.
 
     A hook acts on every run of its module. A hook point at which only some runs need something is closed, and
     everything is placed again.
@@ -84,13 +84,13 @@ class _Placer:
         self.trace = shards.trace
         self.reductions: dict[int, Reduction] = {}
         self.hook_points = HookPoints(flow, closed)
-        self.debts = Debts(shards, flow, self.hook_points, self.reductions)
+        self.gradients = PartialGradients(shards, flow, self.hook_points, self.reductions)
         self._shared: dict[int, Way] = {}
         for index in range(len(self.trace.calls)):
             self._read_call(index, gathered)
         self.result.reductions = self.reductions
 
-    # ------------------------------------------------------------------ what each call owes
+    # ------------------------------------------------------------------ what each call leaves to be summed
 
     def _read_call(self, index: int, gathered: frozenset[int]) -> None:
         call, shards = self.trace.calls[index], self.shards
@@ -112,7 +112,7 @@ class _Placer:
         for tensor in inputs:
             if shards.is_split(tensor) or tensor == bias or tensor not in self.flow.carries:
                 continue
-            self.debts.partial[tensor].add(index)
+            self.gradients.partial[tensor].add(index)
 
     def _refuse(self, index: int, why: str) -> None:
         tensors = tuple(t for t in (*self.flow.inputs[index], *self.flow.outputs[index]) if self.shards.is_split(t))
@@ -125,8 +125,8 @@ class _Placer:
         self._place_forward_sums()
         self._join_branches()
         self._push_out_of_mixed()
-        self.debts.push_inside()
-        for crossing in merge_entries(self.debts):
+        self.gradients.push_inside()
+        for crossing in merge_entries(self.gradients):
             self.result.at_input(crossing, ScaleGradient)
         self._place_gradient_sums()
         return self.result
@@ -144,7 +144,7 @@ class _Placer:
             if output is None:
                 self._refuse(index, "a sum over a split axis written in place")
                 continue
-            if kind in (Reduction.ATTENTION, Reduction.SPREAD, Reduction.LENGTH, Reduction.ROW):
+            if kind in (Reduction.ATTENTION, Reduction.VARIANCE, Reduction.LENGTH, Reduction.ROW):
                 self.result.inside_reductions[index] = kind
             elif kind is Reduction.EMBEDDING:
                 self._place_embedding(index, output)
@@ -169,9 +169,9 @@ class _Placer:
             self.result.blocks.add(pair.block)
 
     def _norm_statistics(self, index: int) -> None:
-        """A distributed norm sums its statistics forward and backward itself; its whole inputs owe nothing new."""
+        """A distributed norm sums its statistics forward and backward itself; its whole inputs need no further sum."""
         for tensor in self.flow.inputs[index]:
-            if not self.shards.is_split(tensor) and index in self.debts.partial.get(tensor, ()):
+            if not self.shards.is_split(tensor) and index in self.gradients.partial.get(tensor, ()):
                 self._refuse(index, "a norm over a split axis with a weight that is whole")
 
     def _place_embedding(self, index: int, output: int) -> None:
@@ -231,22 +231,22 @@ class _Placer:
         )
 
     def _multiplied(self, way: Way | None) -> None:
-        """What multiplies a partial value gets a partial gradient; what is added to it is added in shares."""
+        """What multiplies a partial value gets a partial gradient; what is added to it is divided among ranks."""
         if way is None:
             return
         self.result.divided_biases.update(way.biases)
         for step in way.path:
             for tensor in self.flow.inputs[step]:
                 if tensor in self.flow.carries and tensor not in way.values and tensor not in way.added:
-                    self.debts.partial[tensor].add(step)
+                    self.gradients.partial[tensor].add(step)
 
     def _place_bias(self, index: int) -> None:
-        """A bias beside a partial sum is divided, if all who read it are such sums (one module, run several times)."""
+        """A bias added to a partial sum is divided if all readers are such sums (one module, run several times)."""
         bias = self._bias_beside_sum(index)
         if bias is None:
             return
         if self._bias_is_read_elsewhere(index):
-            self._refuse(index, "a bias beside a partial sum that is not a parameter of its own")
+            self._refuse(index, "a bias added to a partial sum that is not a parameter of its own")
         else:
             self.result.divided_biases.add(bias)
 
@@ -271,25 +271,29 @@ class _Placer:
             reverse=True,
         )
         for producer, tensor in made:
-            if tensor in self.debts.pushed:
+            if tensor in self.gradients.pushed:
                 continue
-            outputs = [t for t in self.flow.outputs[producer] if not self.debts.settled(t)]
-            if not self.debts.uses.get(tensor) or not any(t in self.flow.carries for t in self.flow.inputs[producer]):
+            outputs = [t for t in self.flow.outputs[producer] if not self.gradients.settled(t)]
+            if not self.gradients.uses.get(tensor) or not any(
+                t in self.flow.carries for t in self.flow.inputs[producer]
+            ):
                 continue
-            if self.debts.call_passes(producer) and all(self.debts.can_owe(t, producer) for t in outputs):
-                self.debts.push(producer)
+            if self.gradients.call_passes(producer) and all(
+                self.gradients.can_be_partial(t, producer) for t in outputs
+            ):
+                self.gradients.push(producer)
             else:
                 self._scale_mixed(producer, tensor)
 
     def _scale_mixed(self, producer: int, tensor: int) -> None:
         """Every rank has the full gradient of the whole rows: 1/tp of it is a part, and parts can be summed."""
-        uses = self.debts.uses[tensor]
-        if any(u in self.debts.partial.get(tensor, ()) for u in uses):
+        uses = self.gradients.uses[tensor]
+        if any(u in self.gradients.partial.get(tensor, ()) for u in uses):
             self._refuse(producer, "whole rows of a partly split value with partial and full gradients")
             return
-        for use in uses:  # what left the mixed value downstream must not owe anything unpaid upstream
-            if any(t in self.debts.pushed for t in self.flow.outputs[use]):
-                self._refuse(producer, "a debt that cannot pass a partly split value")
+        for use in uses:  # what left the mixed value downstream must leave nothing upstream that nobody sums
+            if any(t in self.gradients.pushed for t in self.flow.outputs[use]):
+                self._refuse(producer, "a partial gradient that cannot pass a partly split value")
                 return
         crossing = self.hook_points.leaving(tensor, producer)
         dim = next(d for d, found in enumerate(self.shards.layouts(tensor)) if found is not None)
@@ -301,22 +305,22 @@ class _Placer:
             self.result.at_output(crossing, ScaleGradient, dim=dim, layout=layout)
         for other in self.flow.inputs[producer]:
             if other in self.flow.carries and self.shards.has_whole_part(other):
-                self.debts.partial[other].add(producer)
+                self.gradients.partial[other].add(producer)
 
     def _place_gradient_sums(self) -> None:
-        for tensor, calls in self.debts.partial.items():
+        for tensor, calls in self.gradients.partial.items():
             if not calls:
                 continue
             if self.trace.tensors[tensor].kind == "parameter":
                 self._place_on_parameter(tensor, calls)
                 continue
-            where = self.debts.where(tensor)
+            where = self.gradients.where(tensor)
             if where == "output":
                 crossing = self.hook_points.made_at(tensor)
                 assert crossing is not None
                 self.result.at_output(crossing, AllReduceGradient)
             elif where == "input":
-                for crossing in self.debts.cover(tensor):
+                for crossing in self.gradients.cover(tensor):
                     self.result.at_input(crossing, AllReduceGradient)
             elif self.shards.is_mixed(tensor):
                 self._refuse(min(calls), "a partial gradient of whole rows with nowhere to go")
@@ -325,7 +329,7 @@ class _Placer:
                     self.result.inside_copies[call].add(tensor)
 
     def _place_on_parameter(self, tensor: int, calls: set[int]) -> None:
-        uses = self.debts.uses.get(tensor, set())
+        uses = self.gradients.uses.get(tensor, set())
         if self.shards.is_mixed(tensor):
             if uses <= calls:
                 self.result.shared_parameters.add(tensor)

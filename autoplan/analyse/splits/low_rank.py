@@ -3,8 +3,8 @@
 An adapter adds B(A(x)) to a projection of x; A and B are thin matrices that every rank can hold. Left to themselves
 they would cost sums of their own, and keep the projection's sums where they do not merge with those of its neighbours.
 Since the branch is linear, its partial sum can pass B and meet the projection's: one sum for both, in the place where
-they have been added (meetings.py). And the debt of what enters can pass A and be paid with that of all other readers of
-x. Each time the gradient of the thin matrix is summed instead, once a step and small.
+they have been added (joined_sums.py). And the partial gradient of what enters can pass A and be summed with that of all
+other readers of x. Each time the gradient of the thin matrix is summed instead, once a step and small.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class ModuleWork:
 
     @property
     def communicates(self) -> bool:
-        """Does it owe anything to other ranks?"""
+        """Do other ranks need anything from it?"""
         return any(one.communicates for one in self.instructions)
 
 

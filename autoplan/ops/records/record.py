@@ -55,7 +55,7 @@ class Reduction(StrEnum):
     SUM = "sum"  # each rank has a part of the sum
     MEAN = "mean"  # each rank has the mean of its share
     NORM = "norm"  # a norm's statistics run over all ranks
-    SPREAD = "spread"  # a variance or standard deviation
+    VARIANCE = "variance"  # a variance or standard deviation
     LENGTH = "length"  # the length of a vector
     EMBEDDING = "embedding"  # a lookup in a table whose rows are dealt out
     ROW = "row"  # the same for one row, told by its number
@@ -71,14 +71,14 @@ class Refused:
 
 
 class Linear(StrEnum):
-    """May a sum that ranks still owe pass the op, to be summed later?"""
+    """May a partial sum pass the op, to be summed later?"""
 
-    # Not linear; or linear, yet the sum is paid before it: what a product multiplies it with would owe a sum itself,
-    # and a part or a statistic of a value is mostly read beside the value.
+    # Not linear; or linear, yet the sum is done before it: what a product multiplies it with would need a sum itself,
+    # and a part or a statistic of a value is mostly read together with the value.
     NO = "no"
     EACH = "each"  # linear in each of its tensors, while the others are whole
     FIRST = "first"  # linear in its first tensor only
-    ADDS = "adds"  # adds a bias, of which each rank adds its share, or another sum that is owed
+    ADDS = "adds"  # adds a bias, of which each rank adds its share, or another partial sum
     SUBTRACTS = "subtracts"  # as linear as a sum, but what is taken away changes its sign: sums do not pass
 
 
@@ -182,7 +182,7 @@ class OpRecord:
     dims: Dims  # how the dims of its outputs follow from those of its inputs
     sizes: Sizes  # which of the literals that it is told are sizes
     reduces: Reduces  # what it sums over, and how ranks do that together
-    linear: Linear  # may a sum that is still owed pass it
+    linear: Linear  # may a partial sum pass it
     random: Random  # does it draw random numbers
     runs: Runs  # how it runs on a rank's shares
     shows: Shows = Shows.NOTHING

@@ -151,7 +151,7 @@ class WithholdPartial(Boundary):
     says = "{what} is withheld (forward), and summed together with the branch that follows"
     cost = "sum of the output (forward), shared with the branch that runs after it"
     turn = 1
-    collectives = ()  # the branch that joins it pays
+    collectives = ()  # the branch that joins it does the sum
 
 
 @instruction

@@ -208,7 +208,7 @@ class VarianceCall(CallRewrite):
     takes = Spread.SHARD
     gives = Spread.REPLICATE
     says = "each rank's mean and variance gathered"
-    cost = "spread inside the module (forward)"
+    cost = "variance inside the module (forward)"
     collectives = (Move(Collective.ALL_GATHER, Amount.MEAN_AND_VARIANCE),)
 
     def problem(self, ranks: int) -> str:
