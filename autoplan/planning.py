@@ -143,7 +143,8 @@ def _refuse_useless(source: Source, solution: Solution, wish: Wish) -> None:
     if wish.tp_size == 1 and not solution.runtime.of(LocalExperts):
         told = "; ".join(f"{where}: {why}" for where, why in solution.experts_inside)
         raise IndivisibleError(
-            f"{source.name}: no experts can be dealt out over {wish.ep_size} ranks" + (f" ({told})" if told else ""),
+            f"{source.name}: no experts can be placed on {wish.ep_size} different ranks"
+            + (f" ({told})" if told else ""),
             hint="ep_size needs modules that hold all their experts in one stack of weights; else split with tp_size",
         )
     if not any(fact.dim is not None for fact in solution.parameters):

@@ -23,7 +23,7 @@ def _lookup(at: SplitOp) -> Reduction | None:
 
 
 def looked_up(local: Local) -> Any:
-    """A table whose rows are dealt out: each rank answers for its own rows, the rest are zero."""
+    """A table whose rows are sharded: each rank answers for its own rows, the rest are zero."""
     layout = local.layout(0, 0)
     if layout is None:
         return local.call()

@@ -28,7 +28,7 @@ def test_the_cut_stream_gives_the_same_numbers(model_type):
     "model_type",
     [
         "bart",  # two runs of the model go through one stack, each with a sequence of its own
-        "zamba2",  # a whole value is dealt out at several boundaries
+        "zamba2",  # a whole value is sharded at several boundaries
         "rwkv",  # a gather outside makes those inside needless
         "nanochat",  # a norm that runs before the blocks and after them: gathered elsewhere
         "llama4_text",  # a sum that is written in place

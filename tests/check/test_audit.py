@@ -323,7 +323,7 @@ def test_deepspeed_is_carried_out_by_an_imitation_that_says_so() -> None:
 
 
 def test_deepspeed_packs_and_halves_counts() -> None:
-    """A packed weight in one piece is wrong, in three it is right: the number of heads is dealt out by its name."""
+    """A packed weight in one piece is wrong, in three it is right: the number of heads is edited by its name."""
     rows = {"row": r".*(o_proj|w2)\.weight$"}
     assert audited(deepspeed(packed=r".*qkv_proj\.weight$", column=r".*mlp\.w[13]\.weight$", **rows), fused()).ok
     wrong = audited(deepspeed(column=r".*(qkv_proj|w[13])\.weight$", **rows), fused())

@@ -266,7 +266,7 @@ def _getitem(call: Call, shards: Shards) -> Found:
             continue
         size = shards.trace.tensors[tensor].shape[dim]
         if isinstance(item, slice) and item.step not in (None, 1):
-            continue  # a step deals with positions inside a unit: what it says stays
+            continue  # a step is about positions inside a unit: what it says stays
         if isinstance(item, slice):
             for key in ("start", "stop"):
                 bound = _number_in(getattr(item, key), call, shards)
@@ -289,7 +289,7 @@ def _number_in(bound: Any, call: Call, shards: Shards) -> Any:
 
 
 def _is_row(tensor: int, dim: int, shards: Shards) -> bool:
-    """A row of a table that is dealt out: its number stays, the rank that has the row answers."""
+    """A row of a table that is sharded: its number stays, the rank that has the row answers."""
     return dim == 0 and shards.axes.is_stored_weight(tensor)
 
 

@@ -1,6 +1,6 @@
 """The two ends of a model: tables looked up by token, heads whose product leaves the model, products worth gathering.
 
-The vocabulary axis is not contracted with anything: it is a row of a table and a column of a head. It can be dealt out
+The vocabulary axis is not contracted with anything: it is a row of a table and a column of a head. It can be sharded
 when nothing in the forward reads across it. Where something does (a softmax in forward, a norm after a dense layer)
 the product can still be computed in parts and gathered at once: the weight is split, everything after sees it whole.
 """
@@ -30,7 +30,7 @@ __all__ = [
     "gathered_product",
     "head_sites",
     "products_to_gather",
-    "refuse_homeless_logits",
+    "refuse_unplaced_logits",
     "vocabularies",
 ]
 
@@ -167,7 +167,7 @@ def product_weight(op: Op, axes: Axes) -> tuple[int, int] | None:
 
 
 def gathered_product(op: Op, axes: Axes) -> tuple[int, int] | None:
-    """Of an op whose result is gathered: the parameter that says how it is dealt out, a weight or a bias, and in which
+    """Of an op whose result is gathered: the parameter that says how it is sharded, a weight or a bias, and in which
     of its dims."""
     bias = added_bias(op, axes)
     return product_weight(op, axes) if bias is None else (bias, 0)
@@ -233,7 +233,7 @@ def _of_every_block(gathers: tuple[AllGather, ...], trace: Trace) -> tuple[AllGa
     return tuple(found)
 
 
-def refuse_homeless_logits(
+def refuse_unplaced_logits(
     trace: Trace, flow: CallFlow, shards: Shards, placement: Placement, vocabulary: set[Term]
 ) -> None:
     """A loss inside forward needs whole logits; they can be gathered only where a module returns them."""

@@ -264,7 +264,7 @@ def _why(backward: bool, apart: list[str], moves: list[_Moved], block: str) -> s
         return "; ".join(map(text.format, apart))
     whole = dict.fromkeys(_short(move.module, block) for move in moves if move.kind != _BOTH_WAYS)
     if whole and any(move.kind is Collective.ALL_GATHER for move in moves):
-        return f"the sequence is gathered, or dealt out again, where an op needs all of it: at {', '.join(whole)}"
+        return f"the sequence is gathered, or sharded again, where an op needs all of it: at {', '.join(whole)}"
     return f"sums at {', '.join(dict.fromkeys(_short(move.module, block) for move in moves))}, one for each value"
 
 

@@ -28,7 +28,7 @@ def experts_of(tp_size: int, ep_size: int, capabilities: Capabilities) -> Expert
 
 
 def expert_findings(plan: Plan, solution: Solution) -> tuple[Finding, ...]:
-    """Where experts are not dealt out although that was asked for, and why."""
+    """Where experts are not placed on different ranks although that was asked for, and why."""
     return tuple(_findings(plan, solution))
 
 
@@ -39,7 +39,7 @@ def _findings(plan: Plan, solution: Solution) -> Iterator[Finding]:
         reasons.setdefault(str(why).replace(f"{module}.", ""), []).append(module)
     for reason, modules in reasons.items():
         for pattern in names.fold(modules):
-            yield Finding(_CHECK, "warn", pattern, f"not dealt out: {reason}", _HINT)
+            yield Finding(_CHECK, "warn", pattern, f"not placed on different ranks: {reason}", _HINT)
     told = [module for module, _ in solution.experts_inside]
     for entry in plan.entries:
         owner = entry.pattern if entry.pattern in names.modules else entry.pattern.rpartition(".")[0]

@@ -37,7 +37,7 @@ STYLES = {
     "embedding_colwise": "columns of a table cut; split output",
     "local": "per-channel or per-head parameters, cut with the values that they meet",
     "distributed_norm": "a norm over a split width: weight cut, statistics summed over ranks",
-    "expert_parallel": "whole experts of a stack dealt out; tokens go to those on a rank, the outputs are summed",
+    "expert_parallel": "experts of a stack on different ranks; tokens go to those on a rank, the outputs are summed",
     "replicate": "whole on every rank",
     "replicated_with_grad_allreduce": "whole on every rank; each sees a part of the gradient, and the parts are summed",
     "rowwise_scatter": "sequence parallel: as rowwise, with the sum scattered along the sequence",
@@ -110,7 +110,7 @@ class Rule:
     holds_experts: bool = False
 
     def unit(self, name: str) -> str:
-        """What is dealt out over ranks at a box, as reasons call it."""
+        """What is sharded over ranks at a box, as reasons call it."""
         units = dict(self.units)
         return units.get(name, units[""])
 

@@ -1,8 +1,8 @@
 """All that is known of an op, in one record, and the two tables of records.
 
 Analysis asks how dims follow, which literals are sizes, where ranks must sum, whether a sum can wait, what is random.
-Replay asks how the op runs on shares. If each of them kept lists of its own, the lists would drift; so each op has one
-record, in the file of its family, and whoever asks reads it there. The in-place form of an op (`add_`) shares the
+Replay asks how the op runs on shards. If each of them kept lists of its own, the lists would drift; so each op has one
+record, in the file of its family, and whoever asks reads it there. The in-place form of an op (`add_`) has the
 record of the plain form.
 
 A model's Python calls torch by other names than those of the ops it becomes (`x @ w`, `F.linear`, `F.layer_norm`).
@@ -50,14 +50,14 @@ __all__ = [
 
 
 class Reduction(StrEnum):
-    """What ranks must do where an op runs over a dim of which each has a share."""
+    """What ranks must do where an op runs over a dim of which each has a shard."""
 
     SUM = "sum"  # each rank has a part of the sum
-    MEAN = "mean"  # each rank has the mean of its share
+    MEAN = "mean"  # each rank has the mean of its shard
     NORM = "norm"  # a norm's statistics run over all ranks
     VARIANCE = "variance"  # a variance or standard deviation
     LENGTH = "length"  # the length of a vector
-    EMBEDDING = "embedding"  # a lookup in a table whose rows are dealt out
+    EMBEDDING = "embedding"  # a lookup in a table whose rows are sharded
     ROW = "row"  # the same for one row, told by its number
     GATHER = "gather"  # a product whose result is put together, by decision
     ATTENTION = "attention"  # projections and attention in one call, on a rank's heads
@@ -65,7 +65,7 @@ class Reduction(StrEnum):
 
 @dataclass(frozen=True)
 class Refused:
-    """Ranks cannot run this on their shares, and why."""
+    """Ranks cannot run this on their shards, and why."""
 
     reason: str
 
@@ -78,7 +78,7 @@ class Linear(StrEnum):
     NO = "no"
     EACH = "each"  # linear in each of its tensors, while the others are whole
     FIRST = "first"  # linear in its first tensor only
-    ADDS = "adds"  # adds a bias, of which each rank adds its share, or another partial sum
+    ADDS = "adds"  # adds a bias, of which each rank adds its part, or another partial sum
     SUBTRACTS = "subtracts"  # as linear as a sum, but what is taken away changes its sign: sums do not pass
 
 
@@ -184,7 +184,7 @@ class OpRecord:
     reduces: Reduces  # what it sums over, and how ranks do that together
     linear: Linear  # may a partial sum pass it
     random: Random  # does it draw random numbers
-    runs: Runs  # how it runs on a rank's shares
+    runs: Runs  # how it runs on a rank's shards
     shows: Shows = Shows.NOTHING
     product: Product | None = None
     along: Along | None = None
@@ -224,7 +224,7 @@ def nothing(_: SplitOp) -> None:
 
 
 def kept_whole(_: SplitOp) -> None:
-    """It runs over dims that no rank has a share of: its dim rule leaves an event on them that forbids it."""
+    """It runs over dims that no rank has a shard of: its dim rule leaves an event on them that forbids it."""
 
 
 def unknown(_: Site) -> Answer:

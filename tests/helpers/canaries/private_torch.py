@@ -302,7 +302,7 @@ TORCH = (
     ),
     Private(
         "torch.distributed.tensor.placement_types._StridedShard",
-        "a weight dealt out in interleaved pieces is told by it",
+        "a weight sharded in interleaved pieces is told by it",
         lambda: hasattr(torch.distributed.tensor.placement_types, "_StridedShard"),
     ),
     Private(
