@@ -7,7 +7,7 @@ from typing import Any
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import Term, find, is_data, leaf, product
-from autoplan.ops.records.on_shares import Local, SplitOp
+from autoplan.ops.records.on_shards import Local, SplitOp
 from autoplan.ops.records.record import NEVER, Drawn, Linear, Product, Reduction, Refused, op, python_call
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import Groups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import product
-from autoplan.ops.records.on_shares import SplitOp, recorded
+from autoplan.ops.records.on_shards import SplitOp, recorded
 from autoplan.ops.records.record import NEVER, Linear, Reduction, op
 from autoplan.ops.records.site import Answer, Dims, Site
 from autoplan.ops.records.sizes import NO_SIZES

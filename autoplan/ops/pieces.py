@@ -6,7 +6,7 @@ from typing import Any
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import ONE, Term, concatenation, is_data, leaf
-from autoplan.ops.records.on_shares import Local, SplitOp, as_written
+from autoplan.ops.records.on_shards import Local, SplitOp, as_written
 from autoplan.ops.records.record import (
     NEVER,
     Along,

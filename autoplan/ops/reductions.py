@@ -9,7 +9,7 @@ from autoplan.axes.events import Event
 from autoplan.axes.terms import ONE
 from autoplan.common.layout import Layout
 from autoplan.ops.elementwise import elementwise
-from autoplan.ops.records.on_shares import Local, SplitOp, as_written
+from autoplan.ops.records.on_shards import Local, SplitOp, as_written
 from autoplan.ops.records.record import NEVER, Drawn, Linear, Reduction, Refused, kept_whole, op, python_call
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES
@@ -45,7 +45,7 @@ def summed_over(how: Reduction) -> Callable[[SplitOp], Reduction | None]:
 
 
 def across(at: SplitOp) -> Refused | None:
-    """What it finds in a share says nothing of the whole, and ranks have no way to put it together."""
+    """What it finds in a shard says nothing of the whole, and ranks have no way to put it together."""
     return Refused(f"{at.op.name} over a split dimension") if _split_layouts(at) else None
 
 
@@ -70,7 +70,7 @@ def part_of_a_mean(local: Local) -> Any:
 
 
 def exchanged(local: Local) -> Any:
-    """Over a split dim ranks tell each other the statistics of their shares: the outcome is recorded."""
+    """Over a split dim ranks tell each other the statistics of their shards: the outcome is recorded."""
     if not _split_layouts(local):
         return local.call()
     local.exchanged = True

@@ -29,9 +29,7 @@ def test_routed_and_shared_experts_pay_together(model_type, block, norm, router)
     inside = {hook for hook in hooks if hook[0].startswith(block) and hook[2] is AllReduce}
     assert inside == {(block, "output", AllReduce)}, "one sum where the block returns"
     assert (norm, "output", AllReduceGradient) in hooks, "one sum of the gradient, before all readers"
-    assert (f"{block}.{router}", "input", ScaleGradient) in hooks, (
-        "the router runs alike on every rank: it gives shares"
-    )
+    assert (f"{block}.{router}", "input", ScaleGradient) in hooks, "the router runs alike on every rank: it gives parts"
     told = [cost for entry in plan.entries if "expert" in entry.pattern for cost in entry.reduces]
     assert any("where" in cost and "shared with" in cost for cost in told)
 

@@ -74,7 +74,7 @@ def test_nothing_hangs_on_the_order_of_calls_inside_experts(model_type: str) -> 
     assert not [call for call in plan.runtime.of(CallRewrite) if call.pattern in experts - convolutions]
 
 
-def test_a_bias_added_to_each_experts_part_is_added_in_shares() -> None:
+def test_a_bias_added_to_each_experts_part_is_added_in_parts() -> None:
     """Whichever call adds it, each rank adds half, and the halves are summed where the experts' module ends."""
     _, plan = planned("gpt_oss")
     divided = {rule.pattern.rpartition(".")[2] for rule in plan.runtime.parameters if rule.divide}

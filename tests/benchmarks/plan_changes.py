@@ -78,7 +78,7 @@ _ACTIONS = {
     "AllGatherSequence": "gather_whole",
     "AllGatherSequenceSumGradient": "gather_sum",
     "ReduceScatterSequence": "reduce_scatter",
-    "NoteShard": "share",
+    "NoteShard": "shard",
     "WithholdPartial": "withhold",
     "JoinPartial": "join",
     "ParallelBlock": "block",

@@ -83,12 +83,12 @@ def test_a_string_among_style_objects() -> None:
 
 
 def test_edges_say_what_lies_where() -> None:
-    """A forgotten row layer takes shares for whole; a reduce-scattered sequence is read as a full one."""
+    """A forgotten row layer takes shards for whole; a reduce-scattered sequence is read as a full one."""
     report = audited({**ATTENTION, "layers.*.mlp.w1": "colwise", "layers.*.mlp.w3": "colwise"})
     found = [finding for finding in report.findings if finding.check == "edges"]
     assert {finding.where for finding in found} == {"layers.*.mlp.w1", "layers.*.mlp.w3"}
     assert all(finding.level == "error" and finding.proof for finding in found)
-    assert all("hands on a share, and layers.0.mlp.w2 takes it for whole" in finding.message for finding in found)
+    assert all("hands on a shard, and layers.0.mlp.w2 takes it for whole" in finding.message for finding in found)
 
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import RowwiseParallel

@@ -1,7 +1,7 @@
 """Where a partial sum can wait until the ranks are asked for their parts.
 
 A value that is a part of a sum stays one through every step that is linear in it: a view, a product with a whole value,
-a bias of which each rank adds its share, even in place. It may so travel to where its module returns it, or to where
+a bias of which each rank adds its part, even in place. It may so travel to where its module returns it, or to where
 another module reads it, and be summed there by a hook: the same hook whichever way the steps between are written.
 """
 
@@ -91,7 +91,7 @@ def step_of(
 
 
 def adds(call: Call) -> bool:
-    """Is this an addition: of a bias, which is added in shares, or of another sum?"""
+    """Is this an addition: of a bias, which is added in parts, or of another sum?"""
     return call_record(call.name).linear is Linear.ADDS
 
 

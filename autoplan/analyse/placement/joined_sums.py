@@ -25,7 +25,7 @@ from autoplan.values import Ref
 __all__ = ["shared_sums"]
 
 _STEPS = 12
-_SMALL = 4  # a factor is small beside what it multiplies when it has so many times fewer elements
+_SMALL = 4  # a factor is small against what it multiplies when it has so many times fewer elements
 
 CrossingOut = Callable[[int, int], Crossing | None]
 
@@ -137,7 +137,7 @@ class _Meetings:
         return factor * _SMALL > value
 
     def _pass_thin(self, step: int, one: _Traveller) -> bool:
-        """Go through a thin matrix that every rank holds whole; a bias of its own is added in shares."""
+        """Go through a thin matrix that every rank holds whole; a bias of its own is added in parts."""
         if len(one.sums) > 1 or thin_matrix(step, self.flow, self.shards) is None:
             return False
         call = self.flow.trace.calls[step]

@@ -1,14 +1,14 @@
-"""Sequence parallelism: between the split regions, ranks share out positions instead of all doing the same.
+"""Sequence parallelism: between the split regions, ranks shard the positions instead of all doing the same.
 
 Under tensor parallelism every rank holds the whole residual stream, and computes every norm and residual addition on
 all of it. Here the stream is cut along the sequence from the input of the first block on. A sum that left a region
 becomes a reduce-scatter, a whole value that entered one an all-gather: the same bytes on the wire, 1/tp of the memory.
 
-Which calls may run on a share of the positions is read off the trace: those whose ops left no event on the sequence
+Which calls may run on a shard of the positions is read off the trace: those whose ops left no event on the sequence
 axis (they treat each position by itself), on values that carry the axis once. Everything else gets the whole sequence
 back: a value is gathered at the boundary of the module that needs it, and what such a module returns is cut again.
 
-Parameters used on shares (norms, scales) see some of the positions, so their gradients are summed over ranks. Where
+Parameters used on shards (norms, scales) see some of the positions, so their gradients are summed over ranks. Where
 the boundaries cannot be found the plan stays without sequence parallelism and says which op is to blame.
 """
 
@@ -70,7 +70,7 @@ def _merged(a: SequencePlacement, b: SequencePlacement) -> SequencePlacement:
     a.gathers.update(b.gathers)
     a.gather_sums.update(b.gather_sums)
     a.reduce_scatters.update(b.reduce_scatters)
-    a.shares.update(b.shares)
+    a.returned_shards.update(b.returned_shards)
     a.summed_parameters |= b.summed_parameters
     a.random |= b.random
     a.whole += b.whole
@@ -85,8 +85,8 @@ def sequence_boundaries(placement: Placement, cut: SequencePlacement) -> tuple[B
         found[kind(crossing.module, side, crossing.path, dim, cut.names[crossing])] = None
 
     for (crossing, kind), done in placement.outputs.items():
-        if kind in _ON_SHARES and crossing in cut.reduce_scatters:
-            add(_ON_SHARES[kind], crossing, "output", cut.reduce_scatters[crossing])
+        if kind in _ON_SHARDS and crossing in cut.reduce_scatters:
+            add(_ON_SHARDS[kind], crossing, "output", cut.reduce_scatters[crossing])
         elif kind is AllReduceGradient and (crossing, "output") in cut.gather_sums:
             add(AllGatherSequenceSumGradient, crossing, "output", cut.gather_sums[crossing, "output"])
         else:
@@ -100,13 +100,13 @@ def sequence_boundaries(placement: Placement, cut: SequencePlacement) -> tuple[B
         add(ScatterSequence, crossing, "input" if side == "input" else "output", dim)
     for (crossing, side), dim in cut.gathers.items():
         add(AllGatherSequence, crossing, "input" if side == "input" else "output", dim)
-    for crossing, dim in cut.shares.items():
+    for crossing, dim in cut.returned_shards.items():
         add(NoteShard, crossing, "output", dim)
     return tuple(found)
 
 
 # what a sum becomes whose value is cut along the sequence from there on
-_ON_SHARES: dict[type[Boundary], type[ReduceScatterSequence] | type[WithholdPartial]] = {
+_ON_SHARDS: dict[type[Boundary], type[ReduceScatterSequence] | type[WithholdPartial]] = {
     AllReduce: ReduceScatterSequence,
     WithholdPartial: WithholdPartial,
 }

@@ -98,12 +98,12 @@ class Stream(CutStream):
         inputs, outputs = flow.inputs[index], flow.outputs[index]
         cut = [t for t in inputs if self._cut_here(t, index, scattered_in)]
         if not cut:
-            if self._told_a_share(index) and self._alike(index):
+            if self._told_a_shard(index) and self._alike(index):
                 self._note_gradients(index, inputs, cut)
                 self.cut.update(t for t in outputs if self.positions.dims_of(t))
                 return
-            if self._told_a_share(index):
-                reason = f"{call.name} in {call.module or 'the model'} is told the length of a share"
+            if self._told_a_shard(index):
+                reason = f"{call.name} in {call.module or 'the model'} is told the length of a shard"
                 self._gather_around(index, reason)
                 raise Refused(reason)
             self._cut_sums(index, outputs)
@@ -157,7 +157,7 @@ class Stream(CutStream):
             visit = self.trace.visits[visit].parent
         return False
 
-    # ------------------------------------------------------------------ can a call run on a share?
+    # ------------------------------------------------------------------ can a call run on a shard?
 
     def _crosses(self, index: int, cut: list[int]) -> str:
         """Why a call needs the whole sequence, or an empty string."""
@@ -208,7 +208,7 @@ class Stream(CutStream):
                         return False
         return True
 
-    def _told_a_share(self, index: int) -> bool:
+    def _told_a_shard(self, index: int) -> bool:
         """Does a call on whole values get a length that was read from a cut one?"""
         call = self.trace.calls[index]
         return any(
@@ -219,7 +219,7 @@ class Stream(CutStream):
         )  # fmt: skip
 
     def _alike(self, index: int) -> bool:
-        """Does a call make the same for every position, of nothing that has positions? Then a share of it is one."""
+        """Does a call make the same for every position, of nothing that has positions? Then a shard of it is one."""
         inputs = self.flow.inputs[index]
         carrying = [t for t in inputs if t in self.flow.carries]
         return (
@@ -318,7 +318,7 @@ class Stream(CutStream):
         return all(use >= max(crossing.last, self.first_call) for use in self.flow.uses[tensor])
 
     def _note_gradients(self, index: int, inputs: list[int], cut: list[int]) -> None:
-        """What a call on shares reads besides positions gets a part of its gradient on each rank."""
+        """What a call on shards reads besides positions gets a part of its gradient on each rank."""
         for tensor in inputs:
             if tensor in cut or self.positions.dims_of(tensor) or tensor not in self.flow.carries:
                 continue

@@ -1,7 +1,7 @@
 """What of a stream is cut along the sequence while its boundaries are being found, and whether they hold together.
 
-A value is cut where it comes from calls on shares, and whole behind every boundary that gathers it. Once no boundary is
-missing, three things must be true: what has become whole by now is gathered once; a parameter is used on shares or on
+A value is cut where it comes from calls on shards, and whole behind every boundary that gathers it. Once no boundary is
+missing, three things must be true: what has become whole by now is gathered once; a parameter is used on shards or on
 the whole sequence, not on both; and every run of a module needs the same of its hooks.
 """
 
@@ -25,10 +25,12 @@ class SequencePlacement:
     """What changes against plain tensor parallelism. Keys are crossings; values the sequence dim, from the end."""
 
     scatters: dict[tuple[Crossing, str], int] = field(default_factory=dict)  # side "input" or "output"
-    gathers: dict[tuple[Crossing, str], int] = field(default_factory=dict)  # whole readers: backward takes a share
+    gathers: dict[tuple[Crossing, str], int] = field(default_factory=dict)  # whole readers: backward takes a shard
     gather_sums: dict[tuple[Crossing, str], int] = field(default_factory=dict)  # replace an AllReduceGradient
     reduce_scatters: dict[Crossing, int] = field(default_factory=dict)  # replace an AllReduce
-    shares: dict[Crossing, int] = field(default_factory=dict)  # blocks that return a share, which others may collect
+    returned_shards: dict[Crossing, int] = field(
+        default_factory=dict
+    )  # blocks that return a shard, which others may collect
     summed_parameters: set[int] = field(default_factory=set)
     random: set[str] = field(default_factory=set)
     names: dict[Crossing, SequenceName] = field(default_factory=dict)  # which sequence a crossing is about
@@ -39,7 +41,7 @@ class SequencePlacement:
     def name_crossings(self, name: str) -> None:
         """Say of every crossing which sequence it is about."""
         keys = [*self.scatters, *self.gathers, *self.gather_sums]
-        crossings = (*(b for b, _ in keys), *self.reduce_scatters, *self.shares)
+        crossings = (*(b for b, _ in keys), *self.reduce_scatters, *self.returned_shards)
         self.names = {crossing: SequenceName(name, crossing in self.flattened) for crossing in crossings}
 
     @property
@@ -84,7 +86,7 @@ class CutStream:
     # ------------------------------------------------------------------ what a value is for a call
 
     def is_cut(self, tensor: int, call: int, last: int | None = None) -> bool:
-        """Does this call (or do all until `last`, taken together) see a share of the value's positions?"""
+        """Does this call (or do all until `last`, taken together) see a shard of the value's positions?"""
         last = call + 1 if last is None else last
         if not self.in_stream(tensor, call):
             return False
@@ -140,17 +142,17 @@ class CutStream:
                         result.gathers[(Crossing(index, visit.module, path, *visit.calls), "output")] = dim
         for tensor in result.summed_parameters:
             uses = self.flow.gradient_uses(tensor)
-            whole = [u for u in uses if not self._reaches_share(u)]
+            whole = [u for u in uses if not self._reaches_shard(u)]
             if whole and tensor not in self.placement.summed_parameters:
                 call = self.trace.calls[min(whole)]
                 name, place = self.trace.tensors[tensor].names[0], call.module or "the model"
-                raise Refused(f"{call.name} in {place} uses {name} on the whole sequence, others use it on shares")
+                raise Refused(f"{call.name} in {place} uses {name} on the whole sequence, others use it on shards")
         self._even_points()
-        self._note_shares()
+        self._note_shards()
 
-    def _note_shares(self) -> None:
-        """What blocks return on shares: transformers collects it for callers that ask for hidden states."""
-        self.result.shares.clear()
+    def _note_shards(self) -> None:
+        """What blocks return on shards: transformers collects it for callers that ask for hidden states."""
+        self.result.returned_shards.clear()
         points: dict[HookPoint, dict[int, Crossing]] = {}
         for number, visit in enumerate(self.trace.visits):
             for path, tensor in visit.outputs if visit.module in self.names else ():
@@ -161,7 +163,7 @@ class CutStream:
             if set(self.flow.runs_through(*point)) == set(crossings):
                 for crossing in crossings.values():
                     tensor = self.tensor_at(crossing, "output")
-                    self.result.shares[crossing] = self.positions.plain_dim(tensor) or 0
+                    self.result.returned_shards[crossing] = self.positions.plain_dim(tensor) or 0
                     if self.positions.flattened(tensor):
                         self.result.flattened.add(crossing)
 
@@ -202,7 +204,7 @@ class CutStream:
         }
         for point in sorted(uneven & fixed, key=str):
             raise Refused(
-                f"{point[0] or 'the model'} runs on shares and on the whole sequence{self._of(point, points)}"
+                f"{point[0] or 'the model'} runs on shards and on the whole sequence{self._of(point, points)}"
             )
         if uneven:  # look for other boundaries
             self.closed |= uneven
@@ -216,8 +218,8 @@ class CutStream:
         call = next((self.trace.calls[index] for index in made if index >= 0), None)
         return "" if call is None else f", which {call.name} in {call.module or 'the model'} made"
 
-    def _reaches_share(self, call: int) -> bool:
-        """Is what a call makes of a parameter used on shares of the positions?"""
+    def _reaches_shard(self, call: int) -> bool:
+        """Is what a call makes of a parameter used on shards of the positions?"""
         seen, waiting = set[int](), [call]
         while waiting:
             index = waiting.pop()

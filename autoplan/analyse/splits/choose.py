@@ -244,7 +244,7 @@ def _partner(
 ) -> Term | None:
     """The axis that splits on where `leaf` (key/value heads, fewer than ranks) cannot: query heads within a group.
 
-    Ranks form groups; each group holds some key/value heads, and its ranks share out the query heads of those.
+    Ranks form groups; each group holds some key/value heads, and its ranks shard the query heads of those.
     """
     mine = _weights_of(leaf, found, trace)
     for _, _, _, other in candidates:

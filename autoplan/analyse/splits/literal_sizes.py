@@ -35,7 +35,7 @@ __all__ = [
     "Requirement",
     "attributes_of",
     "evaluate",
-    "made_in_shares",
+    "made_in_shards",
     "made_whole",
     "requirements",
     "sizes_given",
@@ -49,7 +49,7 @@ Found = list[tuple[Path, Any, tuple[int, ...]]]
 class Requirement:
     """At `path` in the arguments of call `call`, ranks must pass `want` (one number per rank); now it is `have`.
 
-    `seen` is what the Python of a sharded model passes there, with its shares' sizes and the integers that were edited.
+    `seen` is what the Python of a sharded model passes there, with its shards' sizes and the integers that were edited.
     """
 
     call: int
@@ -135,7 +135,7 @@ def _found(sizes: Sizes, call: Call, outputs: list[int], shards: Shards) -> Foun
         case Filled():
             return _fill(sizes, call, outputs[0], shards)
         case Identity():
-            return _identity(sizes, call, outputs[0], shards) if made_in_shares(call, shards) else []
+            return _identity(sizes, call, outputs[0], shards) if made_in_shards(call, shards) else []
         case Lengths():
             return _split(sizes, call, outputs, shards)
         case Bounds():
@@ -151,16 +151,16 @@ def _found(sizes: Sizes, call: Call, outputs: list[int], shards: Shards) -> Foun
     return []  # none, sizes of what is made whole, or a number of pieces (`equal_pieces.py`)
 
 
-def made_in_shares(call: Call, shards: Shards) -> bool:
-    """Does this call make a rank's share of its value when it is told the share's sizes?"""
+def made_in_shards(call: Call, shards: Shards) -> bool:
+    """Does this call make a rank's shard of its value when it is told the shard's sizes?"""
     sizes = call_record(call.name).sizes
     identity = isinstance(sizes, Identity) and not shards.axes.identities.isdisjoint(refs(call.outputs))
     return isinstance(sizes, Filled) or identity
 
 
 def made_whole(call: Call, shards: Shards) -> bool:
-    """Must this call make all of its value, of which a rank then keeps its share? Its sizes stay."""
-    return isinstance(call_record(call.name).sizes, (MadeWhole, Identity)) and not made_in_shares(call, shards)
+    """Must this call make all of its value, of which a rank then keeps its shard? Its sizes stay."""
+    return isinstance(call_record(call.name).sizes, (MadeWhole, Identity)) and not made_in_shards(call, shards)
 
 
 def _sizes(call: Call, first: int, *names: str) -> list[tuple[Path, Any]]:

@@ -115,7 +115,7 @@ def _within(module: str, block: str) -> bool:
 
 
 def _moves(shards: Shards, flow: CallFlow, runtime: Runtime, blocks: Collection[str]) -> Iterator[_Moved]:
-    """Every collective of the plan, but for those that begin and end a stream of shares: they are no block's."""
+    """Every collective of the plan, but for those that begin and end a stream of shards: they are no block's."""
     trace, reached = shards.trace, flow.with_gradients()
     visits: dict[str, list[ModuleVisit]] = {}
     for visit in trace.visits:

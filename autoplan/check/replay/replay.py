@@ -25,8 +25,8 @@ from autoplan.check.verify.compare import error_of
 from autoplan.common.nested import flatten_tensors
 from autoplan.ops import op_record
 from autoplan.ops.experts import INSIDE
-from autoplan.ops.records.on_shares import Local
-from autoplan.ops.records.on_shares import recorded as take_recorded
+from autoplan.ops.records.on_shards import Local
+from autoplan.ops.records.on_shards import recorded as take_recorded
 from autoplan.ops.records.record import Runs
 from autoplan.values import Finding, Op, Ref, Symbolic, Trace, refs
 

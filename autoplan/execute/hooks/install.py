@@ -22,10 +22,10 @@ from autoplan.execute.calls.function_mode import ModuleMode, PlannedCalls
 from autoplan.execute.collectives import gather_pieces
 from autoplan.execute.executors import Around, At, execute
 from autoplan.execute.hooks.running import Running
-from autoplan.execute.hooks.sequence_shards import Share, shares_in
+from autoplan.execute.hooks.sequence_shards import SequenceShard, shards_in
 from autoplan.execute.hooks.unseen_outputs import UnseenOutputs
 from autoplan.execute.randomness.dropout import may_draw
-from autoplan.execute.sequence.apply import gather_share
+from autoplan.execute.sequence.apply import gather_shard
 from autoplan.execute.vocabulary.split_logits import SplitLogits, columns_in
 from autoplan.values import AroundModule, Boundary, CallRewrite, Instruction
 from autoplan.values import SplitLogits as LogitsHead
@@ -202,8 +202,8 @@ class _Root:
         with torch._C.DisableTorchFunction():
             for path, change in self.outputs:
                 output = change_if_returned(output, path, change, "the model")
-            for path, share in shares_in(output):  # collected by the model on the way, behind our hooks
-                output = change_output(output, path, self._whole(share), "the model")
+            for path, shard in shards_in(output):  # collected by the model on the way, behind our hooks
+                output = change_output(output, path, self._whole(shard), "the model")
             if self.running.depth == 1:
                 self.unseen.check(output)
             if self.running.loss:
@@ -214,8 +214,8 @@ class _Root:
                         output = change_if_returned(output, self._shifted(path, output), self._wrap(head), "the model")
         return output
 
-    def _whole(self, share: Share) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda x: gather_share(x, share, self.running)
+    def _whole(self, shard: SequenceShard) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: gather_shard(x, shard, self.running)
 
     def _shifted(self, path: tuple[Any, ...], output: Any) -> tuple[Any, ...]:
         """A tuple result instead of a dict (return_dict=False) holds the same values in order."""

@@ -17,7 +17,7 @@ from enum import StrEnum
 from functools import cache
 from typing import Any, Literal
 
-from autoplan.ops.records.on_shares import Local, SplitOp, as_written
+from autoplan.ops.records.on_shards import Local, SplitOp, as_written
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES, Sizes
 

@@ -34,7 +34,7 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
         elif weight.fact.gradient == "local" and pays and weight.fact.dim is None:
             twice.setdefault(starred(weight.name), []).append(weight)
     for weights in missing.values():
-        yield _finding(subject, weights, "is whole on every rank, sees only this rank's share, and nobody sums its "
+        yield _finding(subject, weights, "is whole on every rank, sees only this rank's part, and nobody sums its "
                        "gradient", f"give it the style {_PAYS!r}")  # fmt: skip
     for weights in twice.values():
         yield _finding(subject, weights, "has its whole gradient on every rank, and the plan sums it again",
