@@ -103,7 +103,7 @@ def parallelize(
     first. A plan that was found wrong is refused, and one that could not be tried is warned of, unless `check=False`.
 
     Logits leave split over the vocabulary unless `gather_logits`; every other output is whole. A loss that the model
-    computes from labels gathers none either (under torch.compile, logits beside a loss carry no gradient).
+    computes from labels gathers none either (under torch.compile, logits next to a loss carry no gradient).
     `reproducible_forward` makes the same bits at every tp size, slowly. `autoplan.applied(model)` says what was done,
     and what was not.
 

@@ -57,7 +57,7 @@ def test_exact_in_every_implementation(model_type: str, implementation: str) -> 
 
 
 def _is_router(clone: Clone, name: str) -> bool:
-    """Its rows are as many as the experts beside it."""
+    """Its rows are as many as the experts next to it."""
     state = dict(clone.model.named_parameters())
     block = name.rpartition(".")[0].rpartition(".")[0]
     experts = {p.shape[0] for other, p in state.items() if p.dim() == 3 and other.startswith(f"{block}.")}

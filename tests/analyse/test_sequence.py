@@ -35,7 +35,7 @@ def test_the_cut_stream_gives_the_same_numbers(model_type):
         "cpmant",  # prompts and text one after the other
         "prophetnet",  # several streams one after the other
         "deepseek_v4",  # what meets the stream was made in the block from what a module returns
-        "inkling2_text",  # a value made for every position alike, and an empty one beside the stream
+        "inkling2_text",  # a value made for every position alike, and an empty one next to the stream
         "xlm",  # no block module; a norm's output is changed in place
     ],
 )

@@ -126,7 +126,7 @@ def test_the_last_block_is_not_like_the_others(depth):
 
 
 class HandsOn(nn.Module):
-    """Returns its input beside what it made of it: a hook at its entry would act on later readers too."""
+    """Returns its input together with what it made of it: a hook at its entry would act on later readers too."""
 
     def __init__(self) -> None:
         super().__init__()

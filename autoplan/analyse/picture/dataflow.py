@@ -103,7 +103,7 @@ class _Artist:
                 canvas.measure(result.node, output)
 
     def _write(self, op: Op, base: int, view: int, result: Value) -> None:
-        """A view was written to: its base holds the new value from now on, beside what it held."""
+        """A view was written to: its base holds the new value from now on, besides what it held."""
         canvas = self.canvas
         before, after = canvas.value(base), canvas.box_of(result)
         canvas.written.add(base)
@@ -211,7 +211,7 @@ class _Artist:
         return result
 
     def _sources(self, op: Op, tensors: Iterable[int]) -> list[int]:
-        """Data sources; masks and indices made from data do not count beside values that carry gradient."""
+        """Data sources; masks and indices made from data do not count compared with values that carry gradient."""
         drawn = [(tensor, self.canvas.value(tensor).node) for tensor in tensors]
         carrying = [box for tensor, box in drawn if box is not None and self.trace.tensors[tensor].differentiable]
         keeps_indices = _KINDS.get(op_record(op.name).drawn) in ("pick", "scatter")

@@ -23,12 +23,12 @@ from collections import defaultdict
 from autoplan.analyse.placement.callflow import CallFlow
 from autoplan.analyse.placement.deferred_sums import Way, follow_down
 from autoplan.analyse.placement.hook_points import HookPoint, HookPoints
+from autoplan.analyse.placement.joined_gradients import join_gradients
 from autoplan.analyse.placement.joined_sums import shared_sums
 from autoplan.analyse.placement.parallel_branches import pairs_of_branches
 from autoplan.analyse.placement.partial_gradients import PartialGradients
 from autoplan.analyse.placement.placement import Placement, Refusal
 from autoplan.analyse.placement.reductions import gathered_dim, reduction_of, row_bias_of
-from autoplan.analyse.placement.shared_entries import merge_entries
 from autoplan.analyse.shards import Shards
 from autoplan.ops.records.record import Reduction, Refused
 from autoplan.values import (
@@ -126,7 +126,7 @@ class _Placer:
         self._join_branches()
         self._push_out_of_mixed()
         self.gradients.push_inside()
-        for crossing in merge_entries(self.gradients):
+        for crossing in join_gradients(self.gradients):
             self.result.at_input(crossing, ScaleGradient)
         self._place_gradient_sums()
         return self.result

@@ -1,4 +1,4 @@
-"""Hold a plan that somebody wrote against the model: what is wrong, with proof; what is dear; what is dead.
+"""Hold a plan that somebody wrote against the model: what is wrong, with proof; what is too costly; what is dead.
 
     read the plan → analyse the model → run the plan on simulated ranks → the checks → a verdict for each entry
 

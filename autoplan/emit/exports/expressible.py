@@ -30,7 +30,7 @@ __all__ += ["parts_of", "size_text"]
 # Words of EXPORTS.
 HEADS = frozenset(("head", "tied_head"))
 _ENDS = HEADS | {"table"}
-_LATENT = frozenset(("latent", "latent_query", "beside"))
+_LATENT = frozenset(("latent", "latent_query", "small"))
 OBSTACLES = ("edited", "read", "shape")
 _COLUMN, _ROW = ("colwise", "packed_colwise"), ("rowwise", "rowwise_scatter", "packed_rowwise")
 
@@ -141,7 +141,7 @@ def _kind(entries: Iterable[Entry]) -> str:
     said = {word for word, _ in roles}
     if said <= _ENDS:
         return "end"
-    if said <= {"layers", "beside"} and ("layers", False) not in roles:
+    if said <= {"layers", "small"} and ("layers", False) not in roles:
         return "plain"
     if "latent" in said and said <= _LATENT:
         return "latent"

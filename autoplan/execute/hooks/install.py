@@ -227,7 +227,7 @@ class _Root:
         return lambda local: self._leaving(local, head.dim, head.columns)
 
     def _beside_a_loss(self, local: torch.Tensor, kind: type[SplitLogits]) -> torch.Tensor:
-        """Logits returned beside a loss. A compiled model wants a gradient for every DTensor that it returns with one,
+        """Logits returned next to a loss. A compiled model wants a gradient for every DTensor that it returns with one,
         and fails where only the loss has a backward: there they carry none."""
         if torch.compiler.is_compiling() and not self.running.gather_logits:
             local = local.detach()

@@ -27,7 +27,7 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
     for (pattern, reason), weights in groups.items():
         names = [weight.name for weight in weights]
         yield subject.suspect(NAME, pattern, f"cuts dim {weights[0].said.dim} of {names[0]}: {reason}",
-                              _mend(weights[0]), names=names)  # fmt: skip
+                              _fix(weights[0]), names=names)  # fmt: skip
 
 
 def _wrong_cut(subject: Subject, weight: Weight) -> str:
@@ -44,6 +44,6 @@ def _wrong_cut(subject: Subject, weight: Weight) -> str:
     return ""
 
 
-def _mend(weight: Weight) -> str:
+def _fix(weight: Weight) -> str:
     fact = weight.fact
     return f"cut dim {fact.dim}: {fact.layout}" if fact.dim is not None else "keep it whole"

@@ -1,7 +1,7 @@
-"""One sum for all entries of a value: where several readers each give a partial gradient, one sum serves all.
+"""One sum for all readers of a value: where several each give a partial gradient, these are added and summed once.
 
 A block of experts reads one value several times: the routed experts and the shared one, which each see a part of its
-gradient, and the router, which every rank runs alike. Summed at each entry, that is a sum of all tokens twice. Partial
+gradient, and the router, which every rank runs alike. Summed at each reader, that is a sum of all tokens twice. Partial
 gradients can be added first and summed once, before all readers, if what else flows back to the value is a part, too:
 
 - a reader whose own gradient is partial passes it up (a view, a norm), a thin matrix too (an adapter's first);
@@ -19,7 +19,7 @@ from autoplan.analyse.placement.callflow import Crossing
 from autoplan.analyse.placement.partial_gradients import PartialGradients
 from autoplan.analyse.splits.low_rank import thin_matrix
 
-__all__ = ["merge_entries"]
+__all__ = ["join_gradients"]
 
 _SMALL = 4  # a value is small against another that has so many times more elements
 
@@ -36,7 +36,7 @@ class _Merge:
     others: tuple[int, ...]  # and those through which what it leaves on small values goes
 
 
-def merge_entries(gradients: PartialGradients) -> list[Crossing]:
+def join_gradients(gradients: PartialGradients) -> list[Crossing]:
     """Merge partial gradients where several sums become one; gives the inputs at which gradients are divided by tp."""
     found: list[Crossing] = []
     known: dict[int, bool] = {}
