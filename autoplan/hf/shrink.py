@@ -12,20 +12,25 @@ import dataclasses
 import inspect
 import re
 from dataclasses import dataclass, field
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
 
 from autoplan.common.errors import SourceError
+from autoplan.hf.relations import (
+    HEADS,
+    HIDDEN,
+    first_of,
+    fit_rotary_lists,
+    has_listed_stages,
+    related_width,
+    vision_layers,
+)
 from autoplan.hf.tiny_sizes import VARIANTS, Sizes, amount, field_rule, is_layer_count, is_token_id
 from autoplan.hf.type_rules import type_rules
 
 __all__ = ["all_configs", "sub_configs", "tiny_config"]
 
-_HIDDEN = ("hidden_size", "d_model", "n_embd", "hidden_dim", "dim", "embed_dim")
-_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "attention_heads")
 _DEPTH = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "depth")
 _PERIODS = (
     "full_attention_interval",
@@ -53,6 +58,7 @@ class _Shrinking:
 
     sizes: Sizes
     widths_stay: bool = False
+    related: tuple[int, ...] = ()  # the real model's widths, where other widths stay multiples of them
     token_ids: dict[int, int] = field(default_factory=dict)
 
     def token(self, value: int) -> int:
@@ -65,16 +71,19 @@ class _Shrinking:
 def tiny_config(config: PretrainedConfig, variant: int = 0, shrink: str = "all") -> PretrainedConfig:
     """A tiny config of the same class that makes the same choices. `config` is not touched.
 
-    `shrink="depth"` leaves every width as it is, "nothing" the layers too: for models whose sizes depend on each other
-    in ways that no field tells. Raises SourceError when the class refuses the shrunk fields.
+    `shrink="related"` leaves widths multiples of each other (see relations.py), "depth" leaves every width as it is,
+    "nothing" the layers too: for models whose sizes depend on each other in ways that no field tells. Raises
+    SourceError when the class refuses the shrunk fields.
     """
     if shrink == "nothing":
         return copy.deepcopy(config)
     if not 0 <= variant < len(VARIANTS):
         raise SourceError(f"there is no tiny variant {variant}", hint=f"use 0 to {len(VARIANTS) - 1}")
-    tiny = _shrunk(copy.deepcopy(config), _Shrinking(VARIANTS[variant], shrink == "depth"), {})
+    widths = _widths(config) if shrink == "related" else ()
+    tiny = _shrunk(copy.deepcopy(config), _Shrinking(VARIANTS[variant], shrink == "depth", widths), {})
     for one in all_configs(tiny):
-        _fit_rotary_lists(one)
+        fit_rotary_lists(vars(one), type(one))
+        _fit_vision_layers(tiny, one)
     _fit_tiles(config, tiny)
     return tiny
 
@@ -101,6 +110,10 @@ def _shrunk(config: PretrainedConfig, work: _Shrinking, overrides: dict[str, Any
             keywords.pop(name, None)
         else:
             keywords[name] = _read_sizes(value, work.sizes)
+    rope = vars(config).get("rope_parameters")
+    if "head_dim" in keywords and isinstance(rope, dict) and "mrope_section" in rope:
+        keywords.setdefault("rope_parameters", copy.deepcopy(rope))  # the class may look at both while it is built
+        fit_rotary_lists(keywords, type(config))
     try:
         built = type(config)(**keywords)
         past_the_end = {
@@ -213,7 +226,7 @@ def _size(name: str, value: int, config: PretrainedConfig, work: _Shrinking) -> 
     """The tiny value of one integer that counts or measures something."""
     size, how = field_rule(name)
     sizes = work.sizes
-    hidden, heads = _first_int(config, _HIDDEN), _first_int(config, _HEADS)
+    hidden, heads = _first_int(config, HIDDEN), _first_int(config, HEADS)
     if work.widths_stay or how == "keep" or value <= 1:
         return value
     if how == "one":
@@ -222,7 +235,13 @@ def _size(name: str, value: int, config: PretrainedConfig, work: _Shrinking) -> 
         patch = _read(config, "patch_size") or 14
         patch = patch[0] if isinstance(patch, list | tuple) else patch
         return min(value, 4 * patch)
+    if work.related and has_listed_stages(vars(config)):
+        return value
     target: int = getattr(sizes, size)
+    if work.related and (
+        width := related_width(value, size, (*([hidden] if hidden else []), *work.related), sizes.hidden)
+    ):
+        return width
     if how == "exact" or size == "hidden" and value == hidden and how == "most":
         return target
     if how == "kv":
@@ -252,8 +271,8 @@ def _layers_needed(config: PretrainedConfig) -> list[int]:
     shared = _read(config, _SHARED) or 0
     outputs = len(vars(config).get(f"_{_STAGES}") or ())
     if 0 < shared < depth and kinds:
-        return _first_of_each(kinds[: depth - shared], 0) + _first_of_each(kinds[depth - shared :], depth - shared)
-    first = _first_of_each(kinds, 0)
+        return first_of_each(kinds[: depth - shared], 0) + first_of_each(kinds[depth - shared :], depth - shared)
+    first = first_of_each(kinds, 0)
     needed = first[-1] + 1 if first else 0
     if len(first) < 2:
         periods = [p for name in _PERIODS if isinstance(p := _read(config, name), int)]
@@ -270,7 +289,7 @@ def _is_round(value: Any, depth: int) -> bool:
     return strings and len(set(value)) > 1 and len(value) < depth
 
 
-def _first_of_each(kinds: list[tuple[str, ...]], start: int) -> list[int]:
+def first_of_each(kinds: list[tuple[str, ...]], start: int) -> list[int]:
     return sorted({kind: start + i for i, kind in reversed(list(enumerate(kinds)))}.values())
 
 
@@ -297,8 +316,7 @@ def _depth(config: PretrainedConfig) -> int | None:
 
 
 def _first_int(config: PretrainedConfig, names: tuple[str, ...]) -> int | None:
-    values = (_read(config, name) for name in names)
-    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool)), None)
+    return first_of(vars(config), type(config), names)
 
 
 def _read(config: PretrainedConfig, name: str) -> Any:
@@ -332,35 +350,20 @@ def _read_sizes(value: Any, sizes: Sizes) -> Any:
     return amount(value, sizes) if isinstance(value, str) and value.startswith("=") else value
 
 
-# --------------------------------------------------------------------------------------------- rotary embeddings
+# ----------------------------------------------------------------------------------------- what parts must agree on
 
 
-def _fit_rotary_lists(config: PretrainedConfig) -> None:
-    """Lists in rope parameters that have one number per rotary frequency must fit the tiny head width."""
-    rope = vars(config).get("rope_parameters")
-    heads, hidden = _first_int(config, _HEADS), _first_int(config, _HIDDEN)
-    head_dim = _first_int(config, ("head_dim",)) or (hidden // heads if hidden and heads else None)
-    if not isinstance(rope, dict) or not head_dim:
-        return
-    for parameters in [x for x in rope.values() if isinstance(x, dict)] or [rope]:
-        part = parameters.get("partial_rotary_factor") or _read(config, "partial_rotary_factor") or 1.0
-        half = int(head_dim * part) // 2
-        old = parameters.get("mrope_section")
-        file = inspect.getsourcefile(type(config)) or ""
-        if sum(old or ()) != half and (old or _modeling_mentions(file, "mrope_section")):
-            parameters["mrope_section"] = _shared_out(half, old or [1, 1, 1])
-        for name in ("short_factor", "long_factor"):
-            if isinstance(parameters.get(name), list):
-                parameters[name] = parameters[name][:half]
+def _widths(config: PretrainedConfig) -> tuple[int, ...]:
+    """The widths of the model and its towers."""
+    return tuple(dict.fromkeys(w for one in all_configs(config) if (w := _first_int(one, HIDDEN))))
 
 
-def _shared_out(total: int, old: list[int]) -> list[int]:
-    """Integers in the proportions of `old` that sum to `total`; what rounding leaves goes to the largest shares."""
-    shares = [total * part / sum(old) for part in old]
-    new = [int(share) for share in shares]
-    for i in sorted(range(len(old)), key=lambda i: new[i] - shares[i])[: total - sum(new)]:
-        new[i] += 1
-    return new
+def _fit_vision_layers(whole: PretrainedConfig, one: PretrainedConfig) -> None:
+    """Layers of the vision tower that are read by their number must be layers that the tiny tower has."""
+    tower = vars(whole).get("vision_config", one)
+    depth = _depth(tower) if isinstance(tower, PretrainedConfig) else None
+    for name, value in vision_layers(vars(one), depth).items() if depth else ():
+        setattr(one, name, value)
 
 
 def _fit_tiles(config: PretrainedConfig, tiny: PretrainedConfig) -> None:
@@ -371,13 +374,6 @@ def _fit_tiles(config: PretrainedConfig, tiny: PretrainedConfig) -> None:
     if pinpoints and old:
         given = vars(config)["image_grid_pinpoints"]
         tiny.image_grid_pinpoints = _map_ints(given, lambda pixels: max(1, pixels // old) * new)
-
-
-@lru_cache(maxsize=1024)
-def _modeling_mentions(config_file: str, word: str) -> bool:
-    """Does the modeling code next to a config use the word? (It may have a default for it that is too wide.)"""
-    files = sorted(Path(config_file).parent.glob("modeling_*.py"))
-    return any(word in file.read_text(encoding="utf-8") for file in files)
 
 
 def all_configs(config: PretrainedConfig) -> list[PretrainedConfig]:

@@ -129,6 +129,8 @@ class Source:
         their own sizes are known to fit.
         """
         yield self
+        if self._described_by_config and self.shrink == "all":
+            yield replace(self, shrink="related")
         if not self._described_by_config or _pixels(self.config) > _LARGEST_PICTURE:
             return
         for shrink in ("depth", "nothing"):

@@ -93,7 +93,7 @@ FIELDS: tuple[tuple[str, str, str], ...] = (
     (r"(d_state|state_size|ssm_state_size)$", "state", "most"),
     (r"chunk_size$", "chunk", "most"),
     (r"(mamba_dt_rank|time_step_rank)$", "rank", "most"),
-    (r"^(embedding_size|word_embed_proj_dim|emb_dim)$", "narrow", "width"),
+    (r"^(embedding_size|intra_bottleneck_size|word_embed_proj_dim|emb_dim)$", "narrow", "width"),
     (
         r"^(\w*hidden_size\w*|d_model|d_model_\w+|n_embd|\w*embed_dim|hidden_dim|projection_dim|\w*embedding_size|"
         r"\w*output_dim|out_hidden_size|lru_width|dim|d_latents|hidden_channels|embedding_dim|encoder_dim|decoder_dim|"

@@ -84,7 +84,11 @@ def test_everybody_knows_the_same_random_ops() -> None:
     dropout = call_record("dropout").random
     assert dropout.may_draw((None,), {}) and dropout.may_draw((None, 0.1), {}) and dropout.may_draw((), {"p": 0.1})
     assert not dropout.may_draw((None, 0.0), {}) and not dropout.may_draw((None,), {"p": 0.0})
-    assert not call_record("scaled_dot_product_attention").random.may_draw((), {})
+    attention = call_record("scaled_dot_product_attention").random
+    assert not attention.may_draw((), {}) and not attention.has_rate((), {})
+    assert attention.has_rate((), {"dropout_p": 0.0}), "in training it is told another rate"
+    assert dropout.has_rate((), {}) and call_record("rand").random.has_rate((), {})
+    assert not call_record("add").random.has_rate((None, None), {})
 
 
 # ------------------------------------------------------------------------------------------------ one place

@@ -34,7 +34,6 @@ COMMON = 10  # what so many configs, forwards or modules have is a convention
 DIALECTS = {
     "decide/written_plans/transformers_plans.py": "reads transformers' own plans, from where it keeps them",
     "decide/written_plans/deepspeed.py": "reads DeepSpeed's plans, which go by names of attributes and submodules",
-    "emit/exports/hf.py": "writes plans in transformers' style names",
     "patches/private_others.py": "tries the undocumented parts of transformers that autoplan stands on",
     "patches/kernels.py": "patches transformers: swaps kernels that it puts into models for their references",
     "decide/written_plans/wrappers.py": "looks through what PEFT, torch, accelerate and DeepSpeed wrap around a model",
@@ -48,6 +47,8 @@ PLAIN = frozenset(
         "optimizer", "params", "query", "reset", "scale", "self", "state", "value", "width", "x",
     }
 )  # fmt: skip
+# Torch has these too (its RNNs are made with one), but whoever reads them here reads a config.
+TELLING = frozenset({"hidden_size"})
 # Names that autoplan uses for its own things, where they happen to be the same.
 OURS = {
     "model_type": "a field of our own results, and a column of their tables",
@@ -124,7 +125,7 @@ def _theirs() -> dict[str, frozenset[str]]:
 @cache
 def names() -> dict[str, frozenset[str]]:
     """Those that are nobody else's."""
-    others = PLAIN | OURS.keys() | _of_torch_and_python()
+    others = (PLAIN | OURS.keys() | _of_torch_and_python()) - TELLING
     return {kind: held - others for kind, held in _theirs().items()}
 
 

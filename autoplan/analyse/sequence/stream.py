@@ -120,7 +120,7 @@ class Stream(CutStream):
                 continue
             self._cut_partner(tensor, index, cut)
         self._note_gradients(index, inputs, cut)
-        if call_record(call.name).random:
+        if call_record(call.name).random.has_rate(call.args, call.kwargs):
             self.result.random.add(call.module)
         self.cut.update(t for t in outputs if self.positions.dims_of(t))
 

@@ -104,12 +104,19 @@ class Random:
         return self.when != "never"
 
     def may_draw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Could the op draw when it is called so? A model that is evaluated now may be trained later."""
+        """Does the op draw when it is called so, if the model is trained?"""
         if self.when != "rate":
             return self.when == "always"
         position, name, default = self.rate
         rate = args[position] if len(args) > position >= 0 else kwargs.get(name, default)
         return bool(rate != 0.0)
+
+    def has_rate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Could the op draw if it were called again from here? A model that is evaluated tells a rate of 0 where it
+        tells another one in training; where none is told at all, the default stays."""
+        position, name, default = self.rate
+        told = len(args) > position >= 0 or name in kwargs
+        return self.when == "always" or (self.when == "rate" and (told or default != 0.0))
 
 
 NEVER = Random("never")
