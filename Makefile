@@ -73,7 +73,7 @@ types: $(VENV)/dev  ## mypy
 docs: $(VENV)/dev  ## pages of every public function, under build/docs
 	$(BIN)/python -m pdoc autoplan '!autoplan\.(?!testing)' --no-show-source -o build/docs
 
-bench: $(VENV)/dev  ## measure planning beside import and build; asserts nothing
+bench: $(VENV)/dev  ## measure planning, import and build; asserts nothing
 	$(BIN)/python tests/benchmarks/planning_time.py
 
 wheel: $(VENV)/dev  ## build dist/*.whl

@@ -56,8 +56,8 @@ def plan(
     of a plan in rules/plans, a dotted path to a plan or to a function that returns one, or a dict {pattern: style}.
     `overrides` are laid over it. `unmatched` "list" notes keys and styles that mean nothing, where "error" raises.
 
-    `ep_size` deals whole experts out over ranks rather than cut each inside: over those of tp (`ep_size=tp_size`), or
-    with `tp_size=1` over a mesh dim "ep". Experts that are modules of their own stay as they are; a finding says so.
+    `ep_size` places whole experts on different ranks rather than cut each inside: over those of tp (`ep_size=tp_size`),
+    or with `tp_size=1` over a mesh dim "ep". Experts that are modules of their own stay as they are; a finding says so.
 
     `inputs` are example arguments of the forward, where autoplan cannot make them itself. `sequence_parallel` cuts the
     stream between split regions along the sequence too; where a model does not allow it, a finding says why and the
@@ -96,14 +96,14 @@ def parallelize(
 ) -> nn.Module:
     """Shard `model` in place over a named mesh, whole or not at all, and return it.
 
-    Tensor parallelism over "tp" (over "ep" with a plan that only deals out experts), then activation checkpointing,
-    then FSDP2 over "dp_shard" (also called dp, fsdp or dp_shard_cp; "dp_replicate" before it makes HSDP).
-    `mesh_dims={"tp": name}` names mesh dims differently; cp and pp are left alone. Without a `plan` one is made for the
-    mesh. It may be anything that `autoplan.plan` takes as a source: what comes in a foreign dialect is audited first.
-    A plan that was found wrong is refused, and one that could not be tried is warned of, unless `check=False`.
+    Tensor parallelism over "tp" (over "ep" with a plan that only places experts on different ranks), then activation
+    checkpointing, then FSDP2 over "dp_shard" (also called dp, fsdp or dp_shard_cp; "dp_replicate" before it makes
+    HSDP). `mesh_dims={"tp": name}` names mesh dims differently; cp and pp are left alone. Without a `plan` one is made
+    for the mesh. It may be anything that `autoplan.plan` takes as a source: what comes in a foreign dialect is audited
+    first. A plan that was found wrong is refused, and one that could not be tried is warned of, unless `check=False`.
 
     Logits leave split over the vocabulary unless `gather_logits`; every other output is whole. A loss that the model
-    computes from labels gathers none either (under torch.compile, logits beside a loss carry no gradient).
+    computes from labels gathers none either (under torch.compile, logits next to a loss carry no gradient).
     `reproducible_forward` makes the same bits at every tp size, slowly. `autoplan.applied(model)` says what was done,
     and what was not.
 

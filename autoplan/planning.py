@@ -3,7 +3,7 @@
     source ── capture_source ── solve_source ── write_down ── Draft
 
 What a draft is worth is shown in `check/prove.py`, which stands above: there a tiny clone is tried on simulated ranks
-first, and what the trial left over (`Means`) comes in here.
+first, and what the trial left over (`Capabilities`) comes in here.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import Source
 from autoplan.hf.stacks import layers
 from autoplan.patches.kernels import kernel_note
-from autoplan.values import Finding, LocalExperts, Means, Plan, Trace
+from autoplan.values import Capabilities, Finding, LocalExperts, Plan, Trace
 from autoplan.values.reasons import DoesNotDivide
 
-__all__ = ["Draft", "capture_source", "draft_plan", "solve_source", "wanted_means"]
+__all__ = ["Draft", "capture_source", "draft_plan", "solve_source", "wanted_capabilities"]
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,19 @@ def draft_plan(
     wish: Wish,
     *,
     choices: Choices | None = None,
-    means: Means | None = None,
+    capabilities: Capabilities | None = None,
     module: nn.Module | None = None,
 ) -> Draft:
     """Capture, solve and write down, under the choices of a written plan if there is one.
 
-    `means`: what may be used; without them, all that the wish asks for.
+    `capabilities`: what may be used; without them, all that the wish asks for.
     """
     module = source.module() if module is None else module
-    means = wanted_means(wish) if means is None else means
+    capabilities = wanted_capabilities(wish) if capabilities is None else capabilities
     captured = capture_source(source, module, choices)
     stacks = layers(module)
-    blocks = tuple(stack.fqns for stack in stacks) if means.sequence else None
-    solved = partial(solve_source, source, captured, wish, means=means, sequence_stacks=blocks)
+    blocks = tuple(stack.fqns for stack in stacks) if capabilities.sequence else None
+    solved = partial(solve_source, source, captured, wish, capabilities=capabilities, sequence_stacks=blocks)
     solution, choices, misfit = fitting(solved, choices)
     solution = replace(solution, runtime=without_namesakes(source, solution.runtime, solution.trace.module_classes))
     made = plan_chosen(
@@ -68,15 +68,15 @@ def draft_plan(
     )
     made = replace(made, tp_size=wish.tp_size, ep_size=wish.ep_size, findings=misfit + made.findings)
     made = with_made_for(made, module)
-    found = sequence_findings(solution) if means.sequence else ()
-    if wish.ep_size > 1 and means.experts:
+    found = sequence_findings(solution) if capabilities.sequence else ()
+    if wish.ep_size > 1 and capabilities.experts:
         found += expert_findings(made, solution)
     return Draft(replace(made, findings=made.findings + found), captured.trace, choices)
 
 
-def wanted_means(wish: Wish) -> Means:
+def wanted_capabilities(wish: Wish) -> Capabilities:
     """What a wish asks for, before anything was tried."""
-    return Means(True, wish.sequence_parallel and wish.tp_size > 1)
+    return Capabilities(True, wish.sequence_parallel and wish.tp_size > 1)
 
 
 def capture_source(source: Source, module: nn.Module, choices: Choices | None = None) -> Captured:
@@ -99,7 +99,7 @@ def solve_source(
     wish: Wish,
     *,
     choices: Choices | None = None,
-    means: Means = Means(),  # noqa: B008 - frozen
+    capabilities: Capabilities = Capabilities(),  # noqa: B008 - frozen
     sequence_stacks: tuple[tuple[str, ...], ...] | None = None,
 ) -> Solution:
     """Decide the splits, under a written plan if there is one; say clearly when the size fits nothing."""
@@ -108,9 +108,9 @@ def solve_source(
         tp=wish.ranks,
         choices=choices,
         sequence_stacks=sequence_stacks,
-        scoped=means.scoped,
-        whole=means.whole,
-        experts=experts_of(wish.tp_size, wish.ep_size, means),
+        scoped=capabilities.scoped,
+        whole=capabilities.whole,
+        experts=experts_of(wish.tp_size, wish.ep_size, capabilities),
     )
     solution = solved(captured.trace)
     if captured.unfold and not same_in_like_blocks(solution.parameters, solution.runtime, captured.trace.folds):
@@ -143,7 +143,8 @@ def _refuse_useless(source: Source, solution: Solution, wish: Wish) -> None:
     if wish.tp_size == 1 and not solution.runtime.of(LocalExperts):
         told = "; ".join(f"{where}: {why}" for where, why in solution.experts_inside)
         raise IndivisibleError(
-            f"{source.name}: no experts can be dealt out over {wish.ep_size} ranks" + (f" ({told})" if told else ""),
+            f"{source.name}: no experts can be placed on {wish.ep_size} different ranks"
+            + (f" ({told})" if told else ""),
             hint="ep_size needs modules that hold all their experts in one stack of weights; else split with tp_size",
         )
     if not any(fact.dim is not None for fact in solution.parameters):

@@ -25,7 +25,7 @@ from autoplan.analyse.splits.model_ends import (
     gathered_leaves,
     head_sites,
     products_to_gather,
-    refuse_homeless_logits,
+    refuse_unplaced_logits,
     vocabularies,
 )
 from autoplan.analyse.splits.requests import NO_DEMANDS, Demands
@@ -75,7 +75,7 @@ class Solution:
     sequence_parallel: bool = False
     sequence_notes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # on a written plan, where there is one
-    experts_inside: tuple[tuple[str, Reason], ...] = ()  # modules whose experts could not be dealt out, and why
+    experts_inside: tuple[tuple[str, Reason], ...] = ()  # modules whose experts could not be placed apart, and why
     shards: Shards | None = field(default=None, compare=False, repr=False)
 
 
@@ -134,7 +134,7 @@ def _settle(
         choice = choose(trace, axes, tp, refused=refused, vocabularies=special)
         shards = Shards(trace, axes, choice.marks, tp)
         placement = place(shards, flow, axes.gathered)
-        refuse_homeless_logits(trace, flow, shards, placement, choice.vocabularies)
+        refuse_unplaced_logits(trace, flow, shards, placement, choice.vocabularies)
         edits = solve_edits(shards)
         found = scope(shards, flow, placement, edits)
         blamed = _blame(shards, flow, placement, found, scoped)
@@ -244,7 +244,7 @@ def _with_old(edits: Edits, trace: Trace) -> Iterator[IntegerEdit]:
 
 
 def _boundaries(placement: Placement) -> tuple[Boundary, ...]:
-    """One for each thing done at a module's border, however often the module ran."""
+    """One for each thing done at a module's boundary, however often the module ran."""
     return tuple(dict.fromkeys((*placement.outputs.values(), *placement.inputs.values())))
 
 
@@ -299,7 +299,7 @@ def _parameter_facts(
 
 
 def _held_twice(layouts: tuple[Layout | None, ...], tp: int) -> bool:
-    """Dealt out to groups of ranks, so that every row has several holders, each with a part of its gradient?"""
+    """Sharded over groups of ranks, so that every row has several holders, each with a part of its gradient?"""
     return any(found is not None and all(found.carried(tp)) and found.shared_rows(tp) for found in layouts)
 
 

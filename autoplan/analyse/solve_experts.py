@@ -1,7 +1,7 @@
-"""The solution where whole experts are dealt out over ranks, rather than each of them cut inside.
+"""The solution where whole experts are placed on different ranks, rather than each of them cut inside.
 
 Modules that hold stacks of experts are put in boxes (experts.py) and everything is solved as ever. One whose experts
-cannot be dealt out after all is opened again, so that it is cut inside, and the solution says why.
+cannot be placed so after all is opened again, so that it is cut inside, and the solution says why.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Experts = Literal["inside", "apart", "alone"]
 def solve_experts(
     trace: Trace, tp: int, *, experts: Experts = "inside", demands: Demands = NO_DEMANDS, **how: Any
 ) -> Solution:
-    """`solve`, with experts cut "inside", dealt out whole ("apart"), or dealt out with nothing else split ("alone")."""
+    """With experts cut "inside", whole on different ranks ("apart"), or that with nothing else split ("alone")."""
     if experts == "inside":
         return solve(trace, tp, demands=demands, **how)
     axes = infer_axes(trace)

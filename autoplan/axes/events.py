@@ -1,8 +1,8 @@
 """What can happen to an axis: the complete table of events that op rules leave on leaves.
 
-Whether an axis may be dealt out over ranks depends only on what the model does along it. Each op rule says so by
+Whether an axis may be sharded over ranks depends only on what the model does along it. Each op rule says so by
 leaving one of these words on the axis. `FORBIDDING` holds those after which positions along the axis no longer stand
-for themselves, so that no rank could work on its share alone; the others cost a reduction, or nothing.
+for themselves, so that no rank could work on its shard alone; the others cost a reduction, or nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["FORBIDDING", "Event"]
 
 
 class Event(StrEnum):
-    """One word per meaning; several ops share a word when they mean the same for a split."""
+    """One word per meaning; several ops have one word when they mean the same for a split."""
 
     # products
     CONTRACT_W = "contract_w"  # summed over in a product with a weight (the input features of a linear)
@@ -31,9 +31,9 @@ class Event(StrEnum):
     REDUCE_MAX = "reduce_max"  # max, min, amax, amin, median
     REDUCE_ARG = "reduce_arg"  # argmax, argmin: the answer is a position
     REDUCE_LOGIC = "reduce_logic"  # any, all
-    SPREAD = "spread"  # var, std: each rank tells the mean and spread of its share
+    VARIANCE = "variance"  # var, std: each rank tells the mean and variance of its shard
     REDUCE_VAR = "reduce_var"  # var_mean, and the statistics of batch and group norms
-    LENGTH = "length"  # vector norms of order 2: the squares of ranks' shares are summed
+    LENGTH = "length"  # vector norms of order 2: the squares of ranks' shards are summed
     REDUCE_NORM = "reduce_norm"  # other vector norms, and distances
     REDUCE_LOGSUMEXP = "reduce_logsumexp"
     REDUCE_PROD = "reduce_prod"
@@ -79,7 +79,7 @@ FORBIDDING: frozenset[Event] = frozenset(Event) - {
     Event.FREE_A,
     Event.CONV_GROUP,
     Event.REDUCE_LIN,
-    Event.SPREAD,
+    Event.VARIANCE,
     Event.LENGTH,
     Event.NORM,
     Event.CREATED,

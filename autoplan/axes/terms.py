@@ -176,7 +176,7 @@ def show(term: Term, names: Mapping[Term, str] | None = None) -> str:
 
 
 def layout(term: Term, is_split: Callable[[Term], str | None]) -> str:
-    """A term in the notation of `autoplan.common.layout`: `is_split` gives the mark of a leaf that is dealt out.
+    """A term in the notation of `autoplan.common.layout`: `is_split` gives the mark of a leaf that is sharded.
 
     What is held whole is merged into plain numbers: 4 heads of 16 features, none of them split, read "64".
     """

@@ -52,18 +52,18 @@ class Rebinding:
         self._made: dict[int, tuple[Any, Any]] = {}  # id -> what deepcopy took as it is, and what stands for it
         self._cold: dict[int, Any] = {}  # seen, and does not reach the model; kept alive for their ids
         self._later: list[Callable[[], None]] = []
-        self._mended: set[int] = set()
+        self._fixed: set[int] = set()
 
     def everything(self) -> None:
-        """Mend every copy in the memo, and those that are made for it on the way."""
+        """Fix every copy in the memo, and those that are made for it on the way."""
         while True:
-            fresh = [(key, made) for key, made in self.memo.items() if key not in self._mended and key != id(self.memo)]
+            fresh = [(key, made) for key, made in self.memo.items() if key not in self._fixed and key != id(self.memo)]
             if not fresh and not self._later:
                 return
             for key, made in fresh:
-                self._mended.add(key)
+                self._fixed.add(key)
                 if id(made) != key:
-                    self._mend(made)
+                    self._fix(made)
             while self._later:
                 self._later.pop()()
 
@@ -96,11 +96,11 @@ class Rebinding:
         self._cold.update(seen)
         return False
 
-    def _mend(self, made: Any) -> None:
+    def _fix(self, made: Any) -> None:
         if isinstance(made, torch.Tensor):
             return
         if isinstance(made, functools.partial):
-            self._mend_partial(made)
+            self._fix_partial(made)
         elif isinstance(made, list | deque):
             for place, value in enumerate(made):
                 _put(made.__setitem__, place, value, self._anew(value))
@@ -119,7 +119,7 @@ class Rebinding:
             value = getattr(made, name, None)
             _put(functools.partial(object.__setattr__, made), name, value, self._anew(value))
 
-    def _mend_partial(self, made: Any) -> None:
+    def _fix_partial(self, made: Any) -> None:
         func, args = self._anew(made.func), self._anew(made.args)
         if func is not made.func or args is not made.args:
             made.__setstate__((func, args, made.keywords, vars(made)))

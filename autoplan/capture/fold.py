@@ -144,7 +144,7 @@ def _choose_in(container: nn.Module, name: str, above: tuple[nn.Module, ...], co
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Blocks hold modules that hold modules (block, attention, projection), or norms beside their matrices.
+    """Blocks hold modules that hold modules (block, attention, projection), or norms next to their matrices.
 
     Experts, heads and projections do not; they are picked by index or all at once, and stay.
     """
@@ -183,7 +183,7 @@ def _align(kept: list[int], kinds: list[Hashable]) -> tuple[int, ...]:
 
 
 class _Configs:
-    """Objects beside the blocks (configurations, modules above): their plain content, and per-layer lists in them."""
+    """Objects besides the blocks (configurations, modules above): their plain content, and per-layer lists in them."""
 
     def __init__(self) -> None:
         self.numbers: dict[Hashable, int] = {}  # content -> number: equal content is compared by number

@@ -5,7 +5,7 @@ their weights fill memory. An entry with the key "@module" calls that module in 
 derived as for any plain module. Whoever calls it, it must give whole results, and whole gradients of what it takes.
 
 Of equal parts in one list some may be read and others not: a router chose so. Those are left alone, since what their
-kin's results run into was seen, and theirs must be the same.
+siblings' results run into was seen, and theirs must be the same.
 
 A part that has other methods which run its parts (`encode`, `decode`) is not called itself: nothing says that its
 forward does what they do. Its parts are.
@@ -111,19 +111,19 @@ class _Reads:
             if not unread or sum(held.values()) < self.worth:
                 continue
             partly_read = bool(held.keys() & self.read)
-            if not partly_read and self._has_kin(model, above, part):
+            if not partly_read and self._has_read_sibling(model, above, part):
                 continue
             if partly_read or not _is_called(part):
                 yield from self.unread_parts(part, f"{name}.")
             else:
                 yield name, part
 
-    def _has_kin(self, model: nn.Module, above: str, part: nn.Module) -> bool:
-        """Is a part of the same class beside it read?"""
-        kin = (f"{above}{short}." for short, other in model.named_children() if type(other) is type(part))
+    def _has_read_sibling(self, model: nn.Module, above: str, part: nn.Module) -> bool:
+        """Is a part of the same class next to it read?"""
+        siblings = (f"{above}{short}." for short, other in model.named_children() if type(other) is type(part))
         if not isinstance(model, CONTAINERS):
             return False
-        prefixes = tuple(kin)
+        prefixes = tuple(siblings)
         return any(name.startswith(prefixes) for name in self.read)
 
 

@@ -26,10 +26,10 @@ from autoplan.decide.plan.experts import experts_of
 from autoplan.decide.written_plans.choices import Choices
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import Source
-from autoplan.planning import draft_plan, wanted_means
-from autoplan.values import Entry, Finding, LocalExperts, Means, Plan, Proof, Trace, Trial
+from autoplan.planning import draft_plan, wanted_capabilities
+from autoplan.values import Capabilities, Entry, Finding, LocalExperts, Plan, Proof, Trace, Trial
 
-__all__ = ["TRIED", "GraphProof", "Settled", "prove_graph", "prove_ranks", "proven_plan", "settle_means"]
+__all__ = ["TRIED", "GraphProof", "Settled", "prove_graph", "prove_ranks", "proven_plan", "settle_capabilities"]
 
 TRIED = "proof"  # the check under which findings tell how a plan did on simulated ranks
 _TINY_TP = 2
@@ -39,9 +39,9 @@ _TO_PASS = "pass inputs= with which the model runs forward and backward in float
 
 @dataclass(frozen=True)
 class Settled:
-    """By which means the plan shards, and how they were found: the trial on simulated ranks."""
+    """What the plan may use, and how that was found: the trial on simulated ranks."""
 
-    means: Means
+    capabilities: Capabilities
     trial: Trial = Trial()
     findings: tuple[Finding, ...] = ()
 
@@ -68,14 +68,14 @@ class GraphProof:
 def proven_plan(source: Source, wish: Wish, choices: Choices | None = None, module: nn.Module | None = None) -> Plan:
     """A plan with its proof, by named steps: a trial on simulated ranks, the draft, the recorded graph.
 
-    The trial comes first because it says by which means the draft may be made. `wish.prove` "ranks" adds all that
+    The trial comes first because it says what the draft may use. `wish.prove` "ranks" adds all that
     verify does; "none" leaves a draft.
     """
     module = source.module() if module is None else module
     if wish.prove == "none" or wish.ranks == 1:
         return draft_plan(source, wish, choices=choices, module=module).plan
-    settled = settle_means(source, wanted_means(wish), wish.tp_size, wish.ep_size, choices)
-    draft = draft_plan(source, wish, choices=choices, means=settled.means, module=module)
+    settled = settle_capabilities(source, wanted_capabilities(wish), wish.tp_size, wish.ep_size, choices)
+    draft = draft_plan(source, wish, choices=choices, capabilities=settled.capabilities, module=module)
     made = replace(draft.plan, findings=draft.plan.findings + settled.findings)
     proof = prove_graph(source, made, draft.trace, draft.choices, settled.trial)
     made = replace(made, proof=proof.proof, findings=made.findings + proof.findings, entries=proof.stamp(made.entries))
@@ -107,7 +107,7 @@ def prove_graph(
         captured.trace,
         _TINY_TP,
         choices.for_clone() if choices is not None else None,
-        experts=experts_of(plan.tp_size, plan.ep_size if plan.runtime.of(LocalExperts) else 1, Means()),
+        experts=experts_of(plan.tp_size, plan.ep_size if plan.runtime.of(LocalExperts) else 1, Capabilities()),
     )
     assert solution.shards is not None
     law = check_permutations(clone, entries, captured.trace, solution.axes, solution.shards.marks)
@@ -188,10 +188,10 @@ def _where(solution: Solution, axis: object) -> str:
     return ""
 
 
-def settle_means(
-    source: Source, wanted: Means, tp_size: int = _TINY_TP, ep_size: int = 1, choices: Choices | None = None
+def settle_capabilities(
+    source: Source, wanted: Capabilities, tp_size: int = _TINY_TP, ep_size: int = 1, choices: Choices | None = None
 ) -> Settled:
-    """Shard the tiny clone on simulated ranks, as somebody chose, and keep the first means that give the same numbers.
+    """Shard the tiny clone on simulated ranks, as somebody chose; keep the first capabilities with the same numbers.
 
     Findings say what had to be left out, or that nothing would do. Where no clone can be tried, what is wanted stays,
     and the outcome says why and what to pass.
@@ -211,23 +211,25 @@ def settle_means(
         trial = Trial("skipped", error.message, error.hint or _TO_PASS)
         text = f"derived, not tried on simulated ranks: {trial.why}"
         return Settled(wanted, trial, (Finding("proof", "warn", "", text, trial.hint),))
-    means: Means = report.details["means"]
+    capabilities: Capabilities = report.details["capabilities"]
     first = next((finding for finding in report.findings if finding.level == "error"), None)
     if first is not None:
         text = f"on simulated ranks the sharded tiny clone differs: {first.where} {first.message}"
         hint = "keep the modules named here whole"
-        return Settled(means, Trial("wrong", text, hint), (Finding(TRIED, "error", first.where, text, hint),))
+        return Settled(capabilities, Trial("wrong", text, hint), (Finding(TRIED, "error", first.where, text, hint),))
     left_out = []
-    if wanted.sequence and not means.sequence:
+    if wanted.sequence and not capabilities.sequence:
         left_out.append(_left_out("sequence", "sequence parallelism was asked for and is not applied"))
-    if means.whole:
-        what = f"{', '.join(means.whole)} and what shares its cut stays whole"
-        left_out.append(Finding("proof", "warn", means.whole[0], f"{what}: cut, the tiny clone did not give the same"))
-    if ep_size > 1 and not means.experts:
+    if capabilities.whole:
+        what = f"{', '.join(capabilities.whole)} and what shares its cut stays whole"
+        left_out.append(
+            Finding("proof", "warn", capabilities.whole[0], f"{what}: cut, the tiny clone did not give the same")
+        )
+    if ep_size > 1 and not capabilities.experts:
         left_out.append(_left_out("experts", "expert parallelism was asked for and is not applied"))
-    if wanted.scoped and not means.scoped:
+    if wanted.scoped and not capabilities.scoped:
         left_out.append(_left_out("scoped", "calls in the middle of a module's Python are not rewritten"))
-    return Settled(means, Trial("passed"), tuple(left_out))
+    return Settled(capabilities, Trial("passed"), tuple(left_out))
 
 
 def _left_out(check: str, what: str) -> Finding:

@@ -58,7 +58,7 @@ def audit(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, for a pull request.")] = False,
     output: Output = None,
 ) -> None:
-    """Hold a plan against the model: what is wrong, with proof; what is dear; what is dead."""
+    """Hold a plan against the model: what is wrong, with proof; what costs more than it needs; what is dead."""
     if as_json + as_sarif + as_markdown > 1:
         raise AutoplanError("--json, --sarif and --markdown exclude each other", hint="choose one")
     if all_hf:

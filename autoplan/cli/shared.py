@@ -47,7 +47,7 @@ class Engine(StrEnum):
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="What to plan; see the end of `autoplan --help`.")]
 TpSize = Annotated[int, typer.Option("--tp", min=1, help="Ranks to split over.")]
 EpSize = Annotated[
-    int, typer.Option("--ep", min=1, help="Deal whole experts out over so many ranks: --tp's, or with --tp 1 any.")
+    int, typer.Option("--ep", min=1, help="Place whole experts on so many different ranks: --tp's, or with --tp 1 any.")
 ]
 Cut = Annotated[
     bool, typer.Option("--sequence-parallel", help="Cut the stream between split regions along the sequence too.")

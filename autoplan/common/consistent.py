@@ -50,7 +50,7 @@ def _of_layout(where: str, text: str | None, ranks: int) -> Iterator[str]:
     for part in _dealt_to_groups(layout):
         pieces, stride = part.split or (1, 1)
         if ranks % (pieces * stride):
-            yield f"{where}: {text!r} deals {part} out to groups of ranks, which {ranks} ranks do not make"
+            yield f"{where}: {text!r} shards {part} over groups of ranks, which {ranks} ranks do not make"
 
 
 def _dealt_to_groups(layout: Layout) -> Iterator[Layout]:

@@ -127,4 +127,4 @@ def _freeze(data: Any) -> Any:
 
 def _refuse(where: str, wanted: str, data: Any) -> Any:
     shown = repr(data) if len(repr(data)) <= 40 else repr(data)[:37] + "..."
-    raise PlanFileError(f"{where}: expected {wanted}, found {shown}", hint="mend it, or make the plan again")
+    raise PlanFileError(f"{where}: expected {wanted}, found {shown}", hint="fix it, or make the plan again")

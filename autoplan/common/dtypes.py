@@ -1,6 +1,6 @@
 """In which dtype a model computes, and casting it to another.
 
-The first floating parameter tells, except that a weight kept in float8 is a store of bits beside its scales: nothing
+The first floating parameter tells, except that a weight kept in float8 is a store of bits next to its scales: nothing
 computes in it, and casting it would make another model.
 """
 

@@ -16,7 +16,7 @@ __all__ = [
 
 
 class AutoplanError(ValueError):
-    """Something the caller can mend. `hint` says how."""
+    """Something the caller can fix. `hint` says how."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(f"{message}\n  → {hint}" if hint else message)

@@ -1,13 +1,13 @@
 """How one tensor dimension lies on ranks, in one line that people can read and files can hold.
 
-    "32!*128"                    32 heads of 128 rows, heads dealt out over ranks
+    "32!*128"                    32 heads of 128 rows, heads sharded over ranks
     "32!*128|8!*128|8!*128"      packed q, k, v: each segment is cut by its own heads
     "14336!|14336!"              packed gate and up
     "(16!|1)*64"                 Falcon: query heads are cut, the shared key is held by every rank
     "2!2@2*4!2@1*64"             grouped heads over four ranks: groups over pairs of ranks, heads within a pair
 
-A number is a factor; `*` multiplies (major first); `|` concatenates; `!` marks a factor that is dealt out over all
-ranks; `n!p@s` deals it in p parts, rank r taking part (r // s) % p. A bare factor is held whole by every rank.
+A number is a factor; `*` multiplies (major first); `|` concatenates; `!` marks a factor that is sharded over all
+ranks; `n!p@s` shards it in p parts, rank r taking part (r // s) % p. A bare factor is held whole by every rank.
 
 >>> Layout.parse("2!*2|3").rows(rank=1, tp=2)
 (2, 3, 4, 5, 6)
@@ -56,11 +56,11 @@ class Layout:
         return _rows(self, rank, tp)
 
     def carried(self, tp: int) -> tuple[bool, ...]:
-        """For each row that a rank holds (rank 0's count): is it dealt out (True) or held by all (False)?"""
+        """For each row that a rank holds (rank 0's count): is it sharded (True) or held by all (False)?"""
         return _carried(self, 0, tp)
 
     def shared_rows(self, tp: int) -> bool:
-        """Do several ranks hold one row, while others are dealt out?"""
+        """Do several ranks hold one row, while others are sharded?"""
         held = [row for rank in range(tp) for row in self.rows(rank, tp)]
         return len(held) != len(set(held))
 

@@ -58,8 +58,8 @@ def layout_text(text: str, tp_size: int) -> str:
     rows = layout.rows(0, tp_size)
     if not layout.is_split:
         return f"whole on each of {count(tp_size, 'rank')}"
-    share, total = _share(layout, tp_size), f"{len(rows)} of {layout.size}"
-    equation = share if share == total else f"{share} = {total}"
+    shard, total = _shard(layout, tp_size), f"{len(rows)} of {layout.size}"
+    equation = shard if shard == total else f"{shard} = {total}"
     return f"each of {count(tp_size, 'rank')} holds {equation}; rank 0: {ranges_text(rows)}"
 
 
@@ -76,14 +76,14 @@ def segment_text(segment: str, tp_size: int) -> str:
         return segment
 
 
-def _share(layout: Layout, tp_size: int) -> str:
+def _shard(layout: Layout, tp_size: int) -> str:
     if not layout.is_split:
         return _sizes(layout)
     if layout.kind == "concatenation":
-        return " | ".join(_share(part, tp_size) if part.is_split else f"all {_sizes(part)}" for part in layout.parts)
+        return " | ".join(_shard(part, tp_size) if part.is_split else f"all {_sizes(part)}" for part in layout.parts)
     if layout.kind == "product":
-        shares = [(_share(part, tp_size), part.kind == "concatenation") for part in layout.parts]
-        return " × ".join(f"({share})" if inner else share for share, inner in shares)
+        shards = [(_shard(part, tp_size), part.kind == "concatenation") for part in layout.parts]
+        return " × ".join(f"({shard})" if inner else shard for shard, inner in shards)
     return f"{len(layout.rows(0, tp_size))} of {layout.size}"
 
 

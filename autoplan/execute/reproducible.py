@@ -73,7 +73,7 @@ def _sums_nothing(module: nn.Module, dim: int, plan: Plan, path: str) -> bool:
 
 
 def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """`nn.Linear.forward`, or that of the transposed linear in GPT-2 and its kin."""
+    """`nn.Linear.forward`, or that of the transposed linear in GPT-2 and models like it."""
     record = record_of(self)
     assert record is not None
     held, transposed = record.parameters["weight"], conventions().is_transposed_linear(self)

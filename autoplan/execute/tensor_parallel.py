@@ -75,7 +75,7 @@ def applied(model: nn.Module) -> Applied | None:
 def tp_mesh_of(mesh: DeviceMesh, plan: Plan, names: dict[str, str] | None = None) -> DeviceMesh | None:
     """The 1-D mesh over which the plan splits; None when there is nothing to split over.
 
-    That is "tp", or "ep" where the plan only deals out experts.
+    That is "tp", or "ep" where the plan only places experts on different ranks.
     """
     purpose = "ep" if plan.tp_size == 1 < plan.ep_size else "tp"
     wanted = (names or {}).get(purpose, purpose)

@@ -66,7 +66,7 @@ def decoded(forward: Callable[[dict[str, Any]], Any], inputs: Mapping[str, Any],
 
 
 def _window(name: str, value: Any, ids: str, start: int, end: int, length: int) -> Any:
-    """What goes in beside tokens start to end: masks cover everything so far, the rest only these tokens."""
+    """What goes in besides tokens start to end: masks cover everything so far, the rest only these tokens."""
     along = isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == length
     if not along or name.startswith(_DECODER) != ids.startswith(_DECODER):
         return value

@@ -129,7 +129,7 @@ def _load(folder: str, trust_remote_code: bool) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # validation raises a family of its own for each config class
-        raise SourceError(f"{folder}/config.json cannot be used: {_said(error)}", hint="mend the config") from error
+        raise SourceError(f"{folder}/config.json cannot be used: {_said(error)}", hint="fix the config") from error
 
 
 def _said(error: Exception) -> str:
@@ -201,7 +201,7 @@ def _import_builder(module_name: str, function_name: str, what: str) -> Any:
 
 
 def transformers_class(name: str, config: PretrainedConfig, where: str, trust_remote_code: bool) -> type:
-    """The model class of that name, from transformers or, when trusted, from the code beside the config."""
+    """The model class of that name, from transformers or, when trusted, from the code next to the config."""
     found = getattr(transformers, name, None)
     if isinstance(found, type):
         return found
@@ -210,7 +210,7 @@ def transformers_class(name: str, config: PretrainedConfig, where: str, trust_re
     if reference is None:
         raise SourceError(
             f"transformers {transformers.__version__} has no class {name!r} (architectures[0] of the config)",
-            hint="mend `architectures`, or build the model under torch.device('meta') and pass it",
+            hint="fix `architectures`, or build the model under torch.device('meta') and pass it",
         )
     if not trust_remote_code:
         raise _remote_code_error(where or name)

@@ -105,6 +105,6 @@ def _shared_out(total: int, old: list[int]) -> list[int]:
 
 @lru_cache(maxsize=1024)
 def _modeling_mentions(config_file: str, word: str) -> bool:
-    """Does the modeling code beside a config use the word? (It may have a default for it that is too wide.)"""
+    """Does the modeling code next to a config use the word? (It may have a default for it that is too wide.)"""
     files = sorted(Path(config_file).parent.glob("modeling_*.py"))
     return any(word in file.read_text(encoding="utf-8") for file in files)

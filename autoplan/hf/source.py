@@ -259,7 +259,7 @@ def _build(cls: type, config: PretrainedConfig, attention: str | None) -> Any:
     ) as error:
         raise SourceError(
             f"{cls.__name__} cannot be built from its config: {type(error).__name__}: {error}",
-            hint="mend the config, or build the model yourself and pass it",
+            hint="fix the config, or build the model yourself and pass it",
         ) from error
 
 

@@ -90,7 +90,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text("utf-8"))
     except tomllib.TOMLDecodeError as error:
-        raise SourceError(f"{path}: {error}", hint="mend the TOML") from error
+        raise SourceError(f"{path}: {error}", hint="fix the TOML") from error
 
 
 def _checked(path: Path, data: dict[str, Any], keys: set[str]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import find
-from autoplan.ops.records.on_shares import Local, SplitOp
+from autoplan.ops.records.on_shards import Local, SplitOp
 from autoplan.ops.records.record import NEVER, Drawn, Linear, Reduction, Refused, by_rate, op, python_call
 from autoplan.ops.records.site import Answer, Dims, Site
 from autoplan.ops.records.sizes import NO_SIZES
@@ -21,7 +21,7 @@ def _widths(at: SplitOp) -> Refused | None:
 
 
 def attended(local: Local) -> Any:
-    """Heads run by themselves. Fused kernels want values as wide as the queries: shares of them are filled up."""
+    """Heads run by themselves. Fused kernels want values as wide as the queries: shards of them are filled up."""
     if local.is_split(0, 3):
         raise ValueError("attention over a split head width")
     query, values = local.args[0], local.args[2]

@@ -7,7 +7,7 @@ from typing import Any
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import Term, find, is_data, leaf, product
-from autoplan.ops.records.on_shares import Local, SplitOp
+from autoplan.ops.records.on_shards import Local, SplitOp
 from autoplan.ops.records.record import NEVER, Drawn, Linear, Product, Reduction, Refused, op, python_call
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import Groups
@@ -16,7 +16,7 @@ __all__ = ["slid"]
 
 
 def _channel_sum(at: SplitOp) -> Reduction | Refused | None:
-    """Over channels in one group ranks have parts of the sum; several groups are dealt out whole, each for itself."""
+    """Over channels in one group ranks have parts of the sum; several groups are sharded whole, each for itself."""
     groups = at.told(8, "groups", 1)
     if groups == 1:
         return Reduction.SUM if at.is_split(0, 1) else None
@@ -37,7 +37,7 @@ def _cut_inside(at: SplitOp, term: Term, groups: int) -> bool:
 
 
 def convolved(local: Local) -> Any:
-    """A rank has its share of the groups, or a part of the sum; what is added is added once, by the first rank."""
+    """A rank has its shard of the groups, or a part of the sum; what is added is added once, by the first rank."""
     groups = local.op.args[8]
     if groups > 1:
         local.args[8] = max(1, groups * local.args[0].shape[1] // local.size(0, 1))

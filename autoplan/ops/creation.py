@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import leaf
-from autoplan.ops.records.on_shares import as_written, recorded
+from autoplan.ops.records.on_shards import as_written, recorded
 from autoplan.ops.records.record import NEVER, Linear, nothing, op, python_call
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES, Filled, Identity, MadeWhole
@@ -43,7 +43,7 @@ def ramp(site: Site) -> Answer:
 @op("eye",
     sizes=Identity(), reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def identity(site: Site) -> Answer:
-    """Ones where row and column are the same. Times a matrix it is that matrix: a rank's share is an identity, too."""
+    """Ones where row and column are the same. Times a matrix it is that matrix: a rank's shard is an identity, too."""
     rows, columns = site.out_shape
     same = _copies(site.outputs[0], site.state.trace)
     if rows != columns or same is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoplan.axes.events import Event
-from autoplan.ops.records.on_shares import as_written
+from autoplan.ops.records.on_shards import as_written
 from autoplan.ops.records.record import NEVER, Drawn, Linear, Shows, kept_whole, nothing, op, python_call
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES

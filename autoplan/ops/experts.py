@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import product
-from autoplan.ops.records.on_shares import SplitOp, recorded
+from autoplan.ops.records.on_shards import SplitOp, recorded
 from autoplan.ops.records.record import NEVER, Linear, Reduction, op
 from autoplan.ops.records.site import Answer, Dims, Site
 from autoplan.ops.records.sizes import NO_SIZES
@@ -19,8 +19,8 @@ INSIDE = "inside_experts"  # what became of the ops and calls in a box: nothing 
 def _expert_sum(at: SplitOp) -> Reduction | None:
     """Routed tokens get the sum over all experts; sorted ones stay apart by expert."""
     stack, _, routing, _ = at.op.args
-    dealt = at.shards.layout_of(at.shards.axes.of(stack[0].id)[0]) is not None
-    return Reduction.SUM if routing and dealt else None
+    sharded = at.shards.layout_of(at.shards.axes.of(stack[0].id)[0]) is not None
+    return Reduction.SUM if routing and sharded else None
 
 
 # Each rank's experts see other tokens than the recorded ones: what they compute is for ranks to show.

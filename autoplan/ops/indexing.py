@@ -9,7 +9,7 @@ from typing import Any
 from autoplan.axes.events import Event
 from autoplan.axes.terms import Term, find, is_data
 from autoplan.ops.pieces import slice_of
-from autoplan.ops.records.on_shares import Local, SplitOp, as_written
+from autoplan.ops.records.on_shards import Local, SplitOp, as_written
 from autoplan.ops.records.record import NEVER, Along, Drawn, Linear, Reduction, Shows, kept_whole, op, python_call
 from autoplan.ops.records.site import Answer, Dims, Site
 from autoplan.ops.records.sizes import NO_SIZES, Indexed
@@ -23,7 +23,7 @@ def _lookup(at: SplitOp) -> Reduction | None:
 
 
 def looked_up(local: Local) -> Any:
-    """A table whose rows are dealt out: each rank answers for its own rows, the rest are zero."""
+    """A table whose rows are sharded: each rank answers for its own rows, the rest are zero."""
     layout = local.layout(0, 0)
     if layout is None:
         return local.call()

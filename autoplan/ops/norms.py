@@ -7,7 +7,7 @@ from typing import Any
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import ONE, find
-from autoplan.ops.records.on_shares import Local, SplitOp, as_written
+from autoplan.ops.records.on_shards import Local, SplitOp, as_written
 from autoplan.ops.records.record import NEVER, Drawn, Linear, Reduction, kept_whole, op, python_call
 from autoplan.ops.records.site import Answer, Dims, Site
 from autoplan.ops.records.sizes import NO_SIZES, Groups
@@ -39,7 +39,7 @@ def normed(local: Local) -> Any:
 
 
 def group_normed(local: Local) -> Any:
-    """Its groups and channels are told as numbers: a rank has its share of both."""
+    """Its groups and channels are told as numbers: a rank has its shard of both."""
     channels, whole = local.args[0].shape[1], local.size(0, 1)
     local.args[4], local.args[6] = channels, local.args[6] * channels // whole
     return local.call()

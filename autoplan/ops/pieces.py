@@ -6,7 +6,7 @@ from typing import Any
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import ONE, Term, concatenation, is_data, leaf
-from autoplan.ops.records.on_shares import Local, SplitOp, as_written
+from autoplan.ops.records.on_shards import Local, SplitOp, as_written
 from autoplan.ops.records.record import (
     NEVER,
     Along,
@@ -32,7 +32,7 @@ def bounds(size: int, start: int | None, stop: int | None) -> tuple[int, int]:
 
 
 def _row(at: SplitOp) -> Reduction | None:
-    """One row of a table whose rows are dealt out: the rank that has it gives it."""
+    """One row of a table whose rows are sharded: the rank that has it gives it."""
     return Reduction.ROW if at.is_split(0, at.told(1, "dim", 0)) else None
 
 
@@ -60,7 +60,7 @@ def sliced(local: Local) -> Any:
 
 
 def split_up(local: Local) -> Any:
-    """Pieces are as long as a rank's shares of them."""
+    """Pieces are as long as a rank's shards of them."""
     dim = local.argument(2, "dim", 0)
     return local.args[0].split([local.shards.local_shape(out, local.rank)[dim] for out in local.outputs], dim)
 
@@ -190,7 +190,7 @@ def cat(site: Site) -> Answer:
 
 
 def joined(site: Site, parts: list[Term]) -> Term:
-    """Parts in one row. Beside input data nothing keeps its place: the row is an axis of the input again."""
+    """Parts in one row. Joined with input data nothing keeps its place: the row is an axis of the input again."""
     parts = [part for part in parts if part.size]
     if len(parts) < 2 or not any(is_data(part) for part in parts):
         return concatenation(parts)

@@ -6,7 +6,7 @@ from typing import Any
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import find
-from autoplan.ops.records.on_shares import Local, SplitOp, as_written
+from autoplan.ops.records.on_shards import Local, SplitOp, as_written
 from autoplan.ops.records.record import (
     NEVER,
     Drawn,
@@ -34,7 +34,7 @@ def _operands(at: SplitOp) -> Product:
 
 
 def inner_sum(at: SplitOp) -> Reduction | None:
-    """A product over a dim of which each rank has a share leaves it with a part of the sum."""
+    """A product over a dim of which each rank has a shard leaves it with a part of the sum."""
     value = _operands(at).value
     return Reduction.SUM if at.is_split(value, -1) and not at.is_identity(value) else None
 

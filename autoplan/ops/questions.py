@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoplan.ops.records.on_shares import as_written
+from autoplan.ops.records.on_shards import as_written
 from autoplan.ops.records.record import NEVER, Linear, nothing, op
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES

@@ -9,7 +9,7 @@ from autoplan.axes.events import Event
 from autoplan.axes.terms import ONE
 from autoplan.common.layout import Layout
 from autoplan.ops.elementwise import elementwise
-from autoplan.ops.records.on_shares import Local, SplitOp, as_written
+from autoplan.ops.records.on_shards import Local, SplitOp, as_written
 from autoplan.ops.records.record import NEVER, Drawn, Linear, Reduction, Refused, kept_whole, op, python_call
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES
@@ -45,7 +45,7 @@ def summed_over(how: Reduction) -> Callable[[SplitOp], Reduction | None]:
 
 
 def across(at: SplitOp) -> Refused | None:
-    """What it finds in a share says nothing of the whole, and ranks have no way to put it together."""
+    """What it finds in a shard says nothing of the whole, and ranks have no way to put it together."""
     return Refused(f"{at.op.name} over a split dimension") if _split_layouts(at) else None
 
 
@@ -70,7 +70,7 @@ def part_of_a_mean(local: Local) -> Any:
 
 
 def exchanged(local: Local) -> Any:
-    """Over a split dim ranks tell each other the statistics of their shares: the outcome is recorded."""
+    """Over a split dim ranks tell each other the statistics of their shards: the outcome is recorded."""
     if not _split_layouts(local):
         return local.call()
     local.exchanged = True
@@ -90,7 +90,7 @@ _EVENTS = {
     "argmax": Event.REDUCE_ARG, "argmin": Event.REDUCE_ARG,
     "any": Event.REDUCE_LOGIC, "all": Event.REDUCE_LOGIC, "_is_all_true": Event.REDUCE_LOGIC,
     "_is_any_true": Event.REDUCE_LOGIC, "equal": Event.REDUCE_LOGIC, "count_nonzero": Event.REDUCE_LIN,
-    "var": Event.SPREAD, "std": Event.SPREAD, "var_mean": Event.REDUCE_VAR, "std_mean": Event.REDUCE_VAR,
+    "var": Event.VARIANCE, "std": Event.VARIANCE, "var_mean": Event.REDUCE_VAR, "std_mean": Event.REDUCE_VAR,
     "norm": Event.LENGTH, "linalg_vector_norm": Event.LENGTH, "frobenius_norm": Event.LENGTH,
     "logsumexp": Event.REDUCE_LOGSUMEXP, "prod": Event.REDUCE_PROD,
 }  # fmt: skip
@@ -103,7 +103,7 @@ _EVENTS = {
     sizes=NO_SIZES, reduces=summed_over(Reduction.MEAN), linear=Linear.NO, random=NEVER,
     runs=part_of_a_mean, drawn=Drawn.STATISTIC)  # fmt: skip
 @op("var", "std",
-    sizes=NO_SIZES, reduces=summed_over(Reduction.SPREAD), linear=Linear.NO, random=NEVER,
+    sizes=NO_SIZES, reduces=summed_over(Reduction.VARIANCE), linear=Linear.NO, random=NEVER,
     runs=exchanged, drawn=Drawn.STATISTIC)  # fmt: skip
 @op("linalg_vector_norm",
     sizes=NO_SIZES, reduces=summed_over(Reduction.LENGTH), linear=Linear.NO, random=NEVER,
@@ -128,7 +128,7 @@ def reduction(site: Site) -> Answer:
     if event is Event.LENGTH and site.arg(1, "ord", 2) != 2:
         event = Event.REDUCE_NORM
     for position in gone:
-        if event in (Event.REDUCE_LIN, Event.SPREAD, Event.LENGTH):
+        if event in (Event.REDUCE_LIN, Event.VARIANCE, Event.LENGTH):
             site.contract(dims[position], event)
         else:
             site.mark(dims[position], event)

@@ -6,7 +6,7 @@ from typing import Any
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import ONE, Term, leaf, product
-from autoplan.ops.records.on_shares import Local, as_written
+from autoplan.ops.records.on_shards import Local, as_written
 from autoplan.ops.records.record import NEVER, Linear, Shows, kept_whole, nothing, op, python_call, unknown
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES, SHAPE, RepeatEach, Repeats, Unflattened
@@ -15,7 +15,7 @@ __all__: list[str] = []
 
 
 def reshaped(local: Local) -> Any:
-    """The shape was told for the whole: a rank has its share of it."""
+    """The shape was told for the whole: a rank has its shard of it."""
     if local.op.overload == "dtype":  # the same bits as another type
         return local.call()
     return local.args[0].reshape(local.shape)

@@ -31,7 +31,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one block moves between ranks in a call, beside the least that its split owes.
+    """What one block moves between ranks in a call, compared with the least that its split needs.
 
     `forward` and `backward`: kind of collective -> how many, and bytes for each token (those of the whole value; an
     all-reduce counts twice). `least_*`: the same for a placement that no other undercuts. `once`: bytes of gradients
@@ -47,7 +47,7 @@ class Traffic:
 
     @property
     def ratio(self) -> float | None:
-        """Bytes moved for each byte owed."""
+        """Bytes moved for each byte needed."""
         moved = sum(size for kinds in (self.forward, self.backward) for _, size in kinds.values())
         least = self.least_forward[1] + self.least_backward[1]
         return moved / least if least else None
@@ -113,7 +113,7 @@ class Score:
 
     @property
     def ratio(self) -> float | None:
-        """Bytes that blocks moved for each byte that their split owes, the worst of them."""
+        """Bytes that blocks moved for each byte that their split needs, the worst of them."""
         return max((one.ratio for one in self.communication if one.ratio is not None), default=None)
 
     @property

@@ -17,7 +17,7 @@ __all__ = ["Change", "Entry", "Obstacle", "Plan", "Proof", "Replicated", "Stack"
 
 @dataclass(frozen=True)
 class Trial:
-    """How the sharded tiny clone did on simulated ranks: the one step that runs the model's own code on shares.
+    """How the sharded tiny clone did on simulated ranks: the one step that runs the model's own code on shards.
 
     `why`: what came out wrong, or why it was not tried; `hint`: what to do, or to pass, so that it can be.
     "unasked": nobody wanted one, or the plan is of a time when plans did not say.
@@ -57,7 +57,7 @@ class Entry:
     """One planned module pattern. `segments` says, per parameter, "dim:layout"; `reduces` what it costs.
 
     `bytes` is the size of the parameters of all modules that it stands for, unsplit. `axes` are numbers of the axes
-    that cut it: entries that share one are cut together, or not at all.
+    that cut it: entries that have one are cut together, or not at all.
     """
 
     pattern: str
@@ -132,7 +132,7 @@ class Change:
 class Plan:
     """The plan: for one model at one tp size. See `str(plan)`, `explain`, `diff`, `save`.
 
-    `ep_size`: over how many ranks experts are dealt out whole; 1: they are cut inside. It is the tp size, or with
+    `ep_size`: over how many ranks experts are placed whole; 1: they are cut inside. It is the tp size, or with
     tp_size 1 any other. `made_for`: the code and the sizes of the model that it was made for; it is refused for others.
     """
 
@@ -154,7 +154,7 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """Over how many ranks parameters are cut: those of tp, or those of ep where only experts are dealt out."""
+        """Over how many ranks parameters are cut: those of tp, or those of ep where nothing but experts is split."""
         return max(self.tp_size, self.ep_size)
 
     def __str__(self) -> str:

@@ -25,6 +25,7 @@ __all__ = [
     "KeptWhole",
     "Narrow",
     "NeedsRewriting",
+    "NeedsSums",
     "NeverContracted",
     "NotNamed",
     "NotPlaced",
@@ -32,7 +33,6 @@ __all__ = [
     "OfDim",
     "OnBothDims",
     "OnlyExperts",
-    "OwesSums",
     "ReadAcross",
     "Reason",
     "ResidualStream",
@@ -60,7 +60,7 @@ def sentence(reasons: Iterable[Reason]) -> str:
 
 @dataclass(frozen=True)
 class DoesNotDivide(Reason):
-    """The only reason that another tp size would mend."""
+    """The only reason that another tp size would remove."""
 
     size: int
     ranks: int
@@ -103,11 +103,11 @@ class ReadAcross(Reason):
 
 
 @dataclass(frozen=True)
-class OwesSums(Reason):
+class NeedsSums(Reason):
     events: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"each of its ops would owe a sum ({', '.join(self.events)})"
+        return f"each of its ops would need a sum ({', '.join(self.events)})"
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class SingleWeight(Reason):
 
 @dataclass(frozen=True)
 class Narrow(Reason):
-    """`least`: the width from which a cut pays."""
+    """`least`: the width from which a cut is worth it."""
 
     least: int
 
@@ -158,7 +158,7 @@ class AlreadySplit(Reason):
 
 @dataclass(frozen=True)
 class NotPlaced(Reason):
-    """The split would owe something that no mechanism can do. `what`, in the words of the one that gave up."""
+    """The split would need something that no mechanism can do. `what`, in the words of the one that gave up."""
 
     what: str
 
@@ -236,7 +236,7 @@ class DifferedOnRanks(Reason):
 @dataclass(frozen=True)
 class OnlyExperts(Reason):
     def __str__(self) -> str:
-        return "only experts are dealt out"
+        return "only experts are placed on different ranks"
 
 
 # ------------------------------------------------------------------------------------------------ of experts

@@ -78,7 +78,7 @@ class TensorInfo:
 
     @property
     def quantised(self) -> bool:
-        """A matrix in few bits, whose numbers mean something only together with scales that are kept beside it."""
+        """A matrix in few bits, whose numbers mean something only together with scales that are kept next to it."""
         stored = self.kind in ("parameter", "buffer") and len(self.shape) >= 2
         return stored and (self.dtype.startswith("float8") or self.dtype in ("int8", "uint8", "int32"))
 

@@ -66,7 +66,7 @@ APART: dict[str, Adding] = {
 }
 
 
-class Beside(nn.Module):
+class SideBySide(nn.Module):
     def __init__(self, adding: Adding) -> None:
         super().__init__()
         self.even, self.glance, self.chew, self.adding = nn.LayerNorm(WIDTH), Glance(), Chew(), adding
@@ -80,7 +80,7 @@ class Tower(nn.Module):
     def __init__(self, adding: Adding) -> None:
         super().__init__()
         self.words = nn.Embedding(24, WIDTH)
-        self.floors = nn.ModuleList(Beside(adding) for _ in range(2))
+        self.floors = nn.ModuleList(SideBySide(adding) for _ in range(2))
         self.top, self.tell = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 24, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

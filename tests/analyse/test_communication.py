@@ -1,4 +1,4 @@
-"""No communication that is not owed: sums that meet are one sum, at the exit of a region and at its entry."""
+"""No communication that is not needed: sums that meet are one sum, at the exit of a region and at its entry."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ def test_routed_and_shared_experts_pay_together(model_type, block, norm, router)
     inside = {hook for hook in hooks if hook[0].startswith(block) and hook[2] is AllReduce}
     assert inside == {(block, "output", AllReduce)}, "one sum where the block returns"
     assert (norm, "output", AllReduceGradient) in hooks, "one sum of the gradient, before all readers"
-    assert (f"{block}.{router}", "input", ScaleGradient) in hooks, (
-        "the router runs alike on every rank: it gives shares"
-    )
+    assert (f"{block}.{router}", "input", ScaleGradient) in hooks, "the router runs alike on every rank: it gives parts"
     told = [cost for entry in plan.entries if "expert" in entry.pattern for cost in entry.reduces]
     assert any("where" in cost and "shared with" in cost for cost in told)
 
@@ -66,7 +64,7 @@ def _scored(model_type, **how):
 
 @pytest.mark.parametrize("model_type", LLAMA_LIKE)
 @pytest.mark.parametrize("cut", [False, True])
-def test_a_llama_like_block_moves_what_its_split_owes_and_no_more(model_type, cut):
+def test_a_llama_like_block_moves_what_its_split_needs_and_no_more(model_type, cut):
     """Two sums each way; along the sequence the same bytes as two gathers and two reduce-scatters."""
     for one in _scored(model_type, sequence_parallel=cut):
         assert one.ratio == 1.0 and one.least_forward == one.least_backward, one

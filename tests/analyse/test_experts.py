@@ -57,7 +57,7 @@ def test_exact_in_every_implementation(model_type: str, implementation: str) -> 
 
 
 def _is_router(clone: Clone, name: str) -> bool:
-    """Its rows are as many as the experts beside it."""
+    """Its rows are as many as the experts next to it."""
     state = dict(clone.model.named_parameters())
     block = name.rpartition(".")[0].rpartition(".")[0]
     experts = {p.shape[0] for other, p in state.items() if p.dim() == 3 and other.startswith(f"{block}.")}
@@ -74,7 +74,7 @@ def test_nothing_hangs_on_the_order_of_calls_inside_experts(model_type: str) -> 
     assert not [call for call in plan.runtime.of(CallRewrite) if call.pattern in experts - convolutions]
 
 
-def test_a_bias_added_to_each_experts_part_is_added_in_shares() -> None:
+def test_a_bias_added_to_each_experts_part_is_added_in_parts() -> None:
     """Whichever call adds it, each rank adds half, and the halves are summed where the experts' module ends."""
     _, plan = planned("gpt_oss")
     divided = {rule.pattern.rpartition(".")[2] for rule in plan.runtime.parameters if rule.divide}

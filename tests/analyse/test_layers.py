@@ -94,7 +94,7 @@ CONTAINERS = {
         lambda: nn.ModuleDict({"a": nn.ModuleList(blocks(2)), "b": nn.Sequential(*blocks(2))}),
         "s.a.0 s.a.1 s.b.0 s.b.1",
     ),
-    "norm and table beside the blocks in one dictionary": (
+    "norm and table next to the blocks in one dictionary": (
         lambda: nn.ModuleDict({"t": nn.Embedding(50, WIDTH), "h": nn.ModuleList(blocks(2)), "n": nn.LayerNorm(WIDTH)}),
         "s.h.0 s.h.1",
     ),
@@ -153,8 +153,8 @@ def test_what_repeats_without_being_layers(case):
 def test_two_stacks_of_one_length():
     model = Holder(a=Holder(list=nn.ModuleList(blocks(3))), b=Holder(list=nn.ModuleList(blocks(3))))
     assert [stack.name for stack in layers(model)] == ["a.list", "b.list"]
-    beside = Holder(a=nn.ModuleList(blocks(3)), b=nn.ModuleList(blocks(3, MambaLike)))
-    assert [stack.name for stack in layers(beside)] == ["a", "b"]
+    siblings = Holder(a=nn.ModuleList(blocks(3)), b=nn.ModuleList(blocks(3, MambaLike)))
+    assert [stack.name for stack in layers(siblings)] == ["a", "b"]
     in_a_dictionary = nn.ModuleDict({"a": nn.ModuleList(blocks(3)), "b": nn.ModuleList(blocks(3, MambaLike))})
     assert [len(stack.fqns) for stack in layers(Holder(d=in_a_dictionary))] == [3, 3]
 

@@ -21,28 +21,28 @@ def test_the_cut_stream_gives_the_same_numbers(model_type):
         model_type, sequence_parallel=True, checks=("forward", "second_shape", "loss", "state_dict", "optimizer")
     )
     assert report.ok, report
-    assert report.details["means"].sequence, "the stream was not cut"
+    assert report.details["capabilities"].sequence, "the stream was not cut"
 
 
 @pytest.mark.parametrize(
     "model_type",
     [
         "bart",  # two runs of the model go through one stack, each with a sequence of its own
-        "zamba2",  # a whole value is dealt out at several doors
+        "zamba2",  # a whole value is sharded at several boundaries
         "rwkv",  # a gather outside makes those inside needless
         "nanochat",  # a norm that runs before the blocks and after them: gathered elsewhere
         "llama4_text",  # a sum that is written in place
         "cpmant",  # prompts and text one after the other
         "prophetnet",  # several streams one after the other
         "deepseek_v4",  # what meets the stream was made in the block from what a module returns
-        "inkling2_text",  # a value made for every position alike, and an empty one beside the stream
+        "inkling2_text",  # a value made for every position alike, and an empty one next to the stream
         "xlm",  # no block module; a norm's output is changed in place
     ],
 )
-def test_borders_are_found_where_the_first_ones_will_not_do(model_type):
+def test_boundaries_are_found_where_the_first_ones_will_not_do(model_type):
     report = autoplan.verify(model_type, sequence_parallel=True, checks=("forward", "second_shape"))
     assert report.ok, report
-    assert report.details["means"].sequence, "the stream was not cut"
+    assert report.details["capabilities"].sequence, "the stream was not cut"
 
 
 def test_a_llama_block_moves_the_bytes_of_two_reductions_and_no_more():
@@ -55,7 +55,7 @@ def test_a_llama_block_moves_the_bytes_of_two_reductions_and_no_more():
 
 
 class Tail(torch.nn.Module):
-    """A block that looks at the first position for all, in its own code: no module border lies before the op."""
+    """A block that looks at the first position for all, in its own code: no module boundary lies before the op."""
 
     def __init__(self):
         super().__init__()

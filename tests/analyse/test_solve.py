@@ -116,7 +116,7 @@ def test_folding_changes_nothing():
 
 
 class Tapped(nn.Module):
-    """The last block's output feeds a head: what is owed there is owed by no other block."""
+    """The last block's output feeds a head: a sum that is needed there is needed by no other block."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_the_last_block_is_not_like_the_others(depth):
 
 
 class HandsOn(nn.Module):
-    """Returns its input beside what it made of it: a hook at its entry would act on later readers too."""
+    """Returns its input together with what it made of it: a hook at its entry would act on later readers too."""
 
     def __init__(self) -> None:
         super().__init__()

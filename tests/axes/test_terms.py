@@ -191,7 +191,7 @@ def test_equal_segments_are_rows_of_a_product() -> None:
     which, row = leaf(3), leaf(8)
     algebra.unify(concatenation([one, two, three]), product([which, row]))
     assert find(one) is find(two) is find(three) is find(row)
-    assert leaves(which) == []  # three places, no axis: nothing there can be dealt out
+    assert leaves(which) == []  # three places, no axis: nothing there can be sharded
     assert not algebra.conflicts
 
 

@@ -1,8 +1,9 @@
-"""How long does planning take, beside what it cannot do without?
+"""How long does planning take, compared with what it cannot do without?
 
-The whole process `autoplan plan FOLDER --tp 8 --source inferred`, proof included, is timed beside a process that only
-imports torch and transformers and builds the same model on the meta device; the ratio is what matters, seconds belong
-to a machine. Then the analysis alone is timed on a stack of blocks and on one twice as deep. Nothing is asserted.
+The whole process `autoplan plan FOLDER --tp 8 --source inferred`, proof included, is timed compared with a process that
+only imports torch and transformers and builds the same model on the meta device; the ratio is what matters, seconds
+belong to a machine. Then the analysis alone is timed on a stack of blocks and on one twice as deep. Nothing is
+asserted.
 
     python tests/benchmarks/planning_time.py [--runs 3] [--json] [SHAPE ...]
 """

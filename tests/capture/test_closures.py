@@ -29,7 +29,7 @@ WORDS, WIDTH = 64, 16
 
 
 class Plain(nn.Module):
-    """A table, an MLP, and a head that is the table again. Its kin reach head or MLP by other ways."""
+    """A table, an MLP, and a head that is the table again. Other models like it reach head or MLP by other ways."""
 
     def __init__(self) -> None:
         super().__init__()

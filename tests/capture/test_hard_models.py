@@ -28,7 +28,7 @@ class Attention(nn.Module):
 
 
 class OneValueUnderTwoNames(nn.Module):
-    """The memory enters attention as key and as value: both ways back owe a sum."""
+    """The memory enters attention as key and as value: both ways back need a sum."""
 
     def __init__(self) -> None:
         super().__init__()

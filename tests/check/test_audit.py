@@ -83,12 +83,12 @@ def test_a_string_among_style_objects() -> None:
 
 
 def test_edges_say_what_lies_where() -> None:
-    """A forgotten row layer takes shares for whole; a reduce-scattered sequence is read as a full one."""
+    """A forgotten row layer takes shards for whole; a reduce-scattered sequence is read as a full one."""
     report = audited({**ATTENTION, "layers.*.mlp.w1": "colwise", "layers.*.mlp.w3": "colwise"})
     found = [finding for finding in report.findings if finding.check == "edges"]
     assert {finding.where for finding in found} == {"layers.*.mlp.w1", "layers.*.mlp.w3"}
     assert all(finding.level == "error" and finding.proof for finding in found)
-    assert all("hands on a share, and layers.0.mlp.w2 takes it for whole" in finding.message for finding in found)
+    assert all("hands on a shard, and layers.0.mlp.w2 takes it for whole" in finding.message for finding in found)
 
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import RowwiseParallel
@@ -323,7 +323,7 @@ def test_deepspeed_is_carried_out_by_an_imitation_that_says_so() -> None:
 
 
 def test_deepspeed_packs_and_halves_counts() -> None:
-    """A packed weight in one piece is wrong, in three it is right: the number of heads is dealt out by its name."""
+    """A packed weight in one piece is wrong, in three it is right: the number of heads is edited by its name."""
     rows = {"row": r".*(o_proj|w2)\.weight$"}
     assert audited(deepspeed(packed=r".*qkv_proj\.weight$", column=r".*mlp\.w[13]\.weight$", **rows), fused()).ok
     wrong = audited(deepspeed(column=r".*(qkv_proj|w[13])\.weight$", **rows), fused())

@@ -33,7 +33,7 @@ class Single(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.mix(x.transpose(1, 2)).transpose(1, 2)
         hidden = torch.tanh(self.up(x))
-        if self.scale == "bytes":  # of the share, on a rank: nothing that runs in torch shows it
+        if self.scale == "bytes":  # of the shard, on a rank: nothing that runs in torch shows it
             hidden = hidden * (hidden.untyped_storage().nbytes() / hidden.element_size() / 1280)
         x = x + self.down(hidden)
         return x + self.good_down(torch.tanh(self.good_up(x)))

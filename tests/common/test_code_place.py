@@ -99,7 +99,7 @@ def test_experts_are_exact_whichever_are_hit() -> None:
 
 
 def test_a_planned_sum_that_is_left_out_is_an_error() -> None:
-    """Another branch would owe its sums elsewhere, and nobody would see that they are missing."""
+    """Another branch would need its sums elsewhere, and nobody would see that they are missing."""
     model = give_random_values(TwoWays()).double()
     x = torch.randn(3, 16, dtype=torch.float64)
     made = plan(model, 2, inputs={"x": x}, prove="none")

@@ -43,7 +43,7 @@ MLP = {
 
 
 class Unheard(ParallelStyle):
-    """A style that is no kin of torch's."""
+    """A style that is not one of torch's."""
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         return module

@@ -81,7 +81,7 @@ def check_on_ranks(model: Any, plan: autoplan.Plan) -> None:
         warnings.simplefilter("ignore")
         report = autoplan.verify(model, plan, tp_size=2, checks=["parameters", "forward", "second_shape"])
     assert report.ok, [f"{f.where}: {f.message}" for f in report.findings]
-    assert report.details["means"].sequence == plan.sequence_parallel, "what was promised was left out"
+    assert report.details["capabilities"].sequence == plan.sequence_parallel, "what was promised was left out"
     assert max(report.gradients.values()) < 1e-5
 
 

@@ -326,7 +326,7 @@ def test_the_plans_of_the_models_a_rule_was_seen_in_cite_it(model_type: str) -> 
     source = resolve(model_type)
     plan = make_plan(solve(capture_source(source, source.module()).trace, 2), model=model_type)
     missing = {rule.id for rule in RULES.values() if model_type in rule.seen_in} - cited(plan)
-    for ep_size in (1, 2) if missing else ():  # other calls, which are made for a clone; whole experts dealt out
+    for ep_size in (1, 2) if missing else ():  # other calls, which are made for a clone; whole experts placed apart
         missing -= cited(plan_of_the_clone(model_type, ep_size))
     assert missing == set()
     assert [finding.message for finding in plan.findings if finding.check.startswith("rule-")] == []

@@ -74,7 +74,7 @@ def test_a_wide_terminal_shows_role_and_cut() -> None:
         "  q_proj            colwise            query             32 heads × 128  0:32!*128  input gradient (backward)"
         in shown
     )
-    assert "! is dealt out over the ranks" in shown
+    assert "! is sharded over the ranks" in shown
 
 
 @pytest.mark.parametrize("width", [80, 95, 110, 160, 240])

@@ -46,11 +46,11 @@ def test_scales_are_cut_with_their_weight(linear: type, tp: int) -> None:
     cut = {rule.pattern: rule for rule in plan.runtime.parameters if rule.dim is not None}
     shapes = {name: tensor.shape for name, tensor in whole.state_dict().items()}
     pairs = [
-        (rule, cut[pattern.replace(f".{stored}", f".{beside}")])
+        (rule, cut[pattern.replace(f".{stored}", f".{companion}")])
         for stored, others in COMPANIONS.items()
         for pattern, rule in cut.items()
         if pattern.endswith(f".{stored}") and pattern.startswith("blocks")
-        for beside in others
+        for companion in others
     ]
     assert len(pairs) == 7 * (1 if linear is not GroupLinear else 2)
     for weight, scale in pairs:

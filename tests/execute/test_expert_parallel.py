@@ -29,7 +29,7 @@ from autoplan.execute.collectives import RankGroup
 from autoplan.execute.hooks.experts import ExpertsOfARank
 from autoplan.hf.source import resolve
 from autoplan.planning import draft_plan
-from autoplan.values import IntegerEdit, LocalExperts, Means, Plan
+from autoplan.values import Capabilities, IntegerEdit, LocalExperts, Plan
 
 torch.set_num_threads(1)
 CHECKS = ("parameters", "forward", "second_shape")
@@ -95,7 +95,7 @@ def test_ranks_that_hold_experts_and_nothing_else() -> None:
 def test_under_sequence_parallel(model_type: str) -> None:
     clone = clone_of(resolve(model_type))
     source = resolve(clone.model, inputs=clone.entries)
-    plan = draft_plan(source, Wish(2, 2), means=Means(True, True)).plan
+    plan = draft_plan(source, Wish(2, 2), capabilities=Capabilities(True, True)).plan
     assert plan.sequence_parallel and plan.runtime.of(LocalExperts)
     report = verify_clone(clone, plan, checks=CHECKS)
     assert report.ok, report.findings

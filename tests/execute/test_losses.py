@@ -195,16 +195,16 @@ def test_logprobs_and_entropy(vocabulary: int, tp: int, chunk_tokens: int | None
 
 
 def test_logprobs_under_context_parallelism() -> None:
-    """Two sequence ranks that hold positions 0 1 6 7 and 2 3 4 5, as load-balanced causal attention deals them."""
+    """Two sequence ranks that hold positions 0 1 6 7 and 2 3 4 5, as load-balanced causal attention shards them."""
     logits, ids = random(2, 8, 11), tokens(11, 2, 8)
-    dealt = torch.tensor([[0, 1, 6, 7], [2, 3, 4, 5]])
+    held = torch.tensor([[0, 1, 6, 7], [2, 3, 4, 5]])
     reference = logits.clone().requires_grad_()
     wanted = reference.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
     wanted.square().sum().backward()
 
     def rank(number: int) -> Any:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-        part, own = dealt[number // 2], chunk(11, 2, number % 2)
+        part, own = held[number // 2], chunk(11, 2, number % 2)
         columns = logits[:, part, own.start : own.stop].clone().requires_grad_()
         how = {"group": mesh["tp"], "vocabulary": 11, "sequence_index": part}
         mine = vocab_parallel_logprobs(columns, ids, **how)
@@ -213,7 +213,7 @@ def test_logprobs_under_context_parallelism() -> None:
         return mine.detach(), whole.detach(), columns.grad
 
     for number, (mine, whole, gradient) in enumerate(run_ranks(rank, 4)):
-        part, own = dealt[number // 2], chunk(11, 2, number % 2)
+        part, own = held[number // 2], chunk(11, 2, number % 2)
         torch.testing.assert_close(whole, wanted.detach())
         torch.testing.assert_close(mine, F.pad(wanted.detach(), (0, 1))[:, part])
         torch.testing.assert_close(gradient, reference.grad[:, part, own.start : own.stop])

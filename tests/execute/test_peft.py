@@ -105,8 +105,8 @@ def test_adapters_cost_no_sums_of_their_own(sequence_parallel: bool, rank: int) 
         for one in plan.runtime.of(Boundary)
         if "layers.*" in one.pattern and not isinstance(one, NoteShard)  # a mark, no sum
     }
-    on_shares = ReduceScatterSequence, AllGatherSequenceSumGradient
-    leaving, entering = on_shares if sequence_parallel else (AllReduce, AllReduceGradient)
+    on_shards = ReduceScatterSequence, AllGatherSequenceSumGradient
+    leaving, entering = on_shards if sequence_parallel else (AllReduce, AllReduceGradient)
     assert sites == {
         ("o_proj", "output", leaving),
         ("down_proj", "output", leaving),

@@ -100,7 +100,7 @@ def test_parts_are_refused_by_name() -> None:
 
 def test_explain_says_what_is_done_along_the_sequence() -> None:
     text = autoplan.plan(build(), 2, sequence_parallel=True, prove="none").explain("model.layers.0")
-    assert "cut along the sequence" in text and "is a share of the sequence" in text
+    assert "cut along the sequence" in text and "is a shard of the sequence" in text
 
 
 def test_what_was_planned_with_is_whole_in_every_block() -> None:

@@ -5,7 +5,7 @@
 - *counts*: each number of layers in the configs (num_hidden_layers, encoder_layers, depths, ...) that the model's
   structure depends on is the number of blocks in a stack, or in those below one part of the model together. It is said
   where the config counts otherwise: calls of blocks that run again, or blocks of stages that are units as a whole
-  (much lies beside their blocks). Models without a block module have units instead, which no config counts;
+  (much lies next to their blocks). Models without a block module have units instead, which no config counts;
 - *blind*: the same is found when every module, key, class and parameter has a meaningless name, and in a copy of the
   model's source in which all classes and attributes are renamed.
 

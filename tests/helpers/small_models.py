@@ -149,7 +149,7 @@ class ListedExperts(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A linear with a low-rank adapter beside it."""
+    """A linear with a low-rank adapter next to it."""
 
     def __init__(self, base: nn.Linear, rank: int = 3) -> None:
         super().__init__()

@@ -188,8 +188,8 @@ class Stem(nn.Module):
         return F.layer_norm(x.contiguous() @ self.out, (48,))
 
 
-class WholeSizeOfAShare(nn.Module):
-    """The width of a value of which ranks have shares is the size of one that they have whole."""
+class WholeSizeOfAShard(nn.Module):
+    """The width of a value of which ranks have shards is the size of one that they have whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class Pooled(nn.Module):
 
 
 class Upsampled(nn.Module):
-    """A transposed convolution on shares of its channels: its bias is added once."""
+    """A transposed convolution on shards of its channels: its bias is added once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ class Standardised(nn.Module):
         (Upsampled, (2, 8, 32), {"up.weight", "down.weight"}),
         (Standardised, (2, 8, 32), {"up.weight", "down.weight"}),
         (Stem, (2, 3, 16, 16), {"patch.weight", "up.weight", "down.weight", "out"}),
-        (WholeSizeOfAShare, (2, 8, 32), {"narrow.weight", "wide.weight"}),
+        (WholeSizeOfAShard, (2, 8, 32), {"narrow.weight", "wide.weight"}),
     ],
 )
 def test_planned_proven_and_exact(kind: type[nn.Module], shape: tuple[int, ...], cut: set[str]) -> None:

@@ -1,4 +1,4 @@
-"""The number of groups that a convolution is told, when each rank has a share of the groups."""
+"""The number of groups that a convolution is told, when each rank has a shard of the groups."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 
 from autoplan.ops import CALLS, OPS, call_record, op_record
 from autoplan.ops.experts import BOX
-from autoplan.ops.records.on_shares import as_written, recorded
+from autoplan.ops.records.on_shards import as_written, recorded
 from autoplan.ops.records.record import Drawn, Linear, OpRecord, Random, Reduction, Refused, kept_whole, nothing
 from autoplan.ops.records.sizes import Groups, NoSizes, Sizes
 

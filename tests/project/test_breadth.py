@@ -17,7 +17,7 @@ CROSS_SECTION = [
     ("gpt_neox", "GPTNeoXForCausalLM", 1.0),  # packed by head, parallel residual
     ("gpt_bigcode", "GPTBigCodeForCausalLM", 1.0),  # one key/value head
     ("codegen", "CodeGenForCausalLM", 1.0),  # packed in blocks of its own
-    ("falcon", "FalconForCausalLM", 1.0),  # key and value beside the queries
+    ("falcon", "FalconForCausalLM", 1.0),  # key and value next to the queries
     ("bloom", "BloomForCausalLM", 1.0),  # ALiBi made in forward
     ("mpt", "MptForCausalLM", 1.0),  # slopes of a power of two
     ("phi3", "Phi3ForCausalLM", 1.0),  # packed by segments, gate and up in one

@@ -6,11 +6,11 @@ holds them, not experts, not norms or heads, whatever containers they lie in. Wh
 - A *block* holds at least two matrices. It is *whole* if it holds modules that hold modules (attention and its
   projections); otherwise (*bare*: an MLP, attention alone, convolution and norm) the widths must follow on from one
   member to the next, or all members must be alike and write what something else reads (mergers side by side); and no
-  router beside the list may have one output per member: those are experts.
+  router next to the list may have one output per member: those are experts.
 - A *stage* is a member that is little else than a stack itself. Stages are opened, and so are lists in lists and
   dictionaries of lists.
 - The outermost stack wins: whatever repeats inside a block is part of the block.
-- Blocks are the members of a container, or equal siblings held as attributes. Bare lists of one length beside each
+- Blocks are the members of a container, or equal siblings held as attributes. Bare lists of one length next to each
   other (attention here, feed-forward there) make one stack of units, taken alternately.
 
 What structure cannot say (one block alone, siblings assumed to run in sequence) is said in the stack's note.
@@ -26,7 +26,7 @@ from autoplan.values.module_tree import ModuleTree
 
 __all__ = ["Blocks", "find_blocks"]
 
-BESIDE = 0.1  # a stage holds at most this share of its bytes beside its blocks (down-sampling between stages)
+OUTSIDE_BLOCKS = 0.1  # a stage holds at most this share of its bytes next to its blocks (down-sampling between stages)
 ALONE = "a single block: taken for a stack of one layer"
 SIBLINGS = "equal modules held as attributes: taken to run one after the other"
 PARTS = "no block module: the parts of a block (attention, feed-forward) are the units"
@@ -106,7 +106,7 @@ class _Search:
     def _members(self, number: int, together: bool = False) -> list[int]:
         """What a container holds, with repetitions; containers in it are opened.
 
-        Lists of different kinds beside each other are different stacks, unless they are `together` in a longer list.
+        Lists of different kinds next to each other are different stacks, unless they are `together` in a longer list.
         """
         children = [child for _, child in self.tree.nodes[number].children]
         inner = {child: self._members(child, True) for child in children if self.tree.nodes[child].container}
@@ -137,7 +137,7 @@ class _Search:
                 stages[member] = inner[0].blocks
         total = sum(map(self.tree.bytes, stages))
         inside = sum(self.tree.bytes(block) for blocks in stages.values() for block in blocks)
-        return stages if total - inside <= BESIDE * total else {}
+        return stages if total - inside <= OUTSIDE_BLOCKS * total else {}
 
     # ------------------------------------------------------------------------------------------------ what is a block
 
@@ -184,7 +184,7 @@ class _Search:
         return (leaves[0].reads, leaves[-1].writes) if leaves else (None, None)
 
     def _routed(self, stack: Blocks, scope: int) -> bool:
-        """Whether a module in scope, beside the list, has one output per member: a router, and these are experts."""
+        """Whether a module in scope, next to the list, has one output per member: a router, and these are experts."""
         count, listed = len(stack.blocks), set(self.tree.subtree(stack.holder))
         nodes = [self.tree.nodes[below] for below in self.tree.subtree(scope)[1:] if below not in listed]
         gates = [node for node in nodes if not node.children and node.stem is None]
@@ -207,7 +207,7 @@ class _Search:
                 yield replace(stack, notes=(SIBLINGS,))
 
     def _interleave(self, number: int, by_child: dict[int, tuple[Blocks, ...]]) -> dict[int, tuple[Blocks, ...]]:
-        """Join bare lists of one length and different classes beside each other: models without a block module."""
+        """Join bare lists of one length and different classes next to each other: models without a block module."""
         bare = [
             stacks[0] for child, stacks in by_child.items()
             if len(stacks) == 1 and stacks[0].holder == child and not stacks[0].whole

@@ -62,7 +62,7 @@ def dataflow(trace: Trace) -> Flow:
     prune(flow)
     collapse_scans(flow)
     prune(flow)
-    flow.graph["tensors"] = artist.boxes_of_borders()
+    flow.graph["tensors"] = artist.boxes_of_boundaries()
     return flow
 
 
@@ -103,7 +103,7 @@ class _Artist:
                 canvas.measure(result.node, output)
 
     def _write(self, op: Op, base: int, view: int, result: Value) -> None:
-        """A view was written to: its base holds the new value from now on, beside what it held."""
+        """A view was written to: its base holds the new value from now on, besides what it held."""
         canvas = self.canvas
         before, after = canvas.value(base), canvas.box_of(result)
         canvas.written.add(base)
@@ -211,7 +211,7 @@ class _Artist:
         return result
 
     def _sources(self, op: Op, tensors: Iterable[int]) -> list[int]:
-        """Data sources; masks and indices made from data do not count beside values that carry gradient."""
+        """Data sources; masks and indices made from data do not count compared with values that carry gradient."""
         drawn = [(tensor, self.canvas.value(tensor).node) for tensor in tensors]
         carrying = [box for tensor, box in drawn if box is not None and self.trace.tensors[tensor].differentiable]
         keeps_indices = _KINDS.get(op_record(op.name).drawn) in ("pick", "scatter")
@@ -258,8 +258,8 @@ class _Artist:
                 if source is not None:
                     self.canvas.join(source, box, str(path[0]) if path else "")
 
-    def boxes_of_borders(self) -> dict[int, int]:
+    def boxes_of_boundaries(self) -> dict[int, int]:
         """For tensors that enter or leave modules, the box whose value they hold."""
-        borders = (tensor for visit in self.trace.visits for _, tensor in (*visit.inputs, *visit.outputs))
-        boxes = ((tensor, self.canvas.value(tensor).node) for tensor in dict.fromkeys(borders))
+        crossings = (tensor for visit in self.trace.visits for _, tensor in (*visit.inputs, *visit.outputs))
+        boxes = ((tensor, self.canvas.value(tensor).node) for tensor in dict.fromkeys(crossings))
         return {tensor: box for tensor, box in boxes if box is not None and box in self.canvas.flow}

@@ -18,7 +18,7 @@ __all__ = ["collapse_scans", "draw_attention", "prune"]
 
 # What may lie between the scores and the probabilities, and what turns probabilities into others.
 _BETWEEN = {"softmax", "add", "mul", "mix", "cat", "split", "scale", "shift", "pick", "scatter", "write", "sum", "norm"}
-_SCAN_CORE = {"matmul", "cumsum"}  # or values written one by one, as loops over time do, beside arithmetic
+_SCAN_CORE = {"matmul", "cumsum"}  # or values written one by one, as loops over time do, besides arithmetic
 _ARITHMETIC = {"mul", "add", "mix", "scale", "shift"}
 _GLUE = _SCAN_CORE | _ARITHMETIC | {"write", "cat", "sum", "softmax", "pick", "scatter", "statistic"}
 
@@ -112,7 +112,7 @@ def collapse_scans(flow: Flow) -> None:
 
 
 def _lateness(flow: Flow, glue: set[int]) -> dict[int, int]:
-    """How many borders lie on the longest way to the end: other boxes, and changes of module.
+    """How many boundaries lie on the longest way to the end: other boxes, and changes of module.
 
     Boxes of one web have one lateness: no way leads out of it and back in, so it can become one box.
     """

@@ -1,7 +1,7 @@
 """Say what a stack of blocks is: vision, audio, text decoder, text encoder, or something else. No names are read.
 
 What feeds a stack decides. Going outwards from the stack, the first module that tells is believed: by the arguments of
-its forward, else by what stands beside the stack: a table of ids (text), a convolution over an image or a signal.
+its forward, else by what stands next to the stack: a table of ids (text), a convolution over an image or a signal.
 Text stacks decode when only causal masks are built around them, when their blocks attend to another stack (more
 attentions per block than its blocks have), or when the model can write text; else they encode.
 """
@@ -32,7 +32,7 @@ def kind_of(stack: Blocks, stacks: tuple[Blocks, ...], tree: ModuleTree) -> tupl
     rest = _left_over(around, tree)
     if rest is None or rest == "text":
         return "other", UNKNOWN
-    return rest, f"taken for {rest}: the model's only input beside text"
+    return rest, f"taken for {rest}: the model's only input besides text"
 
 
 def _text_kind(stack: Blocks, stacks: tuple[Blocks, ...], tree: ModuleTree) -> tuple[Kind, str]:
@@ -86,7 +86,7 @@ def _feed(stack: Blocks, stacks: tuple[Blocks, ...], tree: ModuleTree) -> Feed |
 
 
 def _stems(number: int, busy: set[int], tree: ModuleTree) -> list[Feed]:
-    """What stands in a module beside its stacks and could read the model's input, in order of definition."""
+    """What stands in a module next to its stacks and could read the model's input, in order of definition."""
     found: list[Feed] = []
     for child in tree.children(number):
         if child not in busy:
@@ -104,7 +104,7 @@ def _own_stem(stack: Blocks, tree: ModuleTree) -> Feed | None:
 
 
 def _left_over(around: list[int], tree: ModuleTree) -> Feed | None:
-    """The one input beside text of the nearest module that takes several: what is not text must be fed by it."""
+    """The one input besides text of the nearest module that takes several: what is not text must be fed by it."""
     for number in around:
         inputs = tree.nodes[number].inputs
         if len(inputs) == 2 and "text" in inputs:

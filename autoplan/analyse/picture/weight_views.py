@@ -19,14 +19,14 @@ __all__ = ["View", "as_lookup", "dequantised", "follow_view", "whole_view"]
 class View:
     """`dims[i]` is the parameter's dim that dim i of the viewed tensor runs over; None: none of them, or not known.
 
-    `chosen`: the box whose values picked among the parameter's first dim (the chosen experts). `beside`: the scales and
-    zero points that a quantised parameter was combined with.
+    `chosen`: the box whose values picked among the parameter's first dim (the chosen experts). `companions`: the scales
+    and zero points that a quantised parameter was combined with.
     """
 
     parameter: int
     dims: tuple[int | None, ...]
     chosen: int | None = None
-    beside: tuple[int, ...] = ()
+    companions: tuple[int, ...] = ()
 
 
 def whole_view(parameter: int, rank: int) -> View:
@@ -35,13 +35,15 @@ def whole_view(parameter: int, rank: int) -> View:
 
 def dequantised(view: View, others: list[View], stored: tuple[int, ...], after: tuple[int, ...]) -> View:
     """A quantised parameter on its way to what it stands for: blocks come and go, in the end its dims are back."""
-    beside = dict.fromkeys((*view.beside, *(n for other in others for n in (other.parameter, *other.beside))))
-    beside.pop(view.parameter, None)
+    companions = dict.fromkeys(
+        (*view.companions, *(n for other in others for n in (other.parameter, *other.companions)))
+    )
+    companions.pop(view.parameter, None)
     back = len(after) == len(stored) and all(size % kept == 0 for size, kept in zip(after, stored, strict=True))
     dims: tuple[int | None, ...] = view.dims if len(view.dims) == len(after) else (None,) * len(after)
     if back and None in dims:
         dims = tuple(range(len(stored)))
-    return replace(view, dims=dims, beside=tuple(beside))
+    return replace(view, dims=dims, companions=tuple(companions))
 
 
 def as_lookup(view: View, index_rank: int) -> View:

@@ -20,7 +20,7 @@ __all__ = ["contraction", "convolution", "fused_attention", "fused_norm", "looku
 
 
 def lookup(canvas: Canvas, op: Op, tensors: Sequence[int], choices: set[int]) -> Value | None:
-    """table[index]. Weights picked for chosen experts stay weights, and so do the biases picked beside them."""
+    """table[index]. Weights picked for chosen experts stay weights, and so do the biases picked next to them."""
     table, index = tensors[0], tensors[1:]
     view = canvas.value(table).weight
     if view is None:
@@ -71,7 +71,7 @@ def _contracting_node(canvas: Canvas, op: Op, weight: View, transposed: bool) ->
     if stacked:
         others = [dim for dim in dims if dim is not None and dim not in (contracted, free)]
         named.append(("stack", canvas.dim(parameter, others[0] if others else 0)))
-    names = (canvas.name(parameter), *map(canvas.name, weight.beside))
+    names = (canvas.name(parameter), *map(canvas.name, weight.companions))
     return Node("stacked" if stacked else "linear", op.module, names, tuple(named))
 
 

@@ -103,7 +103,7 @@ _KINDS: dict[Reduction, tuple[type[CallRewrite], Callable[[Call, Shards], dict[s
     Reduction.SUM: (SumCall, _nothing),
     Reduction.MEAN: (MeanCall, _nothing),
     Reduction.NORM: (NormCall, _norm),
-    Reduction.SPREAD: (VarianceCall, _variance),
+    Reduction.VARIANCE: (VarianceCall, _variance),
     Reduction.LENGTH: (LengthCall, _length),
     Reduction.EMBEDDING: (EmbeddingCall, _rows),
     Reduction.ROW: (RowCall, _rows),

@@ -1,4 +1,4 @@
-"""The trace as a flow of values between calls: who makes a value, who reads it, where it crosses a module's border.
+"""The trace as a flow of values between calls: who makes a value, who reads it, where it crosses a module's boundary.
 
 Module visits tell where hooks can sit: a value that leaves a module, or enters one, can be changed there for all
 readers beyond. Only differentiable values matter; an in-place call makes its target again.
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 from autoplan.values import Call, ModuleVisit, Trace, refs, refs_with_paths
 
-__all__ = ["Border", "CallFlow"]
+__all__ = ["CallFlow", "Crossing"]
 
 _READ_BY_PYTHON = frozenset({"_local_scalar_dense", "nonzero"})
 _DETACHING = frozenset({"detach", "attr:data", "detach_"})
 
 
-class Border(NamedTuple):
-    """A value crossing a module's border: the visit, the path in its inputs or outputs, the calls it spans."""
+class Crossing(NamedTuple):
+    """A value that crosses a module's boundary: the visit, the path in its inputs or outputs, the calls it spans."""
 
     visit: int
     module: str
@@ -28,7 +28,7 @@ class Border(NamedTuple):
 
 
 class CallFlow:
-    """Uses, producers and borders of every value of a trace. Calls are known by index.
+    """Uses, producers and crossings of every value of a trace. Calls are known by index.
 
     `branching` are modules whose Python reads the values of tensors: another run may take another way. `unseen` are
     calls whose values others read without being handed them, with the tensors of their ops.
@@ -46,19 +46,19 @@ class CallFlow:
         self.carries |= {t for v in trace.visits if v.parent is None and v.module for t in self._given(v)}
         for index, call in enumerate(trace.calls):
             self._add(index, call)
-        self.leaving: dict[int, list[Border]] = defaultdict(list)
-        self.entering: dict[int, list[Border]] = defaultdict(list)
+        self.leaving: dict[int, list[Crossing]] = defaultdict(list)
+        self.entering: dict[int, list[Crossing]] = defaultdict(list)
         self.final: set[int] = set()
         self.branching = {op.module for op in trace.ops if op.name in _READ_BY_PYTHON}
         self._visits_of: dict[str, list[int]] = defaultdict(list)
         for index, visit in enumerate(trace.visits):
             self._visits_of[visit.module].append(index)
             for path, tensor in visit.outputs:
-                self.leaving[tensor].append(Border(index, visit.module, path, *visit.calls))
+                self.leaving[tensor].append(Crossing(index, visit.module, path, *visit.calls))
                 if visit.parent is None:
                     self.final.add(tensor)
             for path, tensor in visit.inputs:
-                self.entering[tensor].append(Border(index, visit.module, path, *visit.calls))
+                self.entering[tensor].append(Crossing(index, visit.module, path, *visit.calls))
         self.carries -= self._detached()
 
     def _add(self, index: int, call: Call) -> None:
@@ -136,9 +136,9 @@ class CallFlow:
         calls = {call for tensor in tensors for call in (*self.uses[tensor], self.producer.get(tensor, -1))} - {-1}
         return {tensor for call in calls for tensor in (*self.inputs[call], *self.outputs[call])} - tensors
 
-    def passes_through(self, tensor: int, border: Border) -> bool:
+    def passes_through(self, tensor: int, crossing: Crossing) -> bool:
         """Does the module hand the value on as it is? Then a hook at its entry would act on later readers too."""
-        return any(other.visit == border.visit for other in self.leaving.get(tensor, []))
+        return any(other.visit == crossing.visit for other in self.leaving.get(tensor, []))
 
     def is_identity(self, index: int) -> bool:
         """A call that hands back one of its inputs without an op: nothing happened."""

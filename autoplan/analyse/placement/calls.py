@@ -18,7 +18,7 @@ from autoplan.analyse.placement.placement import Placement
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.equal_pieces import pieces_given
 from autoplan.analyse.splits.integer_edits import Edits
-from autoplan.analyse.splits.literal_sizes import made_in_shares, made_whole
+from autoplan.analyse.splits.literal_sizes import made_in_shards, made_whole
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.ops import call_record
 from autoplan.ops.records.record import Shows
@@ -223,7 +223,7 @@ def _wanted(
 
 
 def _cuts(shards: Shards, flow: CallFlow, result: Scope) -> dict[int, tuple[Cut, ...]]:
-    """Values made whole in forward along a split axis: run as written, keep this rank's share."""
+    """Values made whole in forward along a split axis: run as written, keep this rank's shard."""
     cuts: dict[int, tuple[Cut, ...]] = {}
     for index, call in enumerate(shards.trace.calls):
         if any(shards.is_split(t) for t in flow.inputs[index]):
@@ -232,7 +232,7 @@ def _cuts(shards: Shards, flow: CallFlow, result: Scope) -> dict[int, tuple[Cut,
                 if info.kind in ("constant", "input") and shards.is_split(tensor):
                     result.refusals.append((f"a ready-made constant meets a split axis in {call.module}", (tensor,)))
             continue
-        if made_in_shares(call, shards):
+        if made_in_shards(call, shards):
             continue
         found = [
             Cut(position, dim, str(layout))
@@ -246,7 +246,7 @@ def _cuts(shards: Shards, flow: CallFlow, result: Scope) -> dict[int, tuple[Cut,
 
 
 def _repeats(call: Call) -> bool:
-    """Does the call only say again what it is given? Told a share's size, it makes a share."""
+    """Does the call only say again what it is given? Told a shard's size, it makes a shard."""
     known = call_record(call.name)
     return known.alike or known.shows is Shows.REPEATED or isinstance(known.sizes, RepeatEach)
 

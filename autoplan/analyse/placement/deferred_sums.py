@@ -1,7 +1,7 @@
 """Where a partial sum can wait until the ranks are asked for their parts.
 
 A value that is a part of a sum stays one through every step that is linear in it: a view, a product with a whole value,
-a bias of which each rank adds its share, even in place. It may so travel to where its module returns it, or to where
+a bias of which each rank adds its part, even in place. It may so travel to where its module returns it, or to where
 another module reads it, and be summed there by a hook: the same hook whichever way the steps between are written.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Literal
 
-from autoplan.analyse.placement.callflow import Border, CallFlow
+from autoplan.analyse.placement.callflow import CallFlow, Crossing
 from autoplan.analyse.shards import Shards
 from autoplan.ops import call_record
 from autoplan.ops.records.record import Linear, Shows
@@ -29,10 +29,10 @@ Side = Literal["output", "input"]
 
 @dataclass
 class Way:
-    """A way down: the calls on it, the values it passes, the biases added on it, and the border where it ends."""
+    """A way down: the calls on it, the values it passes, the biases added on it, and the boundary where it ends."""
 
-    border: Border | None = None
-    side: Side = "output"  # of the border's module
+    crossing: Crossing | None = None
+    side: Side = "output"  # of the boundary's module
     path: list[int] = field(default_factory=list)
     values: set[int] = field(default_factory=set)
     biases: list[int] = field(default_factory=list)
@@ -45,8 +45,8 @@ def follow_down(
     flow: CallFlow,
     shards: Shards,
     reductions: Container[int],
-    border_out: Callable[[int, int], Border | None],
-    border_in: Callable[[int, int], Border | None],
+    crossing_out: Callable[[int, int], Crossing | None],
+    crossing_in: Callable[[int, int], Crossing | None],
 ) -> Way | None:
     """Follow a partial value, made by a call, down to a module's output, or to the input of one that alone reads it."""
     way = Way(values={tensor})
@@ -55,21 +55,21 @@ def follow_down(
         step = min(uses, default=None)
         added = None if step is None else step_of(step, tensor, len(uses), flow, shards, reductions)
         if step is None or added is None:
-            return _ended(way, "input", border_in(tensor, made))
+            return _ended(way, "input", crossing_in(tensor, made))
         way.path.append(step)
         way.biases += added.values()
         way.added |= added.keys()
         made, tensor = step, flow.outputs[step][0]
         way.values.add(tensor)
-        border = border_out(tensor, made)
-        if border is not None:
-            return _ended(way, "output", border)
+        crossing = crossing_out(tensor, made)
+        if crossing is not None:
+            return _ended(way, "output", crossing)
     return None
 
 
-def _ended(way: Way, side: Side, border: Border | None) -> Way | None:
-    way.side, way.border = side, border
-    return None if border is None else way
+def _ended(way: Way, side: Side, crossing: Crossing | None) -> Way | None:
+    way.side, way.crossing = side, crossing
+    return None if crossing is None else way
 
 
 def step_of(
@@ -91,7 +91,7 @@ def step_of(
 
 
 def adds(call: Call) -> bool:
-    """Is this an addition: of a bias, which is added in shares, or of another sum?"""
+    """Is this an addition: of a bias, which is added in parts, or of another sum?"""
     return call_record(call.name).linear is Linear.ADDS
 
 

@@ -1,6 +1,6 @@
 """`multi_head_attention_forward`: one call that projects, attends and projects back, told its number of heads.
 
-It cuts its packed weight into three by itself, so no rank could call it with a share of the heads; but what it does is
+It cuts its packed weight into three by itself, so no rank could call it with a shard of the heads; but what it does is
 known, and a rank can do it on its own heads (`execute/calls/fused_attention.py`). This says whether a split is just
 that.
 """
@@ -34,7 +34,7 @@ def obstacle(call: Call, shards: Shards) -> str:
     """Why ranks cannot run this call on their heads, or an empty string."""
     given = [name for name in _ABSENT if argument(call, name) not in (None, False, 0, 0.0)]
     if given:
-        return f"{call.name} with {given[0]} is not known on a share of the heads"
+        return f"{call.name} with {given[0]} is not known on a shard of the heads"
     mask = argument(call, "attn_mask")
     if isinstance(mask, Ref) and len(shards.trace.tensors[mask.id].shape) > 2:
         return f"{call.name} has a mask for each head"
@@ -43,7 +43,7 @@ def obstacle(call: Call, shards: Shards) -> str:
     cut = [argument(call, name) for name in _CUT]
     others = {ref for ref in refs((call.args, call.kwargs, call.outputs))} - {w.id for w in cut if isinstance(w, Ref)}
     if any(map(shards.is_split, others)):
-        return f"{call.name} is given shares of something else than its weights"
+        return f"{call.name} is given shards of something else than its weights"
     packed, _, out = cut
     width, heads = shards.trace.tensors[out.id].shape[1], _number(argument(call, "num_heads"))
     for rank in range(shards.tp):

@@ -3,7 +3,7 @@
 A block may have several partial sums on its way to one place: the routed experts' and the shared expert's, a
 projection's and its adapter's. Summed where each of them arises they cost one reduction each. But every one of them
 stays a partial sum through whatever is linear in it, so they can all wait until they have been added to each other,
-and be paid by one reduction where a module returns the result.
+and be summed by one reduction where a module returns the result.
 
 Each sum travels down as far as it can, past a thin matrix too (an adapter's second one) if that leads to a meeting.
 What it is multiplied with on the way gets a partial gradient for it; where that is large, waiting gains nothing.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from autoplan.analyse.placement.callflow import Border, CallFlow
+from autoplan.analyse.placement.callflow import CallFlow, Crossing
 from autoplan.analyse.placement.deferred_sums import Way, adds, step_of
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.low_rank import thin_matrix
@@ -25,9 +25,9 @@ from autoplan.values import Ref
 __all__ = ["shared_sums"]
 
 _STEPS = 12
-_SMALL = 4  # a factor is small beside what it multiplies when it has so many times fewer elements
+_SMALL = 4  # a factor is small against what it multiplies when it has so many times fewer elements
 
-BorderOut = Callable[[int, int], Border | None]
+CrossingOut = Callable[[int, int], Crossing | None]
 
 
 @dataclass
@@ -40,16 +40,20 @@ class _Traveller:
     made: int
 
 
-def shared_sums(flow: CallFlow, shards: Shards, reductions: Mapping[int, str], border_out: BorderOut) -> dict[int, Way]:
-    """For sums that meet: the way to the border where one reduction serves all of them."""
-    return _Meetings(flow, shards, reductions, border_out).find()
+def shared_sums(
+    flow: CallFlow, shards: Shards, reductions: Mapping[int, str], crossing_out: CrossingOut
+) -> dict[int, Way]:
+    """For sums that meet: the way to the boundary where one reduction serves all of them."""
+    return _Meetings(flow, shards, reductions, crossing_out).find()
 
 
 class _Meetings:
-    def __init__(self, flow: CallFlow, shards: Shards, reductions: Mapping[int, str], border_out: BorderOut) -> None:
-        self.flow, self.shards, self.reductions, self.border_out = flow, shards, reductions, border_out
+    def __init__(
+        self, flow: CallFlow, shards: Shards, reductions: Mapping[int, str], crossing_out: CrossingOut
+    ) -> None:
+        self.flow, self.shards, self.reductions, self.crossing_out = flow, shards, reductions, crossing_out
         self.arrived: dict[int, dict[int, _Traveller]] = defaultdict(dict)  # call -> operand -> who came with it
-        self.together: dict[int, int] = {}  # how many sums are paid with this one
+        self.together: dict[int, int] = {}  # how many sums are done with this one
         self.found: dict[int, Way] = {}
 
     def find(self) -> dict[int, Way]:
@@ -133,7 +137,7 @@ class _Meetings:
         return factor * _SMALL > value
 
     def _pass_thin(self, step: int, one: _Traveller) -> bool:
-        """Go through a thin matrix that every rank holds whole; a bias of its own is added in shares."""
+        """Go through a thin matrix that every rank holds whole; a bias of its own is added in parts."""
         if len(one.sums) > 1 or thin_matrix(step, self.flow, self.shards) is None:
             return False
         call = self.flow.trace.calls[step]
@@ -148,10 +152,10 @@ class _Meetings:
         return True
 
     def _note(self, one: _Traveller) -> None:
-        """Sums that have met are paid where they first leave a module together, if no others join them further down."""
-        border = self.border_out(one.tensor, one.made) if len(one.sums) > 1 else None
-        if border is None or len(one.sums) <= max(self.together.get(index, 1) for index in one.sums):
+        """Sums that have met are done where they first leave a module together, if no others join them further down."""
+        crossing = self.crossing_out(one.tensor, one.made) if len(one.sums) > 1 else None
+        if crossing is None or len(one.sums) <= max(self.together.get(index, 1) for index in one.sums):
             return
-        way = replace(one.way, border=border, path=list(one.way.path), values=set(one.way.values))
+        way = replace(one.way, crossing=crossing, path=list(one.way.path), values=set(one.way.values))
         for index in one.sums:
             self.together[index], self.found[index] = len(one.sums), way

@@ -1,7 +1,7 @@
 """Branches of a block that run side by side and are added to each other: one sum over ranks for all of them.
 
 The problem: in a parallel block attention and feed-forward read the same value, and the block's own code adds what both
-return to the stream. Each owes a sum, and no module returns what they are together, so no hook could pay for both.
+return to the stream. Each ends in a partial sum, and no module returns their sum, so no hook could do it for both.
 But addition does not mind where a part comes in: the first branch gives zeros instead of its part, the next one adds
 the part that was withheld to its own, and is summed. Whatever the block adds between, and in whichever order, what
 comes out is the same.
@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from autoplan.analyse.placement.callflow import Border, CallFlow
+from autoplan.analyse.placement.callflow import CallFlow, Crossing
 from autoplan.analyse.placement.deferred_sums import adds
 from autoplan.ops import call_record
 from autoplan.ops.records.record import Shows
@@ -27,47 +27,47 @@ from autoplan.values import Call
 __all__ = ["Pair", "pairs_of_branches"]
 
 _STEPS = 4
-BorderOut = Callable[[int, int], Border | None]
+CrossingOut = Callable[[int, int], Crossing | None]
 
 
 @dataclass(frozen=True)
 class Pair:
     """Two branches that follow each other in the code of a block: where they are returned, and the block."""
 
-    first: Border
-    last: Border
+    first: Crossing
+    last: Crossing
     block: str
 
     @property
-    def doors(self) -> tuple[object, ...]:
+    def points(self) -> tuple[object, ...]:
         return self.first.module, self.first.path, self.last.module, self.last.path, self.block
 
 
 def pairs_of_branches(
-    flow: CallFlow, sums: Iterable[Border], leaving: BorderOut
-) -> tuple[tuple[Pair, ...], dict[Border, Border]]:
-    """Of all sums at modules' outputs, those that can be paid by the next: the same in every run of their modules.
+    flow: CallFlow, sums: Iterable[Crossing], leaving: CrossingOut
+) -> tuple[tuple[Pair, ...], dict[Crossing, Crossing]]:
+    """Of all sums at modules' outputs, those that can be summed with the next: the same in every run of their modules.
 
-    And the borders to which sums of these pairs must be moved.
+    And the boundaries to which sums of these pairs must be moved.
     """
-    arriving: dict[int, list[Border]] = defaultdict(list)
-    moved = {border: _outwards(flow, border, leaving) for border in sums}
-    for border in moved.values():
-        for call in _additions(flow, border):
-            arriving[call].append(border)
-    found: dict[Border, Pair] = {}
+    arriving: dict[int, list[Crossing]] = defaultdict(list)
+    moved = {crossing: _outwards(flow, crossing, leaving) for crossing in sums}
+    for crossing in moved.values():
+        for call in _additions(flow, crossing):
+            arriving[call].append(crossing)
+    found: dict[Crossing, Pair] = {}
     for call in sorted(arriving):
         for pair in _in_turn(flow.trace.calls[call], arriving[call]):
             found.setdefault(pair.first, pair)
     pairs = tuple(_even(flow, _apart(found.values())))
-    used = {border for pair in pairs for border in (pair.first, pair.last)}
+    used = {crossing for pair in pairs for crossing in (pair.first, pair.last)}
     return pairs, {old: new for old, new in moved.items() if new in used and old != new}
 
 
-def _outwards(flow: CallFlow, border: Border, leaving: BorderOut) -> Border:
+def _outwards(flow: CallFlow, crossing: Crossing, leaving: CrossingOut) -> Crossing:
     """Where a module around returns the value in another shape that nothing but views gave it."""
-    tensor, made = dict(flow.trace.visits[border.visit].outputs)[border.path], border.last - 1
-    found = border
+    tensor, made = dict(flow.trace.visits[crossing.visit].outputs)[crossing.path], crossing.last - 1
+    found = crossing
     for _ in range(_STEPS):
         uses = [use for use in flow.uses[tensor] if use > made]
         if len(uses) != 1 or not _reshapes(flow, uses[0]) or tensor in flow.final:
@@ -83,18 +83,18 @@ def _reshapes(flow: CallFlow, index: int) -> bool:
     return shows is Shows.RESHAPED and len(flow.outputs[index]) == 1 and flow.passes_gradients(index)
 
 
-def _in_turn(meeting: Call, borders: list[Border]) -> Iterator[Pair]:
+def _in_turn(meeting: Call, crossings: list[Crossing]) -> Iterator[Pair]:
     """Each branch with the one that runs after it."""
-    borders = sorted(borders, key=lambda border: border.last)
-    for first, last in zip(borders, borders[1:], strict=False):
+    crossings = sorted(crossings, key=lambda crossing: crossing.last)
+    for first, last in zip(crossings, crossings[1:], strict=False):
         if first.last <= last.first:
             yield Pair(first, last, meeting.module)
 
 
-def _additions(flow: CallFlow, border: Border) -> list[int]:
+def _additions(flow: CallFlow, crossing: Crossing) -> list[int]:
     """The additions through which a value goes, as long as nothing else reads it or what it has become."""
-    visit = flow.trace.visits[border.visit]
-    tensor, made = dict(visit.outputs)[border.path], border.last - 1
+    visit = flow.trace.visits[crossing.visit]
+    tensor, made = dict(visit.outputs)[crossing.path], crossing.last - 1
     block: tuple[str, int] | None = None
     found: list[int] = []
     for _ in range(_STEPS):
@@ -106,7 +106,7 @@ def _additions(flow: CallFlow, border: Border) -> list[int]:
         block = block or (call.module, call.visit)
         if not adds(call) or "alpha" in call.kwargs or block != (call.module, call.visit):
             break
-        if call.module in flow.branching or step < border.last:
+        if call.module in flow.branching or step < crossing.last:
             break
         found.append(step)
         shape = flow.trace.tensors[tensor].shape
@@ -121,7 +121,7 @@ def _is_alone(flow: CallFlow, tensor: int, step: int, uses: list[int]) -> bool:
     written = flow.outputs[step] == [tensor]
     if len(flow.outputs[step]) != 1 or (len(uses) > 1 and not written):
         return False
-    later = any(border.last > step for border in flow.leaving.get(tensor, ()))
+    later = any(crossing.last > step for crossing in flow.leaving.get(tensor, ()))
     return not later or written
 
 
@@ -144,10 +144,10 @@ def _apart(pairs: Iterable[Pair]) -> Iterator[Pair]:
 
 def _even(flow: CallFlow, pairs: Iterable[Pair]) -> Iterator[Pair]:
     """Pairs that every run of both their modules makes: a hook acts on every run."""
-    by_doors: dict[tuple[object, ...], list[Pair]] = defaultdict(list)
+    by_points: dict[tuple[object, ...], list[Pair]] = defaultdict(list)
     for pair in pairs:
-        by_doors[pair.doors].append(pair)
-    for alike in by_doors.values():
+        by_points[pair.points].append(pair)
+    for alike in by_points.values():
         one = alike[0]
         firsts = set(flow.runs_through(one.first.module, "output", one.first.path))
         lasts = set(flow.runs_through(one.last.module, "output", one.last.path))

@@ -1,42 +1,44 @@
-"""What readers of whole values owe backward, and how a debt moves upstream until it can be paid.
+"""Partial gradients of whole values, and how they move upstream until one hook can sum them.
 
-An edge value → call is partial when each rank computes only its share of that gradient. All partial edges of a value
-need one sum. When all gradient readers of a value are partial, the debt can be pushed upstream through the call that
-made it, merging with its siblings, until it sits on a parameter, a module output or a module input.
+An edge value → call is partial when each rank computes only a part of that gradient. All partial edges of a value need
+one sum. When all gradient readers of a value are partial, the partial gradient can be pushed upstream through the call
+that made it, merging with its siblings, until it sits on a parameter, a module output or a module input.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 
-from autoplan.analyse.placement.boundaries import Doors
-from autoplan.analyse.placement.callflow import Border, CallFlow
+from autoplan.analyse.placement.callflow import CallFlow, Crossing
+from autoplan.analyse.placement.hook_points import HookPoints
 from autoplan.analyse.shards import Shards
 from autoplan.ops.records.record import Reduction
 
-__all__ = ["Debts"]
+__all__ = ["PartialGradients"]
 
-_NEARBY = 16  # calls that a debt passes on its way to where it is merged with others
+_NEARBY = 16  # calls that a partial gradient passes before it is merged with others
 _ANY_NUMBER = 10**6
 _MATRIX = 2  # dims of a parameter whose gradient is too large to sum instead of an activation's
 
 
-class Debts:
+class PartialGradients:
     """The partial edges of every value, and what may be done with them."""
 
-    def __init__(self, shards: Shards, flow: CallFlow, doors: Doors, reductions: dict[int, Reduction]) -> None:
-        self.shards, self.flow, self.doors, self.reductions = shards, flow, doors, reductions
+    def __init__(
+        self, shards: Shards, flow: CallFlow, hook_points: HookPoints, reductions: dict[int, Reduction]
+    ) -> None:
+        self.shards, self.flow, self.hook_points, self.reductions = shards, flow, hook_points, reductions
         self.trace = shards.trace
         self.partial: dict[int, set[int]] = defaultdict(set)  # value -> calls whose gradient for it is partial
         self.pushed: set[int] = set()
         self.uses = {v: flow.gradient_uses(v) for v in flow.uses}
 
-    def cover(self, tensor: int) -> list[Border]:
+    def cover(self, tensor: int) -> list[Crossing]:
         """Module inputs behind which all readers of the value, together, are exactly the partial ones."""
-        return self.doors.before(tensor, self.partial[tensor], self.uses.get(tensor, set()))
+        return self.hook_points.before(tensor, self.partial[tensor], self.uses.get(tensor, set()))
 
     def call_passes(self, index: int) -> bool:
-        """May a debt be pushed from a call's outputs to its inputs?"""
+        """May a partial gradient be pushed from a call's outputs to its inputs?"""
         call = self.trace.calls[index]
         outputs = self.flow.outputs[index]
         mixed = any(self.shards.is_mixed(t) for t in outputs)
@@ -59,15 +61,15 @@ class Debts:
         """Nothing flows back to the value that this placement would have to sum."""
         return tensor not in self.flow.carries or not self.shards.has_whole_part(tensor)
 
-    def can_owe(self, tensor: int, after: int) -> bool:
+    def can_be_partial(self, tensor: int, after: int) -> bool:
         """Is every gradient that reaches the (whole part of the) value partial, or can it be made so?"""
-        return self._can_owe(tensor, after, {}, _ANY_NUMBER)
+        return self._can_be_partial(tensor, after, {}, _ANY_NUMBER)
 
     def passes_soon(self, index: int, known: dict[int, bool]) -> bool:
-        """Does a debt come up through this call from nearby? `known` are answers to this question so far."""
+        """Does a partial gradient come up through this call from nearby? `known`: answers to this question so far."""
         return self._can_pass(index, known, _NEARBY)
 
-    def _can_owe(self, tensor: int, after: int, known: dict[int, bool], steps: int) -> bool:
+    def _can_be_partial(self, tensor: int, after: int, known: dict[int, bool], steps: int) -> bool:
         uses = self.uses.get(tensor, set())
         if tensor in self.flow.final or not uses or any(u <= after for u in uses):
             return False
@@ -78,12 +80,12 @@ class Debts:
             outputs = [t for t in self.flow.outputs[index] if not self.settled(t)]
             whole = [t for t in self.flow.outputs[index] if t in self.flow.carries]
             known[index] = steps > 0 and self.call_passes(index) and bool(whole) and all(
-                self._can_owe(t, index, known, steps - 1) for t in outputs
+                self._can_be_partial(t, index, known, steps - 1) for t in outputs
             )  # fmt: skip
         return known[index]
 
     def push(self, index: int) -> None:
-        """Move the debts of a call's outputs to its inputs."""
+        """Move the partial gradients of a call's outputs to its inputs."""
         for tensor in self.flow.outputs[index]:
             if self.settled(tensor):
                 continue
@@ -97,7 +99,7 @@ class Debts:
                 self.partial[tensor].add(index)
 
     def push_inside(self) -> None:
-        """Push debts that no module border can pay, the latest first."""
+        """Push partial gradients that no module boundary can sum, the latest first."""
         stuck: set[int] = set()
         while True:
             candidates = [
@@ -109,7 +111,7 @@ class Debts:
                 return
             producer, tensor = max(candidates)
             outputs = [t for t in self.flow.outputs[producer] if not self.settled(t)]
-            if self.call_passes(producer) and all(self.can_owe(t, producer) for t in outputs):
+            if self.call_passes(producer) and all(self.can_be_partial(t, producer) for t in outputs):
                 self.push(producer)
             else:
                 stuck.add(tensor)
@@ -122,6 +124,6 @@ class Debts:
         complete = uses <= calls
         if self.trace.tensors[tensor].kind == "parameter":
             return "parameter" if complete else ("input" if self.cover(tensor) else "inside")
-        if complete and tensor not in self.flow.final and self.doors.made_at(tensor):
+        if complete and tensor not in self.flow.final and self.hook_points.made_at(tensor):
             return "output"
         return "input" if self.cover(tensor) else "inside"

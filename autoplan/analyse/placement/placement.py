@@ -1,4 +1,4 @@
-"""Where ranks talk, as it is being found: what is done at modules' borders, what is left to calls, what is refused."""
+"""Where ranks talk, while it is being found: what is done at modules' boundaries or in calls, what is refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from autoplan.analyse.placement.callflow import Border
+from autoplan.analyse.placement.callflow import Crossing
 from autoplan.ops.records.record import Reduction
 from autoplan.values import Boundary
 
@@ -26,29 +26,29 @@ class Refusal:
 
 @dataclass
 class Placement:
-    """All sites by where they sit. Borders belong to module outputs and inputs; calls to the function mode."""
+    """All sites by where they sit. Crossings belong to module outputs and inputs; calls to the function mode."""
 
-    outputs: dict[tuple[Border, Kind], Boundary] = field(default_factory=dict)  # what is done at modules' outputs
-    inputs: dict[tuple[Border, Kind], Boundary] = field(default_factory=dict)  # and at their inputs
+    outputs: dict[tuple[Crossing, Kind], Boundary] = field(default_factory=dict)  # what is done at modules' outputs
+    inputs: dict[tuple[Crossing, Kind], Boundary] = field(default_factory=dict)  # and at their inputs
     summed_parameters: set[int] = field(default_factory=set)
     shared_parameters: set[int] = field(default_factory=set)
     divided_biases: set[int] = field(default_factory=set)
     blocks: set[str] = field(default_factory=set)  # whose branches are summed together
-    embeddings: dict[int, Border] = field(default_factory=dict)
+    embeddings: dict[int, Crossing] = field(default_factory=dict)
     inside_reductions: dict[int, Reduction] = field(default_factory=dict)
     inside_copies: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     inside_scales: dict[int, int] = field(default_factory=dict)
     reductions: dict[int, Reduction] = field(default_factory=dict)
     refusals: list[Refusal] = field(default_factory=list)
 
-    def at_output(self, border: Border, kind: Kind, **how: Any) -> None:
+    def at_output(self, crossing: Crossing, kind: Kind, **how: Any) -> None:
         """Have this done to what the module returns."""
-        self.outputs[border, kind] = kind(border.module, "output", border.path, **how)
+        self.outputs[crossing, kind] = kind(crossing.module, "output", crossing.path, **how)
 
-    def at_input(self, border: Border, kind: Kind) -> None:
+    def at_input(self, crossing: Crossing, kind: Kind) -> None:
         """Have this done to what the module takes."""
-        self.inputs[border, kind] = kind(border.module, "input", border.path)
+        self.inputs[crossing, kind] = kind(crossing.module, "input", crossing.path)
 
-    def done_to(self, kind: Kind) -> list[Border]:
+    def done_to(self, kind: Kind) -> list[Crossing]:
         """Where this is done to what modules return."""
-        return [border for border, known in self.outputs if known is kind]
+        return [crossing for crossing, known in self.outputs if known is kind]

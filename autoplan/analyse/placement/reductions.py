@@ -12,14 +12,14 @@ from math import prod
 from autoplan.analyse.placement.fused_attention import argument, obstacle
 from autoplan.analyse.shards import Shards
 from autoplan.ops import call_record, op_record
-from autoplan.ops.records.on_shares import SplitOp
+from autoplan.ops.records.on_shards import SplitOp
 from autoplan.ops.records.record import Reduction, Refused
 from autoplan.values import Call, Op, Ref, Trace, refs
 
 __all__ = ["gathered_dim", "lengths_in", "reduction_of", "row_bias_of"]
 
 _IN_THE_CALL = (Reduction.ROW, Reduction.LENGTH)  # done in the place of the call, which must be known for it
-_SHARED = (Reduction.SUM, Reduction.MEAN, Reduction.NORM, Reduction.SPREAD, Reduction.LENGTH)
+_SHARED = (Reduction.SUM, Reduction.MEAN, Reduction.NORM, Reduction.VARIANCE, Reduction.LENGTH)
 
 
 def reduction_of(call: Call, shards: Shards, gathered: frozenset[int]) -> Reduction | Refused | None:
@@ -77,7 +77,7 @@ def gathered_dim(call: Call, shards: Shards) -> tuple[str, int] | None:
 
 
 def row_bias_of(call: Call, reduction: str | Refused | None) -> int | None:
-    """The bias a call adds to a partial sum: each rank must add its share only."""
+    """The bias a call adds to a partial sum: each rank must add its part only."""
     if reduction == Reduction.ATTENTION:
         bias = argument(call, "out_proj_bias")
         return bias.id if isinstance(bias, Ref) else None

@@ -1,17 +1,17 @@
-"""Where ranks talk: every sum that a set of splits owes, put in as few places as possible.
+"""Where ranks talk: every sum that a set of splits needs, put in as few places as possible.
 
 Forward: a call that sums over a split axis leaves a partial value; the sum sits where the value leaves a module, at
 once or after linear steps.
 
 Backward: an edge value → call is *partial* when the value (or the part of it that every rank holds) enters a call whose
-result is split: each rank sees only its share of that gradient. All partial edges of a value need one sum. When all
-gradient readers of a value are partial the debt can be pushed upstream through the call that made it, merging with its
-siblings, until it sits on a parameter, a module output or a module input. Debts of a partly split value (a fused
-projection whose shared key every rank holds) are always pushed through the projection: its input owes a sum anyway, and
+result is split: each rank sees only a part of that gradient. All partial edges of a value need one sum. When all
+gradient readers of a value are partial it can be pushed upstream through the call that made it, merging with its
+siblings, until it sits on a parameter, a module output or a module input. Those of a partly split value (a fused
+projection whose shared key every rank holds) are always pushed through the projection: its input needs a sum, too, and
 its whole rows get theirs summed in the parameter. Where that is impossible the gradient is scaled by 1/tp instead.
 
 In a module whose Python branches on the values of tensors (a loop over the experts that were hit) another run may have
-other readers: there debts stay on their edges.
+other readers: there partial gradients stay on their edges.
 
 What cannot be placed by hooks is handed to the scoped function mode; what that cannot do either is refused.
 """
@@ -20,15 +20,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from autoplan.analyse.placement.boundaries import Door, Doors
 from autoplan.analyse.placement.callflow import CallFlow
 from autoplan.analyse.placement.deferred_sums import Way, follow_down
+from autoplan.analyse.placement.hook_points import HookPoint, HookPoints
+from autoplan.analyse.placement.joined_gradients import join_gradients
 from autoplan.analyse.placement.joined_sums import shared_sums
 from autoplan.analyse.placement.parallel_branches import pairs_of_branches
-from autoplan.analyse.placement.partial_gradients import Debts
+from autoplan.analyse.placement.partial_gradients import PartialGradients
 from autoplan.analyse.placement.placement import Placement, Refusal
 from autoplan.analyse.placement.reductions import gathered_dim, reduction_of, row_bias_of
-from autoplan.analyse.placement.shared_entries import merge_entries
 from autoplan.analyse.shards import Shards
 from autoplan.ops.records.record import Reduction, Refused
 from autoplan.values import (
@@ -47,50 +47,50 @@ __all__ = ["place"]
 
 
 def place(shards: Shards, flow: CallFlow, gathered: frozenset[int]) -> Placement:
-    """Place every sum owed by the splits.
+    """Place every sum that the splits need.
 
-    A hook acts on every run of its module. A door at which only some of the runs owe something is closed, and
+    A hook acts on every run of its module. A hook point at which only some runs need something is closed, and
     everything is placed again.
     """
-    closed: set[Door] = set()
+    closed: set[HookPoint] = set()
     while True:
         result = _Placer(shards, flow, gathered, closed).solve()
-        uneven = _uneven_doors(result, flow) - closed
+        uneven = _uneven_points(result, flow) - closed
         if not uneven:
             return result
         closed |= uneven
 
 
-def _uneven_doors(result: Placement, flow: CallFlow) -> set[Door]:
-    """Doors whose work differs between runs of the module. What is done to gradients only, is nothing without one."""
-    work: dict[Door, dict[int, set[Boundary]]] = defaultdict(lambda: defaultdict(set))
+def _uneven_points(result: Placement, flow: CallFlow) -> set[HookPoint]:
+    """Hook points whose work differs between runs of the module. Work on gradients is nothing in a run without them."""
+    work: dict[HookPoint, dict[int, set[Boundary]]] = defaultdict(lambda: defaultdict(set))
     for side, placed in (("output", result.outputs), ("input", result.inputs)):
-        for (border, _), done in placed.items():
-            work[border.module, side, border.path][border.visit].add(done)
+        for (crossing, _), done in placed.items():
+            work[crossing.module, side, crossing.path][crossing.visit].add(done)
     found = set()
-    for door, by_visit in work.items():
-        runs = flow.runs_through(*door)
+    for point, by_visit in work.items():
+        runs = flow.runs_through(*point)
         most = max(by_visit.values(), key=len)
         for run, tensor in runs.items():
             expected = most if tensor in flow.carries else {item for item in most if not item.gradients_only}
             if by_visit.get(run, set()) != expected:
-                found.add(door)
+                found.add(point)
     return found
 
 
 class _Placer:
-    def __init__(self, shards: Shards, flow: CallFlow, gathered: frozenset[int], closed: set[Door]) -> None:
+    def __init__(self, shards: Shards, flow: CallFlow, gathered: frozenset[int], closed: set[HookPoint]) -> None:
         self.shards, self.flow, self.result = shards, flow, Placement()
         self.trace = shards.trace
         self.reductions: dict[int, Reduction] = {}
-        self.doors = Doors(flow, closed)
-        self.debts = Debts(shards, flow, self.doors, self.reductions)
+        self.hook_points = HookPoints(flow, closed)
+        self.gradients = PartialGradients(shards, flow, self.hook_points, self.reductions)
         self._shared: dict[int, Way] = {}
         for index in range(len(self.trace.calls)):
             self._read_call(index, gathered)
         self.result.reductions = self.reductions
 
-    # ------------------------------------------------------------------ what each call owes
+    # ------------------------------------------------------------------ what each call leaves to be summed
 
     def _read_call(self, index: int, gathered: frozenset[int]) -> None:
         call, shards = self.trace.calls[index], self.shards
@@ -112,7 +112,7 @@ class _Placer:
         for tensor in inputs:
             if shards.is_split(tensor) or tensor == bias or tensor not in self.flow.carries:
                 continue
-            self.debts.partial[tensor].add(index)
+            self.gradients.partial[tensor].add(index)
 
     def _refuse(self, index: int, why: str) -> None:
         tensors = tuple(t for t in (*self.flow.inputs[index], *self.flow.outputs[index]) if self.shards.is_split(t))
@@ -125,16 +125,16 @@ class _Placer:
         self._place_forward_sums()
         self._join_branches()
         self._push_out_of_mixed()
-        self.debts.push_inside()
-        for border in merge_entries(self.debts):
-            self.result.at_input(border, ScaleGradient)
+        self.gradients.push_inside()
+        for crossing in join_gradients(self.gradients):
+            self.result.at_input(crossing, ScaleGradient)
         self._place_gradient_sums()
         return self.result
 
     # ------------------------------------------------------------------ forward sums
 
     def _place_forward_sums(self) -> None:
-        self._shared = shared_sums(self.flow, self.shards, self.reductions, self.doors.leaving)
+        self._shared = shared_sums(self.flow, self.shards, self.reductions, self.hook_points.leaving)
         for index, kind in self.reductions.items():
             if kind is Reduction.NORM:
                 self.result.inside_reductions[index] = kind
@@ -144,7 +144,7 @@ class _Placer:
             if output is None:
                 self._refuse(index, "a sum over a split axis written in place")
                 continue
-            if kind in (Reduction.ATTENTION, Reduction.SPREAD, Reduction.LENGTH, Reduction.ROW):
+            if kind in (Reduction.ATTENTION, Reduction.VARIANCE, Reduction.LENGTH, Reduction.ROW):
                 self.result.inside_reductions[index] = kind
             elif kind is Reduction.EMBEDDING:
                 self._place_embedding(index, output)
@@ -158,7 +158,7 @@ class _Placer:
     def _join_branches(self) -> None:
         """Branches that the block adds to each other are summed together, where the last of them is returned."""
         outputs = self.result.outputs
-        pairs, moved = pairs_of_branches(self.flow, self.result.done_to(AllReduce), self.doors.leaving)
+        pairs, moved = pairs_of_branches(self.flow, self.result.done_to(AllReduce), self.hook_points.leaving)
         for old, new in moved.items():
             del outputs[old, AllReduce]
             self.result.at_output(new, AllReduce)
@@ -169,82 +169,84 @@ class _Placer:
             self.result.blocks.add(pair.block)
 
     def _norm_statistics(self, index: int) -> None:
-        """A distributed norm sums its statistics forward and backward itself; its whole inputs owe nothing new."""
+        """A distributed norm sums its statistics forward and backward itself; its whole inputs need no further sum."""
         for tensor in self.flow.inputs[index]:
-            if not self.shards.is_split(tensor) and index in self.debts.partial.get(tensor, ()):
+            if not self.shards.is_split(tensor) and index in self.gradients.partial.get(tensor, ()):
                 self._refuse(index, "a norm over a split axis with a weight that is whole")
 
     def _place_embedding(self, index: int, output: int) -> None:
         call = self.trace.calls[index]
         ids = call.args[0].id if isinstance(call.args[0], Ref) else None
-        border = next(
+        crossing = next(
             (b for b in self.flow.entering.get(ids if ids is not None else -1, []) if b.module == call.module
              and b.first <= index < b.last and self.trace.visits[b.visit].visit == call.visit), None
         )  # fmt: skip
-        leaving = self.doors.leaving(output, index)
+        leaving = self.hook_points.leaving(output, index)
         way = self._follow_down(output, index) if leaving is None else None
         if way is not None and way.side == "output" and not way.biases:
-            leaving = way.border
-        if border is None or leaving is None or leaving.module != call.module or leaving.path != ():
+            leaving = way.crossing
+        if crossing is None or leaving is None or leaving.module != call.module or leaving.path != ():
             if call.name == "embedding":
                 self.result.inside_reductions[index] = Reduction.EMBEDDING
             else:
                 self._refuse(index, "a table looked up by rows outside a module of its own")
             return
         self._multiplied(way)
-        self.result.embeddings[index] = border
+        self.result.embeddings[index] = crossing
 
     def _place_gather(self, index: int, output: int) -> None:
         call = self.trace.calls[index]
-        border = self.doors.leaving(output, index)
+        crossing = self.hook_points.leaving(output, index)
         product = gathered_dim(call, self.shards)
         if product is None:
             self._refuse(index, "a product to gather that is neither a matrix product nor a convolution")
             return
-        if border is None or border.module != call.module:
+        if crossing is None or crossing.module != call.module:
             self.result.inside_reductions[index] = Reduction.GATHER
             return
         layout, dim = product
-        self.result.at_output(border, AllGather, dim=dim, layout=layout)
+        self.result.at_output(crossing, AllGather, dim=dim, layout=layout)
 
     def _place_sum(self, index: int, output: int, kind: Reduction) -> None:
         if kind is Reduction.SUM and self._bias_is_read_elsewhere(index):
             self.result.inside_reductions[index] = kind  # where the call can be given the bias once
             return
         way = self._shared.get(index)
-        border = None if way is not None else self.doors.leaving(output, index)
-        if way is None and border is None and kind is Reduction.SUM:
+        crossing = None if way is not None else self.hook_points.leaving(output, index)
+        if way is None and crossing is None and kind is Reduction.SUM:
             way = self._follow_down(output, index)
-        if border is not None:
-            self.result.at_output(border, AllReduce if kind is Reduction.SUM else MeanOverRanks)
-        elif way is None or way.border is None:
+        if crossing is not None:
+            self.result.at_output(crossing, AllReduce if kind is Reduction.SUM else MeanOverRanks)
+        elif way is None or way.crossing is None:
             self.result.inside_reductions[index] = kind
         elif way.side == "output":
-            self.result.at_output(way.border, AllReduce)
+            self.result.at_output(way.crossing, AllReduce)
         else:
-            self.result.at_input(way.border, AllReduce)
+            self.result.at_input(way.crossing, AllReduce)
         self._multiplied(way)
 
     def _follow_down(self, tensor: int, made: int) -> Way | None:
-        return follow_down(tensor, made, self.flow, self.shards, self.reductions, self.doors.leaving, self.doors.taking)
+        return follow_down(
+            tensor, made, self.flow, self.shards, self.reductions, self.hook_points.leaving, self.hook_points.taking
+        )
 
     def _multiplied(self, way: Way | None) -> None:
-        """What multiplies a partial value gets a partial gradient; what is added to it is added in shares."""
+        """What multiplies a partial value gets a partial gradient; what is added to it is divided among ranks."""
         if way is None:
             return
         self.result.divided_biases.update(way.biases)
         for step in way.path:
             for tensor in self.flow.inputs[step]:
                 if tensor in self.flow.carries and tensor not in way.values and tensor not in way.added:
-                    self.debts.partial[tensor].add(step)
+                    self.gradients.partial[tensor].add(step)
 
     def _place_bias(self, index: int) -> None:
-        """A bias beside a partial sum is divided, if all who read it are such sums (one module, run several times)."""
+        """A bias added to a partial sum is divided if all readers are such sums (one module, run several times)."""
         bias = self._bias_beside_sum(index)
         if bias is None:
             return
         if self._bias_is_read_elsewhere(index):
-            self._refuse(index, "a bias beside a partial sum that is not a parameter of its own")
+            self._refuse(index, "a bias added to a partial sum that is not a parameter of its own")
         else:
             self.result.divided_biases.add(bias)
 
@@ -269,53 +271,57 @@ class _Placer:
             reverse=True,
         )
         for producer, tensor in made:
-            if tensor in self.debts.pushed:
+            if tensor in self.gradients.pushed:
                 continue
-            outputs = [t for t in self.flow.outputs[producer] if not self.debts.settled(t)]
-            if not self.debts.uses.get(tensor) or not any(t in self.flow.carries for t in self.flow.inputs[producer]):
+            outputs = [t for t in self.flow.outputs[producer] if not self.gradients.settled(t)]
+            if not self.gradients.uses.get(tensor) or not any(
+                t in self.flow.carries for t in self.flow.inputs[producer]
+            ):
                 continue
-            if self.debts.call_passes(producer) and all(self.debts.can_owe(t, producer) for t in outputs):
-                self.debts.push(producer)
+            if self.gradients.call_passes(producer) and all(
+                self.gradients.can_be_partial(t, producer) for t in outputs
+            ):
+                self.gradients.push(producer)
             else:
                 self._scale_mixed(producer, tensor)
 
     def _scale_mixed(self, producer: int, tensor: int) -> None:
         """Every rank has the full gradient of the whole rows: 1/tp of it is a part, and parts can be summed."""
-        uses = self.debts.uses[tensor]
-        if any(u in self.debts.partial.get(tensor, ()) for u in uses):
+        uses = self.gradients.uses[tensor]
+        if any(u in self.gradients.partial.get(tensor, ()) for u in uses):
             self._refuse(producer, "whole rows of a partly split value with partial and full gradients")
             return
-        for use in uses:  # what left the mixed value downstream must not owe anything unpaid upstream
-            if any(t in self.debts.pushed for t in self.flow.outputs[use]):
-                self._refuse(producer, "a debt that cannot pass a partly split value")
+        for use in uses:  # what left the mixed value downstream must leave nothing upstream that nobody sums
+            if any(t in self.gradients.pushed for t in self.flow.outputs[use]):
+                self._refuse(producer, "a partial gradient that cannot pass a partly split value")
                 return
-        border = self.doors.leaving(tensor, producer)
+        crossing = self.hook_points.leaving(tensor, producer)
         dim = next(d for d, found in enumerate(self.shards.layouts(tensor)) if found is not None)
         layout = str(self.shards.layouts(tensor)[dim])
-        if border is None:
+        if crossing is None:
             self.result.inside_scales[producer] = tensor
         else:
             dim -= len(self.trace.tensors[tensor].shape)
-            self.result.at_output(border, ScaleGradient, dim=dim, layout=layout)
+            self.result.at_output(crossing, ScaleGradient, dim=dim, layout=layout)
         for other in self.flow.inputs[producer]:
             if other in self.flow.carries and self.shards.has_whole_part(other):
-                self.debts.partial[other].add(producer)
+                self.gradients.partial[other].add(producer)
 
     def _place_gradient_sums(self) -> None:
-        for tensor, calls in self.debts.partial.items():
+        for tensor, calls in self.gradients.partial.items():
             if not calls:
                 continue
             if self.trace.tensors[tensor].kind == "parameter":
                 self._place_on_parameter(tensor, calls)
                 continue
-            where = self.debts.where(tensor)
+            where = self.gradients.where(tensor)
             if where == "output":
-                border = self.doors.made_at(tensor)
-                assert border is not None
-                self.result.at_output(border, AllReduceGradient)
+                crossing = self.hook_points.made_at(tensor)
+                assert crossing is not None
+                self.result.at_output(crossing, AllReduceGradient)
             elif where == "input":
-                for border in self.debts.cover(tensor):
-                    self.result.at_input(border, AllReduceGradient)
+                for crossing in self.gradients.cover(tensor):
+                    self.result.at_input(crossing, AllReduceGradient)
             elif self.shards.is_mixed(tensor):
                 self._refuse(min(calls), "a partial gradient of whole rows with nowhere to go")
             else:
@@ -323,7 +329,7 @@ class _Placer:
                     self.result.inside_copies[call].add(tensor)
 
     def _place_on_parameter(self, tensor: int, calls: set[int]) -> None:
-        uses = self.debts.uses.get(tensor, set())
+        uses = self.gradients.uses.get(tensor, set())
         if self.shards.is_mixed(tensor):
             if uses <= calls:
                 self.result.shared_parameters.add(tensor)

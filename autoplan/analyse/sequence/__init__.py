@@ -1,4 +1,4 @@
 """Sequence parallelism: which stretches of the residual stream lie cut along the sequence, and at which boundaries.
 
-In: the calls of a trace and the sums that are owed. Out: instructions at the borders. May import: what analyse may.
+In: the calls of a trace and the needed sums. Out: instructions at the boundaries. May import: what analyse may.
 """

@@ -1,15 +1,15 @@
-"""Sequence parallelism: between the split regions, ranks share out positions instead of all doing the same.
+"""Sequence parallelism: between the split regions, ranks shard the positions instead of all doing the same.
 
 Under tensor parallelism every rank holds the whole residual stream, and computes every norm and residual addition on
 all of it. Here the stream is cut along the sequence from the input of the first block on. A sum that left a region
 becomes a reduce-scatter, a whole value that entered one an all-gather: the same bytes on the wire, 1/tp of the memory.
 
-Which calls may run on a share of the positions is read off the trace: those whose ops left no event on the sequence
+Which calls may run on a shard of the positions is read off the trace: those whose ops left no event on the sequence
 axis (they treat each position by itself), on values that carry the axis once. Everything else gets the whole sequence
-back: a value is gathered at the border of the module that needs it, and what such a module returns is cut again.
+back: a value is gathered at the boundary of the module that needs it, and what such a module returns is cut again.
 
-Parameters used on shares (norms, scales) see some of the positions, so their gradients are summed over ranks. Where
-the borders cannot be found the plan stays without sequence parallelism and says which op is to blame.
+Parameters used on shards (norms, scales) see some of the positions, so their gradients are summed over ranks. Where
+the boundaries cannot be found the plan stays without sequence parallelism and says which op is to blame.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import reduce
 
-from autoplan.analyse.placement.callflow import Border, CallFlow
+from autoplan.analyse.placement.callflow import CallFlow, Crossing
 from autoplan.analyse.placement.placement import Placement
 from autoplan.analyse.sequence.stream import SequencePlacement, Stream
 from autoplan.analyse.shards import Shards
@@ -53,7 +53,7 @@ def place_sequence(
         if stream.reason:
             refused.append((names[0].rpartition(".")[0], stream.reason))
             continue
-        stream.name_borders(f"s{number}")
+        stream.name_crossings(f"s{number}")
         found.append(stream)
     if not found:
         none = "the model has no repeated blocks whose stream could be cut"
@@ -70,7 +70,7 @@ def _merged(a: SequencePlacement, b: SequencePlacement) -> SequencePlacement:
     a.gathers.update(b.gathers)
     a.gather_sums.update(b.gather_sums)
     a.reduce_scatters.update(b.reduce_scatters)
-    a.shares.update(b.shares)
+    a.returned_shards.update(b.returned_shards)
     a.summed_parameters |= b.summed_parameters
     a.random |= b.random
     a.whole += b.whole
@@ -78,35 +78,35 @@ def _merged(a: SequencePlacement, b: SequencePlacement) -> SequencePlacement:
 
 
 def sequence_boundaries(placement: Placement, cut: SequencePlacement) -> tuple[Boundary, ...]:
-    """All that is done at borders, with sums and copies of the stream turned into moves along the sequence."""
+    """All that is done at boundaries, with sums and copies of the stream turned into moves along the sequence."""
     found: dict[Boundary, None] = {}
 
-    def add(kind: type[SequenceBoundary] | type[WithholdPartial], border: Border, side: Side, dim: int) -> None:
-        found[kind(border.module, side, border.path, dim, cut.names[border])] = None
+    def add(kind: type[SequenceBoundary] | type[WithholdPartial], crossing: Crossing, side: Side, dim: int) -> None:
+        found[kind(crossing.module, side, crossing.path, dim, cut.names[crossing])] = None
 
-    for (border, kind), done in placement.outputs.items():
-        if kind in _ON_SHARES and border in cut.reduce_scatters:
-            add(_ON_SHARES[kind], border, "output", cut.reduce_scatters[border])
-        elif kind is AllReduceGradient and (border, "output") in cut.gather_sums:
-            add(AllGatherSequenceSumGradient, border, "output", cut.gather_sums[border, "output"])
+    for (crossing, kind), done in placement.outputs.items():
+        if kind in _ON_SHARDS and crossing in cut.reduce_scatters:
+            add(_ON_SHARDS[kind], crossing, "output", cut.reduce_scatters[crossing])
+        elif kind is AllReduceGradient and (crossing, "output") in cut.gather_sums:
+            add(AllGatherSequenceSumGradient, crossing, "output", cut.gather_sums[crossing, "output"])
         else:
             found[done] = None
-    for (border, kind), done in placement.inputs.items():
-        if kind is AllReduceGradient and (border, "input") in cut.gather_sums:
-            add(AllGatherSequenceSumGradient, border, "input", cut.gather_sums[border, "input"])
+    for (crossing, kind), done in placement.inputs.items():
+        if kind is AllReduceGradient and (crossing, "input") in cut.gather_sums:
+            add(AllGatherSequenceSumGradient, crossing, "input", cut.gather_sums[crossing, "input"])
         else:
             found[done] = None
-    for (border, side), dim in cut.scatters.items():
-        add(ScatterSequence, border, "input" if side == "input" else "output", dim)
-    for (border, side), dim in cut.gathers.items():
-        add(AllGatherSequence, border, "input" if side == "input" else "output", dim)
-    for border, dim in cut.shares.items():
-        add(NoteShard, border, "output", dim)
+    for (crossing, side), dim in cut.scatters.items():
+        add(ScatterSequence, crossing, "input" if side == "input" else "output", dim)
+    for (crossing, side), dim in cut.gathers.items():
+        add(AllGatherSequence, crossing, "input" if side == "input" else "output", dim)
+    for crossing, dim in cut.returned_shards.items():
+        add(NoteShard, crossing, "output", dim)
     return tuple(found)
 
 
 # what a sum becomes whose value is cut along the sequence from there on
-_ON_SHARES: dict[type[Boundary], type[ReduceScatterSequence] | type[WithholdPartial]] = {
+_ON_SHARDS: dict[type[Boundary], type[ReduceScatterSequence] | type[WithholdPartial]] = {
     AllReduce: ReduceScatterSequence,
     WithholdPartial: WithholdPartial,
 }

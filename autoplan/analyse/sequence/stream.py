@@ -1,7 +1,7 @@
-"""One stack's stream, followed through the calls in order: what is cut along the sequence, and at which borders.
+"""One stack's stream, followed through the calls in order: what is cut along the sequence, and at which boundaries.
 
 The walk starts where the first block takes the stream in, in every run of the model that goes through the stack.
-Whenever a call needs the whole sequence, or meets a value that is whole, a border is added and the walk begins again,
+Whenever a call needs the whole sequence, or meets a value that is whole, a boundary is added and the walk begins again,
 until nothing is left to add.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autoplan.analyse.placement.callflow import Border
+from autoplan.analyse.placement.callflow import Crossing
 from autoplan.analyse.sequence.positions import Positions, integers
 from autoplan.analyse.sequence.stream_state import Again, CutStream, Refused, SequencePlacement
 from autoplan.analyse.splits.literal_sizes import evaluate
@@ -44,8 +44,8 @@ class Stream(CutStream):
         self.last_call = max(v.calls[1] for _, v in visits)
         return self._settle()
 
-    def _starts(self, blocks: list[tuple[int, ModuleVisit]]) -> Iterator[tuple[Border, int, Term]]:
-        """Where the stack is entered, perhaps again and again: the border, the stream's value there, its sequence."""
+    def _starts(self, blocks: list[tuple[int, ModuleVisit]]) -> Iterator[tuple[Crossing, int, Term]]:
+        """Where the stack is entered, perhaps again and again: the boundary, the stream's value there, its sequence."""
         first = [(number, visit) for number, visit in blocks if visit.module == blocks[0][1].module]
         returned = {tensor for _, visit in blocks for _, tensor in visit.outputs}
         paths = (p for _, v in first for p, t in v.inputs if t in self.flow.carries and self._axis(t) is not None)
@@ -54,7 +54,7 @@ class Stream(CutStream):
             tensor = dict(visit.inputs).get(path) if path is not None else None
             axis = None if tensor is None or tensor in returned else self._axis(tensor)
             if tensor is not None and axis is not None:
-                yield Border(number, visit.module, path or (), *visit.calls), tensor, axis
+                yield Crossing(number, visit.module, path or (), *visit.calls), tensor, axis
 
     def _axis(self, tensor: int) -> Term | None:
         return Positions.of(self.shards.axes.of(tensor))
@@ -68,13 +68,13 @@ class Stream(CutStream):
                     continue
         except Refused as refused:
             return SequencePlacement(reason=str(refused))
-        return SequencePlacement(reason="the borders of the stream did not settle")
+        return SequencePlacement(reason="the boundaries of the stream did not settle")
 
     # ------------------------------------------------------------------ the walk
 
     def _walk(self) -> SequencePlacement:
         self.cut: set[int] = set()
-        self.index_borders()
+        self.index_crossings()
         result = self.result
         result.summed_parameters.clear()
         result.random.clear()
@@ -93,17 +93,17 @@ class Stream(CutStream):
         self.finish()
         return result
 
-    def _visit(self, index: int, scattered_in: list[tuple[int, Border]]) -> None:
+    def _visit(self, index: int, scattered_in: list[tuple[int, Crossing]]) -> None:
         call, flow = self.trace.calls[index], self.flow
         inputs, outputs = flow.inputs[index], flow.outputs[index]
         cut = [t for t in inputs if self._cut_here(t, index, scattered_in)]
         if not cut:
-            if self._told_a_share(index) and self._alike(index):
+            if self._told_a_shard(index) and self._alike(index):
                 self._note_gradients(index, inputs, cut)
                 self.cut.update(t for t in outputs if self.positions.dims_of(t))
                 return
-            if self._told_a_share(index):
-                reason = f"{call.name} in {call.module or 'the model'} is told the length of a share"
+            if self._told_a_shard(index):
+                reason = f"{call.name} in {call.module or 'the model'} is told the length of a shard"
                 self._gather_around(index, reason)
                 raise Refused(reason)
             self._cut_sums(index, outputs)
@@ -124,7 +124,7 @@ class Stream(CutStream):
             self.result.random.add(call.module)
         self.cut.update(t for t in outputs if self.positions.dims_of(t))
 
-    def _cut_here(self, tensor: int, index: int, scattered_in: list[tuple[int, Border]]) -> bool:
+    def _cut_here(self, tensor: int, index: int, scattered_in: list[tuple[int, Crossing]]) -> bool:
         if any(t == tensor and b.first <= index < b.last and b not in self.starts for t, b in scattered_in):
             return True
         return self.is_cut(tensor, index)
@@ -134,30 +134,30 @@ class Stream(CutStream):
         if index >= self.last_call:
             return
         for tensor in outputs:
-            for border in self.flow.leaving.get(tensor, []):
+            for crossing in self.flow.leaving.get(tensor, []):
                 if (
-                    border in self.reduces
-                    and border.first <= index < border.last
-                    and self._is_written(tensor, index, border)
+                    crossing in self.reduces
+                    and crossing.first <= index < crossing.last
+                    and self._is_written(tensor, index, crossing)
                 ):
                     dim = self.positions.plain_dim(tensor)
-                    if dim is not None and self._in_stack(border):
-                        self.result.reduce_scatters[border] = dim
+                    if dim is not None and self._in_stack(crossing):
+                        self.result.reduce_scatters[crossing] = dim
                         self.cut.add(tensor)
 
-    def _is_written(self, tensor: int, index: int, border: Border) -> bool:
+    def _is_written(self, tensor: int, index: int, crossing: Crossing) -> bool:
         """Is the value what the module returns once this call is done, nothing being added in place later?"""
-        return not any(tensor in self.flow.outputs[later] for later in range(index + 1, border.last))
+        return not any(tensor in self.flow.outputs[later] for later in range(index + 1, crossing.last))
 
-    def _in_stack(self, border: Border) -> bool:
-        visit: int | None = border.visit
+    def _in_stack(self, crossing: Crossing) -> bool:
+        visit: int | None = crossing.visit
         while visit is not None:
             if self.trace.visits[visit].module in self.names:
                 return True
             visit = self.trace.visits[visit].parent
         return False
 
-    # ------------------------------------------------------------------ can a call run on a share?
+    # ------------------------------------------------------------------ can a call run on a shard?
 
     def _crosses(self, index: int, cut: list[int]) -> str:
         """Why a call needs the whole sequence, or an empty string."""
@@ -208,7 +208,7 @@ class Stream(CutStream):
                         return False
         return True
 
-    def _told_a_share(self, index: int) -> bool:
+    def _told_a_shard(self, index: int) -> bool:
         """Does a call on whole values get a length that was read from a cut one?"""
         call = self.trace.calls[index]
         return any(
@@ -219,7 +219,7 @@ class Stream(CutStream):
         )  # fmt: skip
 
     def _alike(self, index: int) -> bool:
-        """Does a call make the same for every position, of nothing that has positions? Then a share of it is one."""
+        """Does a call make the same for every position, of nothing that has positions? Then a shard of it is one."""
         inputs = self.flow.inputs[index]
         carrying = [t for t in inputs if t in self.flow.carries]
         return (
@@ -235,30 +235,30 @@ class Stream(CutStream):
             -size if cut and self.positions.has(self.shards.axes.of(tensor)[dim]) else size
         )  # any other number will do
 
-    # ------------------------------------------------------------------ borders
+    # ------------------------------------------------------------------ boundaries
 
     def _make_whole(self, tensor: int, index: int, reason: str) -> None:
         """Gather a value for a call: at the module that takes it in, else where it is returned."""
         dim = self.positions.plain_dim(tensor)
         if dim is not None:
             entering = [b for b in self.flow.entering.get(tensor, []) if b.first <= index < b.last]
-            for border in sorted(entering, key=lambda b: b.last - b.first):
-                handed_on = self.flow.passes_through(tensor, border)
-                if border.module not in self.names and border not in self.starts and not handed_on:
-                    twins = [b for b in entering if b.visit == border.visit]  # one value under several names
+            for crossing in sorted(entering, key=lambda b: b.last - b.first):
+                handed_on = self.flow.passes_through(tensor, crossing)
+                if crossing.module not in self.names and crossing not in self.starts and not handed_on:
+                    twins = [b for b in entering if b.visit == crossing.visit]  # one value under several names
                     self._add(self.result.gathers, [(twin, "input") for twin in twins], dim, reason)
             producer = self.flow.producer.get(tensor, -1)
             leaving = [b for b in self.flow.leaving.get(tensor, []) if b.first <= producer < b.last <= index]
-            for border in sorted(leaving, key=lambda b: b.last - b.first):
+            for crossing in sorted(leaving, key=lambda b: b.last - b.first):
                 if tensor not in self.starts.values():
-                    self._add(self.result.gathers, [(border, "output")], dim, reason)
+                    self._add(self.result.gathers, [(crossing, "output")], dim, reason)
         self._gather_around(index, reason)
         maker = self.flow.producer.get(tensor)
         if maker is not None and maker > self.first_call:
             for source in self.flow.inputs[maker]:
                 if self.positions.dims_of(source) and self.is_cut(source, maker):
                     self._make_whole(source, maker, reason)
-        raise Refused(f"{reason}, and no module border lies before it")
+        raise Refused(f"{reason}, and no module boundary lies before it")
 
     def _gather_around(self, index: int, reason: str) -> None:
         """Give the whole sequence to the innermost module around a call that takes in a cut value."""
@@ -270,10 +270,12 @@ class Stream(CutStream):
                 dim = self.positions.plain_dim(tensor)
                 if dim is not None and self.is_cut(tensor, *visit.calls):
                     twins = [p for p, t in visit.inputs if t == tensor]
-                    borders = [Border(number, visit.module, twin, *visit.calls) for twin in twins]
-                    self._add(self.result.gathers, [(border, "input") for border in borders], dim, reason)
+                    crossings = [Crossing(number, visit.module, twin, *visit.calls) for twin in twins]
+                    self._add(self.result.gathers, [(crossing, "input") for crossing in crossings], dim, reason)
 
-    def _add(self, where: dict[tuple[Border, str], int], keys: list[tuple[Border, str]], dim: int, reason: str) -> None:
+    def _add(
+        self, where: dict[tuple[Crossing, str], int], keys: list[tuple[Crossing, str]], dim: int, reason: str
+    ) -> None:
         if any(key in where or (key[0].module, key[1], key[0].path) in self.closed for key in keys):
             return
         where.update(dict.fromkeys(keys, dim))
@@ -286,7 +288,7 @@ class Stream(CutStream):
         call = self.trace.calls[index]
         source, reader = tensor, index
         for _ in range(_MAKERS):
-            self._cut_at_border(source, reader)
+            self._cut_at_boundary(source, reader)
             reader = self.flow.producer.get(source, -1)
             sources = self.flow.inputs[reader] if reader >= self.first_call else []
             sources = [t for t in sources if self.positions.dims_of(t)]
@@ -296,27 +298,27 @@ class Stream(CutStream):
         for value in cut:
             self._make_whole(value, index, f"{call.name} in {call.module or 'the model'} meets a whole value")
 
-    def _cut_at_border(self, tensor: int, index: int) -> None:
+    def _cut_at_boundary(self, tensor: int, index: int) -> None:
         """Cut a value where a module returns it or takes it in."""
         dim = self.positions.plain_dim(tensor)
         producer = self.flow.producer.get(tensor, -1)
         if dim is None:
             return
         leaving = [b for b in self.flow.leaving.get(tensor, []) if b.first <= producer < b.last <= index]
-        for border in sorted(leaving, key=lambda b: b.last - b.first):
-            if self._all_after(border, tensor) and (border, "output") not in self.result.gathers:
-                self._add(self.result.scatters, [(border, "output")], dim, "")
+        for crossing in sorted(leaving, key=lambda b: b.last - b.first):
+            if self._all_after(crossing, tensor) and (crossing, "output") not in self.result.gathers:
+                self._add(self.result.scatters, [(crossing, "output")], dim, "")
         entering = [b for b in self.flow.entering.get(tensor, []) if b.first <= index < b.last]
-        for border in sorted(entering, key=lambda b: b.last - b.first):
-            if border.module not in self.names or any(border.visit == start.visit for start in self.starts):
-                self._add(self.result.scatters, [(border, "input")], dim, "")
+        for crossing in sorted(entering, key=lambda b: b.last - b.first):
+            if crossing.module not in self.names or any(crossing.visit == start.visit for start in self.starts):
+                self._add(self.result.scatters, [(crossing, "input")], dim, "")
 
-    def _all_after(self, border: Border, tensor: int) -> bool:
-        """Do all read the value behind the border, and where the walk sees them?"""
-        return all(use >= max(border.last, self.first_call) for use in self.flow.uses[tensor])
+    def _all_after(self, crossing: Crossing, tensor: int) -> bool:
+        """Do all read the value behind the boundary, and where the walk sees them?"""
+        return all(use >= max(crossing.last, self.first_call) for use in self.flow.uses[tensor])
 
     def _note_gradients(self, index: int, inputs: list[int], cut: list[int]) -> None:
-        """What a call on shares reads besides positions gets a part of its gradient on each rank."""
+        """What a call on shards reads besides positions gets a part of its gradient on each rank."""
         for tensor in inputs:
             if tensor in cut or self.positions.dims_of(tensor) or tensor not in self.flow.carries:
                 continue

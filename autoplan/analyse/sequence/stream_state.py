@@ -1,7 +1,7 @@
-"""What of a stream is cut along the sequence while its borders are being found, and whether they hold together.
+"""What of a stream is cut along the sequence while its boundaries are being found, and whether they hold together.
 
-A value is cut where it comes from calls on shares, and whole behind every border that gathers it. Once no border is
-missing, three things must be true: what has become whole by now is gathered once; a parameter is used on shares or on
+A value is cut where it comes from calls on shards, and whole behind every boundary that gathers it. Once no boundary is
+missing, three things must be true: what has become whole by now is gathered once; a parameter is used on shards or on
 the whole sequence, not on both; and every run of a module needs the same of its hooks.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from autoplan.analyse.placement.boundaries import Door
-from autoplan.analyse.placement.callflow import Border, CallFlow
+from autoplan.analyse.placement.callflow import CallFlow, Crossing
+from autoplan.analyse.placement.hook_points import HookPoint
 from autoplan.analyse.placement.placement import Placement
 from autoplan.analyse.sequence.positions import Positions
 from autoplan.analyse.shards import Shards
@@ -22,25 +22,27 @@ __all__ = ["Again", "CutStream", "Refused", "SequencePlacement"]
 
 @dataclass
 class SequencePlacement:
-    """What changes against plain tensor parallelism. Keys are borders; values the dim of the sequence, from the end."""
+    """What changes against plain tensor parallelism. Keys are crossings; values the sequence dim, from the end."""
 
-    scatters: dict[tuple[Border, str], int] = field(default_factory=dict)  # side "input" or "output"
-    gathers: dict[tuple[Border, str], int] = field(default_factory=dict)  # whole readers: backward takes a share
-    gather_sums: dict[tuple[Border, str], int] = field(default_factory=dict)  # replace an AllReduceGradient
-    reduce_scatters: dict[Border, int] = field(default_factory=dict)  # replace an AllReduce
-    shares: dict[Border, int] = field(default_factory=dict)  # blocks that return a share, which others may collect
+    scatters: dict[tuple[Crossing, str], int] = field(default_factory=dict)  # side "input" or "output"
+    gathers: dict[tuple[Crossing, str], int] = field(default_factory=dict)  # whole readers: backward takes a shard
+    gather_sums: dict[tuple[Crossing, str], int] = field(default_factory=dict)  # replace an AllReduceGradient
+    reduce_scatters: dict[Crossing, int] = field(default_factory=dict)  # replace an AllReduce
+    returned_shards: dict[Crossing, int] = field(
+        default_factory=dict
+    )  # blocks that return a shard, which others may collect
     summed_parameters: set[int] = field(default_factory=set)
     random: set[str] = field(default_factory=set)
-    names: dict[Border, SequenceName] = field(default_factory=dict)  # which sequence a border is about
-    flattened: set[Border] = field(default_factory=set)
+    names: dict[Crossing, SequenceName] = field(default_factory=dict)  # which sequence a crossing is about
+    flattened: set[Crossing] = field(default_factory=set)
     whole: list[str] = field(default_factory=list)  # what runs on the whole sequence, and why
     reason: str = ""  # why there is no sequence parallelism
 
-    def name_borders(self, name: str) -> None:
-        """Say of every border which sequence it is about."""
+    def name_crossings(self, name: str) -> None:
+        """Say of every crossing which sequence it is about."""
         keys = [*self.scatters, *self.gathers, *self.gather_sums]
-        borders = (*(b for b, _ in keys), *self.reduce_scatters, *self.shares)
-        self.names = {border: SequenceName(name, border in self.flattened) for border in borders}
+        crossings = (*(b for b, _ in keys), *self.reduce_scatters, *self.returned_shards)
+        self.names = {crossing: SequenceName(name, crossing in self.flattened) for crossing in crossings}
 
     @property
     def applies(self) -> bool:
@@ -48,11 +50,11 @@ class SequencePlacement:
 
 
 class Refused(Exception):
-    """No border can be found; the message says for what."""
+    """No boundary can be found; the message says for what."""
 
 
 class Again(Exception):
-    """A border was added that changes what earlier calls see."""
+    """A boundary was added that changes what earlier calls see."""
 
 
 class CutStream:
@@ -63,28 +65,28 @@ class CutStream:
     def __init__(self, shards: Shards, flow: CallFlow, placement: Placement, names: tuple[str, ...]) -> None:
         self.shards, self.flow, self.placement, self.trace = shards, flow, placement, shards.trace
         self.names = set(names)
-        self.starts: dict[Border, int] = {}  # where each run of the model enters its first block -> the value
+        self.starts: dict[Crossing, int] = {}  # where each run of the model enters its first block -> the value
         self.result = SequencePlacement()
-        self.closed: set[Door] = set()  # where only some runs of a module would need what a hook does
+        self.closed: set[HookPoint] = set()  # where only some runs of a module would need what a hook does
         self.copies_out = self._in_every_run("output", placement.done_to(AllReduceGradient))
         self.copies_in = self._in_every_run("input", (b for b, kind in placement.inputs if kind is AllReduceGradient))
         self.reduces = {*placement.done_to(AllReduce), *placement.done_to(WithholdPartial)}
         self.first_call = self.last_call = 0
         self.cut: set[int] = set()
 
-    def _in_every_run(self, side: str, borders: Iterable[Border]) -> list[Border]:
-        """The same doors in runs without gradients, too: a copy does nothing there, but what it becomes gathers."""
-        doors = dict.fromkeys((border.module, border.path) for border in borders)
+    def _in_every_run(self, side: str, crossings: Iterable[Crossing]) -> list[Crossing]:
+        """The same points in runs without gradients too: a copy does nothing there, but what it becomes gathers."""
+        points = dict.fromkeys((crossing.module, crossing.path) for crossing in crossings)
         return [
-            Border(number, module, path, *self.trace.visits[number].calls)
-            for module, path in doors
+            Crossing(number, module, path, *self.trace.visits[number].calls)
+            for module, path in points
             for number in self.flow.runs_through(module, side, path)
         ]
 
     # ------------------------------------------------------------------ what a value is for a call
 
     def is_cut(self, tensor: int, call: int, last: int | None = None) -> bool:
-        """Does this call (or do all until `last`, taken together) see a share of the value's positions?"""
+        """Does this call (or do all until `last`, taken together) see a shard of the value's positions?"""
         last = call + 1 if last is None else last
         if not self.in_stream(tensor, call):
             return False
@@ -93,23 +95,23 @@ class CutStream:
         return not any(b.first <= call and last <= b.last for b in self.gathered_inputs.get(tensor, ()))
 
     def in_stream(self, tensor: int, call: int) -> bool:
-        """Is the value cut when this call runs, unless a border made it whole?"""
+        """Is the value cut when this call runs, unless a boundary made it whole?"""
         if tensor in self.starts.values():  # what the first block takes in is whole outside it
             return any(t == tensor and start.first <= call < start.last for start, t in self.starts.items())
         return tensor in self.cut
 
-    def index_borders(self) -> None:
-        """Borders that make a value whole again, by value."""
-        self.leaving: dict[int, list[Border]] = {}
-        for border in (*self.copies_out, *(b for b, side in self.result.gathers if side == "output")):
-            self.leaving.setdefault(self.tensor_at(border, "output"), []).append(border)
-        self.gathered_inputs: dict[int, list[Border]] = {}
-        for border in (*self.copies_in, *(b for b, side in self.result.gathers if side == "input")):
-            self.gathered_inputs.setdefault(self.tensor_at(border, "input"), []).append(border)
+    def index_crossings(self) -> None:
+        """Crossings that make a value whole again, by value."""
+        self.leaving: dict[int, list[Crossing]] = {}
+        for crossing in (*self.copies_out, *(b for b, side in self.result.gathers if side == "output")):
+            self.leaving.setdefault(self.tensor_at(crossing, "output"), []).append(crossing)
+        self.gathered_inputs: dict[int, list[Crossing]] = {}
+        for crossing in (*self.copies_in, *(b for b, side in self.result.gathers if side == "input")):
+            self.gathered_inputs.setdefault(self.tensor_at(crossing, "input"), []).append(crossing)
 
-    def tensor_at(self, border: Border, side: str) -> int:
-        visit = self.trace.visits[border.visit]
-        return dict(visit.inputs if side == "input" else visit.outputs)[border.path]
+    def tensor_at(self, crossing: Crossing, side: str) -> int:
+        visit = self.trace.visits[crossing.visit]
+        return dict(visit.inputs if side == "input" else visit.outputs)[crossing.path]
 
     # ------------------------------------------------------------------ the end
 
@@ -118,18 +120,18 @@ class CutStream:
         result = self.result
         self._forget_needless()
         sides = [(b, "output") for b in self.copies_out] + [(b, "input") for b in self.copies_in]
-        for border, side in sides:
-            tensor = self.tensor_at(border, side)
+        for crossing, side in sides:
+            tensor = self.tensor_at(crossing, side)
             if (
-                not self.in_stream(tensor, border.first)
-                or (border, side) in result.gathers
-                or self._whole_around(border, tensor)
+                not self.in_stream(tensor, crossing.first)
+                or (crossing, side) in result.gathers
+                or self._whole_around(crossing, tensor)
             ):
                 continue
             dim = self.positions.plain_dim(tensor)
             if dim is None:
-                raise Refused(f"the sequence is merged with another dim where {border.module} takes it in")
-            result.gather_sums[(border, side)] = dim
+                raise Refused(f"the sequence is merged with another dim where {crossing.module} takes it in")
+            result.gather_sums[(crossing, side)] = dim
         for index, visit in enumerate(self.trace.visits):
             if visit.parent is None and visit.calls[1] > self.first_call:
                 for path, tensor in visit.outputs:
@@ -137,85 +139,87 @@ class CutStream:
                         dim = self.positions.plain_dim(tensor)
                         if dim is None:
                             raise Refused("what the model returns has its sequence merged with another dim")
-                        result.gathers[(Border(index, visit.module, path, *visit.calls), "output")] = dim
+                        result.gathers[(Crossing(index, visit.module, path, *visit.calls), "output")] = dim
         for tensor in result.summed_parameters:
             uses = self.flow.gradient_uses(tensor)
-            whole = [u for u in uses if not self._reaches_share(u)]
+            whole = [u for u in uses if not self._reaches_shard(u)]
             if whole and tensor not in self.placement.summed_parameters:
                 call = self.trace.calls[min(whole)]
                 name, place = self.trace.tensors[tensor].names[0], call.module or "the model"
-                raise Refused(f"{call.name} in {place} uses {name} on the whole sequence, others use it on shares")
-        self._even_doors()
-        self._note_shares()
+                raise Refused(f"{call.name} in {place} uses {name} on the whole sequence, others use it on shards")
+        self._even_points()
+        self._note_shards()
 
-    def _note_shares(self) -> None:
-        """What blocks return on shares: transformers collects it for callers that ask for hidden states."""
-        self.result.shares.clear()
-        doors: dict[Door, dict[int, Border]] = {}
+    def _note_shards(self) -> None:
+        """What blocks return on shards: transformers collects it for callers that ask for hidden states."""
+        self.result.returned_shards.clear()
+        points: dict[HookPoint, dict[int, Crossing]] = {}
         for number, visit in enumerate(self.trace.visits):
             for path, tensor in visit.outputs if visit.module in self.names else ():
                 if self.positions.plain_dim(tensor) is not None and self.is_cut(tensor, visit.calls[1]):
-                    border = Border(number, visit.module, path, *visit.calls)
-                    doors.setdefault((visit.module, "output", path), {})[number] = border
-        for door, borders in doors.items():
-            if set(self.flow.runs_through(*door)) == set(borders):
-                for border in borders.values():
-                    tensor = self.tensor_at(border, "output")
-                    self.result.shares[border] = self.positions.plain_dim(tensor) or 0
+                    crossing = Crossing(number, visit.module, path, *visit.calls)
+                    points.setdefault((visit.module, "output", path), {})[number] = crossing
+        for point, crossings in points.items():
+            if set(self.flow.runs_through(*point)) == set(crossings):
+                for crossing in crossings.values():
+                    tensor = self.tensor_at(crossing, "output")
+                    self.result.returned_shards[crossing] = self.positions.plain_dim(tensor) or 0
                     if self.positions.flattened(tensor):
-                        self.result.flattened.add(border)
+                        self.result.flattened.add(crossing)
 
     def _forget_needless(self) -> None:
-        """Drop gathers of what is whole by now: a border that was added later made it so further out."""
-        for border, side in list(self.result.gathers):
-            tensor = self.tensor_at(border, side)
-            inner = side == "input" and self._whole_around(border, tensor)
-            if inner or not (tensor in self.cut or self.in_stream(tensor, border.first)):
-                del self.result.gathers[border, side]
+        """Drop gathers of what is whole by now: a boundary that was added later made it so further out."""
+        for crossing, side in list(self.result.gathers):
+            tensor = self.tensor_at(crossing, side)
+            inner = side == "input" and self._whole_around(crossing, tensor)
+            if inner or not (tensor in self.cut or self.in_stream(tensor, crossing.first)):
+                del self.result.gathers[crossing, side]
 
-    def _whole_around(self, border: Border, tensor: int) -> bool:
-        """Has the value been made whole already where this border lies?"""
+    def _whole_around(self, crossing: Crossing, tensor: int) -> bool:
+        """Has the value been made whole already where this boundary lies?"""
         gathered = [b for b, side in self.result.gathers if side == "output" and self.tensor_at(b, side) == tensor]
-        if any(b.last <= border.first for b in gathered):
+        if any(b.last <= crossing.first for b in gathered):
             return True
         around = [b for b, side in self.result.gathers if side == "input" and self.tensor_at(b, side) == tensor]
-        return any(b.first <= border.first and border.last <= b.last and b.visit != border.visit for b in around)
+        return any(b.first <= crossing.first and crossing.last <= b.last and b.visit != crossing.visit for b in around)
 
-    def _even_doors(self) -> None:
+    def _even_points(self) -> None:
         """A hook acts on every run of its module: all runs must need the same."""
         result = self.result
-        doors: dict[Door, set[int]] = {}
+        points: dict[HookPoint, set[int]] = {}
         keys = [
             *result.scatters,
             *result.gathers,
             *result.gather_sums,
             *((b, "output") for b in result.reduce_scatters),
         ]
-        for border, side in keys:
-            doors.setdefault((border.module, side, border.path), set()).add(border.visit)
-            if self.positions.flattened(self.tensor_at(border, side)):
-                result.flattened.add(border)
-        uneven = {door for door, visits in doors.items() if set(self.flow.runs_through(*door)) != visits}
+        for crossing, side in keys:
+            points.setdefault((crossing.module, side, crossing.path), set()).add(crossing.visit)
+            if self.positions.flattened(self.tensor_at(crossing, side)):
+                result.flattened.add(crossing)
+        uneven = {point for point, visits in points.items() if set(self.flow.runs_through(*point)) != visits}
         fixed = {(b.module, "input", b.path) for b in self.starts} | {
             (b.module, side, b.path)
             for b, side in (*result.gather_sums, *((b, "output") for b in result.reduce_scatters))
         }
-        for door in sorted(uneven & fixed, key=str):
-            raise Refused(f"{door[0] or 'the model'} runs on shares and on the whole sequence{self._of(door, doors)}")
-        if uneven:  # look for other borders
+        for point in sorted(uneven & fixed, key=str):
+            raise Refused(
+                f"{point[0] or 'the model'} runs on shards and on the whole sequence{self._of(point, points)}"
+            )
+        if uneven:  # look for other boundaries
             self.closed |= uneven
             self.result = SequencePlacement()
             raise Again
 
-    def _of(self, door: Door, doors: dict[Door, set[int]]) -> str:
+    def _of(self, point: HookPoint, points: dict[HookPoint, set[int]]) -> str:
         """What made the value that is whole where others are cut."""
-        runs = self.flow.runs_through(*door)
-        made = (self.flow.producer.get(tensor, -1) for visit, tensor in runs.items() if visit not in doors[door])
+        runs = self.flow.runs_through(*point)
+        made = (self.flow.producer.get(tensor, -1) for visit, tensor in runs.items() if visit not in points[point])
         call = next((self.trace.calls[index] for index in made if index >= 0), None)
         return "" if call is None else f", which {call.name} in {call.module or 'the model'} made"
 
-    def _reaches_share(self, call: int) -> bool:
-        """Is what a call makes of a parameter used on shares of the positions?"""
+    def _reaches_shard(self, call: int) -> bool:
+        """Is what a call makes of a parameter used on shards of the positions?"""
         seen, waiting = set[int](), [call]
         while waiting:
             index = waiting.pop()

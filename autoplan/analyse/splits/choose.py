@@ -28,9 +28,9 @@ from autoplan.values.reasons import (
     DoesNotDivide,
     InsideScaledBlock,
     Narrow,
+    NeedsSums,
     NeverContracted,
     OnBothDims,
-    OwesSums,
     ReadAcross,
     Reason,
     ResidualStream,
@@ -42,13 +42,13 @@ from autoplan.values.reasons import (
 __all__ = ["Choice", "Occurrences", "choose", "occurrences", "residual_leaves"]
 
 # Events that allow a split at a price: classes without them go first.
-PRICE = {"contract_a": 4, "reduce_lin": 2, "norm": 2, "spread": 4, "length": 4, "created": 1, "const": 1}
+PRICE = {"contract_a": 4, "reduce_lin": 2, "norm": 2, "variance": 4, "length": 4, "created": 1, "const": 1}
 FREE = frozenset({"contract_w", "batch_w", "batch_a", "free_a", "conv_group", "random", "experts"})
 _OTHER_PRICE = 2
 _WORTHWHILE = 16  # rows: a narrower dim saves less than the sum it costs
-_DEAR = 3  # a class this dear goes after all cheaper ones, whatever it holds
+_EXPENSIVE = 3  # a class this expensive goes after all cheaper ones, whatever it holds
 # A norm written out, over the width of values that products mix.
-_TOO_DEAR = (frozenset({"spread", "free_a"}), frozenset({"length", "free_a"}))
+_TOO_EXPENSIVE = (frozenset({"variance", "free_a"}), frozenset({"length", "free_a"}))
 
 Occurrences = dict[Term, dict[int, set[int]]]
 
@@ -168,7 +168,7 @@ def choose(
         weights = [t for t in places if len(trace.tensors[t].shape) >= 2]
         held = sum(prod(trace.tensors[t].shape) for t in weights)
         price = sum(0 if e in FREE else PRICE.get(e, _OTHER_PRICE) for e in leaf.events)
-        candidates.append((price > _DEAR, -held, price, leaf))
+        candidates.append((price > _EXPENSIVE, -held, price, leaf))
     for leaf in sorted(vocabularies or (), key=lambda x: -x.size):
         if leaf in refused:
             choice.reasons[leaf] = refused[leaf]
@@ -214,8 +214,8 @@ def _rivalled(
     """Is a head narrower than what it reads, which can be split? Then its sum is cheaper than its input's gradient."""
     held = sum(prod(trace.tensors[t].shape) for t in _weights_of(rows, found, trace))
     return any(
-        not dear and -more > held and leaf.size > rows.size and leaf.size % tp == 0 and leaf is not rows
-        for dear, more, _, leaf in candidates
+        not expensive and -more > held and leaf.size > rows.size and leaf.size % tp == 0 and leaf is not rows
+        for expensive, more, _, leaf in candidates
         if _weights_of(leaf, found, trace) & _weights_of(rows, found, trace)
     )
 
@@ -244,7 +244,7 @@ def _partner(
 ) -> Term | None:
     """The axis that splits on where `leaf` (key/value heads, fewer than ranks) cannot: query heads within a group.
 
-    Ranks form groups; each group holds some key/value heads, and its ranks share out the query heads of those.
+    Ranks form groups; each group holds some key/value heads, and its ranks shard the query heads of those.
     """
     mine = _weights_of(leaf, found, trace)
     for _, _, _, other in candidates:
@@ -280,9 +280,9 @@ def _why_not(
     against = sorted(leaf.events & FORBIDDING)
     if against:
         return ReadAcross(tuple(map(str, against)))
-    dear = next((events for events in _TOO_DEAR if leaf.events >= events), None)
-    if dear is not None:
-        return OwesSums(tuple(sorted(dear)))
+    expensive = next((events for events in _TOO_EXPENSIVE if leaf.events >= events), None)
+    if expensive is not None:
+        return NeedsSums(tuple(sorted(expensive)))
     if not leaf.events & {"contract_w", "batch_w"}:
         return NeverContracted()
     if len([t for t in places if len(trace.tensors[t].shape) >= 2]) < 2:

@@ -36,7 +36,7 @@ _INTEGERS = ("int64", "int32", "int16", "uint8")
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """A module that holds experts: the tensors of its weights, and what is to be done at its borders."""
+    """A module that holds experts: the tensors of its weights, and what is to be done at its boundaries."""
 
     stack: tuple[int, ...]
     site: LocalExperts

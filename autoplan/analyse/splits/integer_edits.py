@@ -73,10 +73,10 @@ class _Equations:
                 if any(True for _ in attributes_of(item)):
                     yield Requirement(index, path, item, (item.value,) * self.shards.tp)
                 elif not made_whole(call, self.shards) and not self._has_split(call):
-                    yield from self._of_a_share(index, path, item)
+                    yield from self._of_a_shard(index, path, item)
 
-    def _of_a_share(self, index: int, path: tuple[Any, ...], item: Symbolic) -> Iterator[Requirement]:
-        """A size that Python read from a value of which ranks have shares, and passes to a call on whole ones."""
+    def _of_a_shard(self, index: int, path: tuple[Any, ...], item: Symbolic) -> Iterator[Requirement]:
+        """A size that Python read from a value of which ranks have shards, and passes to a call on whole ones."""
         values = {self.value(item, {}, rank) for rank in range(self.shards.tp)}
         if values - {None, item.value}:
             yield Requirement(index, path, item, (item.value,) * self.shards.tp)

@@ -35,7 +35,7 @@ __all__ = [
     "Requirement",
     "attributes_of",
     "evaluate",
-    "made_in_shares",
+    "made_in_shards",
     "made_whole",
     "requirements",
     "sizes_given",
@@ -49,7 +49,7 @@ Found = list[tuple[Path, Any, tuple[int, ...]]]
 class Requirement:
     """At `path` in the arguments of call `call`, ranks must pass `want` (one number per rank); now it is `have`.
 
-    `seen` is what the Python of a sharded model passes there, with its shares' sizes and the integers that were edited.
+    `seen` is what the Python of a sharded model passes there, with its shards' sizes and the integers that were edited.
     """
 
     call: int
@@ -135,7 +135,7 @@ def _found(sizes: Sizes, call: Call, outputs: list[int], shards: Shards) -> Foun
         case Filled():
             return _fill(sizes, call, outputs[0], shards)
         case Identity():
-            return _identity(sizes, call, outputs[0], shards) if made_in_shares(call, shards) else []
+            return _identity(sizes, call, outputs[0], shards) if made_in_shards(call, shards) else []
         case Lengths():
             return _split(sizes, call, outputs, shards)
         case Bounds():
@@ -151,16 +151,16 @@ def _found(sizes: Sizes, call: Call, outputs: list[int], shards: Shards) -> Foun
     return []  # none, sizes of what is made whole, or a number of pieces (`equal_pieces.py`)
 
 
-def made_in_shares(call: Call, shards: Shards) -> bool:
-    """Does this call make a rank's share of its value when it is told the share's sizes?"""
+def made_in_shards(call: Call, shards: Shards) -> bool:
+    """Does this call make a rank's shard of its value when it is told the shard's sizes?"""
     sizes = call_record(call.name).sizes
     identity = isinstance(sizes, Identity) and not shards.axes.identities.isdisjoint(refs(call.outputs))
     return isinstance(sizes, Filled) or identity
 
 
 def made_whole(call: Call, shards: Shards) -> bool:
-    """Must this call make all of its value, of which a rank then keeps its share? Its sizes stay."""
-    return isinstance(call_record(call.name).sizes, (MadeWhole, Identity)) and not made_in_shares(call, shards)
+    """Must this call make all of its value, of which a rank then keeps its shard? Its sizes stay."""
+    return isinstance(call_record(call.name).sizes, (MadeWhole, Identity)) and not made_in_shards(call, shards)
 
 
 def _sizes(call: Call, first: int, *names: str) -> list[tuple[Path, Any]]:
@@ -266,7 +266,7 @@ def _getitem(call: Call, shards: Shards) -> Found:
             continue
         size = shards.trace.tensors[tensor].shape[dim]
         if isinstance(item, slice) and item.step not in (None, 1):
-            continue  # a step deals with positions inside a unit: what it says stays
+            continue  # a step is about positions inside a unit: what it says stays
         if isinstance(item, slice):
             for key in ("start", "stop"):
                 bound = _number_in(getattr(item, key), call, shards)
@@ -289,7 +289,7 @@ def _number_in(bound: Any, call: Call, shards: Shards) -> Any:
 
 
 def _is_row(tensor: int, dim: int, shards: Shards) -> bool:
-    """A row of a table that is dealt out: its number stays, the rank that has the row answers."""
+    """A row of a table that is sharded: its number stays, the rank that has the row answers."""
     return dim == 0 and shards.axes.is_stored_weight(tensor)
 
 

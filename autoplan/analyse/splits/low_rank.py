@@ -1,10 +1,10 @@
-"""Low-rank branches beside a split projection: their sums join those of the projection.
+"""Low-rank branches parallel to a split projection: their sums join those of the projection.
 
 An adapter adds B(A(x)) to a projection of x; A and B are thin matrices that every rank can hold. Left to themselves
 they would cost sums of their own, and keep the projection's sums where they do not merge with those of its neighbours.
 Since the branch is linear, its partial sum can pass B and meet the projection's: one sum for both, in the place where
-they have been added (meetings.py). And the debt of what enters can pass A and be paid with that of all other readers of
-x. Each time the gradient of the thin matrix is summed instead, once a step and small.
+they have been added (joined_sums.py). And the partial gradient of what enters can pass A and be summed with that of all
+other readers of x. Each time the gradient of the thin matrix is summed instead, once a step and small.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _THIN = 4  # times longer than wide
 
 
 def branch_weights(axes: Axes, read: Iterable[int]) -> set[int]:
-    """Of these weights (inner x outer, the way they are multiplied) the pairs that lie beside one from end to end."""
+    """Of these weights (inner x outer, the way they are multiplied) the pairs parallel to one from end to end."""
     ends: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     for weight in read:
         inner, outer = (tuple(find(leaf).id for leaf in leaves(term)) for term in axes.of(weight))

@@ -1,6 +1,6 @@
 """The two ends of a model: tables looked up by token, heads whose product leaves the model, products worth gathering.
 
-The vocabulary axis is not contracted with anything: it is a row of a table and a column of a head. It can be dealt out
+The vocabulary axis is not contracted with anything: it is a row of a table and a column of a head. It can be sharded
 when nothing in the forward reads across it. Where something does (a softmax in forward, a norm after a dense layer)
 the product can still be computed in parts and gathered at once: the weight is split, everything after sees it whole.
 """
@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from autoplan.analyse.infer import Axes
-from autoplan.analyse.placement.callflow import Border, CallFlow
+from autoplan.analyse.placement.callflow import CallFlow, Crossing
 from autoplan.analyse.placement.placement import Placement, Refusal
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.low_rank import branch_weights
@@ -30,7 +30,7 @@ __all__ = [
     "gathered_product",
     "head_sites",
     "products_to_gather",
-    "refuse_homeless_logits",
+    "refuse_unplaced_logits",
     "vocabularies",
 ]
 
@@ -168,7 +168,7 @@ def product_weight(op: Op, axes: Axes) -> tuple[int, int] | None:
 
 
 def gathered_product(op: Op, axes: Axes) -> tuple[int, int] | None:
-    """Of an op whose result is gathered: the parameter that says how it is dealt out, a weight or a bias, and in which
+    """Of an op whose result is gathered: the parameter that says how it is sharded, a weight or a bias, and in which
     of its dims."""
     bias = added_bias(op, axes)
     return product_weight(op, axes) if bias is None else (bias, 0)
@@ -207,15 +207,15 @@ def head_sites(
     """Vocabulary tables to mask, heads whose product leaves the model, other split outputs to gather at its exit."""
     heads: dict[VocabularyTable | SplitLogits, None] = {}
     gathers: dict[AllGather, None] = {}
-    for index, border in placement.embeddings.items():
+    for index, crossing in placement.embeddings.items():
         table = trace.calls[index].args[1].id
-        heads[VocabularyTable(border.module, trace.tensors[table].shape[0], border.path)] = None
+        heads[VocabularyTable(crossing.module, trace.tensors[table].shape[0], crossing.path)] = None
     for module, path, tensor, dim, layout in _split_outputs(trace, shards):
         back = dim - len(trace.tensors[tensor].shape)
         if _is_logits(tensor, dim, shards, vocabulary):
-            border_of_head = _head_border(tensor, flow, shards)
-            assert border_of_head is not None
-            heads[SplitLogits(border_of_head.module, layout.size, back, (path,))] = None
+            crossing_of_head = _head_crossing(tensor, flow, shards)
+            assert crossing_of_head is not None
+            heads[SplitLogits(crossing_of_head.module, layout.size, back, (path,))] = None
         else:
             gathers[AllGather(module, "output", path, back, str(layout))] = None
     return tuple(heads), _of_every_block(tuple(gathers), trace)
@@ -234,12 +234,12 @@ def _of_every_block(gathers: tuple[AllGather, ...], trace: Trace) -> tuple[AllGa
     return tuple(found)
 
 
-def refuse_homeless_logits(
+def refuse_unplaced_logits(
     trace: Trace, flow: CallFlow, shards: Shards, placement: Placement, vocabulary: set[Term]
 ) -> None:
     """A loss inside forward needs whole logits; they can be gathered only where a module returns them."""
     for _, _, tensor, dim, _ in _split_outputs(trace, shards):
-        if _is_logits(tensor, dim, shards, vocabulary) and _head_border(tensor, flow, shards) is None:
+        if _is_logits(tensor, dim, shards, vocabulary) and _head_crossing(tensor, flow, shards) is None:
             why = "the head's product is not what a module returns, so it could not be gathered for a loss"
             placement.refusals.append(Refusal(-1, why, (tensor,)))
 
@@ -259,7 +259,7 @@ def _is_logits(tensor: int, dim: int, shards: Shards, vocabulary: set[Term]) -> 
     return dim == len(terms) - 1 and find(terms[dim]) in vocabulary
 
 
-def _head_border(tensor: int, flow: CallFlow, shards: Shards) -> Border | None:
+def _head_crossing(tensor: int, flow: CallFlow, shards: Shards) -> Crossing | None:
     """Where the product that became a split output leaves its module: walk back while one split value makes another."""
     seen = set()
     while tensor in flow.producer and tensor not in seen:

@@ -1,12 +1,12 @@
 """The least that ranks must tell each other for a given split: a bound that no placement of sums can undercut.
 
 Sums are put off for as long as they can be. A partial sum stays one through all that is linear in it, additions of
-whole values too, and is paid for when something else reads it: sums that have been added to each other by then are one
-payment, of the smallest value that it was on the way. Backward the same holds for partial gradients. Every call passes
+whole values too, and is summed when something else reads it: sums that have been added to each other by then are one
+sum, of the smallest value that it was on the way. Backward the same holds for partial gradients. Every call passes
 them up, until one needs the whole gradient: a sum over ranks (whose backward hands it to every rank), or a matrix that
 every rank holds, whose own gradient would be partial.
 
-A residual block so owes one payment for each region that the next one depends on, whatever its modules look like.
+A residual block so needs one sum for each region that the next one depends on, whatever its modules look like.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.low_rank import thin_matrix
 from autoplan.ops import call_record
 
-__all__ = ["Payment", "least_payments", "spread_numbers"]
+__all__ = ["Payment", "least_payments", "variance_numbers"]
 
 _WHOLE = 0.999
 
 
 @dataclass(frozen=True)
 class Payment:
-    """One value that ranks must sum (or gather). `calls` owe it: those that sum, or those that read a part of it."""
+    """One value that ranks must sum (or gather). `calls` need it: those that sum, or those that read a part of it."""
 
     backward: bool
     calls: frozenset[int]
@@ -38,57 +38,59 @@ class Payment:
 
 
 def least_payments(shards: Shards, flow: CallFlow, reductions: Mapping[int, str]) -> tuple[Payment, ...]:
-    """All payments that the split owes, forward and backward."""
+    """All sums that the split needs, forward and backward."""
     forward = _Forward(shards, flow, reductions)
     paid = tuple(forward.run())
     return (*paid, *_Backward(shards, flow, reductions, forward.factors(paid)).run())
 
 
 class _Ledger:
-    """What values owe, and what has been paid.
+    """What of each value is still partial, and what has been summed.
 
-    The gradient of a product goes to both its factors, and each gets a part of a debt. Where the parts meet again (in a
-    norm) one payment serves all of it, and before they part too; where they do not, each part is paid by itself.
+    The gradient of a product goes to both its factors, and each gets a part of a partial gradient. Where the parts meet
+    again (in a norm) one sum serves all of it, and before they part too; else each part is summed by itself.
     """
 
     def __init__(self) -> None:
-        self.shares: dict[int, dict[int, float]] = {}  # value -> debt -> the part of it that the value has
-        self.calls: list[int] = []  # debt -> the call that owes it
+        self.shares: dict[int, dict[int, float]] = {}  # value -> partial sum -> the part of it that the value has
+        self.calls: list[int] = []  # partial sum -> the call that made it
         self.paid: set[int] = set()
-        self.smallest: dict[frozenset[int], int] = {}  # whole debts -> the fewest elements of a value that has them
-        self.in_parts: dict[frozenset[int], int] = {}  # debts -> what was paid for parts of them
+        self.smallest: dict[
+            frozenset[int], int
+        ] = {}  # partial sums -> the fewest elements of a value that has all of them
+        self.in_parts: dict[frozenset[int], int] = {}  # partial sums -> the elements summed for parts of them
 
     def new(self, call: int) -> dict[int, float]:
         self.calls.append(call)
         return {len(self.calls) - 1: 1.0}
 
     def of(self, tensor: int) -> dict[int, float]:
-        return {debt: share for debt, share in self.shares.get(tensor, {}).items() if debt not in self.paid}
+        return {partial: share for partial, share in self.shares.get(tensor, {}).items() if partial not in self.paid}
 
-    def owe(self, tensor: int, debts: Mapping[int, float], part: float = 1.0) -> None:
+    def add(self, tensor: int, partials: Mapping[int, float], part: float = 1.0) -> None:
         known = self.shares.setdefault(tensor, {})
-        for debt, share in debts.items():
-            known[debt] = min(1.0, known.get(debt, 0.0) + share * part)
+        for partial, share in partials.items():
+            known[partial] = min(1.0, known.get(partial, 0.0) + share * part)
 
     def size(self, tensor: int, elements: int) -> None:
-        owed = self.of(tensor)
-        if all(share > _WHOLE for share in owed.values()):
-            key = frozenset(owed)
+        partials = self.of(tensor)
+        if all(share > _WHOLE for share in partials.values()):
+            key = frozenset(partials)
             self.smallest[key] = min(elements, self.smallest.get(key, elements))
 
     def pay(self, tensor: int, elements: int, backward: bool) -> Iterator[Payment]:
-        owed = self.of(tensor)
-        key = frozenset(owed)
+        partials = self.of(tensor)
+        key = frozenset(partials)
         least = self.smallest.get(key, elements)
-        if not owed:
+        if not partials:
             return
-        if all(share > _WHOLE for share in owed.values()):
+        if all(share > _WHOLE for share in partials.values()):
             self.paid |= key
         else:  # no more for all the parts than for the whole
             least = min(elements, self.smallest.get(key, elements) - self.in_parts.get(key, 0))
             self.in_parts[key] = self.in_parts.get(key, 0) + least
         if least > 0:
-            yield Payment(backward, frozenset(self.calls[debt] for debt in owed), least)
+            yield Payment(backward, frozenset(self.calls[partial] for partial in partials), least)
 
 
 class _Walk:
@@ -108,7 +110,9 @@ class _Walk:
 class _Forward(_Walk):
     def __init__(self, shards: Shards, flow: CallFlow, reductions: Mapping[int, str]) -> None:
         super().__init__(shards, flow, reductions)
-        self.passed: dict[int, tuple[int, frozenset[int]]] = {}  # call -> the partial sum that passes it, what it owes
+        self.passed: dict[
+            int, tuple[int, frozenset[int]]
+        ] = {}  # call -> the partial sum that passes it, the calls that made it
 
     def run(self) -> Iterator[Payment]:
         for index in range(len(self.trace.calls)):
@@ -119,48 +123,49 @@ class _Forward(_Walk):
 
     def _call(self, index: int) -> Iterator[Payment]:
         kind, outputs = self.reductions.get(index), self.flow.outputs[index]
-        owing = [t for t in self.flow.inputs[index] if self.ledger.of(t)]
-        owed = {debt: share for t in owing for debt, share in self.ledger.of(t).items()}
-        if owing and self._passes(index, owing):
-            self.passed[index] = owing[0], frozenset(self.ledger.calls[debt] for debt in owed)
-        elif owing:
-            for tensor in owing:
+        partial_inputs = [t for t in self.flow.inputs[index] if self.ledger.of(t)]
+        partials = {partial: share for t in partial_inputs for partial, share in self.ledger.of(t).items()}
+        if partial_inputs and self._passes(index, partial_inputs):
+            self.passed[index] = partial_inputs[0], frozenset(self.ledger.calls[partial] for partial in partials)
+        elif partial_inputs:
+            for tensor in partial_inputs:
                 yield from self.ledger.pay(tensor, self.elements(tensor), backward=False)
-            owed = {}
+            partials = {}
         if kind in ("sum", "mean", "embedding", "row"):
-            owed = self.ledger.new(index)
+            partials = self.ledger.new(index)
         elif kind == "gather":
             yield Payment(False, frozenset({index}), self.elements(outputs[0]), gathered=True)
         elif kind == "norm":
             yield Payment(False, frozenset({index}), _statistics(self.trace.calls[index].name, self._rows(index)))
         elif kind == "length":
             yield Payment(False, frozenset({index}), lengths_in(self.trace.calls[index], self.trace)[1])
-        elif kind == "spread":
-            elements = self.elements(outputs[0]) * spread_numbers(self.shards.tp)
+        elif kind == "variance":
+            elements = self.elements(outputs[0]) * variance_numbers(self.shards.tp)
             yield Payment(False, frozenset({index}), elements, gathered=True)
-        for tensor in outputs if owed else ():
-            self.ledger.shares[tensor] = owed
+        for tensor in outputs if partials else ():
+            self.ledger.shares[tensor] = partials
             self.ledger.size(tensor, self.elements(tensor))
 
     def factors(self, paid: Iterable[Payment]) -> dict[int, set[int]]:
         """What sums were multiplied with while they were put off, where that was worth it.
 
-        Each rank then knows only a part of the factor's gradient: a debt that paying at once would not have left.
+        Each rank then knows only a part of the factor's gradient: that is a partial gradient which an earlier sum would
+        not have left.
         """
         found: dict[int, set[int]] = {}
-        for index, (tensor, owed) in self.passed.items():
-            later = next((p for p in paid if owed <= p.calls), None)
-            if later is not None and (later.elements < self.elements(tensor) or later.calls != owed):
+        for index, (tensor, partials) in self.passed.items():
+            later = next((p for p in paid if partials <= p.calls), None)
+            if later is not None and (later.elements < self.elements(tensor) or later.calls != partials):
                 found[index] = set(self.flow.inputs[index]) - {tensor}
         return found
 
-    def _passes(self, index: int, owing: list[int]) -> bool:
+    def _passes(self, index: int, partial_inputs: list[int]) -> bool:
         """Is the result a partial sum, too?"""
         call = self.trace.calls[index]
         if index in self.reductions or len(self.flow.outputs[index]) != 1:
             return False
         thin = thin_matrix(index, self.flow, self.shards) is not None
-        return adds(call) or (len(owing) == 1 and (thin or is_linear(call, owing[0])))
+        return adds(call) or (len(partial_inputs) == 1 and (thin or is_linear(call, partial_inputs[0])))
 
     def _rows(self, index: int) -> int:
         return self.elements(self.flow.outputs[index][0]) // self.trace.tensors[self.flow.outputs[index][0]].shape[-1]
@@ -201,15 +206,15 @@ class _Backward(_Walk):
         above = [t for t in self.flow.inputs[index] if t in self.flow.carries and self.shards.has_whole_part(t)]
         for tensor in above:
             if tensor in edges:
-                self.ledger.owe(tensor, self.ledger.new(index))
+                self.ledger.add(tensor, self.ledger.new(index))
         self._pass_up(index, outputs, [t for t in above if t not in edges and t not in outputs])
 
     def _pass_up(self, index: int, outputs: list[int], above: list[int]) -> None:
-        """Debts go up: all of them to each term of a sum, a part to each factor of a product."""
-        owed: dict[int, float] = {}
+        """Partial gradients go up: all of them to each term of a sum, a part to each factor of a product."""
+        partials: dict[int, float] = {}
         for tensor in outputs:
-            for debt, share in self.ledger.of(tensor).items():
-                owed[debt] = owed.get(debt, 0.0) + share
+            for partial, share in self.ledger.of(tensor).items():
+                partials[partial] = partials.get(partial, 0.0) + share
         ways, apart = [t for t in above if t not in self.weights], 1
         if adds(self.trace.calls[index]):  # a term that is spread over a dim gets less than the whole gradient
             largest = max(map(self.elements, ways), default=0)
@@ -217,7 +222,7 @@ class _Backward(_Walk):
         else:
             apart = max(len(ways), 1)
         for tensor in ways:
-            self.ledger.owe(tensor, owed, 1.0 / apart)
+            self.ledger.add(tensor, partials, 1.0 / apart)
 
     def _is_branch(self, index: int) -> bool:
         """A thin matrix (an adapter's first) whose readers are linear: its gradient is summed instead, once a step."""
@@ -241,6 +246,6 @@ def _statistics(name: str, rows: int) -> int:
     return rows * (2 if "layer_norm" in name else 1)
 
 
-def spread_numbers(tp: int) -> int:
-    """How many numbers are gathered for each variance: the mean and the spread of every rank's share."""
+def variance_numbers(tp: int) -> int:
+    """How many numbers are gathered for each variance: the mean and the variance of every rank's shard."""
     return 2 * tp

@@ -1,4 +1,4 @@
-"""What each block moves between ranks, by the plan, beside the least that its split owes.
+"""What each block moves between ranks, by the plan, compared with the least that its split needs.
 
 Bytes are those of the whole value that is summed or gathered, for each token of the block's stream; a sum to all ranks
 counts twice, since it is a reduce-scatter and an all-gather. So tensor parallelism and sequence parallelism compare.
@@ -18,7 +18,7 @@ from math import prod
 from autoplan.analyse.placement.callflow import CallFlow
 from autoplan.analyse.placement.reductions import lengths_in
 from autoplan.analyse.shards import Shards
-from autoplan.analyse.traffic.lower_bound import Payment, least_payments, spread_numbers
+from autoplan.analyse.traffic.lower_bound import Payment, least_payments, variance_numbers
 from autoplan.ops.records.record import Reduction
 from autoplan.values import (
     Amount,
@@ -96,10 +96,10 @@ def block_traffic(
     for name, visits in runs.visits.items():
         spans = [visit.calls for visit in visits]
         inside = [m for m in moves if _in_spans(spans, m.calls[0], m.calls[1] - 1) and _within(m.module, name)]
-        owed = [p for p in payments if _in_spans(spans, (min if p.backward else max)(p.calls))]
-        one = _traffic(name, inside, owed, runs.tokens(visits[0]), _summed_once(shards, runtime, name), shards)
+        needed = [p for p in payments if _in_spans(spans, (min if p.backward else max)(p.calls))]
+        one = _traffic(name, inside, needed, runs.tokens(visits[0]), _summed_once(shards, runtime, name), shards)
         traffic.append(one)
-        excess += [Excess(name, reason) for reason in _reasons(one, inside, owed, flow, reductions)]
+        excess += [Excess(name, reason) for reason in _reasons(one, inside, needed, flow, reductions)]
     return tuple(traffic), tuple(excess)
 
 
@@ -115,7 +115,7 @@ def _within(module: str, block: str) -> bool:
 
 
 def _moves(shards: Shards, flow: CallFlow, runtime: Runtime, blocks: Collection[str]) -> Iterator[_Moved]:
-    """Every collective of the plan, but for those that begin and end a stream of shares: they are no block's."""
+    """Every collective of the plan, but for those that begin and end a stream of shards: they are no block's."""
     trace, reached = shards.trace, flow.with_gradients()
     visits: dict[str, list[ModuleVisit]] = {}
     for visit in trace.visits:
@@ -132,7 +132,7 @@ def _moves(shards: Shards, flow: CallFlow, runtime: Runtime, blocks: Collection[
 
 
 def _crossing(visit: ModuleVisit, one: Instruction) -> tuple[tuple[tuple[object, ...], int], ...]:
-    """The values at the border of a module at which something is done; else what the module returns."""
+    """The values at the boundary of a module at which something is done; else what the module returns."""
     return visit.inputs if isinstance(one, Boundary) and one.side == "input" else visit.outputs
 
 
@@ -175,7 +175,7 @@ def _elements(of: Amount, index: int, made: int, shards: Shards) -> int:
     if of is Amount.LENGTHS:
         return lengths_in(trace.calls[index], trace)[1]
     if of is Amount.MEAN_AND_VARIANCE:
-        return prod(shape) * spread_numbers(shards.tp)
+        return prod(shape) * variance_numbers(shards.tp)
     return prod(shape)
 
 
@@ -190,7 +190,7 @@ def _summed_once(shards: Shards, runtime: Runtime, block: str) -> int:
 # ------------------------------------------------------------------------------------------------ side by side
 
 
-def _traffic(name: str, moves: list[_Moved], owed: list[Payment], tokens: int, once: int, shards: Shards) -> Traffic:
+def _traffic(name: str, moves: list[_Moved], needed: list[Payment], tokens: int, once: int, shards: Shards) -> Traffic:
     size = shards.trace.tensors[0].item_size if shards.trace.tensors else 1
     sizes = [info.item_size for info in shards.trace.tensors if info.kind == "parameter" and info.differentiable]
     size = max(sizes, default=size)
@@ -202,7 +202,7 @@ def _traffic(name: str, moves: list[_Moved], owed: list[Payment], tokens: int, o
 
     def least(backward: bool) -> tuple[int, int]:
         """The bound; but what the plan does is possible, so it is never more than that."""
-        mine = [p for p in owed if p.backward == backward]
+        mine = [p for p in needed if p.backward == backward]
         bound = len(mine), sum(p.elements * (1 if p.gathered else 2) for p in mine) * size // tokens
         done = counted(backward).values()
         planned = sum(number for number, _ in done), sum(weight for _, weight in done)
@@ -212,7 +212,7 @@ def _traffic(name: str, moves: list[_Moved], owed: list[Payment], tokens: int, o
 
 
 def _reasons(
-    one: Traffic, moves: list[_Moved], owed: list[Payment], flow: CallFlow, reductions: Mapping[int, str]
+    one: Traffic, moves: list[_Moved], needed: list[Payment], flow: CallFlow, reductions: Mapping[int, str]
 ) -> Iterator[str]:
     """Why a block moves more than the least, one line for each direction in which it does."""
     for backward in (False, True):
@@ -222,7 +222,7 @@ def _reasons(
             mine = [move for move in moves if move.backward == backward]
             apart = [
                 ", ".join(places)
-                for payment in owed
+                for payment in needed
                 if payment.backward == backward
                 and len(places := _places(payment, mine, flow, reductions, one.block)) > 1
             ]
@@ -233,7 +233,7 @@ def _reasons(
 def _places(
     payment: Payment, moves: list[_Moved], flow: CallFlow, reductions: Mapping[int, str], block: str
 ) -> list[str]:
-    """Where the plan pays what one payment could: the values with a sum that are nearest to each call that owes."""
+    """Where the plan sums what one sum could serve: the values with a sum that are nearest to each of its calls."""
     paid = {move.tensor: move.module for move in moves}
     found: dict[str, None] = {}
     for call in sorted(payment.calls):
@@ -257,14 +257,14 @@ def _places(
 
 def _why(backward: bool, apart: list[str], moves: list[_Moved], block: str) -> str:
     if apart and backward:
-        text = "the gradients at {} are summed apart, since what they flow back to gets a whole gradient beside them"
+        text = "the gradients at {} are summed apart, since what they flow back to gets a whole gradient besides"
         return "; ".join(map(text.format, apart))
     if apart:
         text = "{} are summed apart, since the block's own code does more with them than add them to each other"
         return "; ".join(map(text.format, apart))
     whole = dict.fromkeys(_short(move.module, block) for move in moves if move.kind != _BOTH_WAYS)
     if whole and any(move.kind is Collective.ALL_GATHER for move in moves):
-        return f"the sequence is gathered, or dealt out again, where an op needs all of it: at {', '.join(whole)}"
+        return f"the sequence is gathered, or sharded again, where an op needs all of it: at {', '.join(whole)}"
     return f"sums at {', '.join(dict.fromkeys(_short(move.module, block) for move in moves))}, one for each value"
 
 

@@ -1,4 +1,4 @@
-"""Hold a plan that somebody wrote against the model: what is wrong, with proof; what is dear; what is dead.
+"""Hold a plan that somebody wrote against the model: what is wrong, with proof; what is too costly; what is dead.
 
     read the plan → analyse the model → run the plan on simulated ranks → the checks → a verdict for each entry
 
@@ -21,7 +21,7 @@ from autoplan.check.audit.trial import Trial, try_on_ranks
 from autoplan.check.audit.verdicts import held_bytes, unsplit_share, verdicts
 from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.decide.plan.experts import experts_of
-from autoplan.values import Finding, Means, Plan, Report
+from autoplan.values import Capabilities, Finding, Plan, Report
 
 __all__ = ["audit", "audit_source", "subject_of"]
 
@@ -116,7 +116,7 @@ def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAUL
     captured = capture_source(source, module)
     ours = foreign.plan or Plan(source.name, tp_size)
     tp_size = ours.ranks
-    solution = solve_experts(captured.trace, tp_size, experts=experts_of(ours.tp_size, ours.ep_size, Means()))
+    solution = solve_experts(captured.trace, tp_size, experts=experts_of(ours.tp_size, ours.ep_size, Capabilities()))
     right = _right(source, foreign.plan, module) if foreign.plan is not None else None
     trial = try_on_ranks(source, foreign, tp_size, right) if run else Trial(reason="not asked for")
     return Subject(

@@ -3,11 +3,11 @@
 DeepSpeed brings its own launcher and engine, so it cannot run inside simulated ranks. Its layers can be said in a few
 lines, and are, here, after release 0.19:
 
-    column   the rows of the weight are dealt out; the input's gradient is summed; the output stays split (or is
+    column   the rows of the weight are sharded; the input's gradient is summed; the output stays split (or is
              gathered, `gather_output`)
-    row      the columns of the weight are dealt out; the output is summed; then the bias, which is whole, is added
+    row      the columns of the weight are sharded; the output is summed; then the bias, which is whole, is added
     skip     whole; with `grad_allreduce` its gradient is summed
-    counts   a module over cut layers whose attribute is called `num_heads`, `hidden_size` or the like gets its share
+    counts   a module over cut layers whose attribute is called `num_heads`, `hidden_size` or the like gets its shard
 
 What is not imitated is named by `not_imitated`, and such a plan is not run: tables, tied weights, heads cut along their
 input, layers that are no `nn.Linear`, sizes that do not divide.

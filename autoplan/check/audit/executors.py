@@ -60,7 +60,7 @@ def _whole(tensor: Any) -> Any:
 
 
 def _reassembled(tensor: Any) -> Any:
-    """A weight dealt out in interleaved pieces: every rank's rows, put back where they came from."""
+    """A weight sharded in interleaved pieces: every rank's rows, put back where they came from."""
     import torch
     import torch.distributed as dist
 

@@ -35,7 +35,7 @@ def refuse_wrong(source: Any, plan: Any, tp_size: int) -> tuple[Finding, ...]:
     raise PlanRefusedError(
         f"{foreign.name} is wrong for {source.name} at tp={tp_size} ({report.details['ran']}); nothing was applied:"
         f"{''.join(lines)}{more}",
-        hint="mend it (autoplan.audit(model, plan, tp_size) says all), or give check=False: then only its choice of "
+        hint="fix it (autoplan.audit(model, plan, tp_size) says all), or give check=False: then only its choice of "
         "what is cut is taken, and sums, integers and segments come from analysis",
     )
 

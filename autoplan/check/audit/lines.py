@@ -131,7 +131,7 @@ def _of_file(path: Path, model: Any) -> ForeignPlan:
         text = path.read_text(encoding="utf-8")
         data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
-        raise ChoiceError(f"{path} cannot be parsed: {str(error).splitlines()[0]}", hint="mend the file") from error
+        raise ChoiceError(f"{path} cannot be parsed: {str(error).splitlines()[0]}", hint="fix the file") from error
     if isinstance(data, Mapping) and "autoplan" in data:
         return foreign_of(load_plan(path), str(path))
     if not isinstance(data, Mapping):

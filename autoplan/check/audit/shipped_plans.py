@@ -1,4 +1,4 @@
-"""Every plan that the installed transformers ships, audited: which are exact, dear, incomplete, dead, or wrong.
+"""Every plan that the installed transformers ships, audited: which are exact, dearer, incomplete, dead, or wrong.
 
 Each architecture is built as a tiny clone, so that all of its code runs; its plan is carried out by transformers on
 simulated ranks. One process does them in turn; one that brings it down, or takes too long, is a line of the table.

@@ -31,7 +31,7 @@ Level = Literal["error", "warn", "note"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What belongs to a training setup beside its plan; None: not given, and not looked at."""
+    """What belongs to a training setup besides its plan; None: not given, and not looked at."""
 
     tokens: int = 8192
     layers: Any = None

@@ -271,7 +271,7 @@ def _count(method: str, kind: str) -> None:
 
 
 def _whole_bytes(kind: str, args: Any, size: int) -> int:
-    """The bytes of the whole value that a collective sums, gathers or deals out."""
+    """The bytes of the whole value that a collective sums, gathers or scatters."""
     if kind == "all_gather":
         return size * sum(tensor.nbytes for tensor in args[1])
     return sum(tensor.nbytes for tensor in args[0]) * (size if kind == "reduce_scatter" else 1)

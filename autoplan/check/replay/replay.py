@@ -1,8 +1,8 @@
 """Graph replay: the recorded ops once more, on N imagined ranks, with every split at once.
 
-Each rank holds its share of every tensor that carries a split axis. Op by op, the ranks compute from what they hold;
+Each rank holds its shard of every tensor that carries a split axis. Op by op, the ranks compute from what they hold;
 where an op sums over a split dimension the parts are summed over ranks; and the outcome must be exactly this rank's
-share of the value that was recorded. So the whole partition is proven, node by node, in one process and without any
+shard of the value that was recorded. So the whole partition is proven, node by node, in one process and without any
 module's Python. (Literal sizes are rewritten here: that the modules' own code runs on shards is for `verify` to show.)
 
 An op that comes out wrong is reported once: the ranks go on from the right value.
@@ -25,8 +25,8 @@ from autoplan.check.verify.compare import error_of
 from autoplan.common.nested import flatten_tensors
 from autoplan.ops import op_record
 from autoplan.ops.experts import INSIDE
-from autoplan.ops.records.on_shares import Local
-from autoplan.ops.records.on_shares import recorded as take_recorded
+from autoplan.ops.records.on_shards import Local
+from autoplan.ops.records.on_shards import recorded as take_recorded
 from autoplan.ops.records.record import Runs
 from autoplan.values import Finding, Op, Ref, Symbolic, Trace, refs
 
@@ -38,7 +38,7 @@ _LOOSE = 2e-2  # half precision
 
 @dataclass
 class Replayed:
-    """`reductions` counts ops after which ranks had to talk, by module; `split_ops` the ops that ran on shares."""
+    """`reductions` counts ops after which ranks had to talk, by module; `split_ops` the ops that ran on shards."""
 
     findings: list[Finding] = field(default_factory=list)
     reductions: Counter[str] = field(default_factory=Counter)
@@ -107,18 +107,18 @@ class _Player:
                 results = self._gather(op, results, recorded)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             text = (str(error) or repr(error)).splitlines()[0]
-            self._report(op, f"{op.name} cannot run on a rank's share: {text}")
+            self._report(op, f"{op.name} cannot run on a rank's shard: {text}")
             self._take(outputs, recorded)
             return
         for position, (tensor, whole) in enumerate(zip(outputs, recorded, strict=True)):
             problem = ""
             for rank in range(self.tp):
-                want, got = self._share(whole, tensor, rank), results[rank][position]
+                want, got = self._shard(whole, tensor, rank), results[rank][position]
                 found = self._difference(got, want)
                 problem = problem or (f"{found} on rank {rank}" if found else "")
                 self._keep(tensor, rank, want if found else got)
             if problem and position == 0:  # later outputs are statistics that backward keeps
-                self._report(op, f"{op.name} gives another value on shares than it gave whole: {problem}")
+                self._report(op, f"{op.name} gives another value on shards than it gave whole: {problem}")
 
     def _compute(
         self, op: Op, function: Any, runs: Runs, outputs: list[int], recorded: Sequence[torch.Tensor]
@@ -139,7 +139,7 @@ class _Player:
         return [[total.to(result[0].dtype).clone(), *result[1:]] for result in results]
 
     def _gather(self, op: Op, results: list[list[torch.Tensor]], recorded: Sequence[torch.Tensor]) -> Any:
-        """A product of which every rank has some columns (channels), put together as the weight's are dealt out."""
+        """A product of which every rank has some columns (channels), put together as the weight's are sharded."""
         product = gathered_product(op, self.shards.axes)
         assert product is not None
         weight, dim = product
@@ -175,10 +175,10 @@ class _Player:
     def _get(self, tensor: int, rank: int) -> torch.Tensor:
         held = self.local[rank] if self.shards.is_split(tensor) else self.shared
         if tensor not in held:
-            held[tensor] = self._share(self.first[tensor].detach(), tensor, rank).clone()
+            held[tensor] = self._shard(self.first[tensor].detach(), tensor, rank).clone()
         return held[tensor]
 
-    def _share(self, whole: torch.Tensor, tensor: int, rank: int) -> torch.Tensor:
+    def _shard(self, whole: torch.Tensor, tensor: int, rank: int) -> torch.Tensor:
         """What a rank should hold of a whole value."""
         for dim, layout in enumerate(self.shards.layouts(tensor)):
             if layout is not None and whole.shape[dim] > 1:
@@ -188,7 +188,7 @@ class _Player:
     def _take(self, outputs: list[int], recorded: Sequence[torch.Tensor]) -> None:
         for tensor, whole in zip(outputs, recorded, strict=True):
             for rank in range(self.tp):
-                self._keep(tensor, rank, self._share(whole, tensor, rank))
+                self._keep(tensor, rank, self._shard(whole, tensor, rank))
 
     def _keep(self, tensor: int, rank: int, value: torch.Tensor) -> None:
         """In place where the tensor is known, so that its views see it."""

@@ -60,8 +60,9 @@ def scoreboard(
 
     `checks` is "fast" (parameters, outputs and every gradient in eval mode) or "all". With `sequence_parallel` plans
     are made so wherever it applies. `lengths` are the sequence lengths to run, where a model's inputs leave a choice.
-    `ep_size=tp_size` deals whole experts out instead of cutting them inside, where a model has such. `checkpointing`
-    ("block", "submodule", "selective") has every block checkpointed; on a `mesh` ("dp=2,tp=2") the models train, too.
+    `ep_size=tp_size` places whole experts on different ranks instead of cutting them inside, where a model has such.
+    `checkpointing` ("block", "submodule", "selective") has every block checkpointed; on a `mesh` ("dp=2,tp=2") the
+    models train, too.
     """
     start = time.perf_counter()
     if checks not in CHECK_SETS:

@@ -143,7 +143,7 @@ def _trained(report: Report, clone: Clone, plan: Plan, how: How) -> Report:
 
 
 def _on_experts(plan: Plan, solution: Solution) -> list[str]:
-    """Where experts are cut inside although they were to be dealt out."""
+    """Where experts are cut inside although they were to be placed on different ranks."""
     found = expert_findings(plan, solution) if plan.ep_size > 1 else ()
     return [f"{finding.where}: {finding.message}" if finding.where else finding.message for finding in found]
 

@@ -280,7 +280,7 @@ def judge(
         name = "gradients" if is_gradient and check.name == "forward" else check.name
         got = [rank[group] for rank in ranks]
         more, errors[group] = compare(name, what, want, got, tolerance, missing_is_zero=is_gradient)
-        if group in ADVICE:  # the model is exact, a tool beside it is not
+        if group in ADVICE:  # the model is exact, a tool next to it is not
             more = [replace(finding, level="warn", hint=ADVICE[group]) for finding in more]
         findings += more
     return findings, errors

@@ -120,7 +120,7 @@ def _layout(matching: str, change: Callable[[str], str]) -> Spoil:
 
 
 def _interleaved(layout: str) -> str:
-    """The same counts, dealt out like cards: 8! becomes 4*2!."""
+    """The same counts, one unit to each rank in turn: 8! becomes 4*2!."""
     return re.sub(r"^(\d+)!", lambda found: f"{int(found[1]) // 2}*2!", layout)
 
 
@@ -214,8 +214,8 @@ def _drift(model: Any) -> bool:
 
 FAULTS = (
     Fault("column for row", "two weights are cut along the other dim", _two_rules_swapped),
-    Fault("wrong rows", "a weight's rows are dealt out one by one", _layout(r"\d*[02468]!", _interleaved)),
-    Fault("wrong head pairing", "a weight's heads are dealt out otherwise", _layout(r"\d*[02468]!\*\d+", _interleaved)),
+    Fault("wrong rows", "a weight's rows go to ranks one by one, in turn", _layout(r"\d*[02468]!", _interleaved)),
+    Fault("wrong head pairing", "a weight's heads are sharded otherwise", _layout(r"\d*[02468]!\*\d+", _interleaved)),
     Fault("cut inside heads", "each rank gets a part of every head", _layout(r"\d+!\*\d*[02468]", _inside_heads)),
     Fault("packed cut contiguously", "a packed weight is cut as if it were one", _layout(r".*!.*\|.*", _contiguous)),
     Fault("unsplit partner", "one weight of a group stays whole", _last_split_rule_dropped),

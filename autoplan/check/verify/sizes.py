@@ -13,7 +13,7 @@ __all__ = ["Sizes"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many ranks the clone is dealt out over, and what they are: those of tp, holding whole experts or not."""
+    """Over how many ranks the clone is sharded, and what they are: those of tp, holding whole experts or not."""
 
     tp: int
     ep: int = 1
@@ -28,7 +28,7 @@ class Sizes:
 
     @staticmethod
     def of_mesh(mesh: Any, ep_size: int | None, plan: Plan | None) -> Sizes:
-        """The sizes of real ranks: those of a dim "tp", or of a dim "ep" where only experts are dealt out."""
+        """The sizes of real ranks: those of a dim "tp", or of a dim "ep" where nothing but experts is split."""
         if "tp" in mesh.mesh_dim_names or "ep" not in mesh.mesh_dim_names:
             return Sizes.of(mesh["tp"].size(), ep_size, plan)
         return Sizes(1, mesh["ep"].size())

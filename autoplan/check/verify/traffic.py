@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from autoplan.common.patterns import matches
-from autoplan.execute.hooks.sequence_shards import is_share
+from autoplan.execute.hooks.sequence_shards import is_shard
 from autoplan.execute.sequence.moves import deals_out
 from autoplan.values import Collective, Traffic
 
@@ -67,7 +67,7 @@ def _tokens(values: Any, ranks: int) -> int:
     stream = next((tensor for tensor in _tensors(values) if tensor.is_floating_point() and tensor.dim() > 1), None)
     if stream is None:
         return 1
-    return stream.numel() // stream.shape[-1] * (ranks if is_share(stream) else 1)
+    return stream.numel() // stream.shape[-1] * (ranks if is_shard(stream) else 1)
 
 
 class _Recorder:

@@ -25,7 +25,7 @@ from autoplan.check.verify.sizes import Sizes
 from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import best_match, matches
 from autoplan.decide.written_plans.choices import Choices
-from autoplan.values import Boundary, CallRewrite, Finding, Means, Plan, Report, SplitLogits
+from autoplan.values import Boundary, CallRewrite, Capabilities, Finding, Plan, Report, SplitLogits
 
 __all__ = [
     "CHECK_NAMES",
@@ -37,7 +37,7 @@ __all__ = [
 # dropout draws apart on data-parallel ranks; optimizers are stepped by the training checks
 _NOT_ON_MESHES = ("dropout", "optimizer")
 _MOST_TRIALS = 32  # runs on ranks to find out which modules of a wrong plan must stay whole
-_DECISIVE = ("sharding", "parameters", "forward", "gradients")  # checks after which other means are tried
+_DECISIVE = ("sharding", "parameters", "forward", "gradients")  # checks after which other capabilities are tried
 
 
 def verify(
@@ -90,14 +90,21 @@ def verify_source(
         return _verify_mesh(source, plan, parse_mesh(mesh), engine, checks, sequence_parallel, ep_size)
     sizes = Sizes.of(tp_size, ep_size, plan) if mesh is None else Sizes.of_mesh(mesh, ep_size, plan)
     clone = clone_of(source)
-    for means in means_of(plan, sequence_parallel, sizes):
-        applied, findings = _plan_for(clone, source, plan, sizes, means, choices)
+    for capabilities in capabilities_of(plan, sequence_parallel, sizes):
+        applied, findings = _plan_for(clone, source, plan, sizes, capabilities, choices)
         report = verify_clone(clone, applied, mesh=mesh, engine=engine, checks=checks)
         if not _decisively_wrong(report):
             break
     if plan is None and _decisively_wrong(report):
-        means, report, applied = _narrowed(clone, source, applied, means, report, mesh, engine, checks, choices)
-    details = {**report.details, "model": source.name, "plan_tp": (plan or applied).tp_size, "means": means}
+        capabilities, report, applied = _narrowed(
+            clone, source, applied, capabilities, report, mesh, engine, checks, choices
+        )
+    details = {
+        **report.details,
+        "model": source.name,
+        "plan_tp": (plan or applied).tp_size,
+        "capabilities": capabilities,
+    }
     if rounding:
         from autoplan.check.verify.rounding import measure_rounding
 
@@ -126,10 +133,10 @@ def _verify_mesh(
     wanted = [name for name in (checks or CHECK_NAMES) if name not in left_out]
     dims = dict(zip(mesh.names, mesh.sizes, strict=True))
     how: Any = {"others": clone.others, "engine": engine, "dims": dims}
-    for means in means_of(plan, sequence_parallel, sizes):
+    for capabilities in capabilities_of(plan, sequence_parallel, sizes):
         applied, findings = Plan(source.name, 1, layers=layers(clone.model)), list[Finding]()
         if sizes.ranks > 1:
-            applied, findings = _plan_for(clone, source, plan, sizes, means)
+            applied, findings = _plan_for(clone, source, plan, sizes, capabilities)
         report = check_sharding(clone.model, clone.entries, sharding_of(applied), sizes.ranks, checks=wanted, **how)
         if not any(f.level == "error" and f.check in _DECISIVE for f in report.findings):
             break
@@ -179,20 +186,20 @@ def _narrowed(
     clone: Clone,
     source: Any,
     applied: Plan,
-    means: Means,
+    capabilities: Capabilities,
     report: Report,
     mesh: Any,
     engine: Engine,
     checks: Iterable[str] | None,
     choices: Choices | None,
-) -> tuple[Means, Report, Plan]:
+) -> tuple[Capabilities, Report, Plan]:
     """Keep what is cut wrongly whole (and with it all that shares its cut), so that the rest is right."""
     sizes = Sizes(applied.tp_size, applied.ep_size)
     modules = tuple(dict.fromkeys(entry.pattern for entry in applied.entries))
 
     def planned(whole: tuple[str, ...]) -> Plan | None:
         try:
-            return _plan_for(clone, source, None, sizes, replace(means, whole=whole), choices)[0]
+            return _plan_for(clone, source, None, sizes, replace(capabilities, whole=whole), choices)[0]
         except AutoplanError:  # nothing is left to split
             return None
 
@@ -211,22 +218,31 @@ def _narrowed(
     narrower = planned(whole)
     found = run(narrower, checks) if narrower is not None else report
     if narrower is None or _decisively_wrong(found):
-        return means, report, applied
-    return replace(means, whole=whole), found, narrower
+        return capabilities, report, applied
+    return replace(capabilities, whole=whole), found, narrower
 
 
-def means_of(plan: Plan | None, sequence_parallel: bool, sizes: Sizes) -> tuple[Means, ...]:
-    """How to shard, in the order in which it is tried: a plan says how; without one the safest means come last."""
+def capabilities_of(plan: Plan | None, sequence_parallel: bool, sizes: Sizes) -> tuple[Capabilities, ...]:
+    """How to shard, in the order in which it is tried: a plan says how; without one the safest comes last."""
     if plan is not None:
-        return (Means(bool(plan.runtime.of(CallRewrite)) or not plan.runtime.of(Boundary), plan.sequence_parallel),)
-    cut = (Means(True, True),) if sequence_parallel else ()
-    found = (*cut, Means(True, False), Means(False, False))
-    inside = tuple(replace(means, experts=False) for means in found) if sizes.ep > 1 and sizes.tp > 1 else ()
+        return (
+            Capabilities(bool(plan.runtime.of(CallRewrite)) or not plan.runtime.of(Boundary), plan.sequence_parallel),
+        )
+    cut = (Capabilities(True, True),) if sequence_parallel else ()
+    found = (*cut, Capabilities(True, False), Capabilities(False, False))
+    inside = (
+        tuple(replace(capabilities, experts=False) for capabilities in found) if sizes.ep > 1 and sizes.tp > 1 else ()
+    )
     return found + inside
 
 
 def _plan_for(
-    clone: Clone, source: Any, plan: Plan | None, sizes: Sizes, means: Means, choices: Choices | None = None
+    clone: Clone,
+    source: Any,
+    plan: Plan | None,
+    sizes: Sizes,
+    capabilities: Capabilities,
+    choices: Choices | None = None,
 ) -> tuple[Plan, list[Finding]]:
     """The plan to apply to the clone, and how it differs from the one to be verified."""
     if plan is not None and _fits(plan, clone.model, source, sizes):
@@ -242,7 +258,7 @@ def _plan_for(
 
     # the clone's own calls: a user's inputs have the dtype of the user's model, and the clone computes in another
     found = resolve(clone.model, inputs=dict(clone.entries))
-    derived = draft_plan(found, Wish(sizes.tp, sizes.ep), choices=choices, means=means).plan
+    derived = draft_plan(found, Wish(sizes.tp, sizes.ep), choices=choices, capabilities=capabilities).plan
     return derived, [] if plan is None else _correspondence(plan, derived, clone.model)
 
 

@@ -16,7 +16,7 @@ __all__ = ["communication"]
 def communication(
     solution: Solution, layers: Iterable[Stack], names: Names
 ) -> tuple[tuple[Traffic, ...], tuple[Finding, ...]]:
-    """What blocks move beside the least they owe, and findings that explain each excess."""
+    """What blocks move compared with the least they need, and findings that explain each excess."""
     if solution.shards is None or solution.tp_size == 1:
         return (), ()
     blocks = [fqn for stack in layers for fqn in stack.fqns]

@@ -37,8 +37,8 @@ class Costs:
         sites = {(one.pattern, one.side, one.path) for one in partial}
         tensors: set[int] = set()
         for visit in self.trace.visits:
-            for side, borders in (("input", visit.inputs), ("output", visit.outputs)):
-                tensors.update(tensor for path, tensor in borders if (visit.module, side, path) in sites)
+            for side, crossings in (("input", visit.inputs), ("output", visit.outputs)):
+                tensors.update(tensor for path, tensor in crossings if (visit.module, side, path) in sites)
         boxes: dict[int, int] = self.flow.graph.get("tensors", {})
         return {boxes[tensor] for tensor in tensors if tensor in boxes}
 

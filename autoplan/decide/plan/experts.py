@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from autoplan.common.patterns import matches
 from autoplan.decide.plan.folding import Names
 from autoplan.decide.rulebook.read import rule_named
-from autoplan.values import Finding, LocalExperts, Means, Plan
+from autoplan.values import Capabilities, Finding, LocalExperts, Plan
 
 if TYPE_CHECKING:
     from autoplan.analyse.solve import Solution
@@ -20,15 +20,15 @@ _CHECK = "experts"
 _HINT = "ep_size must divide the number of experts, and no written plan may cut them otherwise"
 
 
-def experts_of(tp_size: int, ep_size: int, means: Means) -> Experts:
+def experts_of(tp_size: int, ep_size: int, capabilities: Capabilities) -> Experts:
     """What the solver is to do with experts."""
-    if ep_size == 1 or not means.experts:
+    if ep_size == 1 or not capabilities.experts:
         return "inside"
     return "apart" if tp_size > 1 else "alone"
 
 
 def expert_findings(plan: Plan, solution: Solution) -> tuple[Finding, ...]:
-    """Where experts are not dealt out although that was asked for, and why."""
+    """Where experts are not placed on different ranks although that was asked for, and why."""
     return tuple(_findings(plan, solution))
 
 
@@ -39,7 +39,7 @@ def _findings(plan: Plan, solution: Solution) -> Iterator[Finding]:
         reasons.setdefault(str(why).replace(f"{module}.", ""), []).append(module)
     for reason, modules in reasons.items():
         for pattern in names.fold(modules):
-            yield Finding(_CHECK, "warn", pattern, f"not dealt out: {reason}", _HINT)
+            yield Finding(_CHECK, "warn", pattern, f"not placed on different ranks: {reason}", _HINT)
     told = [module for module, _ in solution.experts_inside]
     for entry in plan.entries:
         owner = entry.pattern if entry.pattern in names.modules else entry.pattern.rpartition(".")[0]

@@ -76,7 +76,7 @@ def same_in_like_blocks(facts: Iterable[ParameterFact], runtime: Runtime, folds:
     """Is all that is done to a representative also done to the traced block of its kind before it?
 
     Not so where nothing adds to a stream: each block's output is the next one's input, and cuts by output and by input
-    alternate. Nor where the sum that a block of another kind owes for its input is placed on this block's output. Such
+    alternate. Nor where the sum that a block of another kind needs for its input is placed on this block's output. Such
     a block cannot stand for others.
     """
     done: dict[str, list[Any]] = {}

@@ -1,4 +1,4 @@
-"""Numbers in sentences: how many units a parameter is dealt out in, what a rank gets, and why; or why it is whole."""
+"""Numbers in sentences: how many units a parameter is sharded in, what a rank gets, and why; or why it is whole."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _PLURALS = {_OF_HEADS: "features of each head"}
 
 
 def units_text(fact: ParameterFact, naming: Naming | None) -> str:
-    """What is dealt out: "8 groups", "14336 features"; with what a unit holds, where it holds more than one row."""
+    """What is sharded: "8 groups", "14336 features"; with what a unit holds, where it holds more than one row."""
     if fact.layout is None:
         return ""
     layout = Layout.parse(fact.layout)
-    dealt = _first_dealt(layout).size
-    rows = layout.size // dealt if layout.size % dealt == 0 and layout.kind == "product" else 1
-    unit = "group" if naming is not None and naming.unit == "head" and _heads(naming, dealt) > dealt else None
-    return _count(dealt, unit or _unit(naming, layout)) + (f" × {rows}" if rows > 1 else "")
+    units = _first_sharded(layout).size
+    rows = layout.size // units if layout.size % units == 0 and layout.kind == "product" else 1
+    unit = "group" if naming is not None and naming.unit == "head" and _heads(naming, units) > units else None
+    return _count(units, unit or _unit(naming, layout)) + (f" × {rows}" if rows > 1 else "")
 
 
 def reason_text(fact: ParameterFact, naming: Naming | None, tp: int) -> str:
@@ -34,7 +34,7 @@ def reason_text(fact: ParameterFact, naming: Naming | None, tp: int) -> str:
         return "every rank holds it whole and sees a part of its gradient: the parts are summed"
     assert fact.layout is not None
     layout = Layout.parse(fact.layout)
-    parts = [_heads_text(layout, naming, tp) or _shares_text(layout, _unit(naming, layout), tp)]
+    parts = [_heads_text(layout, naming, tp) or _shards_text(layout, _unit(naming, layout), tp)]
     held = _held_by_all(layout)
     if held:
         parts.append(f"{held} of its {layout.size} rows are held by every rank, their gradients summed")
@@ -49,8 +49,8 @@ def whole_text(said: Iterable[tuple[str, tuple[Reason, ...]]]) -> str:
     return " / ".join(dict.fromkeys((f"{role}: " if role else "") + sentence(why) for role, why in said))
 
 
-def _shares_text(layout: Layout, unit: str, tp: int) -> str:
-    first = _first_dealt(layout)
+def _shards_text(layout: Layout, unit: str, tp: int) -> str:
+    first = _first_sharded(layout)
     counts = [len(Layout.parse(str(first)).rows(rank, tp)) for rank in range(tp)]
     if first.split != (0, 1):
         pieces = first.split[0] if first.split else 1
@@ -62,34 +62,34 @@ def _shares_text(layout: Layout, unit: str, tp: int) -> str:
 
 def _heads_text(layout: Layout, naming: Naming | None, tp: int) -> str:
     """Where several query heads read one key/value head, say both."""
-    groups = _first_dealt(layout)
+    groups = _first_sharded(layout)
     if naming is None or naming.unit != "head" or groups.split != (0, 1) or groups.size % tp:
         return ""
     heads = _heads(naming, groups.size)
     if heads <= groups.size or heads % groups.size:
         return ""
-    share = groups.size // tp
+    held = groups.size // tp
     return (
         f"{_count(heads, 'query head')} in {_count(groups.size, 'group')}; tp={tp} gives each rank "
-        f"{_count(heads // groups.size * share, 'query head')} and {_count(share, 'key/value head')}"
+        f"{_count(heads // groups.size * held, 'query head')} and {_count(held, 'key/value head')}"
     )
 
 
 def _unit(naming: Naming | None, layout: Layout) -> str:
-    """What is dealt out. Where it is the last factor of several, it is features of every head, not heads."""
+    """What is sharded. Where it is the last factor of several, it is features of every head, not heads."""
     if naming is None:
         return "unit"
     return _OF_HEADS if naming.unit == "head" and _is_minor(layout) else naming.unit
 
 
 def _is_minor(layout: Layout) -> bool:
-    """Is the factor that is dealt out the last of a product whose earlier factors are not?"""
+    """Is the factor that is sharded the last of a product whose earlier factors are not?"""
     last = layout.parts[-1] if layout.kind == "product" else layout
     return last is not layout and last.is_split and not any(part.is_split for part in layout.parts[:-1])
 
 
 def _held_by_all(layout: Layout) -> int:
-    """Rows that are dealt out to nobody."""
+    """Rows that every rank holds."""
     if not layout.parts:
         return 0 if layout.is_split else layout.size
     held = [_held_by_all(part) for part in layout.parts]
@@ -102,10 +102,10 @@ def _heads(naming: Naming, groups: int) -> int:
     return contracted * groups // value if value and (contracted * groups) % value == 0 else 0
 
 
-def _first_dealt(layout: Layout) -> Layout:
+def _first_sharded(layout: Layout) -> Layout:
     if not layout.parts:
         return layout
-    return next((_first_dealt(part) for part in layout.parts if part.is_split), layout)
+    return next((_first_sharded(part) for part in layout.parts if part.is_split), layout)
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,8 +1,8 @@
 """Guards of rules: facts about dims, as one line each, with a sentence when they do not hold.
 
-    split(gate.out)            is dealt out over ranks            whole(a.out)         is not
-    packed(qkv.out)            is runs one after the other, each of them dealt out by itself
-    mixed(qkv.out)             some of it is dealt out, some held by every rank
+    split(gate.out)            is sharded over ranks              whole(a.out)         is not
+    packed(qkv.out)            is runs one after the other, each of them sharded by itself
+    mixed(qkv.out)             some of it is sharded, some held by every rank
     gate.out == down.in        one size and one axis class; `!=` the opposite
     2 * down.in == pack.out    sizes only, when a number is involved; also <, >
     shares(key.out, out.in)    have an axis class in common
@@ -123,7 +123,7 @@ def _split(arguments: list[str], boxes: Boxes, tp: int | None) -> str:
 
 
 def _uneven(layout: Layout, tp: int | None) -> int:
-    """The first factor that tp ranks cannot share evenly; 0 when there is none, or when analysis has settled it."""
+    """The first factor that does not divide over tp ranks; 0 when there is none, or when analysis has settled it."""
     if tp is None:
         return 0
     if layout.parts:

@@ -7,7 +7,7 @@
 `a -> b` means that b reads a, through nothing but scales and shifts (which stay visible to patterns that name them).
 `a ~> b` means that a's value reaches b through norms, splits, joins and the like, but through no other contraction.
 In an example, a kind carries the dims of its weight in layout notation: `linear[64, 256!]` has in = 64 and out = 256,
-dealt out over ranks; `linear[64, 96!|96!]` is packed. `#name` after a dim names its axis class where the size does not
+sharded over ranks; `linear[64, 96!|96!]` is packed. `#name` after a dim names its axis class where the size does not
 tell, `@name` after the brackets lets two boxes share one parameter, and `+gathered` says that the
 output is gathered from all ranks.
 """
@@ -162,7 +162,7 @@ def _example_dim(text: str, parameter: str, dim: int) -> Dim:
 
 
 def layout_classes(layout: Layout) -> frozenset[str]:
-    """Classes of an example's dim: the sizes of the factors that are dealt out, or the whole size."""
+    """Classes of an example's dim: the sizes of the factors that are sharded, or the whole size."""
     split = {str(factor.size) for factor in _factors(layout) if factor.split is not None}
     return frozenset(split or {str(layout.size)})
 

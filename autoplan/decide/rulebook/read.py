@@ -37,7 +37,7 @@ STYLES = {
     "embedding_colwise": "columns of a table cut; split output",
     "local": "per-channel or per-head parameters, cut with the values that they meet",
     "distributed_norm": "a norm over a split width: weight cut, statistics summed over ranks",
-    "expert_parallel": "whole experts of a stack dealt out; tokens go to those on a rank, the outputs are summed",
+    "expert_parallel": "experts of a stack on different ranks; tokens go to those on a rank, the outputs are summed",
     "replicate": "whole on every rank",
     "replicated_with_grad_allreduce": "whole on every rank; each sees a part of the gradient, and the parts are summed",
     "rowwise_scatter": "sequence parallel: as rowwise, with the sum scattered along the sequence",
@@ -49,14 +49,14 @@ STYLES = {
 # this and never for a rule by its id.
 EXPORTS = {
     "layers": "column and row layers, as everybody writes them",
-    "beside": "small parameters beside such layers, or beside a latent, which every style leaves alone",
+    "small": "small parameters next to such layers, or next to a latent, which every style leaves alone",
     "table": "the table that ids are looked up in",
     "head": "what gives the logits",
     "tied_head": "a head whose weight is the table's",
     "expert_stack": "experts in stacked weights",
     "halves": "two weights packed into one, half and half",
     "latent": "attention whose keys and values come from one latent",
-    "latent_query": "the same for its queries, only beside such attention",
+    "latent_query": "the same for its queries, only next to such attention",
 }
 
 _KEYS = {"id", "summary", "why", "limits", "seen_in", "unit", "units", "beats", "match", "roles", "yields", "example"}
@@ -80,7 +80,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Match:
-    """What a rule looks for. Texts are kept beside what was read from them: they are printed, and mutated in tests."""
+    """What a rule looks for. Texts are kept next to what was read from them: they are printed, and mutated in tests."""
 
     flow: str
     where: tuple[str, ...]
@@ -110,7 +110,7 @@ class Rule:
     holds_experts: bool = False
 
     def unit(self, name: str) -> str:
-        """What is dealt out over ranks at a box, as reasons call it."""
+        """What is sharded over ranks at a box, as reasons call it."""
         units = dict(self.units)
         return units.get(name, units[""])
 

@@ -46,10 +46,10 @@ One TOML file, its name the rule's id. Keys:
 | `limits` | where it stops, and which rule goes on |
 | `seen_in` | model types whose inferred plans cite the rule (a test holds you to it) |
 | `unseen` | or why no model type of transformers shows it |
-| `unit`, `[units]` | what is dealt out over ranks ("head", "feature"), by box where they differ |
+| `unit`, `[units]` | what is sharded over ranks ("head", "feature"), by box where they differ |
 | `beats` | rules that give way where both claim a box |
 | `exported_as` | what its modules are to other systems, if they have a word for it (below) |
-| `holds_experts` | true where its weights are experts, which can be dealt out whole |
+| `holds_experts` | true where its weights are experts, which can be placed whole on different ranks |
 | `[match] flow` | boxes and arrows |
 | `[match] where` | guards: facts that must hold |
 | `[roles]` | what boxes are called; the box's name unless given |

@@ -3,7 +3,7 @@
 A plan chooses cuts, weight by weight. Axes run through several weights, so not every choice is possible: an axis is
 cut in all of its weights or in none. `demands_of` refuses the axes of everything that the plan leaves whole;
 `check_choices` then looks whether each weight that the plan wants cut is cut, and explains what stands in the way, with
-the line that would mend it.
+the line that would fix it.
 """
 
 from __future__ import annotations
@@ -210,5 +210,5 @@ def is_packed(layout: str, tp: int) -> bool:
 
 
 def _grouped(layout: str) -> bool:
-    """Heads dealt out to groups of ranks: no plan says this, and analysis does it where heads are fewer than ranks."""
+    """Heads sharded over groups of ranks: no plan says this, and analysis does it where heads are fewer than ranks."""
     return "@" in layout

@@ -97,4 +97,4 @@ def _matches(expression: str, parameter: str, where: str) -> bool:
         return re.match(expression, parameter) is not None
     except re.error as error:
         problem = f"{where}: {expression!r} is no regular expression: {error}"
-        raise ChoiceError(problem, hint="mend the pattern") from error
+        raise ChoiceError(problem, hint="fix the pattern") from error

@@ -35,7 +35,7 @@ def plan_at(path: str, model: Any, sequence_parallel: bool = False) -> Mapping[s
         except ChoiceError:
             raise
         except Exception as error:
-            raise ChoiceError(f"{path} raises when it is called: {_said(error)}", hint="mend it first") from error
+            raise ChoiceError(f"{path} raises when it is called: {_said(error)}", hint="fix it first") from error
     if isinstance(value, (Mapping, Plan)):
         return value
     raise ChoiceError(
@@ -55,7 +55,7 @@ def _value_at(path: str) -> Any:
         except ImportError as error:
             raise ChoiceError(f"{path}: importing {name} failed: {error}", hint="install what it needs") from error
         except Exception as error:
-            raise ChoiceError(f"{path} raises on import: {_said(error)}", hint=f"mend {name} first") from error
+            raise ChoiceError(f"{path} raises on import: {_said(error)}", hint=f"fix {name} first") from error
         return _attribute(value, name, parts[length:], path)
     raise ChoiceError(
         f"{path}: there is no module {parts[0]!r}",

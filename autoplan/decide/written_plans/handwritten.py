@@ -75,7 +75,7 @@ def read_plan(path: Path) -> HandwrittenPlan:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise AutoplanError(f"{path} cannot be read: {error}", hint="mend the file") from error
+        raise AutoplanError(f"{path} cannot be read: {error}", hint="fix the file") from error
     wrong = sorted(data.keys() - _KEYS) + sorted(f"no {key}" for key in _KEYS - {"aliases"} - data.keys())
     if wrong or data["id"] != path.stem:
         problem = ", ".join(wrong) or f"id is {data['id']!r}, the file's name {path.stem!r}"

@@ -14,7 +14,7 @@ where.
     entries: [...]        # what is split, how and why; then: replicated, layers, proof, source, legal_tp, findings
     runtime: {...}        # what `parallelize` does: how parameters lie, and instructions (defaults are left out)
     made_for: {...}       # the versions, the forwards and the sizes that it was made for
-    ep_size: 8            # where whole experts are dealt out
+    ep_size: 8            # where whole experts are placed on different ranks
 
 `autoplan plan --json` prints the same keys; docs/plan-format.md explains them. Format 1, which had strings in place of
 instructions, is refused: what its places in code were made for is not in it.
@@ -96,7 +96,7 @@ def plan_from_dict(data: Any, where: str = "plan") -> Plan:
         raise PlanFileError(f"{where}: {error.message}", hint=error.hint) from error
     problem = next(inconsistencies(plan), None)
     if problem is not None:
-        raise PlanFileError(f"{where}.{problem}", hint="mend it, or make the plan again")
+        raise PlanFileError(f"{where}.{problem}", hint="edit it, or make the plan again")
     return plan
 
 
@@ -144,7 +144,7 @@ def load_plan(path: str | PathLike[str]) -> Plan:
     except (yaml.YAMLError, json.JSONDecodeError, RecursionError) as error:
         raise PlanFileError(
             f"plan file {source} cannot be parsed: {' '.join(str(error).split())}",
-            hint="mend the place named above, or make the plan again",
+            hint="edit the place named above, or make the plan again",
         ) from error
     return plan_from_dict(data, f"plan file {source}")
 

@@ -20,7 +20,7 @@ __all__ = ["TARGETS", "Surroundings", "export"]
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What an export must know of the model beside its plan: the keys it ships, the classes of its blocks."""
+    """What an export must know of the model besides its plan: the keys it ships, the classes of its blocks."""
 
     shipped: tuple[str, ...] = ()
     blocks: tuple[str, ...] = ()

@@ -5,7 +5,7 @@ plans may also edit integers, cut packed weights segment by segment, sum elsewhe
 attention, its MLP) are looked at one by one:
 
     plain     column and row layers, as everybody writes them
-    gathered  every layer computes its share and gathers at once: exact too, and dearer; used where a plain cut would
+    gathered  every layer computes its shard and gathers at once: exact too, and dearer; used where a plain cut would
               need what the other system cannot do
     refused   neither: the part stays whole there, and its bytes are named
 
@@ -30,7 +30,7 @@ __all__ += ["parts_of", "size_text"]
 # Words of EXPORTS.
 HEADS = frozenset(("head", "tied_head"))
 _ENDS = HEADS | {"table"}
-_LATENT = frozenset(("latent", "latent_query", "beside"))
+_LATENT = frozenset(("latent", "latent_query", "small"))
 OBSTACLES = ("edited", "read", "shape")
 _COLUMN, _ROW = ("colwise", "packed_colwise"), ("rowwise", "rowwise_scatter", "packed_rowwise")
 
@@ -141,7 +141,7 @@ def _kind(entries: Iterable[Entry]) -> str:
     said = {word for word, _ in roles}
     if said <= _ENDS:
         return "end"
-    if said <= {"layers", "beside"} and ("layers", False) not in roles:
+    if said <= {"layers", "small"} and ("layers", False) not in roles:
         return "plain"
     if "latent" in said and said <= _LATENT:
         return "latent"
@@ -165,7 +165,7 @@ def _needs(
             yield Need(one.beyond_styles())
     for entry in entries:
         if any("@" in segment for segment in entry.segments):
-            yield Need(f"{entry.pattern} is dealt out to groups of ranks")
+            yield Need(f"{entry.pattern} is sharded over groups of ranks")
         if kind in ("plain", "latent") and entry.style in _COLUMN + _ROW and not _contiguous(entry, plan.tp_size):
             yield Need(f"{entry.pattern} is packed", packed=True)
 

@@ -187,7 +187,7 @@ def _transformers_cuts_alike(part: Part) -> bool:
 
 
 def _is_half_and_half(entry: Entry) -> bool:
-    """Two segments of one size, each dealt out unit by unit (a row layer is no packing)."""
+    """Two segments of one size, each sharded unit by unit (a row layer is no packing)."""
     layout = layout_of(entry)
     if entry.style != "packed_colwise" or layout is None:
         return entry.style in ("rowwise", "rowwise_scatter")

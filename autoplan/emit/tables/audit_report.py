@@ -93,7 +93,7 @@ def sarif(report: Report, checks: Mapping[str, str], artifact: str = "plan") -> 
 
 
 def _result(finding: Finding, names: list[str], artifact: str) -> dict[str, Any]:
-    text = ". ".join(filter(None, (finding.message, finding.proof, finding.hint and f"To mend: {finding.hint}")))
+    text = ". ".join(filter(None, (finding.message, finding.proof, finding.hint and f"To fix: {finding.hint}")))
     places = [{"physicalLocation": {"artifactLocation": {"uri": artifact}, "region": {"startLine": 1}}}]
     if finding.where:
         places[0]["logicalLocations"] = [{"fullyQualifiedName": finding.where}]  # type: ignore[assignment]

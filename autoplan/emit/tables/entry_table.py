@@ -25,7 +25,7 @@ _LONG_PATH = 28
 _LEAST = 10  # columns a cell keeps when others need room
 _STYLES = {"module": "cyan", "cut": "dim"}
 _HEADINGS = {"sums": "sums over ranks"}
-_LEGEND = "cut is dim:layout; ! is dealt out over the ranks, * multiplies, | parts segments that are cut each by itself"
+_LEGEND = "cut is dim:layout; ! is sharded over the ranks, * multiplies, | parts segments that are cut each by itself"
 
 Row = dict[str, str]
 

@@ -99,7 +99,7 @@ def _totals(board: Scoreboard) -> list[RenderableType]:
     ratios = [score.ratio for score in board.scores if score.ratio is not None]
     if ratios:
         least = sum(ratio < _NO_MORE for ratio in ratios)
-        lines.append(Text(f"{least} of {len(ratios)} move no more between ranks than their split owes"))
+        lines.append(Text(f"{least} of {len(ratios)} move no more between ranks than their split needs"))
     if board.sequence_parallel:
         cut = [score for score in board.scores if score.regions is not None]
         exact = sum(score.verdict == "exact" for score in cut)

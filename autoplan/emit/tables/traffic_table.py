@@ -1,4 +1,4 @@
-"""What blocks move between ranks beside the least they owe, as rows of a table and as lines of text."""
+"""What blocks move between ranks compared with the least they need, as rows of a table and as lines of text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scoped function mode: for the few torch calls of a module that neither hooks nor stored integers can mend.
+"""The scoped function mode: for the few torch calls of a module that neither hooks nor stored integers can fix.
 
 It is entered in the owning module's forward only and looks at that module's own calls, not its children's. A call is
 known by its function and its place in the code. Whatever does not fit (another literal than planned, a
@@ -35,7 +35,7 @@ class _PlannedCall:
         self.cuts = [(cut, Layout.parse(cut.layout).rows(rank, size), Layout.parse(cut.layout).size)
                      for cut in planned.cuts]  # fmt: skip
         self.run: Callable[[Any, Any, Any], Any] = execute(planned, at)
-        # what is owed elsewhere if it is left out; numbers that nobody passes are owed to nobody
+        # a sum is missing elsewhere if it is left out; numbers that nobody passes are missing nowhere
         self.must_be_reached = planned.communicates and not planned.sometimes
 
     def means(self, time: int, dims: int, width: int | None) -> bool:
@@ -80,7 +80,7 @@ class PlannedCalls:
         for one in planned:
             self.by_place.setdefault((one.site.function, one.site.place), []).append(_PlannedCall(one, at))
         self.names = frozenset(name for name, _ in self.by_place)
-        self.owing = [call for calls in self.by_place.values() for call in calls if call.must_be_reached]
+        self.required = [call for calls in self.by_place.values() for call in calls if call.must_be_reached]
 
     def mode(self) -> ModuleMode:
         """For one run of the module."""
@@ -120,8 +120,8 @@ class ModuleMode(TorchFunctionMode):
         return None
 
     def check_reached(self) -> None:
-        """Every planned sum must have happened: another branch would owe it somewhere else."""
-        for call in self.calls.owing:
+        """Every planned sum must have happened: another branch would need it somewhere else."""
+        for call in self.calls.required:
             if call not in self.reached:
                 raise other_branch(f"{call.at.where}: {call.site} was not reached")
 

@@ -2,7 +2,7 @@
 
 A fused kernel may be given the weight of a norm or of an output projection and do their work itself, on a GPU, in
 training, where its library is installed: no trace on a CPU shows it, and no hook of that layer is reached. On a rank's
-share of the weights the result would be wrong without a word. So where such a kernel is handed a parameter of a layer
+shard of the weights the result would be wrong without a word. So where such a kernel is handed a parameter of a layer
 at which the plan does something, its reference in plain torch runs in its place; where there is none, that is an error.
 """
 

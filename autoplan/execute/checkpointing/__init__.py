@@ -1,4 +1,4 @@
-"""Activation checkpointing: which modules, by which means, and what that saves.
+"""Activation checkpointing: which modules, how, and what that saves.
 
 In: stacks of blocks. Out: blocks that keep their inputs and run again when gradients are due.
 """

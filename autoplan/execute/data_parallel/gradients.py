@@ -192,12 +192,12 @@ def _repeats(held: Held) -> bool:
 
 
 def _answered_for(held: Held, gradient: DTensor) -> list[int]:
-    """Which of its local rows this rank holds first among the tp ranks, within its FSDP2 share."""
+    """Which of its local rows this rank holds first among the tp ranks, within its FSDP2 shard."""
     before = {row for rows in held.rows[: held.group.rank] for row in rows}
     mine = [row not in before for row in held.rows[held.group.rank]]
     mesh = gradient.device_mesh
     for mesh_dim, placement in enumerate(gradient.placements[:-1]):
         if getattr(placement, "dim", None) == held.dim:
-            share = chunk(len(mine), mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
-            mine = mine[share.start : share.stop]
+            shard = chunk(len(mine), mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
+            mine = mine[shard.start : shard.stop]
     return [place for place, wanted in enumerate(mine) if wanted]

@@ -29,7 +29,7 @@ from autoplan.values import Plan, Stack
 
 __all__ = ["OPTIONS", "MegatronCall", "megatron_call"]
 
-# What fully_shard and fully_shard_model take beside what follows from model, mesh and plan (0.2 to 0.6).
+# What fully_shard and fully_shard_model take besides what follows from model, mesh and plan (0.2 to 0.6).
 OPTIONS = (
     "average_in_collective",
     "calculate_per_token_loss",

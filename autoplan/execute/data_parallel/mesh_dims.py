@@ -47,9 +47,13 @@ class MeshDims:
         return 1 if self.ep is None else self.ep.size()
 
     def check_experts(self, tp_size: int, ep_size: int) -> None:
-        """Raise where an "ep" dim would hold copies: the plan deals no experts out over it."""
+        """Raise where an "ep" dim would hold copies: the plan places no experts on its ranks."""
         if self.ep_size > 1 and not tp_size == 1 < ep_size:
-            told = f"deals experts out over the {tp_size} ranks of tp" if ep_size > 1 else "deals out no experts"
+            told = (
+                f"places experts on the {tp_size} ranks of tp"
+                if ep_size > 1
+                else "places no experts on different ranks"
+            )
             given = f"mesh has {self.ep_size} ranks in" if self.names["ep"] == "ep" else "mesh_dims names 'ep' as"
             raise PlanMismatchError(
                 f"the {given} {self.names['ep']!r}, but the plan {told}",

@@ -10,7 +10,7 @@ import torch
 from autoplan.common.layout import Layout
 from autoplan.execute.collectives import copy_to_ranks, gather_over_ranks, scale_gradient, sum_over_ranks
 from autoplan.execute.executors import Around, At, execute, executes
-from autoplan.execute.sequence.apply import zeros_of_a_share
+from autoplan.execute.sequence.apply import zeros_of_a_shard
 from autoplan.values import (
     AllGather,
     AllReduce,
@@ -71,7 +71,7 @@ def _withhold(planned: WithholdPartial, at: At) -> Change:
         else ReduceScatterSequence(*place, planned.dim, planned.sequence),
         at,
     )
-    zeros = zeros_of_a_share(planned, at.running)
+    zeros = zeros_of_a_shard(planned, at.running)
     return lambda x: at.running.branches.withhold(x, alone, zeros)
 
 

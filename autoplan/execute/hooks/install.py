@@ -1,4 +1,4 @@
-"""What the plan does at the borders of modules, as one pre-hook and one post-hook per module.
+"""What the plan does at the boundaries of modules, as one pre-hook and one post-hook per module.
 
 A hook changes tensors by path, the same on every call: activation checkpointing may run a module again. Inside the
 hooks torch functions are hidden from function modes, whose counters they would shift.
@@ -22,10 +22,10 @@ from autoplan.execute.calls.function_mode import ModuleMode, PlannedCalls
 from autoplan.execute.collectives import gather_pieces
 from autoplan.execute.executors import Around, At, execute
 from autoplan.execute.hooks.running import Running
-from autoplan.execute.hooks.sequence_shards import Share, shares_in
+from autoplan.execute.hooks.sequence_shards import SequenceShard, shards_in
 from autoplan.execute.hooks.unseen_outputs import UnseenOutputs
 from autoplan.execute.randomness.dropout import may_draw
-from autoplan.execute.sequence.apply import gather_share
+from autoplan.execute.sequence.apply import gather_shard
 from autoplan.execute.vocabulary.split_logits import SplitLogits, columns_in
 from autoplan.values import AroundModule, Boundary, CallRewrite, Instruction
 from autoplan.values import SplitLogits as LogitsHead
@@ -47,7 +47,7 @@ class ModuleWork:
 
     @property
     def communicates(self) -> bool:
-        """Does it owe anything to other ranks?"""
+        """Do other ranks need anything from it?"""
         return any(one.communicates for one in self.instructions)
 
 
@@ -202,8 +202,8 @@ class _Root:
         with torch._C.DisableTorchFunction():
             for path, change in self.outputs:
                 output = change_if_returned(output, path, change, "the model")
-            for path, share in shares_in(output):  # collected by the model on the way, behind our hooks
-                output = change_output(output, path, self._whole(share), "the model")
+            for path, shard in shards_in(output):  # collected by the model on the way, behind our hooks
+                output = change_output(output, path, self._whole(shard), "the model")
             if self.running.depth == 1:
                 self.unseen.check(output)
             if self.running.loss:
@@ -214,8 +214,8 @@ class _Root:
                         output = change_if_returned(output, self._shifted(path, output), self._wrap(head), "the model")
         return output
 
-    def _whole(self, share: Share) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda x: gather_share(x, share, self.running)
+    def _whole(self, shard: SequenceShard) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: gather_shard(x, shard, self.running)
 
     def _shifted(self, path: tuple[Any, ...], output: Any) -> tuple[Any, ...]:
         """A tuple result instead of a dict (return_dict=False) holds the same values in order."""
@@ -227,7 +227,7 @@ class _Root:
         return lambda local: self._leaving(local, head.dim, head.columns)
 
     def _beside_a_loss(self, local: torch.Tensor, kind: type[SplitLogits]) -> torch.Tensor:
-        """Logits returned beside a loss. A compiled model wants a gradient for every DTensor that it returns with one,
+        """Logits returned next to a loss. A compiled model wants a gradient for every DTensor that it returns with one,
         and fails where only the loss has a backward: there they carry none."""
         if torch.compiler.is_compiling() and not self.running.gather_logits:
             local = local.detach()

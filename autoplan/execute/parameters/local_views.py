@@ -177,7 +177,7 @@ def _reading_method(method: Callable[..., Any]) -> Callable[..., Any]:
 def _parameter_property(name: str) -> property:
     def read(self: nn.Module) -> Any:
         parameters = self.__dict__["_parameters"]
-        if name not in parameters:  # taken out by someone: weight_norm and its kin set a plain attribute instead
+        if name not in parameters:  # taken out by someone: weight_norm and its like set a plain attribute instead
             if name in self.__dict__:
                 return self.__dict__[name]
             raise AttributeError(name)  # nn.Module.__getattr__ looks further and words the error
@@ -202,7 +202,7 @@ def _parameter_property(name: str) -> property:
 
 
 def _flat_weights_property() -> property:
-    """Recurrent layers keep a list of their weights beside the attributes and compute with the list."""
+    """Recurrent layers keep a list of their weights next to the attributes and compute with the list."""
 
     def read(self: Any) -> Any:
         if "_flat_weights" not in self.__dict__:

@@ -185,7 +185,7 @@ def as_held(value: torch.Tensor, parameter: DTensor, held: Held) -> DTensor:
 
 
 def local_piece(whole: torch.Tensor, held: Held, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
-    """This rank's piece: its rows on the tp mesh, and of those its share where FSDP2 has cut them further.
+    """This rank's piece: its rows on the tp mesh, and of those its shard where FSDP2 has cut them further.
 
     FSDP2 puts its mesh dims before tp's, and cuts what a tp rank holds into consecutive pieces.
     """

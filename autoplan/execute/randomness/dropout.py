@@ -54,7 +54,7 @@ class SharedRandomness:
         return bool(self.outside)
 
     def enter_split(self) -> None:
-        """Draw per rank from here on. What draws of a share draws in training: in eval mode the stream is left as it
+        """Draw per rank from here on. What draws of a shard draws in training: in eval mode the stream is left as it
         was, so that what comes after draws as unsharded."""
         before = random_streams.get_state()
         seed = proposed_seed()

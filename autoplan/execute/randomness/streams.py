@@ -76,7 +76,7 @@ def fork(seed: int | None = None) -> Iterator[None]:
 
 
 class Stream:
-    """A second sequence of random numbers beside the rank's own; entering it continues it."""
+    """A second sequence of random numbers besides the rank's own; entering it continues it."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed

@@ -9,7 +9,7 @@ import torch
 from autoplan.common.errors import IndivisibleError
 from autoplan.execute.executors import At, executes
 from autoplan.execute.hooks.running import Running
-from autoplan.execute.hooks.sequence_shards import Share, mark_share
+from autoplan.execute.hooks.sequence_shards import SequenceShard, mark_shard
 from autoplan.execute.sequence.moves import gather_sum, gather_whole, reduce_scatter, scatter
 from autoplan.values import (
     AllGatherSequence,
@@ -22,7 +22,7 @@ from autoplan.values import (
     WithholdPartial,
 )
 
-__all__ = ["gather_share", "zeros_of_a_share"]
+__all__ = ["gather_shard", "zeros_of_a_shard"]
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 Move = Callable[[torch.Tensor, int, int], torch.Tensor]  # of a tensor, its dim, and the whole length
@@ -43,22 +43,22 @@ def _scatter(planned: ScatterSequence, at: At) -> Change:
         running.lengths[sequence.name] = length
         return scatter(x, dim, group)
 
-    flat = _flattened(lambda x, dim, length: scatter(x, dim, group), planned, running, of_shares=False)
+    flat = _flattened(lambda x, dim, length: scatter(x, dim, group), planned, running, of_shards=False)
     run = flat if sequence.flattened else cut
-    share = Share(dim, sequence)
-    return lambda x: mark_share(run(x), share)
+    shard = SequenceShard(dim, sequence)
+    return lambda x: mark_shard(run(x), shard)
 
 
 @executes(AllGatherSequence)
 def _gather(planned: AllGatherSequence, at: At) -> Change:
     group = at.group
-    return _move(lambda x, dim, length: gather_whole(x, dim, length, group), planned, at.running, of_shares=True)
+    return _move(lambda x, dim, length: gather_whole(x, dim, length, group), planned, at.running, of_shards=True)
 
 
 @executes(AllGatherSequenceSumGradient)
 def _gather_sum(planned: AllGatherSequenceSumGradient, at: At) -> Change:
     group = at.group
-    return _move(lambda x, dim, length: gather_sum(x, dim, length, group), planned, at.running, of_shares=True)
+    return _move(lambda x, dim, length: gather_sum(x, dim, length, group), planned, at.running, of_shards=True)
 
 
 @executes(ReduceScatterSequence)
@@ -66,36 +66,36 @@ def _reduce_scatter(planned: ReduceScatterSequence, at: At) -> Change:
     group, dim = at.group, planned.dim
     if not planned.sequence.flattened:
         return lambda x: reduce_scatter(x, dim, group)
-    return _flattened(lambda x, dim, length: reduce_scatter(x, dim, group), planned, at.running, of_shares=False)
+    return _flattened(lambda x, dim, length: reduce_scatter(x, dim, group), planned, at.running, of_shards=False)
 
 
 @executes(NoteShard)
 def _note(planned: NoteShard, at: At) -> Change:
-    share = Share(planned.dim, planned.sequence)
-    return lambda x: mark_share(x, share)
+    shard = SequenceShard(planned.dim, planned.sequence)
+    return lambda x: mark_shard(x, shard)
 
 
-def gather_share(x: torch.Tensor, share: Share, running: Running) -> torch.Tensor:
-    """The whole sequence of a value that says that it is a share."""
-    planned = AllGatherSequence("", "output", (), share.dim, share.sequence)
+def gather_shard(x: torch.Tensor, shard: SequenceShard, running: Running) -> torch.Tensor:
+    """The whole sequence of a value that says that it is a shard."""
+    planned = AllGatherSequence("", "output", (), shard.dim, shard.sequence)
     group = running.group
-    return _move(lambda x, dim, length: gather_whole(x, dim, length, group), planned, running, of_shares=True)(x)
+    return _move(lambda x, dim, length: gather_whole(x, dim, length, group), planned, running, of_shards=True)(x)
 
 
-def _move(move: Move, planned: SequenceBoundary, running: Running, *, of_shares: bool) -> Change:
+def _move(move: Move, planned: SequenceBoundary, running: Running, *, of_shards: bool) -> Change:
     if planned.sequence.flattened:
-        return _flattened(move, planned, running, of_shares=of_shares)
+        return _flattened(move, planned, running, of_shards=of_shards)
     dim, name = planned.dim, planned.sequence.name
     return lambda x: move(x, dim, running.lengths[name])
 
 
-def _flattened(move: Move, planned: SequenceBoundary, running: Running, *, of_shares: bool) -> Change:
-    """Batch times sequence in one dim: the sequence is its minor part. `of_shares`: what comes in is a share."""
+def _flattened(move: Move, planned: SequenceBoundary, running: Running, *, of_shards: bool) -> Change:
+    """Batch times sequence in one dim: the sequence is its minor part. `of_shards`: what comes in is a shard."""
     dim, name, size = planned.dim, planned.sequence.name, running.group.size
 
     def run(x: torch.Tensor) -> torch.Tensor:
         length = running.lengths[name]
-        held = -(-length // size) if of_shares else length
+        held = -(-length // size) if of_shards else length
         at = dim % x.dim()
         apart = x.unflatten(at, (-1, held)).movedim(at + 1, -1)
         return move(apart, -1, length).movedim(-1, at + 1).flatten(at, at + 1)
@@ -103,7 +103,7 @@ def _flattened(move: Move, planned: SequenceBoundary, running: Running, *, of_sh
     return run
 
 
-def zeros_of_a_share(planned: WithholdPartial, running: Running) -> Change:
+def zeros_of_a_shard(planned: WithholdPartial, running: Running) -> Change:
     """Zeros of the size that a whole value has once it is cut; of the value's own size where nothing is cut."""
     dim, sequence = planned.dim, planned.sequence
     if dim is None or sequence is None:

@@ -7,7 +7,7 @@
                      that each rank runs in part
     reduce_scatter   partial sums → own positions           backward: the whole gradient from everyone's positions
 
-Positions are dealt out in equal pieces; a length that does not divide is padded inside these moves only: the pieces of
+Positions are sharded in equal pieces; a length that does not divide is padded inside these moves only: the pieces of
 the last ranks end with rows that nobody reads, and what is gathered has its true length again.
 """
 

@@ -5,7 +5,7 @@ of elements), but a row lies on all ranks. Gathering it costs tokens × vocabula
 tensor of a training step. Every such number is a sum of what each rank can say of its own columns, so a few numbers per
 row are all that needs to travel.
 
-Columns are dealt out by ceiling, as DTensor deals them: the last ranks may have fewer, or none. Sums are float32
+Columns are sharded by ceiling, as DTensor does: the last ranks may have fewer, or none. Sums are float32
 at least, a chunk of rows at a time if wanted, so that no second tensor of the logits' size is alive.
 """
 
@@ -68,7 +68,7 @@ def columns_of(logits: torch.Tensor, group: Ranks | None = None, vocabulary: int
         raise AutoplanError(
             f"rank {ranks.rank} of {ranks.size} holds {wanted} of {vocabulary} columns, the logits have "
             f"{logits.shape[-1]}",
-            hint="vocabulary= is the size over all ranks; columns are dealt out by ceiling, as DTensor does",
+            hint="vocabulary= is the size over all ranks; columns are sharded by ceiling, as DTensor does",
         )
     return Columns(logits, ranks, vocabulary)
 

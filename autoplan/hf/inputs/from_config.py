@@ -134,11 +134,11 @@ class _Maker:
 
     def with_what_text_needs(self, main: dict[str, Any]) -> dict[str, Any]:
         """Models that compare texts with pictures or sounds take both at once, and say so in no signature."""
-        beside = [name for name in (*_PICTURE, *_AUDIO, "bbox") if self.takes(name) and name not in main]
+        others = [name for name in (*_PICTURE, *_AUDIO, "bbox") if self.takes(name) and name not in main]
         alone = any(isinstance(getattr(self.config, token, None), int) for m in MODALITIES for token in m.tokens)
-        if not beside or alone or failure_of(self.model, main) is None:
+        if not others or alone or failure_of(self.model, main) is None:
             return main
-        for name in beside:
+        for name in others:
             given = self.picture() if name in _PICTURE else self.sound(name)
             if failure_of(self.model, {**main, name: given}) is None:
                 return {**main, name: given}

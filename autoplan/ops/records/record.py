@@ -1,8 +1,8 @@
 """All that is known of an op, in one record, and the two tables of records.
 
 Analysis asks how dims follow, which literals are sizes, where ranks must sum, whether a sum can wait, what is random.
-Replay asks how the op runs on shares. If each of them kept lists of its own, the lists would drift; so each op has one
-record, in the file of its family, and whoever asks reads it there. The in-place form of an op (`add_`) shares the
+Replay asks how the op runs on shards. If each of them kept lists of its own, the lists would drift; so each op has one
+record, in the file of its family, and whoever asks reads it there. The in-place form of an op (`add_`) has the
 record of the plain form.
 
 A model's Python calls torch by other names than those of the ops it becomes (`x @ w`, `F.linear`, `F.layer_norm`).
@@ -17,7 +17,7 @@ from enum import StrEnum
 from functools import cache
 from typing import Any, Literal
 
-from autoplan.ops.records.on_shares import Local, SplitOp, as_written
+from autoplan.ops.records.on_shards import Local, SplitOp, as_written
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES, Sizes
 
@@ -50,14 +50,14 @@ __all__ = [
 
 
 class Reduction(StrEnum):
-    """What ranks must do where an op runs over a dim of which each has a share."""
+    """What ranks must do where an op runs over a dim of which each has a shard."""
 
     SUM = "sum"  # each rank has a part of the sum
-    MEAN = "mean"  # each rank has the mean of its share
+    MEAN = "mean"  # each rank has the mean of its shard
     NORM = "norm"  # a norm's statistics run over all ranks
-    SPREAD = "spread"  # a variance or standard deviation
+    VARIANCE = "variance"  # a variance or standard deviation
     LENGTH = "length"  # the length of a vector
-    EMBEDDING = "embedding"  # a lookup in a table whose rows are dealt out
+    EMBEDDING = "embedding"  # a lookup in a table whose rows are sharded
     ROW = "row"  # the same for one row, told by its number
     GATHER = "gather"  # a product whose result is put together, by decision
     ATTENTION = "attention"  # projections and attention in one call, on a rank's heads
@@ -65,20 +65,20 @@ class Reduction(StrEnum):
 
 @dataclass(frozen=True)
 class Refused:
-    """Ranks cannot run this on their shares, and why."""
+    """Ranks cannot run this on their shards, and why."""
 
     reason: str
 
 
 class Linear(StrEnum):
-    """May a sum that ranks still owe pass the op, to be summed later?"""
+    """May a partial sum pass the op, to be summed later?"""
 
-    # Not linear; or linear, yet the sum is paid before it: what a product multiplies it with would owe a sum itself,
-    # and a part or a statistic of a value is mostly read beside the value.
+    # Not linear; or linear, yet the sum is done before it: what a product multiplies it with would need a sum itself,
+    # and a part or a statistic of a value is mostly read together with the value.
     NO = "no"
     EACH = "each"  # linear in each of its tensors, while the others are whole
     FIRST = "first"  # linear in its first tensor only
-    ADDS = "adds"  # adds a bias, of which each rank adds its share, or another sum that is owed
+    ADDS = "adds"  # adds a bias, of which each rank adds its part, or another partial sum
     SUBTRACTS = "subtracts"  # as linear as a sum, but what is taken away changes its sign: sums do not pass
 
 
@@ -189,9 +189,9 @@ class OpRecord:
     dims: Dims  # how the dims of its outputs follow from those of its inputs
     sizes: Sizes  # which of the literals that it is told are sizes
     reduces: Reduces  # what it sums over, and how ranks do that together
-    linear: Linear  # may a sum that is still owed pass it
+    linear: Linear  # may a partial sum pass it
     random: Random  # does it draw random numbers
-    runs: Runs  # how it runs on a rank's shares
+    runs: Runs  # how it runs on a rank's shards
     shows: Shows = Shows.NOTHING
     product: Product | None = None
     along: Along | None = None
@@ -231,7 +231,7 @@ def nothing(_: SplitOp) -> None:
 
 
 def kept_whole(_: SplitOp) -> None:
-    """It runs over dims that no rank has a share of: its dim rule leaves an event on them that forbids it."""
+    """It runs over dims that no rank has a shard of: its dim rule leaves an event on them that forbids it."""
 
 
 def unknown(_: Site) -> Answer:

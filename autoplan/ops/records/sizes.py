@@ -53,7 +53,7 @@ class Unflattened:
 
 @dataclass(frozen=True)
 class Filled:
-    """The shape of a value that is alike everywhere: a rank makes its share of it by itself.
+    """The shape of a value that is alike everywhere: a rank makes its shard of it by itself.
 
     `defined`: its contents are known, unlike those of empty memory.
     """
@@ -72,7 +72,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class MadeWhole:
-    """Sizes of a value that differs from place to place: it is made whole, and a rank keeps its share."""
+    """Sizes of a value that differs from place to place: it is made whole, and a rank keeps its shard."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class RepeatEach:
 @dataclass(frozen=True)
 class Groups:
     """The number of groups of channels, the second dim. `weight`: where the weight is that has the channels of a group
-    as its second dim: groups of which each keeps a share stay as many."""
+    as its second dim: groups of which each keeps a shard stay as many."""
 
     at: int
     weight: int | None = None

@@ -50,7 +50,7 @@ from autoplan.values.instructions.modules import (
     SplitLogits,
     VocabularyTable,
 )
-from autoplan.values.instructions.runtime import Means, ParameterRule, Runtime
+from autoplan.values.instructions.runtime import Capabilities, ParameterRule, Runtime
 from autoplan.values.instructions.sequence import (
     AllGatherSequence,
     AllGatherSequenceSumGradient,
@@ -85,7 +85,7 @@ __all__ = [
     "LengthCall",
     "LiteralArgument",
     "LocalExperts",
-    "Means",
+    "Capabilities",
     "MeanCall",
     "MeanOverRanks",
     "Move",

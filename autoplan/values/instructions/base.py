@@ -124,7 +124,7 @@ class Instruction:
 
     @property
     def communicates(self) -> bool:
-        """Does the module owe something to other ranks because of it?"""
+        """Do other ranks need something from the module because of it?"""
         return bool(self.moves)
 
 

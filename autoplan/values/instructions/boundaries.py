@@ -37,7 +37,7 @@ class Boundary(Instruction):
 
     `turn`: where several stand at one place, which comes first. `at_exit`: of the model's own outputs it is done last
     of all, and only to what was returned. `gradients_only`: forward nothing happens. `stream_end`: on this side of a
-    block it begins or ends a stream of shares, and belongs to no block.
+    block it begins or ends a stream of shards, and belongs to no block.
     """
 
     side: Side
@@ -140,7 +140,7 @@ class AllGather(Boundary):
 class WithholdPartial(Boundary):
     """A branch's part of a sum is kept back for the next branch of the block, which adds it to its own; it gives zeros.
 
-    Under sequence parallelism these are zeros of a share: of `sequence`, which lies along `dim`.
+    Under sequence parallelism these are zeros of a shard: of `sequence`, which lies along `dim`.
     """
 
     dim: int | None = None
@@ -151,7 +151,7 @@ class WithholdPartial(Boundary):
     says = "{what} is withheld (forward), and summed together with the branch that follows"
     cost = "sum of the output (forward), shared with the branch that runs after it"
     turn = 1
-    collectives = ()  # the branch that joins it pays
+    collectives = ()  # the branch that joins it does the sum
 
 
 @instruction

@@ -1,4 +1,4 @@
-"""What is done to one call of a module's own Python, where neither a module's border nor a stored integer can do it."""
+"""What is done to one call of a module's own Python, where neither a boundary nor a stored integer can do it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class LiteralArgument:
 
 @dataclass(frozen=True)
 class Cut:
-    """A dim of one of a call's outputs, of which a rank keeps its share."""
+    """A dim of one of a call's outputs, of which a rank keeps its shard."""
 
     output: int
     dim: int
@@ -79,7 +79,7 @@ class CallRewrite(Instruction):
     """A call that runs otherwise on a rank. What any of them may need besides what its kind does:
 
     `arguments`: numbers to pass in place of those written. `copies`: paths of arguments whose gradient is summed.
-    `cuts`: outputs that are made whole, of which a rank keeps its share. `sometimes`: a run may leave the call out.
+    `cuts`: outputs that are made whole, of which a rank keeps its shard. `sometimes`: a run may leave the call out.
     """
 
     site: CallSite
@@ -115,7 +115,7 @@ class CallRewrite(Instruction):
             *(["sizes made local"] if self.arguments else []),
             *(["gradients of its inputs summed"] if self.copies else []),
             *([self.says] if self.says else []),
-            *(["output cut to the rank's share"] if self.cuts else []),
+            *(["output cut to the rank's shard"] if self.cuts else []),
         ]
         return f"{self.pattern}: {self.site}: {', '.join(done) or 'changed'}"
 
@@ -208,7 +208,7 @@ class VarianceCall(CallRewrite):
     takes = Spread.SHARD
     gives = Spread.REPLICATE
     says = "each rank's mean and variance gathered"
-    cost = "spread inside the module (forward)"
+    cost = "variance inside the module (forward)"
     collectives = (Move(Collective.ALL_GATHER, Amount.MEAN_AND_VARIANCE),)
 
     def problem(self, ranks: int) -> str:
@@ -316,7 +316,7 @@ class EqualPieces(CallRewrite):
 @instruction
 @dataclass(frozen=True)
 class DrawOnShards(CallRewrite):
-    """A random draw on a rank's share, in a module that also draws on whole values: from the rank's own stream."""
+    """A random draw on a rank's shard, in a module that also draws on whole values: from the rank's own stream."""
 
     takes = Spread.SHARD
     gives = Spread.SHARD

@@ -79,7 +79,7 @@ class LocalExperts(AroundModule):
 
     takes = Spread.REPLICATE
     gives = Spread.PARTIAL
-    says = "a rank computes for {share} of {experts} experts"
+    says = "a rank computes for {held} of {experts} experts"
     cost = ""
     in_styles = False
     turn = -2
@@ -90,10 +90,10 @@ class LocalExperts(AroundModule):
         return True
 
     def said(self, ranks: int) -> str:
-        return f"{self.pattern}: {self.says.format(share=self.experts // ranks, experts=self.experts)}"
+        return f"{self.pattern}: {self.says.format(held=self.experts // ranks, experts=self.experts)}"
 
     def beyond_styles(self) -> str:
-        return f"{self.pattern} deals out whole experts, which tensor-parallel styles do not say"
+        return f"{self.pattern} places whole experts on different ranks, which tensor-parallel styles do not say"
 
     def problem(self, ranks: int) -> str:
         return f"its {self.experts} experts do not divide by {ranks} ranks" if self.experts % ranks else ""

@@ -1,4 +1,4 @@
-"""Everything that is done to a live model, decided when the plan is made; and by which means it may be done."""
+"""Everything that is done to a live model, decided when the plan is made; and what a plan may use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 
 from autoplan.values.instructions.base import Instruction
 
-__all__ = ["Means", "ParameterRule", "Runtime"]
+__all__ = ["Capabilities", "ParameterRule", "Runtime"]
 
 Kind = TypeVar("Kind", bound=Instruction)
 
@@ -40,8 +40,8 @@ class Runtime:
 
 
 @dataclass(frozen=True)
-class Means:
-    """Which means a plan may use: the scoped function mode, and cutting the stream along the sequence.
+class Capabilities:
+    """What a plan may use: the scoped function mode, and cutting the stream along the sequence.
 
     `whole`: patterns of modules whose parameters stay whole, because cut they did not give the same. `experts`: experts
     may live on different ranks, where that is asked for.
@@ -57,5 +57,5 @@ class Means:
         said = ("the stream is cut along the sequence" if self.sequence else "",
                 "" if self.scoped else "no call inside a module's forward is changed",
                 f"left whole: {', '.join(self.whole)}" if self.whole else "",
-                "" if self.experts else "experts are not dealt out")  # fmt: skip
+                "" if self.experts else "experts are not placed on different ranks")  # fmt: skip
         return "; ".join(filter(None, said))

@@ -76,7 +76,7 @@ class ReduceScatterSequence(SequenceBoundary):
     takes = Spread.PARTIAL
     gives = Spread.SEQUENCE_SHARD
     says = "{what} is summed over ranks and cut along the sequence (forward), its gradient gathered (backward)"
-    cost = "sum of the output, dealt out along the sequence (forward)"
+    cost = "sum of the output, sharded along the sequence (forward)"
     turn = 1
     collectives = (Move(Collective.REDUCE_SCATTER), Move(Collective.ALL_GATHER, backward=True))
 
@@ -84,11 +84,11 @@ class ReduceScatterSequence(SequenceBoundary):
 @instruction
 @dataclass(frozen=True)
 class NoteShard(SequenceBoundary):
-    """Nothing is changed: a value is noted to be a share of the positions, in case a caller collects it."""
+    """Nothing is changed: a value is noted to be a shard of the positions, in case a caller collects it."""
 
     takes = Spread.SEQUENCE_SHARD
     gives = Spread.SEQUENCE_SHARD
-    says = "{what} is a share of the sequence, gathered where the model returns it"
+    says = "{what} is a shard of the sequence, gathered where the model returns it"
     cost = ""
     turn = 6
     collectives = ()

@@ -302,7 +302,7 @@ TORCH = (
     ),
     Private(
         "torch.distributed.tensor.placement_types._StridedShard",
-        "a weight dealt out in interleaved pieces is told by it",
+        "a weight sharded in interleaved pieces is told by it",
         lambda: hasattr(torch.distributed.tensor.placement_types, "_StridedShard"),
     ),
     Private(
@@ -344,7 +344,7 @@ TORCH = (
     ),
     Private(
         "torch.nn.Module._forward_hooks",
-        "a checkpointed block runs its hooks again too, and so for the dictionaries beside it",
+        "a checkpointed block runs its hooks again too, and so for the dictionaries next to it",
         _hooks,
     ),
     Private("torch.nn.Module._apply", "a block that converts itself in its forward must keep its DTensors", _converted),

@@ -42,7 +42,7 @@ def _surviving(subject: Subject) -> Iterator[Finding]:
     shipped = conventions().shipped_plan(subject.model)
     kept = [f"{key}: {style}" for key, style in shipped.items() if key not in subject.plan.raw]
     if subject.plan.dialect == "transformers" and subject.plan.lines and kept:
-        text = f"DistributedConfig(tp_plan=…) would keep {len(kept)} shipped rules beside these: {', '.join(kept[:3])}"
+        text = f"DistributedConfig(tp_plan=…) would keep {len(kept)} shipped rules besides these: {', '.join(kept[:3])}"
         yield Finding(NAME, "note", "", text, "write 'replicate' for those that you do not want")
 
 

@@ -1,9 +1,9 @@
 """edges: what one layer hands on is not what the next one takes.
 
-Every style says how its input and its output lie on the ranks: whole, this rank's share of the features, or this rank's
+Every style says how its input and its output lie on the ranks: whole, this rank's shard of the features, or this rank's
 positions of the sequence. Along the dataflow, from a weight to the next weights that contract the same axis, the two
-must agree: a column layer's share read by a layer that takes it for whole, a whole output read by a row layer as if it
-were a share, a reduce-scattered sequence read as a full one. Where shapes fit by chance nothing raises. The finding
+must agree: a column layer's shard read by a layer that takes it for whole, a whole output read by a row layer as if it
+were a shard, a reduce-scattered sequence read as a full one. Where shapes fit by chance nothing raises. The finding
 names both ends and both layouts.
 """
 
@@ -18,10 +18,10 @@ from autoplan.decide.plan.folding import starred
 from autoplan.values import Finding
 
 NAME = "edges"
-Lies = Literal["whole", "a share", "a part of the sequence", ""]
+Lies = Literal["whole", "a shard", "a part of the sequence", ""]
 _CONTRACTIONS = ("linear", "stacked", "conv")
-_SHARES_OUT, _SHARES_IN = ("colwise", "packed_colwise"), ("rowwise", "packed_rowwise")
-_KNOWN = (*_SHARES_OUT, *_SHARES_IN, "colwise_gather_output", "rowwise_split_input", "replicate")
+_SHARDED_OUT, _SHARDED_IN = ("colwise", "packed_colwise"), ("rowwise", "packed_rowwise")
+_KNOWN = (*_SHARDED_OUT, *_SHARDED_IN, "colwise_gather_output", "rowwise_split_input", "replicate")
 
 
 def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
@@ -84,7 +84,7 @@ def _gives(subject: Subject, weight: Weight) -> Lies:
         return "whole"
     if line.style not in _KNOWN:
         return ""
-    return _stated(subject, weight, "output_layouts") or ("a share" if line.style in _SHARES_OUT else "whole")
+    return _stated(subject, weight, "output_layouts") or ("a shard" if line.style in _SHARDED_OUT else "whole")
 
 
 def _takes(subject: Subject, weight: Weight) -> Lies:
@@ -93,7 +93,7 @@ def _takes(subject: Subject, weight: Weight) -> Lies:
         return "whole"
     if line.style not in _KNOWN:
         return ""
-    return _stated(subject, weight, "input_layouts") or ("a share" if line.style in _SHARES_IN else "whole")
+    return _stated(subject, weight, "input_layouts") or ("a shard" if line.style in _SHARDED_IN else "whole")
 
 
 def _stated(subject: Subject, weight: Weight, side: str) -> Lies:
@@ -104,4 +104,4 @@ def _stated(subject: Subject, weight: Weight, side: str) -> Lies:
     dim = getattr(layout, "dim", None)
     if dim is None:
         return "whole" if type(layout).__name__ == "Replicate" else ""
-    return "a share" if dim in (-1, 2) else "a part of the sequence"
+    return "a shard" if dim in (-1, 2) else "a part of the sequence"

@@ -21,7 +21,7 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
     if subject.plan.plan is not None or subject.level == "note":
         return
     wrong = {starred(name) for name in subject.wrong_names}
-    owed: dict[str, list[Weight]] = {}
+    missing: dict[str, list[Weight]] = {}
     twice: dict[str, list[Weight]] = {}
     for weight in subject.weights:
         style = weight.said.line.style if weight.said.line else ""
@@ -30,11 +30,11 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
         if not showed or weight.said.dim is not None:
             continue
         if weight.fact.gradient != "local" and not pays:
-            owed.setdefault(starred(weight.name), []).append(weight)
+            missing.setdefault(starred(weight.name), []).append(weight)
         elif weight.fact.gradient == "local" and pays and weight.fact.dim is None:
             twice.setdefault(starred(weight.name), []).append(weight)
-    for weights in owed.values():
-        yield _finding(subject, weights, "is whole on every rank, sees only this rank's share, and nobody sums its "
+    for weights in missing.values():
+        yield _finding(subject, weights, "is whole on every rank, sees only this rank's part, and nobody sums its "
                        "gradient", f"give it the style {_PAYS!r}")  # fmt: skip
     for weights in twice.values():
         yield _finding(subject, weights, "has its whole gradient on every rank, and the plan sums it again",

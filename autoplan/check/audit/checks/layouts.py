@@ -15,19 +15,19 @@ from autoplan.values import Finding
 from autoplan.values.reasons import sentence
 
 NAME = "layouts"
-_AT_THE_BORDER = ("colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_colwise")
+_AT_THE_BOUNDARY = ("colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_colwise")
 
 
 def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
     groups: dict[tuple[str, str], list[Weight]] = {}
     for weight in subject.weights:
         line, reason = weight.said.line, _wrong_cut(subject, weight)
-        if line is not None and reason and line.style not in _AT_THE_BORDER:
+        if line is not None and reason and line.style not in _AT_THE_BOUNDARY:
             groups.setdefault((line.pattern, reason), []).append(weight)
     for (pattern, reason), weights in groups.items():
         names = [weight.name for weight in weights]
         yield subject.suspect(NAME, pattern, f"cuts dim {weights[0].said.dim} of {names[0]}: {reason}",
-                              _mend(weights[0]), names=names)  # fmt: skip
+                              _fix(weights[0]), names=names)  # fmt: skip
 
 
 def _wrong_cut(subject: Subject, weight: Weight) -> str:
@@ -44,6 +44,6 @@ def _wrong_cut(subject: Subject, weight: Weight) -> str:
     return ""
 
 
-def _mend(weight: Weight) -> str:
+def _fix(weight: Weight) -> str:
     fact = weight.fact
     return f"cut dim {fact.dim}: {fact.layout}" if fact.dim is not None else "keep it whole"

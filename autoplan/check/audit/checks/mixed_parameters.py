@@ -21,7 +21,7 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
     plain = [w for w in subject.weights if w.said.dim is None and subject.parameters[w.name].requires_grad]
     cut = [w for w in subject.weights if w.said.dim is not None]
     if plain and cut:
-        text = f"{len(plain)} parameters ({subject.folded(w.name for w in plain)}) stay plain tensors beside "
+        text = f"{len(plain)} parameters ({subject.folded(w.name for w in plain)}) stay plain tensors next to "
         text += f"{len(cut)} DTensors: clip_grad_norm_ and foreach optimizers refuse the mixture"
         hint = "distribute the rest as Replicate(), or use autoplan.parallelize and autoplan.clip_gradients"
         yield Finding(NAME, "warn", "", text, hint, sum(w.bytes for w in plain))

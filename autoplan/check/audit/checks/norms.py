@@ -1,6 +1,6 @@
 """norms: a statistic (norm, softmax, top-k, mean) over an axis that is split.
 
-Each rank then normalises by its own share. OLMo2's query and key norms run over all heads at once: cut by heads, a rank
+Each rank then normalises by its own shard. OLMo2's query and key norms run over all heads at once: cut by heads, a rank
 knows only half of the mean square. Shapes fit, and the numbers are wrong. The statistic must be summed over ranks, or
 the axis gathered before.
 """
@@ -27,7 +27,7 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
                 groups.setdefault(cut, []).append(subject.solution.trace.calls[call].module)
     for cut, modules in groups.items():
         text = (
-            f"{modules[0]} takes a statistic over an axis that {cut[0]} is cut along: each rank takes it of its share"
+            f"{modules[0]} takes a statistic over an axis that {cut[0]} is cut along: each rank takes it of its shard"
         )
         hint = "sum the statistic over ranks (autoplan does), or gather the output first (colwise_gather_output)"
         names = [*cut, *(name for name in subject.parameters if name.rpartition(".")[0] in modules)]

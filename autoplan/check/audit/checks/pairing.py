@@ -13,7 +13,7 @@ from autoplan.check.audit.subject import Subject, Weight
 from autoplan.values import Finding, SplitLogits, VocabularyTable
 
 NAME = "pairing"
-_WHOLE_AT_THE_BORDER = ("colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_colwise")
+_WHOLE_AT_THE_BOUNDARY = ("colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_colwise")
 
 
 def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
@@ -35,4 +35,4 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
 
 def _keeps_split(weight: Weight) -> bool:
     line = weight.said.line
-    return line is not None and line.style not in _WHOLE_AT_THE_BORDER
+    return line is not None and line.style not in _WHOLE_AT_THE_BOUNDARY

@@ -2,7 +2,7 @@
 
 A plan written for a text model, given to a multimodal one, lacks `model.language_model.`; a plan relative to the base
 model lacks `model.`; a release moves a tower. Nothing matches, nothing is split, and nothing is said. Where one prefix
-mends several keys, it is named.
+fixes several keys, it is named.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
         return
     shapes = {starred(name) for name in [*subject.modules, *subject.parameters]}
     for prefix in sorted((name for name in subject.modules if name), key=lambda name: (name.count("."), name)):
-        mended = [key for key in dead if f"{starred(prefix)}.{starred(key)}" in shapes]
-        if mended:
+        fixed = [key for key in dead if f"{starred(prefix)}.{starred(key)}" in shapes]
+        if fixed:
             yield Finding(
-                NAME, "warn", ", ".join(mended[:3]), f"{len(mended)} of {len(dead)} dead keys exist under {prefix!r}",
-                f"write them as {prefix}.{mended[0]} and so on",
+                NAME, "warn", ", ".join(fixed[:3]), f"{len(fixed)} of {len(dead)} dead keys exist under {prefix!r}",
+                f"write them as {prefix}.{fixed[0]} and so on",
             )  # fmt: skip
             return
     stripped = {key: key.partition(".")[2] for key in dead if starred(key.partition(".")[2]) in shapes}

@@ -27,7 +27,7 @@ from autoplan.values import (
 NAME = "runtime"
 _SAID: dict[type[Any], str] = {
     ParameterRule: "lies on ranks otherwise than its choices need",
-    Boundary: "sums at module borders differ",
+    Boundary: "sums at module boundaries differ",
     ParallelBlock: "branches of a block are summed otherwise",
     VocabularyTable: "the vocabulary's table or head is treated otherwise",
     SplitLogits: "the vocabulary's table or head is treated otherwise",

@@ -189,7 +189,7 @@ class RowByNumber(nn.Module):
 
 
 class TableForEachFrame(nn.Module):
-    """One text is read beside each of three frames: its ids are copied before they are looked up."""
+    """One text is read next to each of three frames: its ids are copied before they are looked up."""
 
     def __init__(self) -> None:
         super().__init__()

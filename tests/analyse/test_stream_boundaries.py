@@ -48,7 +48,7 @@ class Rib(nn.Module):
 
     def forward(self, x):
         x = x + self.back(torch.relu(self.out(self.even(x))))
-        if self.kind == "made alike":  # of a parameter, as long as the share that is there
+        if self.kind == "made alike":  # of a parameter, as long as the shard that is there
             x = x * self.taste.expand(x.shape[0], x.shape[1], -1)
         if self.kind == "made of a result":  # whole, and changed by the block's own code before it meets the stream
             mixed = self.weigh(x).transpose(-1, -2)

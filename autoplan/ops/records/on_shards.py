@@ -1,7 +1,7 @@
 """One op under a set of splits: what a record's functions see of it, before it runs and while a rank runs it.
 
 `SplitOp` answers for the whole model: which dims of which arguments are split. `Local` is the same op on one rank, with
-that rank's shares as arguments; a record's `runs` computes from it what the rank gets. Both know tensors by what they
+that rank's shards as arguments; a record's `runs` computes from it what the rank gets. Both know tensors by what they
 can do, so that nothing here needs torch.
 """
 
@@ -114,10 +114,10 @@ class Local(SplitOp):
 
 
 def as_written(local: Local) -> Any:
-    """On shares it does what is right by itself, told what it was told."""
+    """On shards it does what is right by itself, told what it was told."""
     return local.call()
 
 
 def recorded(local: Local) -> Any:
-    """Nothing can be computed (empty memory, random numbers): a rank takes its share of the recorded value."""
+    """Nothing can be computed (empty memory, random numbers): a rank takes its shard of the recorded value."""
     return list(local.recorded)
