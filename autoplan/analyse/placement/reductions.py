@@ -1,8 +1,8 @@
 """Which calls sum over a split axis, and how: at each of them ranks must talk.
 
 What an op sums over, its record says (`autoplan/ops`); a call is what its ops are, unless its own record says what it
-is as a whole. A call whose product is gathered by decision is a "gather". Anything that reads across a split dimension
-and that ranks cannot do together is refused.
+is as a whole. What else happens between its ops, `inside_calls.py` looks at. A call whose product is gathered by
+decision is a "gather". Anything that reads across a split dimension and that ranks cannot do together is refused.
 """
 
 from __future__ import annotations

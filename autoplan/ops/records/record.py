@@ -76,7 +76,8 @@ class Linear(StrEnum):
     # Not linear; or linear, yet the sum is paid before it: what a product multiplies it with would owe a sum itself,
     # and a part or a statistic of a value is mostly read beside the value.
     NO = "no"
-    WITHIN = "within"  # the same, but in the middle of a call, where nobody can pay: all its numbers are owed together
+    # The same between calls. In the middle of a call, where nobody can pay, linear in all of its tensors together.
+    WITHIN = "within"
     EACH = "each"  # linear in each of its tensors, while the others are whole
     FIRST = "first"  # linear in its first tensor only
     ADDS = "adds"  # adds a bias, of which each rank adds its share, or another sum that is owed
