@@ -178,6 +178,7 @@ class _Reader:
         state = self.state
         for term in state.contracted.values():
             _mark_mixed(state, find(term))
+        self._mark_twice()
         state.algebra.settle()
         dims = {i: tuple(find(term) for term in state.terms(i)) for i in range(len(self.trace.tensors))}
         in_weights = {axis.id for i in state.sources for term in dims[i] for axis in leaves(term)}
@@ -196,6 +197,17 @@ class _Reader:
             dict(self.companions),
             state.algebra.marked_by,
         )
+
+    def _mark_twice(self) -> None:
+        """What is multiplied with itself has an axis in two dims: a rank would know only its own share's products."""
+        for tensor, info in enumerate(self.trace.tensors):
+            if info.kind != "activation" or tensor in self.state.sources or tensor in self.state.identities:
+                continue
+            known: set[int] = set()
+            for term in map(find, self.state.terms(tensor)):
+                if term.size > 1 and id(term) in known and not is_data(term):
+                    self.state.algebra.mark(term, Event.TWICE)
+                known.add(id(term))
 
 
 def _mentioned(value: object) -> list[Ref]:

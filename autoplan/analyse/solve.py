@@ -14,7 +14,7 @@ from typing import Any
 
 from autoplan.analyse.infer import Axes, infer_axes
 from autoplan.analyse.placement.callflow import CallFlow
-from autoplan.analyse.placement.calls import Scope, scope
+from autoplan.analyse.placement.calls import Scope, draws, scope
 from autoplan.analyse.placement.placement import Placement
 from autoplan.analyse.placement.sums import place
 from autoplan.analyse.sequence.parallel import SequencePlacement, place_sequence, sequence_boundaries
@@ -31,7 +31,6 @@ from autoplan.analyse.splits.model_ends import (
 from autoplan.analyse.splits.requests import NO_DEMANDS, Demands
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.layout import Layout
-from autoplan.ops import call_record
 from autoplan.ops.records.record import Reduction
 from autoplan.values import (
     Boundary,
@@ -210,7 +209,7 @@ def _solution(
         ),
         random=tuple(sorted({*done.scope.random, *(cut.random if cut else ())})),
         random_whole=done.scope.random_whole,
-        draws=any(call_record(call.name).random.when == "always" for call in trace.calls),
+        draws=any(draws(call, trace) for call in trace.calls),
         outputs=_outputs(trace),
     )
     return Solution(

@@ -49,6 +49,7 @@ class Event(StrEnum):
     GATHER = "gather"
     SCATTER = "scatter"
     SELECT = "select"  # one position is taken by number, or each on its own (select, unbind)
+    TWICE = "twice"  # a value has it in two dims (the product of something with itself)
     STACK = "stack"  # separate tensors were put side by side to make it
     CUT = "cut"  # a slice inside one block of a product: no clean axis is left
     STRIDED = "strided"  # a slice with a step that does not divide, windows

@@ -8,7 +8,10 @@ from autoplan.ops.records.record import NEVER, Drawn, Linear, Shows, kept_whole,
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES
 
-__all__: list[str] = []
+__all__ = ["COUNTING"]
+
+# Ops by which the Python inside of a call of torch uses a number of positions that it counted.
+COUNTING = frozenset({"add", "sub", "rsub", "mul", "div", "pow", "scalar_tensor", "full"})
 
 _ARITHMETIC = """
 floor_divide remainder fmod pow abs sign sgn signbit square sqrt rsqrt reciprocal
@@ -82,7 +85,7 @@ def same(site: Site) -> Answer:
 
 
 @op("tril", "triu",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.WITHIN, random=NEVER, runs=as_written)  # fmt: skip
 def triangle(site: Site) -> Answer:
     """What is kept depends on the position in the last two dims."""
     dims = site.terms(site.inputs[0])

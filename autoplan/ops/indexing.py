@@ -13,9 +13,12 @@ from autoplan.ops.records.on_shards import Local, SplitOp, as_written
 from autoplan.ops.records.record import NEVER, Along, Drawn, Linear, Reduction, Shows, kept_whole, op, python_call
 from autoplan.ops.records.site import Answer, Dims, Site
 from autoplan.ops.records.sizes import NO_SIZES, Indexed
-from autoplan.values import Ref
+from autoplan.ops.reductions import averaged
+from autoplan.values import Ref, refs
 
 __all__: list[str] = []
+
+_STRETCHING = ("expand", "_to_copy", "clone", "alias", "detach", "to")
 
 
 def _lookup(at: SplitOp) -> Reduction | None:
@@ -175,15 +178,27 @@ def masked_select(site: Site) -> Answer:
 @op("masked_scatter",
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def masked_scatter(site: Site) -> Answer:
-    """Masked places are filled from the source in order; whole rows are taken to stay rows."""
+    """Masked places are filled from the source in order. Where the mask says the same along a row, rows stay rows."""
     target, mask, source = site.inputs[:3]
     dims = site.broadcast([site.terms(target), site.terms(mask)], site.out_shape)
     given = site.terms(source)
-    while dims and given and len(given) > 1 and dims[-1].size == given[-1].size:
+    place = 1
+    while dims and len(given) > 1 and dims[-1].size == given[-1].size and _is_even(site, mask, place):
         site.unify(dims.pop(), given.pop())
+        place += 1
     for term in (*dims, *given):
         site.mark(term, Event.SCATTER)
     return [site.terms(target)]
+
+
+def _is_even(site: Site, mask: Ref, place: int) -> bool:
+    """Was the mask stretched along this dim, the place-th from the end? Then it says the same all along it."""
+    while place <= len(site.shape(mask)) and site.shape(mask)[-place] > 1:
+        made = next((op for op in site.state.trace.ops if mask.id in refs(op.outputs)), None)
+        if made is None or made.name not in _STRETCHING:
+            return False
+        mask = Ref(next(refs(made.args)))
+    return True
 
 
 @op("index_select",
@@ -201,7 +216,7 @@ def index_select(site: Site) -> Answer:
 
 
 @op("gather", "take_along_dim",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.WITHIN, random=NEVER, runs=as_written,
     drawn=Drawn.PICK)  # fmt: skip
 def gather(site: Site) -> Answer:
     source, positions = site.inputs[:2]
@@ -286,7 +301,7 @@ def nonzero_numpy(site: Site) -> Answer:
 
 
 @op("nll_loss_forward", "nll_loss2d_forward", "nll_loss",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+    sizes=NO_SIZES, reduces=averaged, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def nll_loss(site: Site) -> Answer:
     """The log-probability at the target's position, averaged."""
     scores, target = site.inputs[:2]
@@ -295,6 +310,9 @@ def nll_loss(site: Site) -> Answer:
     site.mark(dims[channel], Event.GATHER)
     rest = [term for position, term in enumerate(dims) if position != channel]
     site.unify_equal_sizes(rest, site.terms(target))
+    if not site.out_shape:
+        for term in rest:
+            site.contract(term, Event.REDUCE_LIN)
     return [rest if site.shape(output) else [] for output in site.outputs]
 
 

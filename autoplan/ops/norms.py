@@ -102,13 +102,20 @@ def batch_norm(site: Site) -> Answer:
     """Each channel for itself. In training the statistics run over everything else."""
     dims = site.terms(site.inputs[0])
     _scale(site, dims, [site.tensor(position) for position in range(1, 5)])
-    if site.op.name != "_native_batch_norm_legit_no_training" and site.arg(5, "training") is True:
+    if _in_training(site):
         for term in (dims[0], *dims[2:]):
             site.contract(term, Event.REDUCE_VAR)
     extras: list[Dims | None] = []
     for output in site.outputs[1:]:
         extras.append([find(dims[1])] if site.shape(output) == (dims[1].size,) else None)
     return [[find(term) for term in dims], *extras]
+
+
+def _in_training(site: Site) -> bool:
+    """Are statistics taken of what comes in? Ops differ in where they are told."""
+    if site.op.name in ("_native_batch_norm_legit_no_training", "_batch_norm_with_update"):
+        return site.op.name == "_batch_norm_with_update"
+    return site.arg(3 if site.op.overload == "no_stats" else 5, "training") is True
 
 
 def _scale(site: Site, dims: Dims, parameters: Sequence[object]) -> None:
@@ -132,8 +139,9 @@ def weight_norm(site: Site) -> Answer:
     return answers + [[find(term) for term in lengths] for _ in site.outputs[1:]]
 
 
-# On some devices the ops of these are recorded one by one: together they are a norm all the same.
-for _name in ("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm"):
+# On some devices the ops of these are recorded one by one: together they are a norm all the same. What is called
+# by the ops' own names gives the statistics, too, and is no call that ranks can do together.
+for _name in ("layer_norm", "rms_norm"):
     python_call(_name, becomes=_name, pays=Reduction.NORM)
 python_call("group_norm", becomes="native_group_norm", sizes=Groups(1))
 python_call("_weight_norm", becomes="_weight_norm", settles=Reduction.LENGTH, divides=True)

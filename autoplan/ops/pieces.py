@@ -175,7 +175,7 @@ def glu(site: Site) -> Answer:
 
 
 @op("cat", "concat", "concatenate",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written, drawn=Drawn.CAT)  # fmt: skip
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.WITHIN, random=NEVER, runs=as_written, drawn=Drawn.CAT)  # fmt: skip
 def cat(site: Site) -> Answer:
     shape = site.out_shape
     dim = site.arg(1, "dim", 0) % len(shape)
@@ -201,7 +201,7 @@ def joined(site: Site, parts: list[Term]) -> Term:
 
 
 @op("stack",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written, drawn=Drawn.CAT)  # fmt: skip
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.WITHIN, random=NEVER, runs=as_written, drawn=Drawn.CAT)  # fmt: skip
 def stack(site: Site) -> Answer:
     operands = [site.terms(ref) for ref in site.inputs]
     for other in operands[1:]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from autoplan.axes.events import Event
 from autoplan.ops.elementwise import elementwise
 from autoplan.ops.records.on_shards import as_written, recorded
-from autoplan.ops.records.record import ALWAYS, Linear, by_rate, kept_whole, nothing, op, python_call
+from autoplan.ops.records.record import ALWAYS, Linear, by_rate, kept_whole, nothing, op, python_call, unknown
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES, MadeWhole
 
@@ -58,6 +58,10 @@ def multinomial(site: Site) -> Answer:
     *batch, choices = site.terms(site.inputs[0])
     return [[*batch, site.replaced([choices], site.out_shape[-1], Event.SORT)]]
 
+
+# It gives the numbers that it drew, too.
+op("rrelu_with_noise", "rrelu_with_noise_functional",
+   sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=by_rate(-1), runs=recorded)(unknown)  # fmt: skip
 
 python_call("dropout1d", "dropout2d", "dropout3d", becomes="feature_dropout")
 python_call("gumbel_softmax", sizes=NO_SIZES, linear=Linear.NO, random=ALWAYS)

@@ -12,10 +12,10 @@ from autoplan.ops.elementwise import elementwise
 from autoplan.ops.records.on_shards import Local, SplitOp, as_written
 from autoplan.ops.records.record import NEVER, Drawn, Linear, Reduction, Refused, kept_whole, op, python_call
 from autoplan.ops.records.site import Answer, Site
-from autoplan.ops.records.sizes import NO_SIZES
+from autoplan.ops.records.sizes import NO_SIZES, SHAPE
 from autoplan.values import Op, refs
 
-__all__ = ["reduced_dims"]
+__all__ = ["averaged", "reduced_dims"]
 
 
 def reduced_dims(op: Op, rank: int) -> list[int]:
@@ -49,7 +49,7 @@ def across(at: SplitOp) -> Refused | None:
     return Refused(f"{at.op.name} over a split dimension") if _split_layouts(at) else None
 
 
-def _averaged(at: SplitOp) -> Refused | None:
+def averaged(at: SplitOp) -> Refused | None:
     """A loss is averaged within the op."""
     whole = len(at.shards.trace.tensors[next(refs(at.op.outputs))].shape) > 0
     split = any(at.shards.is_split(tensor) for tensor in refs(at.op.args))
@@ -100,7 +100,7 @@ _EVENTS = {
     sizes=NO_SIZES, reduces=summed_over(Reduction.SUM), linear=Linear.EACH, random=NEVER,
     runs=part_of_a_sum, drawn=Drawn.SUM)  # fmt: skip
 @op("mean",
-    sizes=NO_SIZES, reduces=summed_over(Reduction.MEAN), linear=Linear.NO, random=NEVER,
+    sizes=NO_SIZES, reduces=summed_over(Reduction.MEAN), linear=Linear.WITHIN, random=NEVER,
     runs=part_of_a_mean, drawn=Drawn.STATISTIC)  # fmt: skip
 @op("var", "std",
     sizes=NO_SIZES, reduces=summed_over(Reduction.VARIANCE), linear=Linear.NO, random=NEVER,
@@ -141,7 +141,7 @@ def reduction(site: Site) -> Answer:
 
 @op("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div",
     "binary_cross_entropy_with_logits",
-    sizes=NO_SIZES, reduces=_averaged, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+    sizes=NO_SIZES, reduces=averaged, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def loss(site: Site) -> Answer:
     """Elementwise between prediction and target, then averaged over everything unless asked not to."""
     shape = max((site.shape(ref) for ref in site.inputs), key=lambda shape: (len(shape), shape))
@@ -183,5 +183,8 @@ def _along(site: Site, event: Event) -> Answer:
 
 for _name in ("norm", "linalg_vector_norm"):
     python_call(_name, becomes=_name, settles=Reduction.LENGTH)
+for _name in ("var", "std"):
+    python_call(_name, becomes=_name, settles=Reduction.VARIANCE)
+python_call("sum_to_size", becomes="sum", sizes=SHAPE, linear=Linear.NO)
 python_call("linalg_norm", becomes="linalg_vector_norm", settles=Reduction.LENGTH)
 python_call("normalize", becomes="linalg_vector_norm", settles=Reduction.LENGTH, divides=True)

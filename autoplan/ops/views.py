@@ -131,7 +131,7 @@ def _repeated(term: Term, times: int, *, outer: bool) -> Term:
 
 
 @op("flip", "roll",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.WITHIN, random=NEVER, runs=as_written)  # fmt: skip
 def rearranged(site: Site) -> Answer:
     """Positions along some dims trade places; with no dims given, along all."""
     dims = site.terms(site.inputs[0])

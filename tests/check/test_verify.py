@@ -118,6 +118,23 @@ def test_nan_reference_is_not_comparable() -> None:
     assert "not comparable" in report.findings[0].message
 
 
+class Flat(nn.Module):
+    """Its output is a step of its input: every gradient is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sign(self.down(torch.relu(self.up(x))))
+
+
+def test_a_model_whose_gradients_are_all_zero_goes_through_every_check() -> None:
+    report = verify(Flat(), tp_size=2, inputs={"x": torch.randn(3, 6, generator=torch.Generator().manual_seed(1))})
+    assert report.ok and "optimizer" in report.details["checked"]
+    assert set(report.gradients.values()) == {0.0}
+
+
 def test_single_precision_is_said() -> None:
     report = check(toy().float())
     assert report.ok and report.details["precision"] == "float32" and report.details["tolerance"] > 1e-5

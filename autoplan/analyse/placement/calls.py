@@ -20,12 +20,12 @@ from autoplan.analyse.splits.equal_pieces import pieces_given
 from autoplan.analyse.splits.integer_edits import Edits
 from autoplan.analyse.splits.literal_sizes import made_in_shards, made_whole
 from autoplan.axes.terms import Term, find, leaves
-from autoplan.ops import call_record
+from autoplan.ops import call_record, op_record
 from autoplan.ops.records.record import Shows
 from autoplan.ops.records.sizes import RepeatEach
 from autoplan.values import Call, CallRewrite, Cut, LiteralArgument, Ref, RewriteCall, Trace
 
-__all__ = ["Scope", "scope"]
+__all__ = ["Scope", "draws", "scope"]
 
 _Place = tuple[str, str, str]  # module, function, place in the code
 
@@ -251,11 +251,18 @@ def _repeats(call: Call) -> bool:
     return known.alike or known.shows is Shows.REPEATED or isinstance(known.sizes, RepeatEach)
 
 
+def draws(call: Call, trace: Trace) -> bool:
+    """Does a call draw random numbers whatever the mode: by its name, or in the middle of what it does?"""
+    ops = trace.ops[slice(*call.ops)]
+    drawn = any(op_record(op.name).random.may_draw(op.args, op.kwargs) for op in ops)
+    return call_record(call.name).random.when == "always" or drawn
+
+
 def _random_calls(shards: Shards, flow: CallFlow) -> dict[str, dict[bool, list[int]]]:
     """Random calls by module, apart by whether they act on split values."""
     found: dict[str, dict[bool, list[int]]] = defaultdict(lambda: {True: [], False: []})
     for index, call in enumerate(shards.trace.calls):
-        if call_record(call.name).random:
+        if call_record(call.name).random or draws(call, shards.trace):
             found[call.module][any(shards.is_split(t) for t in flow.inputs[index])].append(index)
     return found
 

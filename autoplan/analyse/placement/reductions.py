@@ -1,8 +1,8 @@
 """Which calls sum over a split axis, and how: at each of them ranks must talk.
 
 What an op sums over, its record says (`autoplan/ops`); a call is what its ops are, unless its own record says what it
-is as a whole. A call whose product is gathered by decision is a "gather". Anything that reads across a split dimension
-and that ranks cannot do together is refused.
+is as a whole. What else happens between its ops, `inside_calls.py` looks at. A call whose product is gathered by
+decision is a "gather". Anything that reads across a split dimension and that ranks cannot do together is refused.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from math import prod
 
 from autoplan.analyse.placement.fused_attention import argument, obstacle
+from autoplan.analyse.placement.inside_calls import axis_lost_in, why_no_partial_sum, why_sizes_differ
 from autoplan.analyse.shards import Shards
 from autoplan.ops import call_record, op_record
 from autoplan.ops.records.on_shards import SplitOp
@@ -18,7 +19,6 @@ from autoplan.values import Call, Op, Ref, Trace, refs
 
 __all__ = ["gathered_dim", "lengths_in", "reduction_of", "row_bias_of"]
 
-_IN_THE_CALL = (Reduction.ROW, Reduction.LENGTH)  # done in the place of the call, which must be known for it
 _SHARED = (Reduction.SUM, Reduction.MEAN, Reduction.NORM, Reduction.VARIANCE, Reduction.LENGTH)
 
 
@@ -30,24 +30,51 @@ def reduction_of(call: Call, shards: Shards, gathered: frozenset[int]) -> Reduct
         return Refused(why) if why else known.pays
     if isinstance(known.pays, Refused):
         return known.pays
-    found: Reduction | Refused | None = None
+    kinds: dict[int, Reduction] = {}
     for index in range(*call.ops):
         op = shards.trace.ops[index]
-        if index in gathered and any(shards.is_split(item.id) for item in op.args if isinstance(item, Ref)):
+        if index in gathered and _meets_shares(op, shards) and _brings_shares(call, shards):
             return Reduction.GATHER
         here = op_record(op.name).reduces(SplitOp(shards, op))
+        if here is None and known.pays is None and axis_lost_in(op, shards):
+            return Refused(f"{op.name} over a split dimension")
         if here is not None:
-            found = known.pays or here
-    if found in _IN_THE_CALL and found is not known.settles:
+            here = known.pays or here
+            if isinstance(here, Refused):
+                return here
+            kinds[index] = here
+    return _together(call, kinds, shards)
+
+
+def _meets_shares(op: Op, shards: Shards) -> bool:
+    return any(shards.is_split(item.id) for item in op.args if isinstance(item, Ref))
+
+
+def _brings_shares(call: Call, shards: Shards) -> bool:
+    """Is the dim split that a product to gather brings in? What is split may be what it sums over instead."""
+    found = gathered_dim(call, shards)
+    return found is None or found[0] != str(None)
+
+
+def _together(call: Call, kinds: dict[int, Reduction], shards: Shards) -> Reduction | Refused | None:
+    """What ranks do for a call as a whole, given what its ops (by index) want."""
+    known, found = call_record(call.name), next(reversed(kinds.values()), None)
+    why = why_no_partial_sum(call, shards, kinds, row_bias_of(call, found)) or why_sizes_differ(call, shards)
+    if why:
+        return Refused(why)
+    if found in _UNSETTLED and found not in (known.settles, known.pays):
         return Refused(_UNSETTLED[found].format(call.name))
     if found in _SHARED and _counts_twice(call, shards):
         return Refused("a sum over an axis that several ranks hold together")
     return found
 
 
+# What is done in the place of a whole call, which must be known for it.
 _UNSETTLED = {
     Reduction.ROW: "a row of a split table that is taken otherwise than by table[number]",
     Reduction.LENGTH: "lengths over a split axis within {}",
+    Reduction.NORM: "a norm over a split axis within {}",
+    Reduction.VARIANCE: "a variance over a split axis within {}",
 }
 
 

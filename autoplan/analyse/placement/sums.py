@@ -23,6 +23,7 @@ from collections import defaultdict
 from autoplan.analyse.placement.callflow import CallFlow
 from autoplan.analyse.placement.deferred_sums import Way, follow_down
 from autoplan.analyse.placement.hook_points import HookPoint, HookPoints
+from autoplan.analyse.placement.inside_calls import made_of
 from autoplan.analyse.placement.joined_gradients import join_gradients
 from autoplan.analyse.placement.joined_sums import shared_sums
 from autoplan.analyse.placement.parallel_branches import pairs_of_branches
@@ -112,7 +113,16 @@ class _Placer:
         for tensor in inputs:
             if shards.is_split(tensor) or tensor == bias or tensor not in self.flow.carries:
                 continue
-            self.gradients.partial[tensor].add(index)
+            if reduction or self._goes_into_shards(index, tensor):
+                self.gradients.partial[tensor].add(index)
+
+    def _goes_into_shards(self, index: int, tensor: int) -> bool:
+        """Do all results of a call that a whole value goes into see only a shard of it?"""
+        made = made_of(self.trace.calls[index], tensor, self.shards) & self.flow.carries
+        whole = {result for result in made if not self.shards.is_split(result)}
+        if whole and whole != made:
+            self._refuse(index, "a whole value goes into results that are cut and into others that are not")
+        return not whole
 
     def _refuse(self, index: int, why: str) -> None:
         tensors = tuple(t for t in (*self.flow.inputs[index], *self.flow.outputs[index]) if self.shards.is_split(t))

@@ -257,11 +257,12 @@ def _getitem(call: Call, shards: Shards) -> Found:
     """Slice bounds and single indices along split dims; negative ones stay relative to the end."""
     tensor = call.args[0].id
     path, index = argument(call, 1)
-    items = index if isinstance(index, tuple) else (index,)
+    several = isinstance(index, tuple) and not _is_list(index, call, shards)
+    items = index if several else (index,)
     rank = len(shards.trace.tensors[tensor].shape)
     found: Found = []
     for position, dim, item in indexed_dims(items, rank, shards):
-        here = (*path, position) if isinstance(index, tuple) else path
+        here = (*path, position) if several else path
         if dim >= rank or shards.layout_of(shards.axes.of(tensor)[dim]) is None:
             continue
         size = shards.trace.tensors[tensor].shape[dim]
@@ -278,6 +279,12 @@ def _getitem(call: Call, shards: Shards) -> Found:
             for i, inner in enumerate(item):
                 found.append(((*here, i), inner, _index(shards, tensor, dim, number(inner), size)))
     return found
+
+
+def _is_list(index: tuple[Any, ...], call: Call, shards: Shards) -> bool:
+    """Is it a list of positions along one dim? It is recorded like numbers for several dims, but looked up at once."""
+    looked_up = any(op.name == "index" for op in shards.trace.ops[slice(*call.ops)])
+    return looked_up and all(map(is_integer, index))
 
 
 def _number_in(bound: Any, call: Call, shards: Shards) -> Any:
@@ -348,7 +355,9 @@ def _repeat_interleave(told: RepeatEach, call: Call, output: int, shards: Shards
     out, own = _local(shards, output, dim), _local(shards, tensor, dim)
     if any(size == 0 or o % size for o, size in zip(out, own, strict=True)):
         return []
-    return [(path, count, tuple(o // size for o, size in zip(out, own, strict=True)))]
+    length_path, length = argument(call, told.length, "output_size")
+    lengths = [(length_path, length, out)] if is_integer(length) else []
+    return [(path, count, tuple(o // size for o, size in zip(out, own, strict=True))), *lengths]
 
 
 def _groups(told: Groups, call: Call, shards: Shards) -> Found:

@@ -168,7 +168,8 @@ def optimizer(subject: Subject) -> Observation:
     wanted = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
     entry = next(iter(subject.entries.values()))
     subject.forward_and_backward(entry)
-    largest = max(float(gradient.abs().max()) for gradient in subject.gradients().values() if gradient.numel())
+    sizes = [float(gradient.abs().max()) for gradient in subject.gradients().values() if gradient.numel()]
+    largest = max(sizes, default=0.0) or 1.0  # where every gradient is zero, nothing moves at any rate
     sgd = torch.optim.SGD(wanted, lr=0.01 / largest, momentum=0.9)
     for _ in range(3):
         subject.forward_and_backward(entry)

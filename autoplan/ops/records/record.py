@@ -76,6 +76,8 @@ class Linear(StrEnum):
     # Not linear; or linear, yet the sum is done before it: what a product multiplies it with would need a sum itself,
     # and a part or a statistic of a value is mostly read together with the value.
     NO = "no"
+    # The same between calls. In the middle of a call, where nobody can pay, linear in all of its tensors together.
+    WITHIN = "within"
     EACH = "each"  # linear in each of its tensors, while the others are whole
     FIRST = "first"  # linear in its first tensor only
     ADDS = "adds"  # adds a bias, of which each rank adds its part, or another partial sum

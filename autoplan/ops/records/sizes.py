@@ -116,10 +116,12 @@ class Repeats:
 
 @dataclass(frozen=True)
 class RepeatEach:
-    """How often each element is repeated along a dim: it says how long the result is there."""
+    """How often each element is repeated along a dim: it says how long the result is there. `length`: where that may
+    be told, too."""
 
     at: int = 1
     dim: int = 2
+    length: int = 3
 
 
 @dataclass(frozen=True)

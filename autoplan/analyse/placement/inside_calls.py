@@ -1,0 +1,195 @@
+"""Does what happens inside one call still hold on shares?
+
+A call of torch may be many ops, and ranks can talk before and after it, not in its middle. So what a call leaves
+behind is a part of a sum only if all that it does after summing is linear. And sizes that it reads off its inputs are a
+rank's: a mean that it writes as a sum over a count is divided by the share's count, a value that it stretches to
+another's size becomes as long as the share. Whatever is not so is refused here, and the axis stays whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+from math import isclose, prod
+from typing import Any
+
+from autoplan.analyse.shards import Shards
+from autoplan.ops import call_record, op_record
+from autoplan.ops.elementwise import COUNTING
+from autoplan.ops.experts import BOX
+from autoplan.ops.records.record import Linear, OpRecord, Reduction, Shows
+from autoplan.ops.records.sizes import Filled, Groups, MadeWhole
+from autoplan.values import Call, Op, Ref, Symbolic, refs
+
+__all__ = ["axis_lost_in", "made_of", "why_no_partial_sum", "why_sizes_differ"]
+
+_OF_EACH_OTHER = ("broadcast_tensors", "meshgrid")  # calls that stretch several values to the sizes of all
+_MOST_DIMS = 6
+_NEAR_SIZES = (0, 1, -1)
+
+
+def why_no_partial_sum(call: Call, shards: Shards, kinds: Mapping[int, Reduction], bias: int | None) -> str:
+    """Why the sums inside a call (op index -> kind) do not leave it as one partial sum; empty if they do.
+
+    `bias`: what the call adds to its sum, and each rank adds its share of.
+    """
+    if len(set(kinds.values())) > 1:
+        return f"several kinds of sums within {call.name}"
+    if not set(kinds.values()) <= {Reduction.SUM, Reduction.MEAN}:
+        return ""
+    partial = set() if bias is None else {bias}
+    for index in range(*call.ops):
+        op = shards.trace.ops[index]
+        inputs, outputs = list(refs((op.args, op.kwargs))), list(refs(op.outputs))
+        here = [tensor for tensor in inputs if tensor in partial]
+        if index in kinds:
+            if not set(here) <= {bias} or _adds_whole(op, partial):
+                return f"within {call.name}, {op.name} adds something else to a partial sum"
+        elif here and (any(map(shards.is_split, (*inputs, *outputs))) or not _is_linear(op, partial, shards)):
+            return f"within {call.name}, {op.name} works on a partial sum"
+        if here or index in kinds:
+            partial.update(outputs)
+    apart = [t for t in refs(call.outputs) if t not in partial and shards.trace.tensors[t].differentiable]
+    if apart and any(t in partial for t in refs(call.outputs)):
+        return f"only some results of {call.name} are partial sums"
+    counted = _count_in(call, shards) if kinds else None
+    return f"within {call.name}, {counted:g} is counted along a split axis" if counted is not None else ""
+
+
+def _adds_whole(op: Op, partial: set[int]) -> bool:
+    """Does a product add a bias that no rank takes a share of?"""
+    product = op_record(op.name).product
+    if product is None or product.bias is None or op.kwargs.get("beta", 1) == 0:
+        return False
+    bias = op.args[product.bias] if len(op.args) > product.bias else op.kwargs.get("bias")
+    return isinstance(bias, Ref) and bias.id not in partial
+
+
+def _is_linear(op: Op, partial: set[int], shards: Shards) -> bool:
+    """Is what an op makes of parts of a sum a part again?"""
+    known = op_record(op.name)
+    operands = [item for item in _flat(op.args) if isinstance(item, Ref)]
+    owed = [item.id in partial for item in operands]
+    if known.linear in (Linear.ADDS, Linear.SUBTRACTS):
+        return all(owed) and all(isinstance(item, Ref) for item in op.args[:2])
+    if known.linear is Linear.WITHIN:
+        return all(item.id in partial for item in operands if "float" in shards.trace.tensors[item.id].dtype)
+    if known.shows is not Shows.NOTHING:
+        return owed[0]
+    if known.product is not None:
+        return known.product.bias is None and sum(owed) == 1
+    if known.linear is Linear.FIRST:
+        return owed[0] and sum(owed) == 1 and not op.kwargs.get("rounding_mode")
+    return known.linear is Linear.EACH and sum(owed) == 1
+
+
+def _count_in(call: Call, shards: Shards) -> float | None:
+    """A number inside a call that nobody gave it, and that is a size of what is split."""
+    given = {float(number) for number in _numbers((call.args, call.kwargs))}
+    found = [
+        float(number)
+        for op in shards.trace.ops[slice(*call.ops)]
+        if op.name.rstrip("_") in COUNTING
+        for number in _numbers(op.args)
+        if float(number) not in given and abs(number) not in (0, 1)
+    ]
+    sizes = _sizes_of_split(call, shards) if found else set()
+    telling = {size + step for size in sizes for step in _NEAR_SIZES if size + step > 1}
+    for number in found:
+        if any(isclose(abs(number), t**power) for t in telling for power in (1, -1, 0.5, -0.5)):
+            return number
+    return None
+
+
+def _sizes_of_split(call: Call, shards: Shards) -> set[int]:
+    """Every number of positions that a split dim of a call's inputs is part of."""
+    found: set[int] = set()
+    for tensor in refs((call.args, call.kwargs)):
+        if not shards.is_split(tensor):
+            continue
+        sizes = shards.trace.tensors[tensor].shape
+        split = {dim for dim, layout in enumerate(shards.layouts(tensor)) if layout is not None}
+        dims = range(len(sizes)) if len(sizes) <= _MOST_DIMS else sorted(split)
+        for count in range(1, len(dims) + 1):
+            found |= {prod(sizes[dim] for dim in some) for some in combinations(dims, count) if split & set(some)}
+    return found
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    for item in _flat(value):
+        if isinstance(item, Symbolic):
+            yield item.value
+        elif isinstance(item, (int, float)) and not isinstance(item, bool):
+            yield item
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _flat(item)
+    elif isinstance(value, dict):
+        yield from _flat(tuple(value.values()))
+    else:
+        yield value
+
+
+def axis_lost_in(op: Op, shards: Shards) -> bool:
+    """Does a split axis go into an op and not come out of it? Then the op has summed over it, or chosen from it."""
+    if op.name == BOX or not _keeps_what_it_reads(op_record(op.name)):
+        return False
+    outputs = [tensor for tensor in refs(op.outputs) if 0 not in shards.trace.tensors[tensor].shape]
+    if not outputs:
+        return False
+    lost = {leaf for tensor in refs((op.args, op.kwargs)) for leaf in shards.split_leaves(tensor)}
+    return not lost <= {leaf for tensor in outputs for leaf in shards.split_leaves(tensor)}
+
+
+def _keeps_what_it_reads(known: OpRecord) -> bool:
+    """Convolutions answer for their channels themselves; some ops make a value of the same kind and read nothing; some
+    take a segment of what a packed weight made, which may be without the axis of the others. (What they cut through is
+    marked as cut.)"""
+    groups = isinstance(known.sizes, Groups)
+    made = isinstance(known.sizes, (Filled, MadeWhole))
+    parts = known.along is not None and known.along.what in ("picks", "parts")
+    return not (groups or made or parts or known.shows is Shows.PICKED)
+
+
+def why_sizes_differ(call: Call, shards: Shards) -> str:
+    """Why a call that gives one value the sizes of another would do otherwise on shares; empty if it would not."""
+    ops = shards.trace.ops[slice(*call.ops)]
+    if not ops or not any(map(shards.is_split, refs((call.args, call.kwargs, call.outputs)))):
+        return ""
+    known = call_record(call.name)
+    like_another = known.linear is Linear.FIRST and known.shows in (Shows.RESHAPED, Shows.VIEWED)
+    like_another = like_another or call.name == "diff"  # what is put before or behind is as long as the rest
+    read = {tensor for op in ops for tensor in refs((op.args, op.kwargs))}
+    outputs = [tensor for tensor in refs(call.outputs) if shards.is_split(tensor)]
+    layouts = {shards.layouts(tensor) for tensor in outputs}
+    for tensor in refs((call.args, call.kwargs)):
+        if like_another and tensor not in read and layouts - {shards.layouts(tensor)}:
+            return f"{call.name} takes sizes from a value that is cut otherwise"
+    if call.name in _OF_EACH_OTHER and any(_stretched(op, call, shards) for op in ops):
+        return f"{call.name} stretches a whole value along a split axis"
+    return ""
+
+
+def _stretched(op: Op, call: Call, shards: Shards) -> bool:
+    """Does an op make a dim of 1 as long as a split dim of an input is, without knowing that it is the same?"""
+    if op.name != "expand":
+        return False
+    (output,), (source,) = refs(op.outputs), list(refs(op.args))[:1]
+    layouts, shape = shards.layouts(output), shards.trace.tensors[output].shape
+    before = shards.trace.tensors[source].shape
+    longer = (1,) * (len(shape) - len(before)) + before
+    made = {size for size, was, layout in zip(shape, longer, layouts, strict=True) if was == 1 and layout is None}
+    given = (zip(shards.trace.tensors[t].shape, shards.layouts(t), strict=True) for t in refs((call.args, call.kwargs)))
+    return not made.isdisjoint(size for dims in given for size, layout in dims if layout is not None and size > 1)
+
+
+def made_of(call: Call, tensor: int, shards: Shards) -> set[int]:
+    """The results of a call that this input of it goes into."""
+    reached = {tensor}
+    for op in shards.trace.ops[slice(*call.ops)]:
+        if not reached.isdisjoint(refs((op.args, op.kwargs))):
+            reached.update(refs(op.outputs))
+    return reached & set(refs(call.outputs))
