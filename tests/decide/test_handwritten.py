@@ -231,7 +231,7 @@ def test_overrides_stay_where_the_plan_below_them_does_not_fit() -> None:
     plan = autoplan.plan(grouped_llama(6, 3, 2), 2, overrides={"lm_head": "colwise_gather_output"}, prove="none")
     sources = {entry.pattern: entry.source for entry in plan.entries}
     assert plan.source == "inferred" and sources.pop("lm_head") == "user" and set(sources.values()) == {"inferred"}
-    assert any(one.pattern == "lm_head" for one in plan.runtime.boundaries)
+    assert any(one.pattern == "lm_head" for one in plan.runtime.instructions)
     with pytest.raises(autoplan.AutoplanError, match="overrides"):  # wrong by themselves
         autoplan.plan(grouped_llama(6, 3, 2), 2, overrides={"lm_haed": "colwise"}, prove="none")
 

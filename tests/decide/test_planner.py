@@ -309,12 +309,13 @@ def test_a_rule_that_the_plan_of_a_model_does_not_use_is_noticed() -> None:
 
 
 def plan_of_the_clone(model_type: str, ep_size: int) -> Plan:
-    from autoplan.api import capture_source, solve_source
     from autoplan.check.verify.clone import clone_of
+    from autoplan.common.options import Wish
+    from autoplan.planning import capture_source, solve_source
 
     clone = clone_of(resolve(model_type))
     source = resolve(clone.model, inputs=clone.entries)
-    return make_plan(solve_source(source, capture_source(source, clone.model), 2, ep_size), model=model_type)
+    return make_plan(solve_source(source, capture_source(source, clone.model), Wish(2, ep_size)), model=model_type)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +174,7 @@ def followed(parameters: Any) -> bool:
     return bool(torch.optim.SGD(parameters, lr=0.1)._optimizer_state_dict_post_hooks)
 
 
-def test_optimizers_are_looked_at_only_while_a_sharded_model_lives() -> None:
+def check_optimizers_are_looked_at_only_while_a_sharded_model_lives() -> None:
     gc.collect()
     plain = torch.optim.Optimizer.__init__
     assert not hasattr(plain, "__wrapped__")
@@ -199,7 +202,7 @@ def test_optimizers_are_looked_at_only_while_a_sharded_model_lives() -> None:
     assert torch.optim.Optimizer.__init__ is plain
 
 
-def test_an_undone_plan_lets_go_of_optimizers() -> None:
+def check_an_undone_plan_lets_go_of_optimizers() -> None:
     gc.collect()
     plain = torch.optim.Optimizer.__init__
     model = model_of("gpt2")
@@ -236,3 +239,22 @@ def test_a_gathered_model_reloads_in_plain_transformers(kind: str, tmp_path: Pat
     run_ranks(rank_body, 4)
     again = type(model_of(kind)).from_pretrained(tmp_path, dtype=torch.float64)
     assert_equal(dict(again.state_dict()), dict(model_of(kind).state_dict()))
+
+
+@pytest.mark.parametrize(
+    "check",
+    [check_optimizers_are_looked_at_only_while_a_sharded_model_lives, check_an_undone_plan_lets_go_of_optimizers],
+    ids=lambda check: check.__name__.removeprefix("check_"),
+)
+def test_optimizers_are_let_go(check: Any) -> None:
+    """In a process of its own: a sharded model that another test keeps alive would keep them followed."""
+    code = f"import {check.__module__} as tests; tests.{check.__name__}()"
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ INSTANCES = {
     ("autoplan/check/audit/autotp.py", "module"): "head counts of a module that is sharded",
     ("autoplan/check/ranks/threads.py", "_CountingGroup"): "a class of ours",
     ("autoplan/check/verify/traffic.py", "self"): "an object of ours",
+    ("autoplan/hf/shrink.py", "one"): "a copy of a config, for the tiny clone",
     ("autoplan/execute/hooks/sequence_shards.py", "tensor"): "a mark on one tensor",
     ("autoplan/execute/parameters/optimizer_state.py", "parameter"): "a mark on one parameter",
     ("autoplan/execute/parameters/optimizer_state.py", "optimizer"): "a mark on one optimizer",
