@@ -152,6 +152,8 @@ def pixel_shuffle(site: Site) -> Answer:
     inner = halves and site.algebra.split(halves[1], r, r)
     if not halves or not inner:
         return None
+    for side in inner:  # told to the op as one number
+        site.mark(side, Event.STRIDED)
     return [[*batch, halves[0], product([height, inner[0]]), product([width, inner[1]])]]
 
 
@@ -165,6 +167,8 @@ def pixel_unshuffle(site: Site) -> Answer:
     columns = site.algebra.split(width, width.size // r, r)
     if not rows or not columns:
         return None
+    for side in (rows[1], columns[1]):
+        site.mark(side, Event.STRIDED)
     return [[*batch, product([channels, rows[1], columns[1]]), rows[0], columns[0]]]
 
 

@@ -20,7 +20,7 @@ from autoplan.common.options import Wish
 from autoplan.decide.plan.chosen import solve_chosen
 from autoplan.hf.source import Source, resolve
 from autoplan.planning import capture_source, draft_plan
-from autoplan.values import AllGather, DrawOnShards, Means, Plan
+from autoplan.values import AllGather, DrawOnShards, Plan
 
 __all__ = ["BROKEN", "KINDS", "Outcome", "judge"]
 
@@ -68,7 +68,7 @@ def judge(case: Case | Unusable) -> Outcome:
 def _judged(case: Case) -> Outcome:
     source = resolve(copy.deepcopy(case.model), inputs=case.inputs)
     try:
-        plan = draft_plan(source, Wish(case.tp_size), means=Means(True, False)).plan
+        plan = draft_plan(source, Wish(case.tp_size)).plan
     except IndivisibleError:
         return Outcome("whole", _why_nothing_is_cut(source, case.tp_size))
     whole = next((one.reason for one in plan.replicated if one.fqn == "first.weight"), "")

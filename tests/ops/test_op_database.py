@@ -39,6 +39,8 @@ MENDED = {
     "statistics that are always taken": ("_batch_norm_with_update", 0, 0),
     "values that a call hands on untouched beside others": ("atleast_1d", 5, 0),
     "a value whose size alone is looked at": ("diff", 22, 1),
+    "channels that are the sides of one pixel's square": ("nn.functional.pixel_shuffle", 1, 1),
+    "a square matrix that is only copied": ("linalg.matrix_power", 12, 1),
     "random numbers drawn in the middle of a call": ("nn.functional.rrelu", 0, 0),
 }
 
