@@ -33,10 +33,11 @@ def _plans_of(pair: tuple[str, str]) -> tuple[tuple[str, str], dict[str, Any]]:
     import torch
     import transformers
 
-    from autoplan.api import plan_source
     from autoplan.check.verify.clone import clone_of
     from autoplan.common.errors import AutoplanError
+    from autoplan.common.options import Wish
     from autoplan.hf.source import resolve
+    from autoplan.planning import draft_plan
 
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
@@ -45,8 +46,8 @@ def _plans_of(pair: tuple[str, str]) -> tuple[tuple[str, str], dict[str, Any]]:
     try:
         clone = clone_of(resolve(":".join(pair)))
         source = resolve(clone.model, inputs=clone.entries)
-        plans = ((kind, plan_source(source, RANKS, sequence_parallel=cut, prove="none")) for kind, cut in KINDS.items())
-        return pair, {kind: plan.to_dict() for kind, plan in plans}
+        wishes = {kind: Wish(RANKS, sequence_parallel=cut) for kind, cut in KINDS.items()}
+        return pair, {kind: draft_plan(source, wish).plan.to_dict() for kind, wish in wishes.items()}
     except AutoplanError as error:
         return pair, {"error": f"{type(error).__name__}: {error}"[:400]}
 
@@ -78,7 +79,7 @@ _ACTIONS = {
     "AllGatherSequence": "gather_whole",
     "AllGatherSequenceSumGradient": "gather_sum",
     "ReduceScatterSequence": "reduce_scatter",
-    "NoteShard": "shard",
+    "NoteShard": "share",
     "WithholdPartial": "withhold",
     "JoinPartial": "join",
     "ParallelBlock": "block",
@@ -90,7 +91,7 @@ _CALLS = {
     "SumCall": "sum",
     "MeanCall": "mean",
     "NormCall": "norm",
-    "VarianceCall": "variance",
+    "VarianceCall": "spread",
     "LengthCall": "length",
     "EmbeddingCall": "embedding",
     "RowCall": "row",
@@ -98,7 +99,8 @@ _CALLS = {
     "AttentionCall": "attention",
 }
 _OF_ANY_CALL = ("do", "pattern", "site", "arguments", "copies", "cuts", "sometimes")
-_ABOUT_THE_PLAN = ("autoplan", "runtime", "made_for")
+_ABOUT_THE_PLAN = ("autoplan", "runtime", "made_for", "proof", "findings")
+_SAID = ("reason", "why", "roles", "reduces")  # words, and what came in beside them
 
 
 def common(plan: dict[str, Any]) -> dict[str, list[Any]]:
@@ -119,7 +121,8 @@ _OLD = ("edits", "hooks", "heads", "scoped", "experts")
 
 
 def _items(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+    items = value if isinstance(value, list) else [value]
+    return [{k: v for k, v in one.items() if k not in _SAID} if isinstance(one, dict) else one for one in items]
 
 
 def _without_defaults(item: dict[str, Any]) -> dict[str, Any]:
