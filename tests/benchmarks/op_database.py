@@ -151,7 +151,8 @@ def spread_evenly(numbers: list[int], most: int | None) -> set[int]:
     return {numbers[round(place * (len(numbers) - 1) / max(most - 1, 1))] for place in range(most)}
 
 
-def text_of(found: dict[str, Any]) -> str:
+def text_of(found: dict[str, Any], *, names: bool = True) -> str:
+    """The counts in Markdown, with the names of all ops that have no case if they are wanted."""
     lines = [
         f"{found['ops']} ops, {found['samples']} of their samples, {found['cases']} cases (a sample along one dim):",
         "",
@@ -168,7 +169,8 @@ def text_of(found: dict[str, Any]) -> str:
             lines += ["", f"{title}:", "", *(f"- {count}: {reason}" for reason, count in reasons[:MOST_REASONS])]
             rest = sum(count for _, count in reasons[MOST_REASONS:])
             lines += [f"- {rest}: {len(reasons) - MOST_REASONS} other reasons"] if rest else []
-    lines += ["", f"Ops without a case: {', '.join(found['ops_unusable'])}."] if found["ops_unusable"] else []
+    none = found["ops_unusable"]
+    lines += ["", f"{len(none)} ops have no case{': ' + ', '.join(none) if names else ''}."] if none else []
     lines += ["", *(f"- **{line}**" for line in found["broken"])] if found["broken"] else []
     return "\n".join(lines)
 
@@ -199,7 +201,7 @@ def main() -> int:
         given.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
     if given.document:
         document(given.document, f"`{' '.join(['python', *command()])}`, with torch {torch.__version__.split('+')[0]}, "
-                 f"printed on {time.strftime('%Y-%m-%d')}:\n\n{text}")  # fmt: skip
+                 f"printed on {time.strftime('%Y-%m-%d')}:\n\n{text_of(found, names=False)}")  # fmt: skip
     return int(bool(found["broken"]))
 
 

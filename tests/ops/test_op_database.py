@@ -41,6 +41,8 @@ MENDED = {
     "a value whose size alone is looked at": ("diff", 22, 1),
     "channels that are the sides of one pixel's square": ("nn.functional.pixel_shuffle", 1, 1),
     "a square matrix that is only copied": ("linalg.matrix_power", 12, 1),
+    "as many columns as a row is long": ("linalg.vander", 2, 0),
+    "the same for several rows": ("linalg.vander", 6, 1),
     "random numbers drawn in the middle of a call": ("nn.functional.rrelu", 0, 0),
 }
 

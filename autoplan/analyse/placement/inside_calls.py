@@ -24,6 +24,7 @@ from autoplan.values import Call, Op, Ref, Symbolic, refs
 __all__ = ["axis_lost_in", "made_of", "why_no_partial_sum", "why_sizes_differ"]
 
 _OF_EACH_OTHER = ("broadcast_tensors", "meshgrid")  # calls that stretch several values to the sizes of all
+_AS_MANY_AS_LONG = ("vander", "linalg_vander")  # calls that make as many columns as a row is long
 _MOST_DIMS = 6
 _NEAR_SIZES = (0, 1, -1)
 
@@ -168,6 +169,8 @@ def why_sizes_differ(call: Call, shards: Shards) -> str:
     for tensor in refs((call.args, call.kwargs)):
         if like_another and tensor not in read and layouts - {shards.layouts(tensor)}:
             return f"{call.name} takes sizes from a value that is cut otherwise"
+        if call.name in _AS_MANY_AS_LONG and shards.layouts(tensor)[-1] is not None:
+            return f"{call.name} reads off how long a value is that is cut"
     if call.name in _OF_EACH_OTHER and any(_stretched(op, call, shards) for op in ops):
         return f"{call.name} stretches a whole value along a split axis"
     return ""
