@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from autoplan.patches.patched import Hold, Patch, Place, hold
 __all__ = ["OPTIMIZERS", "told_of_new_optimizers"]
 
 
-def told_of_new_optimizers(tell: Callable[[Optimizer], None]) -> Hold:
+def told_of_new_optimizers(tell: Callable[[Optimizer], None], patch: Patch | None = None) -> Hold:
     """Call `tell` with every new optimizer, from now on until the hold is released."""
 
     def telling(plain_init: Any) -> Any:
@@ -31,13 +32,14 @@ def told_of_new_optimizers(tell: Callable[[Optimizer], None]) -> Hold:
 
         return __init__
 
-    return hold(OPTIMIZERS, [Place(Optimizer, "__init__", telling)])
+    return hold(patch or OPTIMIZERS, [Place(Optimizer, "__init__", telling)])
 
 
 def _canary() -> bool:
     """Does every optimizer go through `Optimizer.__init__`, and have its groups and hooks when that has ended?"""
     seen: list[tuple[type, int]] = []
-    told = told_of_new_optimizers(lambda made: seen.append((type(made), len(made.param_groups[0]["params"]))))
+    apart = replace(OPTIMIZERS, name="canary of optimizers")  # sharded models may hold the patch itself
+    told = told_of_new_optimizers(lambda made: seen.append((type(made), len(made.param_groups[0]["params"]))), apart)
     kinds = (torch.optim.SGD, torch.optim.AdamW)
     try:
         made = [kind([torch.nn.Parameter(torch.ones(2))], lr=0.1) for kind in kinds]

@@ -200,7 +200,7 @@ def main() -> int:
     if given.json:
         given.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
     if given.document:
-        document(given.document, f"`{' '.join(['python', *command()])}`, with torch {torch.__version__.split('+')[0]}, "
+        document(given.document, f"`{' '.join(('python', *command()))}`, with torch {torch.__version__.split('+')[0]}, "
                  f"printed on {time.strftime('%Y-%m-%d')}:\n\n{text_of(found, names=False)}")  # fmt: skip
     return int(bool(found["broken"]))
 

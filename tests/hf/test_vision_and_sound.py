@@ -19,6 +19,7 @@ from autoplan.common.nested import change_at
 from autoplan.execute.randomness import streams as random_streams
 from autoplan.execute.randomness.dropout import SharedRandomness
 from autoplan.hf.inputs.by_argument import first_that_runs
+from autoplan.hf.shrink import tiny_config
 from autoplan.hf.source import resolve
 
 SOUND = torch.randn(2, 8, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -200,7 +201,9 @@ def test_arguments_are_tried_in_the_usual_ways(shape: tuple[int, ...]) -> None:
 
 def test_no_clone_is_shown_large_pictures() -> None:
     large = ConvNextConfig(hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], image_size=1024)
-    assert [one.shrink for one in resolve(large).ever_larger()] == ["all"]
+    shown = list(resolve(large).ever_larger())
+    assert [one.shrink for one in shown] == ["all", "related"]
+    assert all(tiny_config(large, 0, one.shrink).image_size < 256 for one in shown)
 
 
 @pytest.mark.parametrize("training", [True, False])
