@@ -28,6 +28,7 @@ from autoplan.analyse.splits.model_ends import (
     refuse_unplaced_logits,
     vocabularies,
 )
+from autoplan.analyse.splits.own_loss import without_own_loss
 from autoplan.analyse.splits.requests import NO_DEMANDS, Demands
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.layout import Layout
@@ -101,6 +102,7 @@ def solve(
     With `sequence_stacks` (the blocks of every stack) the stream between split regions is cut along the sequence.
     `demands` are what a plan that somebody wrote leaves to decide.
     """
+    trace = without_own_loss(trace)
     flow = CallFlow(trace)
     axes = infer_axes(trace)
     refusals: list[AxisWhole] = []

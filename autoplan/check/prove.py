@@ -110,7 +110,7 @@ def prove_graph(
         experts=experts_of(plan.tp_size, plan.ep_size if plan.runtime.of(LocalExperts) else 1, Capabilities()),
     )
     assert solution.shards is not None
-    law = check_permutations(clone, entries, captured.trace, solution.axes, solution.shards.marks)
+    law = check_permutations(clone, entries, solution.trace, solution.axes, solution.shards.marks)
     played = replay(solution.shards.trace, captured.recording, solution.shards)
     missing = _never_ran(trace, captured.trace)
     findings = [*_unseen_classes(missing), *played.findings] + [

@@ -10,10 +10,9 @@ from autoplan.ops.records.site import Answer, Dims, Site
 from autoplan.ops.records.sizes import NO_SIZES
 from autoplan.values import Ref
 
-__all__ = ["BOX", "INSIDE"]
+__all__ = ["BOX"]
 
 BOX = "experts"  # args: (stacked weights, tokens, (indices, routing weights) or (), what else is read)
-INSIDE = "inside_experts"  # what became of the ops and calls in a box: nothing goes in, nothing comes out
 
 
 def _expert_sum(at: SplitOp) -> Reduction | None:

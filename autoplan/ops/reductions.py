@@ -188,3 +188,4 @@ for _name in ("var", "std"):
 python_call("sum_to_size", becomes="sum", sizes=SHAPE, linear=Linear.NO)
 python_call("linalg_norm", becomes="linalg_vector_norm", settles=Reduction.LENGTH)
 python_call("normalize", becomes="linalg_vector_norm", settles=Reduction.LENGTH, divides=True)
+python_call("cross_entropy", becomes="_log_softmax", loss_of_columns=True)

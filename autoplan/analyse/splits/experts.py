@@ -25,7 +25,8 @@ from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.literal_sizes import attributes_of, sizes_given
 from autoplan.axes.terms import factors, find, leaves
 from autoplan.ops import call_record
-from autoplan.ops.experts import BOX, INSIDE
+from autoplan.ops.experts import BOX
+from autoplan.ops.records.record import REMOVED
 from autoplan.values import Call, IntegerEdit, LocalExperts, ModuleVisit, Op, Ref, Trace, refs
 
 __all__ = ["ExpertStack", "boxed", "expert_edits", "find_experts", "split_stacks"]
@@ -158,11 +159,11 @@ def _put_in_box(stack: ExpertStack, visit: ModuleVisit, trace: Trace, ops: list[
     args = (tuple(Ref(t) for t in stack.stack), inputs[stack.site.tokens], routing, others)
     made = max(number for number in range(*span) if output.id in refs(trace.ops[number].outputs))
     for number in range(*span):
-        ops[number] = replace(ops[number], name=INSIDE, args=(), kwargs={}, outputs=())
+        ops[number] = replace(ops[number], name=REMOVED, args=(), kwargs={}, outputs=())
     ops[made] = Op(BOX, "", args, {}, (output,), stack.module)
     first, last = visit.calls
     for number in range(first, last):
-        calls[number] = replace(calls[number], name=INSIDE, args=(), kwargs={}, outputs=(), ops=(span[1], span[1]))
+        calls[number] = replace(calls[number], name=REMOVED, args=(), kwargs={}, outputs=(), ops=(span[1], span[1]))
     calls[last - 1] = Call(BOX, stack.module, visit.visit, 0, args, {}, output, span)
 
 

@@ -24,10 +24,9 @@ from autoplan.check.ranks.run import one_compute_thread
 from autoplan.check.verify.compare import error_of
 from autoplan.common.nested import flatten_tensors
 from autoplan.ops import op_record
-from autoplan.ops.experts import INSIDE
 from autoplan.ops.records.on_shards import Local
 from autoplan.ops.records.on_shards import recorded as take_recorded
-from autoplan.ops.records.record import Runs
+from autoplan.ops.records.record import REMOVED, Runs
 from autoplan.values import Finding, Op, Ref, Symbolic, Trace, refs
 
 __all__ = ["Replayed", "replay"]
@@ -70,7 +69,7 @@ class _Player:
         self.outcome = Replayed()
 
     def play(self, op: Op, function: Any, value: Any, *, gathered: bool = False) -> None:
-        if op.name == INSIDE:
+        if op.name == REMOVED:
             return
         inputs, outputs = list(refs((op.args, op.kwargs))), list(refs(op.outputs))
         recorded = [tensor for _, tensor in flatten_tensors(value)]

@@ -207,7 +207,7 @@ class PythonCall:
 
     `pays`: what it is as a whole where its ops run over a split dim, whatever they are one by one. `settles`: what only
     calls that say so can have among their ops, for ranks do it in the place of the call. `divides`: by the lengths that
-    it takes.
+    it takes. `loss_of_columns`: a loss that ranks can compute of scores of which each holds some columns.
     """
 
     name: str
@@ -222,7 +222,11 @@ class PythonCall:
     pays: Reduction | Refused | None = None
     settles: Reduction | None = None
     divides: bool = False
+    loss_of_columns: bool = False
 
+
+# What became of the ops and calls that analysis took out of a trace: nothing goes in, nothing comes out.
+REMOVED = "removed"
 
 OPS: dict[str, OpRecord] = {}
 CALLS: dict[str, PythonCall] = {}
@@ -280,6 +284,7 @@ def python_call(
     pays: Reduction | Refused | None = None,
     settles: Reduction | None = None,
     divides: bool = False,
+    loss_of_columns: bool = False,
 ) -> None:
     """Register calls by these names. What is not said is as the op says that they become; if they become several ops,
     sizes, linear and random must be said."""
@@ -289,7 +294,8 @@ def python_call(
         known = _of_op(becomes) if becomes else _UNKNOWN
         said = {"sizes": sizes, "linear": linear, "random": random, "shows": shows, "product": product, "along": along}
         given = {field: value for field, value in said.items() if value is not None}
-        CALLS[name] = replace(known, name=name, **given, pays=pays, settles=settles, divides=divides)  # type: ignore[arg-type]
+        own = {"pays": pays, "settles": settles, "divides": divides, "loss_of_columns": loss_of_columns}
+        CALLS[name] = replace(known, name=name, **given, **own)  # type: ignore[arg-type]
     _forget()
 
 
