@@ -268,12 +268,12 @@ def test_a_rule_that_expects_another_style_is_a_finding_and_the_facts_win() -> N
     assert "expects colwise, the facts say rowwise" in plan.findings[0].message
 
 
-def test_rules_that_contradict_are_a_finding_and_the_split_is_generic() -> None:
+def test_a_box_that_two_rules_claim_has_one_of_them_and_a_note() -> None:
     first = RULES["lm-head"]
     second = replace(first, id="another-head")
     plan = planned(Decoder(), rules=[first, second])
-    assert (entry(plan, "head").rule, entry(plan, "head").style) == ("generic", "colwise")
-    assert [(f.check, f.where) for f in plan.findings] == [("rule-conflict", "head")]
+    assert (entry(plan, "head").rule, entry(plan, "head").style) == ("another-head", "colwise")
+    assert [(f.check, f.level, f.where) for f in plan.findings] == [("rule-conflict", "note", "head")]
 
 
 def test_sequence_parallel_takes_the_form_that_the_rule_gives() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -148,19 +149,21 @@ v -> a2.v
     assert claims(list(RULES), graph) == own | borrowed
 
 
-def test_two_rules_that_claim_one_box_contradict_and_neither_has_it() -> None:
+def test_of_two_rules_that_claim_one_box_the_one_that_says_more_has_it() -> None:
     rival = parse_rule(rule_text(), "pair")
+    guarded = replace(rival, match=replace(rival.match, where=(), conditions=()), id="a-pair-without-guards")
     flow = draw("a:linear[4, 8!] -> b:linear[8!, 4]")
-    matching = match_rules(flow, [rival, RULES["plain-mlp"]])
-    assert {(c.first, c.second) for c in matching.contradictions} == {("pair", "plain-mlp")}
-    assert matching.found == ()
+    for rules in ([rival, guarded], [guarded, rival]):
+        matching = match_rules(flow, rules)
+        assert {found.rule.id for found in matching.found} == {"pair"}
+        assert {(c.winner, c.loser) for c in matching.contests} == {("pair", "a-pair-without-guards")}
 
 
-def test_shipped_rules_do_not_contradict_each_other_on_any_example() -> None:
+def test_shipped_rules_contest_no_box_of_any_example() -> None:
     for rule in RULES.values():
         for example in rule.examples:
             matching = match_rules(draw(example.graph), RULES.values(), example.tp)
-            assert matching.contradictions == (), (rule.id, example.name)
+            assert matching.contests == (), (rule.id, example.name)
 
 
 @pytest.mark.parametrize(

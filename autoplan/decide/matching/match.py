@@ -2,8 +2,9 @@
 
 A match binds every box of a rule's flow to a box of the picture, no two to the same one. The boxes that the rule yields
 a style for are claimed, all or none: where a match of a rule that beats this one claims any of them, the whole match is
-dropped, and beats nothing itself. Two rules that claim one box, neither beating the other, contradict each other; file
-order never decides.
+dropped, and beats nothing itself. Where two rules claim one box and neither beats the other, the match that binds more
+boxes has it, then the rule with more guards, then the id that comes first in the alphabet: each box has one rule at
+most, whatever the order of files.
 
 Interior boxes are not read from outside: for a direct arrow `a -> b` every reader of a must be in the match, when the
 flow also says where a comes from. (`a ~> b` allows other readers: keys are read by the layers that share them.)
@@ -20,7 +21,7 @@ from autoplan.analyse.picture.flow import Flow, Node, node_of
 from autoplan.decide.rulebook.pattern import Arrow, Pattern
 from autoplan.decide.rulebook.read import Rule
 
-__all__ = ["Contradiction", "Found", "Matching", "Refusal", "match_rule", "match_rules"]
+__all__ = ["Contest", "Found", "Matching", "Refusal", "match_rule", "match_rules"]
 
 TRANSPARENT = {"scale", "shift"}
 CARRYING = {
@@ -52,11 +53,11 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Contradiction:
-    """Two rules claim one box and neither beats the other."""
+class Contest:
+    """Two rules claimed one box and neither beats the other: `winner` has it."""
 
-    first: str
-    second: str
+    winner: str
+    loser: str
     box: int
 
 
@@ -66,7 +67,7 @@ class Matching:
 
     found: tuple[Found, ...]
     refusals: tuple[Refusal, ...]
-    contradictions: tuple[Contradiction, ...]
+    contests: tuple[Contest, ...]
 
 
 def match_rules(flow: Flow, rules: Iterable[Rule], tp: int | None = None) -> Matching:
@@ -78,19 +79,29 @@ def match_rules(flow: Flow, rules: Iterable[Rule], tp: int | None = None) -> Mat
         some, refused = match_rule(reach, rule, tp)
         found += some
         refusals += refused
-    kept = _without_beaten(found)
-    claimed: dict[int, list[Found]] = {}
-    for match in kept:
-        for _, box in match.claims:
-            claimed.setdefault(box, []).append(match)
-    quarrels: dict[tuple[str, str, int], None] = {}
-    for box, matches in claimed.items():
-        ids = sorted({match.rule.id for match in matches})
-        quarrels.update(dict.fromkeys((ids[0], other, box) for other in ids[1:]))
-    contradictions = tuple(Contradiction(*quarrel) for quarrel in quarrels)
-    disputed = {contradiction.box for contradiction in contradictions}
-    agreed = tuple(match for match in kept if not disputed.intersection(box for _, box in match.claims))
-    return Matching(agreed, tuple(refusals), contradictions)
+    agreed, contests = _settled(_without_beaten(found))
+    return Matching(tuple(agreed), tuple(refusals), tuple(contests))
+
+
+def _settled(found: list[Found]) -> tuple[list[Found], list[Contest]]:
+    """One rule for each box, by the stated order; the matches that stay, in theirs."""
+    owner: dict[int, str] = {}
+    contests: dict[Contest, None] = {}
+    lost: set[int] = set()
+    for place, match in sorted(enumerate(found), key=lambda item: _strength(item[1])):
+        rule, boxes = match.rule.id, [box for _, box in match.claims]
+        taken = [Contest(owner[box], rule, box) for box in boxes if owner.get(box, rule) != rule]
+        if taken:
+            contests.update(dict.fromkeys(taken))
+            lost.add(place)
+        else:
+            owner.update(dict.fromkeys(boxes, rule))
+    return [match for place, match in enumerate(found) if place not in lost], list(contests)
+
+
+def _strength(match: Found) -> tuple[int, int, str]:
+    guards = 0 if match.rule.match is None else len(match.rule.match.where)
+    return -len(match.boxes), -guards, match.rule.id
 
 
 def _without_beaten(found: list[Found]) -> list[Found]:

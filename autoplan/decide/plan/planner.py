@@ -252,12 +252,16 @@ def _findings(solution: Solution, desk: _Desk, drafts: list[_Draft], names: Name
         if draft.rule is not None and draft.entry.style not in draft.allowed and not desk.sequence_parallel:
             text = f"rule {draft.rule.id!r} expects {' or '.join(draft.allowed)}, the facts say {draft.entry.style}"
             seen.setdefault(("rule-style", text), []).append(draft.entry.pattern)
-    for quarrel in desk.matching.contradictions:
-        text = f"rules {quarrel.first!r} and {quarrel.second!r} both claim it; it is listed as {GENERIC}"
-        for several in desk.read.values():
-            for reading in several:
-                if reading.box == quarrel.box:
-                    seen.setdefault(("rule-conflict", text), []).append(_owner(reading.name))
     for (check, text), patterns in seen.items():
         for pattern in names.fold(list(dict.fromkeys(patterns))):
             yield Finding(check, "warn", pattern, text)
+    contested: dict[str, list[str]] = {}
+    for contest in desk.matching.contests:
+        text = f"rules {contest.winner!r} and {contest.loser!r} both claim it; {contest.winner!r} says more of it"
+        for several in desk.read.values():
+            for reading in several:
+                if reading.box == contest.box:
+                    contested.setdefault(text, []).append(_owner(reading.name))
+    for text, patterns in contested.items():
+        for pattern in names.fold(list(dict.fromkeys(patterns))):
+            yield Finding("rule-conflict", "note", pattern, text)

@@ -64,7 +64,7 @@ _KEYS |= {"exported_as", "holds_experts", "unseen"}
 
 
 class RuleError(AutoplanError):
-    """A rule file cannot be read, or rules contradict each other."""
+    """A rule file cannot be read, or rules beat each other in a circle."""
 
 
 @dataclass(frozen=True)
