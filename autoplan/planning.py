@@ -26,7 +26,7 @@ from autoplan.execute.fits import with_made_for
 from autoplan.hf.expert_counts import without_namesakes
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import Source
-from autoplan.hf.stacks import layers
+from autoplan.hf.stacks import calls_causal, layers
 from autoplan.patches.kernels import kernel_note
 from autoplan.values import Capabilities, Finding, LocalExperts, Plan, Trace
 from autoplan.values.reasons import DoesNotDivide
@@ -58,7 +58,7 @@ def draft_plan(
     module = source.module() if module is None else module
     capabilities = wanted_capabilities(wish) if capabilities is None else capabilities
     captured = capture_source(source, module, choices)
-    stacks = layers(module)
+    stacks = layers(module, causal=calls_causal(captured.trace))
     blocks = tuple(stack.fqns for stack in stacks) if capabilities.sequence else None
     solved = partial(solve_source, source, captured, wish, capabilities=capabilities, sequence_stacks=blocks)
     solution, choices, misfit = fitting(solved, choices)

@@ -13,27 +13,41 @@ from autoplan.values.module_tree import ModuleTree
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["layers", "stacks_of"]
+__all__ = ["calls_causal", "layers", "stacks_of"]
 
 
-def layers(model: nn.Module, trace: Trace | None = None) -> tuple[Stack, ...]:
+def layers(model: nn.Module, trace: Trace | None = None, *, causal: frozenset[str] = frozenset()) -> tuple[Stack, ...]:
     """All repeated stacks of `model`, blocks in call order; works on meta models and runs nothing.
 
-    With a `trace`, blocks are ordered and counted as they were called; without, as they are defined.
+    With a `trace`, blocks are ordered and counted as they were called; without, as they are defined. `causal` are
+    modules that called a causal attention (`calls_causal`).
     """
     from autoplan.hf.module_tree import module_tree
 
-    return stacks_of(module_tree(model), trace)
+    return stacks_of(module_tree(model), trace, causal)
 
 
-def stacks_of(tree: ModuleTree, trace: Trace | None = None) -> tuple[Stack, ...]:
+def stacks_of(tree: ModuleTree, trace: Trace | None = None, causal: frozenset[str] = frozenset()) -> tuple[Stack, ...]:
     """`layers` on plain data."""
     found = find_blocks(tree)
-    return tuple(_stack(blocks, found, tree, trace) for blocks in found)
+    return tuple(_stack(blocks, found, tree, trace, causal) for blocks in found)
 
 
-def _stack(blocks: Blocks, found: tuple[Blocks, ...], tree: ModuleTree, trace: Trace | None) -> Stack:
-    kind, guess = kind_of(blocks, found, tree)
+def calls_causal(trace: Trace) -> frozenset[str]:
+    """The modules that told a call of attention that it is causal."""
+    at = 5  # of scaled_dot_product_attention's arguments
+    return frozenset(
+        call.module
+        for call in trace.calls
+        if call.name == "scaled_dot_product_attention"
+        and (call.args[at] if len(call.args) > at else call.kwargs.get("is_causal")) is True
+    )
+
+
+def _stack(
+    blocks: Blocks, found: tuple[Blocks, ...], tree: ModuleTree, trace: Trace | None, causal: frozenset[str]
+) -> Stack:
+    kind, guess = kind_of(blocks, found, tree, causal)
     names = [tree.nodes[block].name for block in blocks.blocks]
     notes = [*blocks.notes, guess]
     if trace is not None:

@@ -2,8 +2,9 @@
 
 What feeds a stack decides. Going outwards from the stack, the first module that tells is believed: by the arguments of
 its forward, else by what stands next to the stack: a table of ids (text), a convolution over an image or a signal.
-Text stacks decode when only causal masks are built around them, when their blocks attend to another stack (more
-attentions per block than its blocks have), or when the model can write text; else they encode.
+Text stacks decode when only causal masks are built around them or an attention in them was seen to run causal, when
+their blocks attend to another stack (more attentions per block than its blocks have), or when the model can write text;
+else they encode.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ UNKNOWN = "what feeds it cannot be told from structure"
 PROJECTIONS = 3  # query, key, value: fewer matrices are no attention
 
 
-def kind_of(stack: Blocks, stacks: tuple[Blocks, ...], tree: ModuleTree) -> tuple[Kind, str]:
-    """The kind, and what had to be guessed."""
+def kind_of(
+    stack: Blocks, stacks: tuple[Blocks, ...], tree: ModuleTree, causal: frozenset[str] = frozenset()
+) -> tuple[Kind, str]:
+    """The kind, and what had to be guessed. `causal`: modules that called a causal attention when the model ran."""
     around = _around(stack, tree)
     feed = _feed(stack, stacks, tree)
     if feed == "text":
-        return _text_kind(stack, stacks, tree)
+        inside = {name for below in tree.subtree(stack.blocks[0]) for name in tree.nodes[below].names}
+        return ("decoder", "") if causal & inside else _text_kind(stack, stacks, tree)
     if feed is not None:
         return feed, ""
     rest = _left_over(around, tree)

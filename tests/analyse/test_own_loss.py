@@ -1,0 +1,82 @@
+"""A model that makes its own loss of the logits that it returns: its head stays split, and the loss is exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoplan
+from autoplan.values import Plan, SplitLogits
+
+WIDTH, HEADS, WORDS = 32, 4, 96
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.LayerNorm(WIDTH)
+        self.c_attn = nn.Linear(WIDTH, 3 * WIDTH)
+        self.c_proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.size()
+        parts = self.c_attn(self.before(x)).split(width, dim=2)
+        q, k, v = (part.view(batch, length, HEADS, width // HEADS).transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=True)
+        return x + self.c_proj(y.transpose(1, 2).contiguous().view(batch, length, width))
+
+
+class HomeMade(nn.Module):
+    """The commonest model written at home: with targets all logits and a loss, else the last logits."""
+
+    def __init__(self, tied: bool = True, extra: bool = False) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.lm_head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.extra = extra
+        if tied:
+            self.wte.weight = self.lm_head.weight
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        x = self.wte(idx)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        if targets is None:
+            return self.lm_head(x[:, [-1], :]), None
+        logits = self.lm_head(x)
+        loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+        return logits, loss + x.square().mean() if self.extra else loss * 0.5
+
+
+def given() -> dict[str, Any]:
+    return {"idx": torch.randint(0, WORDS, (2, 8)), "targets": torch.randint(0, WORDS, (2, 8))}
+
+
+def style_of_head(plan: Plan) -> str:
+    return next(entry.style for entry in plan.entries if entry.pattern == "lm_head")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_of_a_model_with_a_loss_of_its_own_stays_split(tied: bool) -> None:
+    model, inputs = HomeMade(tied), given()
+    plan = autoplan.plan(model, tp_size=2, inputs=inputs)
+    assert style_of_head(plan) == "colwise" and plan.runtime.of(SplitLogits)
+    assert plan.proof.ok and not [finding for finding in plan.findings if finding.level != "note"]
+    assert plan.layers[0].kind == "decoder" and not plan.layers[0].note
+    report = autoplan.verify(model, plan, inputs=inputs)
+    assert report.ok, report
+
+
+def test_a_loss_that_is_added_to_other_values_is_seen_and_the_head_gathers() -> None:
+    model, inputs = HomeMade(extra=True), given()
+    plan = autoplan.plan(model, tp_size=2, inputs=inputs)
+    assert style_of_head(plan) == "colwise_gather_output" and plan.proof.ok
+    assert {finding.level for finding in plan.findings if finding.check == "rule-conflict"} == {"note"}
+    assert autoplan.verify(model, plan, inputs=inputs).ok
