@@ -2,7 +2,8 @@
 
 A plan of an 80-layer model must be short enough to read, and must still say exactly which modules it means. A pattern
 is a dotted path in which `*` stands for any text inside one segment, never across a dot. `fold_names` writes patterns
-that match the given names and, among the names of the model, nothing else.
+that match the given names and, among the names of the model, nothing else. Blocks may be numbered inside their names,
+too (`expert_12`): where a module holds three or more that differ in numbers only, these numbers are folded like others.
 
 >>> matches("model.layers.*.mlp.up_proj", "model.layers.31.mlp.up_proj")
 True
@@ -15,6 +16,7 @@ False
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
 from functools import lru_cache
@@ -29,6 +31,8 @@ class HasPattern(Protocol):
 
 
 Patterned = TypeVar("Patterned", bound=HasPattern)
+_NUMBER = re.compile(r"\d+")
+_ALIKE = 3  # so many siblings whose names differ in numbers only are a row of blocks; two (`fc1`, `fc2`) are parts
 
 
 @lru_cache(maxsize=8192)
@@ -59,6 +63,7 @@ class Universe:
     def __init__(self, names: Iterable[str]) -> None:
         self.names = frozenset(names)
         self._tree: dict[str, Any] = {}
+        self._shapes: dict[int, Counter[str]] = {}  # of the children of a node of the tree
         for name in self.names:
             node = self._tree
             for segment in name.split("."):
@@ -71,14 +76,36 @@ class Universe:
         return iter(self.names)
 
     def meant(self, pattern: str) -> frozenset[str]:
-        """The names that a pattern means whose every `*` is a whole segment."""
+        """The names that a pattern means."""
         found: list[tuple[tuple[str, ...], dict[str, Any]]] = [((), self._tree)]
         for segment in pattern.split("."):
-            if segment == "*":
-                found = [((*path, key), below) for path, node in found for key, below in node.items()]
+            if "*" in segment:
+                found = [
+                    ((*path, key), below)
+                    for path, node in found
+                    for key, below in node.items()
+                    if matches(segment, key)
+                ]
             else:
                 found = [((*path, segment), node[segment]) for path, node in found if segment in node]
         return self.names & {".".join(path) for path, _ in found}
+
+    def shape(self, name: str) -> tuple[str, ...]:
+        """The segments of a name with `*` for the numbers by which siblings are told apart."""
+        found, node = [], self._tree
+        for segment in name.split("."):
+            found.append("*" if segment.isdigit() else self._numbered(segment, node))
+            node = node.get(segment, {})
+        return tuple(found)
+
+    def _numbered(self, segment: str, siblings: dict[str, Any]) -> str:
+        if not any(map(str.isdigit, segment)):
+            return segment
+        shapes = self._shapes.get(id(siblings))
+        if shapes is None:
+            shapes = self._shapes[id(siblings)] = Counter(_NUMBER.sub("*", key) for key in siblings)
+        shape = _NUMBER.sub("*", segment)
+        return shape if shapes[shape] >= _ALIKE else segment
 
 
 def fold_names(names: Iterable[str], universe: Iterable[str] = ()) -> tuple[str, ...]:
@@ -96,23 +123,23 @@ def fold_counted(names: Iterable[str], universe: Iterable[str] = ()) -> tuple[tu
     known = universe if isinstance(universe, Universe) else Universe(universe)
     groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for name in wanted:
-        segments = tuple(name.split("."))
-        shape = tuple("*" if segment.isdigit() else segment for segment in segments)
-        groups.setdefault(shape, []).append(segments)
-    return tuple(folded for members in groups.values() for folded in _fold(members, wanted, known))
+        groups.setdefault(known.shape(name), []).append(tuple(name.split(".")))
+    return tuple(folded for shape, members in groups.items() for folded in _fold(shape, members, wanted, known))
 
 
-def _fold(members: Sequence[tuple[str, ...]], wanted: Container[str], known: Universe) -> list[tuple[str, int]]:
-    """Members have one length and differ in numbers only."""
+def _fold(
+    shape: tuple[str, ...], members: Sequence[tuple[str, ...]], wanted: Container[str], known: Universe
+) -> list[tuple[str, int]]:
+    """Members have one shape: they differ in numbers only."""
     columns = list(zip(*members, strict=True))
     varying = [position for position, column in enumerate(columns) if len(set(column)) > 1]
-    pattern = ".".join("*" if position in varying else column[0] for position, column in enumerate(columns))
+    pattern = ".".join(shape[position] if position in varying else column[0] for position, column in enumerate(columns))
     if not varying or all(name in wanted for name in known.meant(pattern)):
         return [(pattern, len(members))]
     parts: dict[str, list[tuple[str, ...]]] = {}
     for member in members:
         parts.setdefault(member[varying[0]], []).append(member)
-    return [folded for part in parts.values() for folded in _fold(part, wanted, known)]
+    return [folded for part in parts.values() for folded in _fold(shape, part, wanted, known)]
 
 
 def nearest(name: str, names: Iterable[str], count: int = 3) -> tuple[str, ...]:

@@ -53,6 +53,14 @@ def test_fold_keeps_what_one_pattern_would_overclaim() -> None:
     assert fold_names(sparse, universe) == ("layers.1.experts.*.w", "layers.3.experts.*.w")
 
 
+def test_blocks_that_are_numbered_inside_their_names_fold_and_two_parts_do_not() -> None:
+    experts = [f"mlp.experts.expert_{n}.fc{k}" for n in range(12) for k in (1, 2)]
+    universe = [*experts, "ln_1", "ln_2", "w1", "w2", "w3"]
+    assert fold_names([name for name in experts if name.endswith("fc1")], universe) == ("mlp.experts.expert_*.fc1",)
+    assert fold_names(["ln_1", "ln_2"], universe) == ("ln_1", "ln_2")
+    assert fold_names(["w1", "w3"], universe) == ("w1", "w3")  # `w*` would mean w2, too
+
+
 def test_fold_leaves_a_lone_number_alone() -> None:
     assert fold_names(["net.0.weight", "net.2.bias", "head"]) == ("net.0.weight", "net.2.bias", "head")
     assert fold_names([]) == ()

@@ -6,6 +6,7 @@ expanded to all blocks, then written as few patterns that match those and no oth
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -48,8 +49,8 @@ class Names:
 
 
 def _natural(name: str) -> tuple[tuple[int, str], ...]:
-    """Numbers in order of size: layer 2 before layer 10."""
-    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in name.split("."))
+    """Numbers in order of size: layer 2 before layer 10, expert_2 before expert_10."""
+    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+|\.)", name) if part)
 
 
 def starred(name: str) -> str:
