@@ -7,6 +7,7 @@ from os import PathLike
 from typing import Any, Literal
 
 from autoplan.values.conveniences import done_above
+from autoplan.values.costs import Cost
 from autoplan.values.findings import Finding, Traffic
 from autoplan.values.instructions import Runtime
 from autoplan.values.made_for import MadeFor
@@ -69,7 +70,7 @@ class Entry:
     reason: str
     units: str = ""
     segments: tuple[str, ...] = ()
-    reduces: tuple[str, ...] = ()
+    reduces: tuple[Cost, ...] = ()
     proof: str = "unproven"
     bytes: int = 0
     axes: tuple[int, ...] = field(default=(), compare=False)

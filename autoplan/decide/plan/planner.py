@@ -23,7 +23,18 @@ from autoplan.decide.plan.folding import Names, fold_runtime, starred
 from autoplan.decide.plan.reasons import reason_text, units_text, whole_text
 from autoplan.decide.plan.styles import style_of
 from autoplan.decide.rulebook.read import GENERIC, Rule, load_rules
-from autoplan.values import Entry, Finding, IntegerEdit, LocalExperts, Obstacle, ParameterFact, Plan, Replicated, Stack
+from autoplan.values import (
+    Cost,
+    Entry,
+    Finding,
+    IntegerEdit,
+    LocalExperts,
+    Obstacle,
+    ParameterFact,
+    Plan,
+    Replicated,
+    Stack,
+)
 from autoplan.values.reasons import GradientSummed, NothingToSplit, Reason
 
 __all__ = ["make_plan"]
@@ -186,7 +197,7 @@ def _fold_entries(drafts: list[_Draft], names: Names) -> Iterator[Entry]:
     Who shares a sum may differ between blocks of one kind (a layer with a compressor, one without): that is said once.
     """
     groups: dict[Entry, list[str]] = {}
-    costs: dict[Entry, dict[str, None]] = {}
+    costs: dict[Entry, dict[Cost, None]] = {}
     axes: dict[Entry, set[int]] = {}
     for draft in drafts:
         same = replace(draft.entry, pattern="", reduces=())
