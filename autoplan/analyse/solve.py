@@ -47,7 +47,6 @@ from autoplan.values.reasons import (
     AxisWhole,
     NeedsRewriting,
     NothingToSplit,
-    NotPlaced,
     OfDim,
     Reason,
     SingleNumber,
@@ -155,8 +154,8 @@ def _outputs(trace: Trace) -> tuple[tuple[Any, ...], ...]:
 
 def _blame(shards: Shards, flow: CallFlow, placement: Placement, scope: Scope, scoped: bool) -> dict[Term, Reason]:
     """The classes to give up: for each refusal the split leaf in or near its tensors that holds least parameters."""
-    given_up = [(r.why, r.tensors) for r in placement.refusals] + list(scope.refusals)
-    refusals: list[tuple[Reason, tuple[int, ...]]] = [(NotPlaced(what), tensors) for what, tensors in given_up]
+    refusals: list[tuple[Reason, tuple[int, ...]]] = [(r.why, r.tensors) for r in placement.refusals]
+    refusals += scope.refusals
     if not scoped:
         refusals += [
             (NeedsRewriting(c.site.function, c.pattern), t) for c, t in zip(scope.calls, scope.tensors, strict=True)

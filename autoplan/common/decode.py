@@ -13,8 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from autoplan.common.errors import PlanFileError
 from autoplan.common.patterns import nearest
-from autoplan.values.instructions import INSTRUCTIONS, Instruction
-from autoplan.values.reasons import REASONS, Reason
+from autoplan.values.plain import FAMILIES, Family
 
 __all__ = ["decode"]
 
@@ -23,10 +22,8 @@ _NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or 
 
 def decode(hint: Any, data: Any, where: str) -> Any:
     """`data` as a value of type `hint`; `where` names it in errors."""
-    if hint is Instruction:
-        return _decode_instruction(data, where)
-    if hint is Reason:
-        return _decode_reason(data, where)
+    if hint in FAMILIES:
+        return _decode_member(FAMILIES[hint], data, where)
     if is_dataclass(hint):
         return _decode_fields(hint, data, where)
     origin = get_origin(hint)
@@ -48,20 +45,19 @@ def decode(hint: Any, data: Any, where: str) -> Any:
     return data if type(data) is hint else _refuse(where, _NAMES[hint], data)
 
 
-def _decode_instruction(data: Any, where: str) -> Instruction:
-    """Its class is named by the key `do`."""
-    if not isinstance(data, dict) or not isinstance(data.get("do"), str):
-        found: Instruction = _refuse(where, "an instruction, {do: its name, pattern: …}", data)
-        return found
-    kind = INSTRUCTIONS.get(data["do"])
-    if kind is None:
-        close = nearest(data["do"], INSTRUCTIONS, count=1)
+def _decode_member(family: Family, data: Any, where: str) -> Any:
+    """One of a closed set of classes; `family.key` names which."""
+    key, kinds = family.key, family.members
+    name = data.get(key) if isinstance(data, dict) else None
+    if not isinstance(name, str):
+        return _refuse(where, f"the {family.noun} as {{{key}: its name, …}}", data)
+    if name not in kinds:
+        close = nearest(name, kinds, count=1)
         raise PlanFileError(
-            f"{where}.do: there is no instruction {data['do']!r}",
-            hint=f"did you mean {close[0]!r}?" if close else f"known are {', '.join(INSTRUCTIONS)}",
+            f"{where}.{key}: there is no {family.noun} {name!r}",
+            hint=f"did you mean {close[0]!r}?" if close else f"known are {', '.join(kinds)}",
         )
-    decoded: Instruction = _decode_fields(kind, {key: value for key, value in data.items() if key != "do"}, where)
-    return decoded
+    return _decode_fields(kinds[name], {other: value for other, value in data.items() if other != key}, where)
 
 
 @cache
@@ -85,20 +81,6 @@ def _decode_fields(cls: Any, data: Any, where: str) -> Any:
             raise PlanFileError(f"{where}: key {name!r} is missing", hint="add it, or make the plan again")
     hints = _hints(cls)
     return cls(**{key: decode(hints[key], value, f"{where}.{key}") for key, value in data.items()})
-
-
-def _decode_reason(data: Any, where: str) -> Any:
-    """Its class is named by the key `kind`."""
-    kind = data.get("kind") if isinstance(data, dict) else None
-    if not isinstance(kind, str):
-        return _refuse(where, "a reason, {kind: its name, …}", data)
-    if kind not in REASONS:
-        close = nearest(kind, REASONS, count=1)
-        raise PlanFileError(
-            f"{where}.kind: there is no reason {kind!r}",
-            hint=f"did you mean {close[0]!r}?" if close else f"known are {', '.join(REASONS)}",
-        )
-    return _decode_fields(REASONS[kind], {key: value for key, value in data.items() if key != "kind"}, where)
 
 
 def _decode_union(choices: tuple[Any, ...], data: Any, where: str) -> Any:

@@ -71,7 +71,7 @@ def _about_entry(plan: Plan, entry: Entry, parameter: str) -> Iterable[tuple[str
     yield "units", [entry.units]
     yield "cut", [f"{name} {segment_text(segment, plan.ranks)}" for name, segment in cuts]
     yield "because", entry.reason.splitlines()
-    yield "costs", list(entry.reduces)
+    yield "costs", list(map(str, entry.reduces))
     yield "running", _running(plan, entry.pattern)
     yield "proof", [entry.proof]
 

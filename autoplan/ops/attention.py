@@ -7,17 +7,18 @@ from typing import Any
 from autoplan.axes.events import Event
 from autoplan.axes.terms import find
 from autoplan.ops.records.on_shards import Local, SplitOp
-from autoplan.ops.records.record import NEVER, Drawn, Linear, Reduction, Refused, by_rate, op, python_call
+from autoplan.ops.records.record import NEVER, Drawn, Linear, Reduction, by_rate, op, python_call
 from autoplan.ops.records.site import Answer, Dims, Site
 from autoplan.ops.records.sizes import NO_SIZES
 from autoplan.values import Ref
+from autoplan.values.reasons import NotPlaced
 
 __all__: list[str] = []
 
 
-def _widths(at: SplitOp) -> Refused | None:
+def _widths(at: SplitOp) -> NotPlaced | None:
     """Scores sum over the width of a head, within the op."""
-    return Refused("attention over a split head width") if at.is_split(0, 3) else None
+    return NotPlaced("head-width") if at.is_split(0, 3) else None
 
 
 def attended(local: Local) -> Any:
@@ -87,4 +88,4 @@ python_call("multi_head_attention_forward", sizes=NO_SIZES, linear=Linear.NO, ra
             pays=Reduction.ATTENTION)  # fmt: skip
 for _name in ("_native_multi_head_attention", "_transformer_encoder_layer_fwd"):
     python_call(_name, sizes=NO_SIZES, linear=Linear.NO, random=NEVER,
-                pays=Refused(f"{_name} is told its number of heads and cuts its packed weight by itself"))  # fmt: skip
+                pays=NotPlaced("told-its-heads"))  # fmt: skip

@@ -8,14 +8,15 @@ from typing import Any
 from autoplan.axes.events import Event
 from autoplan.axes.terms import Term, find, is_data, leaf, product
 from autoplan.ops.records.on_shards import Local, SplitOp
-from autoplan.ops.records.record import NEVER, Drawn, Linear, Product, Reduction, Refused, op, python_call
+from autoplan.ops.records.record import NEVER, Drawn, Linear, Product, Reduction, op, python_call
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import Groups
+from autoplan.values.reasons import NotPlaced
 
 __all__ = ["slid"]
 
 
-def _channel_sum(at: SplitOp) -> Reduction | Refused | None:
+def _channel_sum(at: SplitOp) -> Reduction | NotPlaced | None:
     """Over channels in one group ranks have parts of the sum; several groups are sharded whole, each for itself."""
     groups = at.told(8, "groups", 1)
     if groups == 1:
@@ -23,7 +24,7 @@ def _channel_sum(at: SplitOp) -> Reduction | Refused | None:
     if not at.told(6, "transposed", False):
         return Reduction.SUM if at.is_split(1, 1) else None
     if _cut_inside(at, at.terms(1)[0], groups):
-        return Refused("a transposed convolution over channels inside its groups")
+        return NotPlaced("inside-groups")
     return None
 
 

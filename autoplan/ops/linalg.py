@@ -5,9 +5,10 @@ from __future__ import annotations
 from autoplan.axes.events import Event
 from autoplan.axes.terms import find
 from autoplan.ops.records.on_shards import as_written
-from autoplan.ops.records.record import NEVER, Drawn, Linear, Refused, kept_whole, op, python_call
+from autoplan.ops.records.record import NEVER, Drawn, Linear, kept_whole, op, python_call
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES
+from autoplan.values.reasons import NotPlaced
 
 __all__: list[str] = []
 
@@ -59,4 +60,4 @@ def cross(site: Site) -> Answer:
 
 # To the power of one it is a copy, whose ops do not say that rows and columns must be as many.
 python_call("linalg_matrix_power", "matrix_power", sizes=NO_SIZES, linear=Linear.NO, random=NEVER,
-            pays=Refused("powers are of whole square matrices"))  # fmt: skip
+            pays=NotPlaced("matrix-power"))  # fmt: skip

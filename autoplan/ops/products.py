@@ -13,7 +13,6 @@ from autoplan.ops.records.record import (
     Linear,
     Product,
     Reduction,
-    Refused,
     nothing,
     op,
     op_record,
@@ -23,6 +22,7 @@ from autoplan.ops.records.record import (
 from autoplan.ops.records.site import Answer, Dims, Site
 from autoplan.ops.records.sizes import NO_SIZES
 from autoplan.values import Ref
+from autoplan.values.reasons import NotPlaced
 
 __all__: list[str] = []
 
@@ -39,9 +39,9 @@ def inner_sum(at: SplitOp) -> Reduction | None:
     return Reduction.SUM if at.is_split(value, -1) and not at.is_identity(value) else None
 
 
-def _no_sum(at: SplitOp) -> Refused | None:
+def _no_sum(at: SplitOp) -> NotPlaced | None:
     """More is done to the sum within the op, so ranks could not add their parts before it."""
-    return Refused(f"{at.op.name} over a split dimension") if at.is_split(_operands(at).value, -1) else None
+    return NotPlaced("across", op=at.op.name) if at.is_split(_operands(at).value, -1) else None
 
 
 def multiplied(local: Local) -> Any:

@@ -10,10 +10,11 @@ from autoplan.axes.terms import ONE
 from autoplan.common.layout import Layout
 from autoplan.ops.elementwise import elementwise
 from autoplan.ops.records.on_shards import Local, SplitOp, as_written
-from autoplan.ops.records.record import NEVER, Drawn, Linear, Reduction, Refused, kept_whole, op, python_call
+from autoplan.ops.records.record import NEVER, Drawn, Linear, Reduction, kept_whole, op, python_call
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES, SHAPE
 from autoplan.values import Op, refs
+from autoplan.values.reasons import NotPlaced
 
 __all__ = ["averaged", "reduced_dims"]
 
@@ -44,16 +45,16 @@ def summed_over(how: Reduction) -> Callable[[SplitOp], Reduction | None]:
     return reduces
 
 
-def across(at: SplitOp) -> Refused | None:
+def across(at: SplitOp) -> NotPlaced | None:
     """What it finds in a shard says nothing of the whole, and ranks have no way to put it together."""
-    return Refused(f"{at.op.name} over a split dimension") if _split_layouts(at) else None
+    return NotPlaced("across", op=at.op.name) if _split_layouts(at) else None
 
 
-def averaged(at: SplitOp) -> Refused | None:
+def averaged(at: SplitOp) -> NotPlaced | None:
     """A loss is averaged within the op."""
     whole = len(at.shards.trace.tensors[next(refs(at.op.outputs))].shape) > 0
     split = any(at.shards.is_split(tensor) for tensor in refs(at.op.args))
-    return Refused(f"{at.op.name} averages over a split dimension") if split and not whole else None
+    return NotPlaced("averaged", op=at.op.name) if split and not whole else None
 
 
 def part_of_a_sum(local: Local) -> Any:

@@ -7,6 +7,7 @@ over ranks; a *site* is a place in the running model where something is done (a 
 
 from dataclasses import replace
 
+from autoplan.values.costs import Cost
 from autoplan.values.facts import ClassFact, ParameterFact
 from autoplan.values.findings import Finding, Report, Score, Scoreboard, Traffic, Verdict
 from autoplan.values.instructions import (
@@ -90,6 +91,7 @@ __all__ = [
     "Change",
     "ClassFact",
     "Collective",
+    "Cost",
     "Cut",
     "DrawOnShards",
     "EmbeddingCall",

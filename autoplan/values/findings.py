@@ -16,7 +16,8 @@ __all__ = ["Finding", "Report", "Score", "Scoreboard", "Shipped", "Traffic", "Ve
 class Finding:
     """One thing a check has to say. `message` and `hint` are for people; code that tells findings apart asks `kind`.
 
-    "not-comparable": the unsharded model's own numbers are NaN. "cannot-run": the sharded model raised.
+    "not-comparable": the unsharded model's own numbers are NaN. "cannot-run": the sharded model raised. `places`: every
+    pattern that it is about, where `where` names several, or only the first of them.
     """
 
     check: str
@@ -27,6 +28,12 @@ class Finding:
     bytes: int = 0
     proof: str = ""
     kind: Literal["", "not-comparable", "cannot-run"] = ""
+    places: tuple[str, ...] = ()
+
+    @property
+    def about(self) -> tuple[str, ...]:
+        """The patterns of modules or parameters that it is about."""
+        return self.places or ((self.where,) if self.where else ())
 
 
 @dataclass(frozen=True)

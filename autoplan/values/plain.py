@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, Field, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from math import isfinite
 from typing import Any
 
-from autoplan.values.instructions import Instruction
-from autoplan.values.reasons import Reason
+from autoplan.values.costs import Cost
+from autoplan.values.instructions import INSTRUCTIONS, Instruction
+from autoplan.values.reasons import REASONS, Reason
 
-__all__ = ["finite", "plain"]
+__all__ = ["FAMILIES", "Family", "finite", "plain"]
 
-_TAGS = {Instruction: "do", Reason: "kind"}  # what a file calls the class of a member of a closed set
+_TERSE = (Cost,)  # always brief: most of their fields are of one kind only
+
+
+@dataclass(frozen=True)
+class Family:
+    """A closed set of classes. In files the `key` of each member names its class; `noun` is for messages."""
+
+    key: str
+    noun: str
+    members: Mapping[str, type]
+
+
+FAMILIES: dict[Any, Family] = {
+    Instruction: Family("do", "instruction", INSTRUCTIONS),
+    Reason: Family("kind", "reason", REASONS),
+}
 
 
 def plain(value: Any, *, brief: bool = False) -> Any:
@@ -19,7 +36,8 @@ def plain(value: Any, *, brief: bool = False) -> Any:
     {"do": "AllReduce", …}; a reason too: {"kind": "DoesNotDivide", …}.
     """
     if is_dataclass(value) and not isinstance(value, type):
-        kind = {_TAGS[base]: type(value).__name__ for base in _TAGS if isinstance(value, base)}
+        kind = {family.key: type(value).__name__ for base, family in FAMILIES.items() if isinstance(value, base)}
+        brief = brief or isinstance(value, _TERSE)
         return kind | {
             field.name: plain(getattr(value, field.name), brief=brief)
             for field in fields(value)

@@ -7,6 +7,7 @@ from os import PathLike
 from typing import Any, Literal
 
 from autoplan.values.conveniences import done_above
+from autoplan.values.costs import Cost
 from autoplan.values.findings import Finding, Traffic
 from autoplan.values.instructions import Runtime
 from autoplan.values.made_for import MadeFor
@@ -69,7 +70,7 @@ class Entry:
     reason: str
     units: str = ""
     segments: tuple[str, ...] = ()
-    reduces: tuple[str, ...] = ()
+    reduces: tuple[Cost, ...] = ()
     proof: str = "unproven"
     bytes: int = 0
     axes: tuple[int, ...] = field(default=(), compare=False)
@@ -79,15 +80,29 @@ class Entry:
 class Obstacle:
     """Why a library that wraps the call of a module cannot cut these ones, though `execute` can.
 
-    `kind`: "edited" (who gets the output changes it in place, and a wrapped output is a view), "read" (other modules'
-    code reads its weight), "shape" (it is no linear layer or table: its weight has other than two dims, or its code
-    does not say how wide it is), "count" (a module above split ones reads the integer `attribute`, which must stay).
+    `kind`: "edited" (module `by` gets the output and changes it in place, and a wrapped output is a view), "read" (the
+    code of module `by` reads its weight), "shape" (it is no linear layer or table: its weight has `dims` other than
+    two, or it does not say how wide it is), "count" (a module above split ones reads the integer `attribute`, which
+    must stay).
     """
 
     pattern: str
     kind: Literal["edited", "read", "shape", "count"]
-    why: str
+    by: str = ""
+    dims: int = 2
     attribute: str = ""
+
+    @property
+    def why(self) -> str:
+        """As text, for people."""
+        if self.kind == "edited":
+            return f"its output is changed in place by {self.by or 'the model'}"
+        if self.kind == "read":
+            return f"its weight is read by the code of {self.by or 'the model'}"
+        if self.kind == "count":
+            return f"its code reads {self.attribute}"
+        odd = f"its weight has {self.dims} dims" if self.dims != 2 else "its module does not say how wide it is"
+        return f"{odd}: it is no linear layer"
 
 
 @dataclass(frozen=True)

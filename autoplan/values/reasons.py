@@ -8,8 +8,11 @@ name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar
+
+from autoplan.values.not_placed import SENTENCES, Unplaceable
 
 __all__ = [
     "REASONS",
@@ -47,7 +50,20 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Reason:
-    """Any of the classes below."""
+    """Any of the classes below. `paths`: those of its fields that hold the path of a module or a parameter."""
+
+    paths: ClassVar[tuple[str, ...]] = ()
+
+    def with_paths(self, changed: Callable[[str], str]) -> Reason:
+        """The same with each path changed, so that reasons that differ only in the number of a block become equal.
+
+        >>> OfDim(0, 4, NotPlaced("ready-made", "add", "layers.3")).with_paths(lambda path: "layers.*").why.module
+        'layers.*'
+        """
+        found = {name: getattr(self, name) for name in (field.name for field in fields(self))}
+        inner = {name: value.with_paths(changed) for name, value in found.items() if isinstance(value, Reason)}
+        own = {name: changed(found[name]) for name in self.paths if found[name] is not None}
+        return replace(self, **inner, **own)
 
 
 def sentence(reasons: Iterable[Reason]) -> str:
@@ -158,12 +174,30 @@ class AlreadySplit(Reason):
 
 @dataclass(frozen=True)
 class NotPlaced(Reason):
-    """The split would need something that no mechanism can do. `what`, in the words of the one that gave up."""
+    """The split would need something that no mechanism can do: `what`, met at a `call` of `module` ("" the model).
 
-    what: str
+    `op`, `argument`, `count`: what the sentence of `what` names besides (values/not_placed.py).
+    """
+
+    what: Unplaceable
+    call: str = ""
+    module: str | None = None
+    op: str = ""
+    argument: str = ""
+    count: float = 0
+
+    paths = ("module",)
 
     def __str__(self) -> str:
-        return self.what
+        """
+        >>> print(NotPlaced("across", "sort", "layers.0", op="sort"))
+        sort over a split dimension (sort in layers.0)
+        """
+        said = SENTENCES[self.what].format(call=self.call, op=self.op, argument=self.argument, count=self.count)
+        if self.module is None:
+            return said
+        place = self.module or "the model"
+        return f"{said} ({self.call} in {place})" if self.call else f"{said} (in {place})"
 
 
 @dataclass(frozen=True)
@@ -172,6 +206,8 @@ class NeedsRewriting(Reason):
 
     call: str
     module: str
+
+    paths = ("module",)
 
     def __str__(self) -> str:
         return f"{self.call} in {self.module} would need its literals rewritten"
@@ -199,6 +235,8 @@ class KeptWhole(Reason):
     parameter: str
     line: str
 
+    paths = ("parameter",)
+
     def __str__(self) -> str:
         return f"{self.plan} keeps {self.parameter} whole ({self.line})"
 
@@ -212,6 +250,8 @@ class CutElsewhere(Reason):
     dim: int | None
     line: str
 
+    paths = ("parameter",)
+
     def __str__(self) -> str:
         return f"{self.plan} cuts {self.parameter} along dim {self.dim} ({self.line})"
 
@@ -222,6 +262,8 @@ class NotNamed(Reason):
 
     plan: str
     parameter: str
+
+    paths = ("parameter",)
 
     def __str__(self) -> str:
         return f"{self.plan} does not name {self.parameter}, which therefore stays whole"

@@ -28,6 +28,7 @@ from autoplan.values import (
     AllReduce,
     Boundary,
     Collective,
+    Cost,
     Move,
     Plan,
     Spread,
@@ -49,7 +50,7 @@ def largest() -> Iterator[type[Boundary]]:
         takes = Spread.PARTIAL
         gives = Spread.REPLICATE
         says = "of {what} the largest over {tp} ranks is taken (forward)"
-        cost = "maximum of the output (forward)"
+        cost = Cost("maximum")
         turn = 1
         collectives = (Move(Collective.ALL_REDUCE),)
 
@@ -97,7 +98,7 @@ def plan(largest: type[Boundary]) -> Plan:
 def test_it_is_explained_and_costed(plan: Plan) -> None:
     assert "of output the largest over 2 ranks is taken (forward)" in plan.explain("blocks.0.down")
     (entry,) = [entry for entry in plan.entries if entry.pattern == "blocks.0.down"]
-    assert "maximum of the output (forward)" in entry.reduces
+    assert "maximum of the output (forward)" in map(str, entry.reduces)
     assert reductions_per_block(plan) == (1.0, 0.0)
     (block,) = plan.communication
     assert block.forward["all_reduce"][0] == 1

@@ -15,7 +15,18 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import Layout
 from autoplan.decide.written_plans.plan_file import plan_from_dict, plan_to_dict
 from autoplan.execute.executors import EXECUTORS, At, execute, executes
-from autoplan.values import INSTRUCTIONS, Boundary, Collective, Instruction, Move, Plan, Runtime, Spread, instruction
+from autoplan.values import (
+    INSTRUCTIONS,
+    Boundary,
+    Collective,
+    Cost,
+    Instruction,
+    Move,
+    Plan,
+    Runtime,
+    Spread,
+    instruction,
+)
 
 
 def unfinished(kind: type[Instruction]) -> Iterator[str]:
@@ -25,7 +36,7 @@ def unfinished(kind: type[Instruction]) -> Iterator[str]:
         yield f"{name} has no executor"
     if "\n" in example.said(2) or example.pattern not in example.said(2):
         yield f"{name} is not explained in a line"
-    if not isinstance(kind.cost, str) or not all(isinstance(move, Move) for move in example.moves):
+    if not isinstance(kind.cost, Cost | None) or not all(isinstance(move, Move) for move in example.moves):
         yield f"{name} does not say what it costs and moves"
     if bool(example.beyond_styles()) == kind.in_styles:
         yield f"{name} is not decided on for exports"
@@ -81,7 +92,7 @@ def test_a_class_without_executor_fails_by_name(forgotten: None) -> None:
         """Nothing."""
 
         takes = gives = Spread.REPLICATE
-        says, cost, collectives = "nothing is done to {what}", "", ()
+        says, cost, collectives = "nothing is done to {what}", None, ()
 
     assert list(unfinished(NobodysWork)) == ["NobodysWork has no executor"]
     with pytest.raises(AutoplanError, match="nothing carries out NobodysWork"):

@@ -6,6 +6,7 @@ from autoplan.values import (
     AllReduce,
     AllReduceGradient,
     CallSite,
+    Cost,
     Cut,
     Entry,
     Finding,
@@ -23,6 +24,7 @@ from autoplan.values import (
     SplitLogits,
     Stack,
     VocabularyTable,
+    replace,
 )
 
 BLOCK = "model.layers.*"
@@ -30,7 +32,7 @@ READ_ONCE = "gate and up read one whole activation and meet in a product, so spl
 NORM = "a norm over the whole residual: every rank needs all of it"
 
 
-def _entry(module: str, style: str, role: str, rule: str, cut: str, units: str, reason: str, *reduces: str) -> Entry:
+def _entry(module: str, style: str, role: str, rule: str, cut: str, units: str, reason: str, *reduces: Cost) -> Entry:
     return Entry(
         pattern=module,
         parameters=("weight",),
@@ -52,8 +54,8 @@ def llama_plan(tp_size: int = 8, layers: int = 4) -> Plan:
     heads, groups, features, rows = "32 heads × 128", "8 heads × 128", "14336 features", "128256 rows"
     attention, mlp = f"{BLOCK}.self_attn", f"{BLOCK}.mlp"
     scores = "each rank computes the scores of its own heads; no head reads another"
-    entry_sum = "sum of the input gradient (backward)"
-    output_sum = "sum of the output (forward)"
+    entry_sum = Cost("sum", "input-gradient")
+    output_sum = Cost("sum")
     return Plan(
         model="LlamaForCausalLM",
         tp_size=tp_size,
@@ -76,7 +78,7 @@ def llama_plan(tp_size: int = 8, layers: int = 4) -> Plan:
                 q,
                 heads,
                 scores,
-                f"{entry_sum}, shared with k_proj, v_proj",
+                replace(entry_sum, shared_with=("k_proj", "v_proj")),
             ),
             _entry(
                 f"{attention}.k_proj",
@@ -86,7 +88,7 @@ def llama_plan(tp_size: int = 8, layers: int = 4) -> Plan:
                 kv,
                 groups,
                 scores,
-                f"{entry_sum}, shared with q_proj, v_proj",
+                replace(entry_sum, shared_with=("q_proj", "v_proj")),
             ),
             _entry(
                 f"{attention}.v_proj",
@@ -96,7 +98,7 @@ def llama_plan(tp_size: int = 8, layers: int = 4) -> Plan:
                 kv,
                 groups,
                 scores,
-                f"{entry_sum}, shared with q_proj, k_proj",
+                replace(entry_sum, shared_with=("q_proj", "k_proj")),
             ),
             _entry(
                 f"{attention}.o_proj",
@@ -116,7 +118,7 @@ def llama_plan(tp_size: int = 8, layers: int = 4) -> Plan:
                 gate,
                 features,
                 READ_ONCE,
-                f"{entry_sum}, shared with up_proj",
+                replace(entry_sum, shared_with=("up_proj",)),
             ),
             _entry(
                 f"{mlp}.up_proj",
@@ -126,7 +128,7 @@ def llama_plan(tp_size: int = 8, layers: int = 4) -> Plan:
                 gate,
                 features,
                 READ_ONCE,
-                f"{entry_sum}, shared with gate_proj",
+                replace(entry_sum, shared_with=("gate_proj",)),
             ),
             _entry(
                 f"{mlp}.down_proj",
@@ -203,7 +205,7 @@ def odd_plan() -> Plan:
                 reason="yes: 'quoted', \"double\", and\na second line",
                 units="12 heads × 64",
                 segments=("1:12!*64|12!*64|12!*64", "0:12!*64|12!*64|12!*64"),
-                reduces=("backward: all-reduce at the region's entry",),
+                reduces=(Cost("sum", "input-gradient", shared_with=("k",)), Cost("mean", at="mlp")),
                 proof="ranks",
             ),
             Entry("h.*.mlp.fc", ("weight",), "colwise", "up", "generic", "user", "", "1:30", ("0:(16!|1)*64",)),

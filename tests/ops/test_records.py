@@ -12,8 +12,9 @@ import pytest
 from autoplan.ops import CALLS, OPS, call_record, op_record
 from autoplan.ops.experts import BOX
 from autoplan.ops.records.on_shards import as_written, recorded
-from autoplan.ops.records.record import Drawn, Linear, OpRecord, Random, Reduction, Refused, kept_whole, nothing
+from autoplan.ops.records.record import Drawn, Linear, OpRecord, Random, Reduction, kept_whole, nothing
 from autoplan.ops.records.sizes import Groups, NoSizes, Sizes
+from autoplan.values.reasons import NotPlaced
 
 PACKAGE = Path(__file__).parents[2] / "autoplan"
 ANSWERED = {"dims", "sizes", "reduces", "linear", "random", "runs"}
@@ -46,7 +47,7 @@ def test_every_call_answers(name: str) -> None:
     call = CALLS[name]
     assert call.name == name and (call.becomes in OPS or not call.becomes)
     assert isinstance(call.sizes, Sizes) and isinstance(call.linear, Linear) and isinstance(call.random, Random)
-    assert call.pays is None or isinstance(call.pays, (Reduction, Refused))
+    assert call.pays is None or isinstance(call.pays, (Reduction, NotPlaced))
 
 
 def test_in_place_forms_share_the_record_of_the_plain_form() -> None:

@@ -21,8 +21,6 @@ ALLOWED = {
     ("hf/model_string.py", "trust_remote_code"): "transformers says in words only that a model needs it",
     ("decide/rulebook/conditions.py", "not "): "a word of the language of guards, not of a sentence",
     ("emit/tables/scoreboard_table.py", "blocks again"): "the heading of a column that is flush right",
-    ("emit/tables/entry_table.py", "sum of the "): "our own costs, shortened for a column: to become values",
-    ("emit/tables/entry_table.py", ", shared with "): "our own costs, shortened for a column: to become values",
 }
 
 _MATCHING = frozenset(("match", "search", "fullmatch", "findall", "finditer"))

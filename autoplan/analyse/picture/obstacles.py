@@ -48,7 +48,7 @@ def _edited(trace: Trace, modules: dict[str, None]) -> Iterator[Obstacle]:
         if writes_in_place(op.name) and op.args and isinstance(op.args[0], Ref):
             for module in makers.get(bases.get(op.args[0].id, op.args[0].id), ()):
                 if not _is_in(op.module, module):
-                    yield Obstacle(module, "edited", f"its output is changed in place by {op.module or 'the model'}")
+                    yield Obstacle(module, "edited", by=op.module)
 
 
 def _is_view(op: Op) -> bool:
@@ -66,7 +66,7 @@ def _read_elsewhere(trace: Trace, modules: dict[str, None]) -> Iterator[Obstacle
         for tensor in refs((op.args, op.kwargs)):
             for module in owners.get(tensor, ()):
                 if module in modules and not any(_is_in(op.module, owner) for owner in owners[tensor]):
-                    yield Obstacle(module, "read", f"its weight is read by the code of {op.module or 'the model'}")
+                    yield Obstacle(module, "read", by=op.module)
 
 
 def _odd_shapes(trace: Trace, modules: dict[str, None]) -> Iterator[Obstacle]:
@@ -76,9 +76,9 @@ def _odd_shapes(trace: Trace, modules: dict[str, None]) -> Iterator[Obstacle]:
             if module not in modules or own != "weight" or len(tensor.shape) < 2:
                 continue
             if len(tensor.shape) != 2:
-                yield Obstacle(module, "shape", f"its weight has {len(tensor.shape)} dims: it is no linear layer")
+                yield Obstacle(module, "shape", dims=len(tensor.shape))
             elif not any(widths <= trace.attributes.get(module, {}).keys() for widths in _WIDTHS):
-                yield Obstacle(module, "shape", "its module does not say how wide it is: it is no linear layer")
+                yield Obstacle(module, "shape")
 
 
 def _counts(trace: Trace, modules: dict[str, None]) -> Iterator[Obstacle]:
@@ -88,7 +88,7 @@ def _counts(trace: Trace, modules: dict[str, None]) -> Iterator[Obstacle]:
     read += [origin for origin, _ in trace.escapes] + [(left, right) for _, left, right, _ in trace.comparisons]
     for module, attribute in dict.fromkeys(found for value in read for found in _attributes_in(value)):
         if module in above and not attribute.startswith("config."):
-            yield Obstacle(module, "count", f"its code reads {attribute}", attribute)
+            yield Obstacle(module, "count", attribute=attribute)
 
 
 def _attributes_in(value: Any) -> Iterator[tuple[str, str]]:

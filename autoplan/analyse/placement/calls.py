@@ -24,6 +24,7 @@ from autoplan.ops import call_record, op_record
 from autoplan.ops.records.record import Shows
 from autoplan.ops.records.sizes import RepeatEach
 from autoplan.values import Call, CallRewrite, Cut, LiteralArgument, Ref, RewriteCall, Trace
+from autoplan.values.reasons import NotPlaced
 
 __all__ = ["Scope", "draws", "scope"]
 
@@ -41,7 +42,7 @@ class Scope:
     tensors: tuple[tuple[int, ...], ...] = ()
     random: tuple[str, ...] = ()
     random_whole: tuple[str, ...] = ()
-    refusals: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    refusals: list[tuple[NotPlaced, tuple[int, ...]]] = field(default_factory=list)
 
 
 def scope(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits) -> Scope:
@@ -52,14 +53,14 @@ def scope(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits) ->
         blame = tuple(t for index in indices if index in wanted for t in _blame_of(index, flow, shards))
         if built is None:
             call = shards.trace.calls[indices[0]]
-            result.refusals.append((f"{call.name} in {call.module} needs different work from run to run", blame))
+            result.refusals.append((NotPlaced("differs-between-runs", call.name, call.module), blame))
         else:
             result.calls += (built,)
             result.tensors += (blame,)
     result.random, result.random_whole = _random_modules(shards, flow)
     for module, left, right, _ in edits.broken_comparisons:
         blame = tuple(_sizes_in(left) | _sizes_in(right))
-        result.refusals.append((f"Python in {module or 'the model'} compares sizes that a split changes", blame))
+        result.refusals.append((NotPlaced("sizes-compared", module=module), blame))
     return result
 
 
@@ -206,7 +207,8 @@ def _wanted(
         | set(pieces)
     )
     for index in placement.inside_scales:
-        result.refusals.append(("whole rows of a partly split value, inside a module", _split_in(index, flow, shards)))
+        call = shards.trace.calls[index]
+        result.refusals.append((NotPlaced("mixed-inside", call.name, call.module), _split_in(index, flow, shards)))
     found = {}
     for index in sorted(indices):
         call = shards.trace.calls[index]
@@ -217,7 +219,7 @@ def _wanted(
         )  # fmt: skip
         if placement.inside_reductions.get(index) in ("sum", "mean") and len(flow.outputs[index]) != 1:
             result.refusals.append(
-                (f"a sum in {call.name}, which returns several values", _split_in(index, flow, shards))
+                (NotPlaced("several-values", call.name, call.module), _split_in(index, flow, shards))
             )
     return found
 
@@ -230,7 +232,7 @@ def _cuts(shards: Shards, flow: CallFlow, result: Scope) -> dict[int, tuple[Cut,
             for tensor in flow.inputs[index]:
                 info = shards.trace.tensors[tensor]
                 if info.kind in ("constant", "input") and shards.is_split(tensor):
-                    result.refusals.append((f"a ready-made constant meets a split axis in {call.module}", (tensor,)))
+                    result.refusals.append((NotPlaced("ready-made", call.name, call.module), (tensor,)))
             continue
         if made_in_shards(call, shards):
             continue

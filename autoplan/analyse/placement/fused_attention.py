@@ -12,6 +12,7 @@ from typing import Any
 
 from autoplan.analyse.shards import Shards
 from autoplan.values import Call, Ref, Symbolic, refs
+from autoplan.values.reasons import NotPlaced
 
 __all__ = ["argument", "obstacle"]
 
@@ -30,27 +31,27 @@ def argument(call: Call, name: str, default: Any = None) -> Any:
     return call.args[place] if len(call.args) > place else call.kwargs.get(name, default)
 
 
-def obstacle(call: Call, shards: Shards) -> str:
-    """Why ranks cannot run this call on their heads, or an empty string."""
+def obstacle(call: Call, shards: Shards) -> NotPlaced | None:
+    """Why ranks cannot run this call on their heads; None where they can."""
     given = [name for name in _ABSENT if argument(call, name) not in (None, False, 0, 0.0)]
     if given:
-        return f"{call.name} with {given[0]} is not known on a shard of the heads"
+        return NotPlaced("attention-argument", argument=given[0])
     mask = argument(call, "attn_mask")
     if isinstance(mask, Ref) and len(shards.trace.tensors[mask.id].shape) > 2:
-        return f"{call.name} has a mask for each head"
+        return NotPlaced("mask-of-each-head")
     if argument(call, "average_attn_weights", True) is False:
-        return f"{call.name} hands out the weights of each head"
+        return NotPlaced("weights-of-each-head")
     cut = [argument(call, name) for name in _CUT]
     others = {ref for ref in refs((call.args, call.kwargs, call.outputs))} - {w.id for w in cut if isinstance(w, Ref)}
     if any(map(shards.is_split, others)):
-        return f"{call.name} is given shards of something else than its weights"
+        return NotPlaced("shards-given")
     packed, _, out = cut
     width, heads = shards.trace.tensors[out.id].shape[1], _number(argument(call, "num_heads"))
     for rank in range(shards.tp):
         mine, own = _rows(shards, packed.id, 0, rank), _rows(shards, out.id, 1, rank)
         if mine != [part * width + row for part in range(3) for row in own] or not _whole(own, width // heads):
-            return f"{call.name} cuts its packed weight by itself, and not between heads"
-    return ""
+            return NotPlaced("cut-between-no-heads")
+    return None
 
 
 def _rows(shards: Shards, tensor: int, dim: int, rank: int) -> list[int]:

@@ -20,6 +20,7 @@ from autoplan.ops.experts import BOX
 from autoplan.ops.records.record import Linear, OpRecord, Reduction, Shows
 from autoplan.ops.records.sizes import Filled, Groups, MadeWhole
 from autoplan.values import Call, Op, Ref, Symbolic, refs
+from autoplan.values.reasons import NotPlaced
 
 __all__ = ["axis_lost_in", "made_of", "why_no_partial_sum", "why_sizes_differ"]
 
@@ -29,15 +30,17 @@ _MOST_DIMS = 6
 _NEAR_SIZES = (0, 1, -1)
 
 
-def why_no_partial_sum(call: Call, shards: Shards, kinds: Mapping[int, Reduction], bias: int | None) -> str:
-    """Why the sums inside a call (op index -> kind) do not leave it as one partial sum; empty if they do.
+def why_no_partial_sum(
+    call: Call, shards: Shards, kinds: Mapping[int, Reduction], bias: int | None
+) -> NotPlaced | None:
+    """Why the sums inside a call (op index -> kind) do not leave it as one partial sum; None if they do.
 
     `bias`: what the call adds to its sum, and each rank adds its share of.
     """
     if len(set(kinds.values())) > 1:
-        return f"several kinds of sums within {call.name}"
+        return NotPlaced("sums-of-several-kinds")
     if not set(kinds.values()) <= {Reduction.SUM, Reduction.MEAN}:
-        return ""
+        return None
     partial = set() if bias is None else {bias}
     for index in range(*call.ops):
         op = shards.trace.ops[index]
@@ -45,16 +48,16 @@ def why_no_partial_sum(call: Call, shards: Shards, kinds: Mapping[int, Reduction
         here = [tensor for tensor in inputs if tensor in partial]
         if index in kinds:
             if not set(here) <= {bias} or _adds_whole(op, partial):
-                return f"within {call.name}, {op.name} adds something else to a partial sum"
+                return NotPlaced("added-to-partial", op=op.name)
         elif here and (any(map(shards.is_split, (*inputs, *outputs))) or not _is_linear(op, partial, shards)):
-            return f"within {call.name}, {op.name} works on a partial sum"
+            return NotPlaced("partial-is-read", op=op.name)
         if here or index in kinds:
             partial.update(outputs)
     apart = [t for t in refs(call.outputs) if t not in partial and shards.trace.tensors[t].differentiable]
     if apart and any(t in partial for t in refs(call.outputs)):
-        return f"only some results of {call.name} are partial sums"
+        return NotPlaced("some-results-partial")
     counted = _count_in(call, shards) if kinds else None
-    return f"within {call.name}, {counted:g} is counted along a split axis" if counted is not None else ""
+    return NotPlaced("counted", count=counted) if counted is not None else None
 
 
 def _adds_whole(op: Op, partial: set[int]) -> bool:
@@ -155,11 +158,11 @@ def _keeps_what_it_reads(known: OpRecord) -> bool:
     return not (groups or made or parts or known.shows is Shows.PICKED)
 
 
-def why_sizes_differ(call: Call, shards: Shards) -> str:
-    """Why a call that gives one value the sizes of another would do otherwise on shares; empty if it would not."""
+def why_sizes_differ(call: Call, shards: Shards) -> NotPlaced | None:
+    """Why a call that gives one value the sizes of another would do otherwise on shares; None if it would not."""
     ops = shards.trace.ops[slice(*call.ops)]
     if not ops or not any(map(shards.is_split, refs((call.args, call.kwargs, call.outputs)))):
-        return ""
+        return None
     known = call_record(call.name)
     like_another = known.linear is Linear.FIRST and known.shows in (Shows.RESHAPED, Shows.VIEWED)
     like_another = like_another or call.name == "diff"  # what is put before or behind is as long as the rest
@@ -168,12 +171,12 @@ def why_sizes_differ(call: Call, shards: Shards) -> str:
     layouts = {shards.layouts(tensor) for tensor in outputs}
     for tensor in refs((call.args, call.kwargs)):
         if like_another and tensor not in read and layouts - {shards.layouts(tensor)}:
-            return f"{call.name} takes sizes from a value that is cut otherwise"
+            return NotPlaced("sizes-of-another")
         if call.name in _AS_MANY_AS_LONG and shards.layouts(tensor)[-1] is not None:
-            return f"{call.name} reads off how long a value is that is cut"
+            return NotPlaced("length-is-read")
     if call.name in _OF_EACH_OTHER and any(_stretched(op, call, shards) for op in ops):
-        return f"{call.name} stretches a whole value along a split axis"
-    return ""
+        return NotPlaced("stretched")
+    return None
 
 
 def _stretched(op: Op, call: Call, shards: Shards) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from autoplan.analyse.placement.callflow import Crossing
 from autoplan.ops.records.record import Reduction
 from autoplan.values import Boundary
+from autoplan.values.reasons import NotPlaced
 
 __all__ = ["Placement", "Refusal"]
 
@@ -20,7 +21,7 @@ class Refusal:
     """Something that no mechanism can place: the call's index and why, and the tensors whose split is to blame."""
 
     call: int
-    why: str
+    why: NotPlaced
     tensors: tuple[int, ...]
 
 

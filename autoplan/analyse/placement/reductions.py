@@ -14,21 +14,23 @@ from autoplan.analyse.placement.inside_calls import axis_lost_in, why_no_partial
 from autoplan.analyse.shards import Shards
 from autoplan.ops import call_record, op_record
 from autoplan.ops.records.on_shards import SplitOp
-from autoplan.ops.records.record import Reduction, Refused
+from autoplan.ops.records.record import Reduction
 from autoplan.values import Call, Op, Ref, Trace, refs
+from autoplan.values.not_placed import Unplaceable
+from autoplan.values.reasons import NotPlaced
 
 __all__ = ["gathered_dim", "lengths_in", "reduction_of", "row_bias_of"]
 
 _SHARED = (Reduction.SUM, Reduction.MEAN, Reduction.NORM, Reduction.VARIANCE, Reduction.LENGTH)
 
 
-def reduction_of(call: Call, shards: Shards, gathered: frozenset[int]) -> Reduction | Refused | None:
+def reduction_of(call: Call, shards: Shards, gathered: frozenset[int]) -> Reduction | NotPlaced | None:
     """What ranks do together for a call, if anything."""
     known = call_record(call.name)
     if known.pays is Reduction.ATTENTION:
         why = obstacle(call, shards)
-        return Refused(why) if why else known.pays
-    if isinstance(known.pays, Refused):
+        return why or known.pays
+    if isinstance(known.pays, NotPlaced):
         return known.pays
     kinds: dict[int, Reduction] = {}
     for index in range(*call.ops):
@@ -37,10 +39,10 @@ def reduction_of(call: Call, shards: Shards, gathered: frozenset[int]) -> Reduct
             return Reduction.GATHER
         here = op_record(op.name).reduces(SplitOp(shards, op))
         if here is None and known.pays is None and axis_lost_in(op, shards):
-            return Refused(f"{op.name} over a split dimension")
+            return NotPlaced("across", op=op.name)
         if here is not None:
             here = known.pays or here
-            if isinstance(here, Refused):
+            if isinstance(here, NotPlaced):
                 return here
             kinds[index] = here
     return _together(call, kinds, shards)
@@ -56,25 +58,25 @@ def _brings_shares(call: Call, shards: Shards) -> bool:
     return found is None or found[0] != str(None)
 
 
-def _together(call: Call, kinds: dict[int, Reduction], shards: Shards) -> Reduction | Refused | None:
+def _together(call: Call, kinds: dict[int, Reduction], shards: Shards) -> Reduction | NotPlaced | None:
     """What ranks do for a call as a whole, given what its ops (by index) want."""
     known, found = call_record(call.name), next(reversed(kinds.values()), None)
     why = why_no_partial_sum(call, shards, kinds, row_bias_of(call, found)) or why_sizes_differ(call, shards)
     if why:
-        return Refused(why)
+        return why
     if found in _UNSETTLED and found not in (known.settles, known.pays):
-        return Refused(_UNSETTLED[found].format(call.name))
+        return NotPlaced(_UNSETTLED[found])
     if found in _SHARED and _counts_twice(call, shards):
-        return Refused("a sum over an axis that several ranks hold together")
+        return NotPlaced("held-together")
     return found
 
 
 # What is done in the place of a whole call, which must be known for it.
-_UNSETTLED = {
-    Reduction.ROW: "a row of a split table that is taken otherwise than by table[number]",
-    Reduction.LENGTH: "lengths over a split axis within {}",
-    Reduction.NORM: "a norm over a split axis within {}",
-    Reduction.VARIANCE: "a variance over a split axis within {}",
+_UNSETTLED: dict[Reduction, Unplaceable] = {
+    Reduction.ROW: "row-otherwise",
+    Reduction.LENGTH: "length-inside",
+    Reduction.NORM: "norm-inside",
+    Reduction.VARIANCE: "variance-inside",
 }
 
 
@@ -103,7 +105,7 @@ def gathered_dim(call: Call, shards: Shards) -> tuple[str, int] | None:
     return str(shards.layouts(weight.id)[own]), out if out < 0 else out - dims
 
 
-def row_bias_of(call: Call, reduction: str | Refused | None) -> int | None:
+def row_bias_of(call: Call, reduction: str | NotPlaced | None) -> int | None:
     """The bias a call adds to a partial sum: each rank must add its part only."""
     if reduction == Reduction.ATTENTION:
         bias = argument(call, "out_proj_bias")

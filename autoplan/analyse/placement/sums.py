@@ -31,7 +31,7 @@ from autoplan.analyse.placement.partial_gradients import PartialGradients
 from autoplan.analyse.placement.placement import Placement, Refusal
 from autoplan.analyse.placement.reductions import gathered_dim, reduction_of, row_bias_of
 from autoplan.analyse.shards import Shards
-from autoplan.ops.records.record import Reduction, Refused
+from autoplan.ops.records.record import Reduction
 from autoplan.values import (
     AllGather,
     AllReduce,
@@ -42,7 +42,9 @@ from autoplan.values import (
     Ref,
     ScaleGradient,
     WithholdPartial,
+    replace,
 )
+from autoplan.values.reasons import NotPlaced
 
 __all__ = ["place"]
 
@@ -97,13 +99,12 @@ class _Placer:
         call, shards = self.trace.calls[index], self.shards
         inputs = self.flow.inputs[index]
         if split := tuple(t for t in self.flow.unseen.get(index, ()) if shards.is_split(t)):
-            text = f"no call is seen to hand on its values, as under torch.vmap ({call.name} in {call.module})"
-            self.result.refusals.append(Refusal(index, text, split))
+            self.result.refusals.append(Refusal(index, NotPlaced("call-not-seen", call.name, call.module), split))
         if not any(shards.is_split(t) for t in (*inputs, *self.flow.outputs[index])):
             return
         reduction = reduction_of(call, shards, gathered)
-        if isinstance(reduction, Refused):
-            self._refuse(index, reduction.reason)
+        if isinstance(reduction, NotPlaced):
+            self._refuse(index, reduction)
         elif reduction:
             self.reductions[index] = reduction
         bias = row_bias_of(call, reduction)
@@ -121,13 +122,13 @@ class _Placer:
         made = made_of(self.trace.calls[index], tensor, self.shards) & self.flow.carries
         whole = {result for result in made if not self.shards.is_split(result)}
         if whole and whole != made:
-            self._refuse(index, "a whole value goes into results that are cut and into others that are not")
+            self._refuse(index, NotPlaced("into-whole-and-cut"))
         return not whole
 
-    def _refuse(self, index: int, why: str) -> None:
+    def _refuse(self, index: int, why: NotPlaced) -> None:
         tensors = tuple(t for t in (*self.flow.inputs[index], *self.flow.outputs[index]) if self.shards.is_split(t))
         call = self.trace.calls[index]
-        self.result.refusals.append(Refusal(index, f"{why} ({call.name} in {call.module or 'the model'})", tensors))
+        self.result.refusals.append(Refusal(index, replace(why, call=call.name, module=call.module), tensors))
 
     # ------------------------------------------------------------------ the order of work
 
@@ -152,7 +153,7 @@ class _Placer:
                 continue
             output = next((t for t in self.flow.outputs[index]), None)
             if output is None:
-                self._refuse(index, "a sum over a split axis written in place")
+                self._refuse(index, NotPlaced("written-in-place"))
                 continue
             if kind in (Reduction.ATTENTION, Reduction.VARIANCE, Reduction.LENGTH, Reduction.ROW):
                 self.result.inside_reductions[index] = kind
@@ -182,7 +183,7 @@ class _Placer:
         """A distributed norm sums its statistics forward and backward itself; its whole inputs need no further sum."""
         for tensor in self.flow.inputs[index]:
             if not self.shards.is_split(tensor) and index in self.gradients.partial.get(tensor, ()):
-                self._refuse(index, "a norm over a split axis with a weight that is whole")
+                self._refuse(index, NotPlaced("norm-weight-whole"))
 
     def _place_embedding(self, index: int, output: int) -> None:
         call = self.trace.calls[index]
@@ -199,7 +200,7 @@ class _Placer:
             if call.name == "embedding":
                 self.result.inside_reductions[index] = Reduction.EMBEDDING
             else:
-                self._refuse(index, "a table looked up by rows outside a module of its own")
+                self._refuse(index, NotPlaced("table-outside-module"))
             return
         self._multiplied(way)
         self.result.embeddings[index] = crossing
@@ -209,7 +210,7 @@ class _Placer:
         crossing = self.hook_points.leaving(output, index)
         product = gathered_dim(call, self.shards)
         if product is None:
-            self._refuse(index, "a product to gather that is neither a matrix product nor a convolution")
+            self._refuse(index, NotPlaced("no-product-to-gather"))
             return
         if crossing is None or crossing.module != call.module:
             self.result.inside_reductions[index] = Reduction.GATHER
@@ -256,7 +257,7 @@ class _Placer:
         if bias is None:
             return
         if self._bias_is_read_elsewhere(index):
-            self._refuse(index, "a bias added to a partial sum that is not a parameter of its own")
+            self._refuse(index, NotPlaced("bias-of-others"))
         else:
             self.result.divided_biases.add(bias)
 
@@ -299,11 +300,11 @@ class _Placer:
         """Every rank has the full gradient of the whole rows: 1/tp of it is a part, and parts can be summed."""
         uses = self.gradients.uses[tensor]
         if any(u in self.gradients.partial.get(tensor, ()) for u in uses):
-            self._refuse(producer, "whole rows of a partly split value with partial and full gradients")
+            self._refuse(producer, NotPlaced("mixed-gradients"))
             return
         for use in uses:  # what left the mixed value downstream must leave nothing upstream that nobody sums
             if any(t in self.gradients.pushed for t in self.flow.outputs[use]):
-                self._refuse(producer, "a partial gradient that cannot pass a partly split value")
+                self._refuse(producer, NotPlaced("partial-cannot-pass"))
                 return
         crossing = self.hook_points.leaving(tensor, producer)
         dim = next(d for d, found in enumerate(self.shards.layouts(tensor)) if found is not None)
@@ -333,7 +334,7 @@ class _Placer:
                 for crossing in self.gradients.cover(tensor):
                     self.result.at_input(crossing, AllReduceGradient)
             elif self.shards.is_mixed(tensor):
-                self._refuse(min(calls), "a partial gradient of whole rows with nowhere to go")
+                self._refuse(min(calls), NotPlaced("partial-nowhere"))
             else:
                 for call in calls:
                     self.result.inside_copies[call].add(tensor)
@@ -344,7 +345,7 @@ class _Placer:
             if uses <= calls:
                 self.result.shared_parameters.add(tensor)
             else:
-                self._refuse(min(calls), "a partly split parameter with partial and full gradients")
+                self._refuse(min(calls), NotPlaced("parameter-mixed-gradients"))
         elif uses <= calls:
             self.result.summed_parameters.add(tensor)
         else:

@@ -24,6 +24,7 @@ from autoplan.common.layout import Layout
 from autoplan.ops import call_record, op_record
 from autoplan.ops.records.record import Shows
 from autoplan.values import AllGather, Op, Ref, SplitLogits, Trace, VocabularyTable, refs
+from autoplan.values.reasons import NotPlaced
 
 __all__ = [
     "gathered_leaves",
@@ -240,8 +241,7 @@ def refuse_unplaced_logits(
     """A loss inside forward needs whole logits; they can be gathered only where a module returns them."""
     for _, _, tensor, dim, _ in _split_outputs(trace, shards):
         if _is_logits(tensor, dim, shards, vocabulary) and _head_crossing(tensor, flow, shards) is None:
-            why = "the head's product is not what a module returns, so it could not be gathered for a loss"
-            placement.refusals.append(Refusal(-1, why, (tensor,)))
+            placement.refusals.append(Refusal(-1, NotPlaced("logits-not-returned"), (tensor,)))
 
 
 def _split_outputs(trace: Trace, shards: Shards) -> Iterator[tuple[str, tuple[Any, ...], int, int, Layout]]:

@@ -10,7 +10,7 @@ could not be tried.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -213,11 +213,19 @@ class Subject:
         return "warn" if self.numbers is None else "error" if self.is_wrong else "note"
 
     def suspect(
-        self, check: str, where: str, message: str, hint: str = "", *, names: Iterable[str] = (), bytes: int = 0
+        self,
+        check: str,
+        where: str | tuple[str, ...],
+        message: str,
+        hint: str = "",
+        *,
+        names: Iterable[str] = (),
+        bytes: int = 0,
     ) -> Finding:
         """A finding that is an error only if the run says so.
 
-        `names` are the tensors that it is about: where every output is exact, theirs must be among the wrong gradients.
+        `where`: the pattern that it is about, or all of them. `names` are the tensors that it is about: where every
+        output is exact, theirs must be among the wrong gradients.
         """
         level: Level = "note" if self.is_wrong and self._cleared(names) else self.level
         text = {
@@ -225,7 +233,10 @@ class Subject:
             "warn": f"{message} (not tried on ranks: {self.unproven})",
             "note": f"{message}; yet it is exact on simulated ranks",
         }[level]
-        return Finding(check, level, where, text, hint, bytes, self.proof(names) if level == "error" else "")
+        proof = self.proof(names) if level == "error" else ""
+        if isinstance(where, str):
+            return Finding(check, level, where, text, hint, bytes, proof)
+        return Finding(check, level, few(where), text, hint, bytes, proof, places=where)
 
     def _cleared(self, names: Iterable[str]) -> bool:
         """Did the run show that these tensors are right, although others are wrong?"""
@@ -239,15 +250,23 @@ class Subject:
 
     # -------------------------------------------------------------------------------------------- saying it
 
-    def folded(self, names: Iterable[str]) -> str:
+    def patterns(self, names: Iterable[str]) -> tuple[str, ...]:
         """Names of parameters or modules as few patterns."""
         wanted = list(dict.fromkeys(names))
         universe = self.parameters if any(name in self.parameters for name in wanted) else self.modules
-        patterns = fold_names(wanted, universe)
-        return ", ".join(patterns[:3]) + (f" and {len(patterns) - 3} more" if len(patterns) > 3 else "")
+        return tuple(fold_names(wanted, universe))
+
+    def folded(self, names: Iterable[str]) -> str:
+        """The first of these patterns, as text."""
+        return few(self.patterns(names))
 
     def lines_with(self, *styles: str) -> Iterator[Line]:
         return (line for line in self.plan.lines if line.style in styles)
+
+
+def few(patterns: Sequence[str]) -> str:
+    """The first three, as text."""
+    return ", ".join(patterns[:3]) + (f" and {len(patterns) - 3} more" if len(patterns) > 3 else "")
 
 
 @lru_cache(maxsize=1024)

@@ -19,7 +19,7 @@ __all__ = ["held_bytes", "unsplit_share", "verdicts"]
 
 def verdicts(subject: Subject, findings: Iterable[Finding]) -> dict[str, str]:
     """The verdict of every line, by pattern."""
-    errors = [finding.where for finding in findings if finding.level == "error"]
+    errors = [place for finding in findings if finding.level == "error" for place in finding.about]
     dead = {finding.where for finding in findings if finding.check == "dead-keys"}
     return {
         line.pattern: "dead" if line.pattern in dead else _verdict(subject, line, errors) for line in subject.plan.lines
@@ -29,7 +29,7 @@ def verdicts(subject: Subject, findings: Iterable[Finding]) -> dict[str, str]:
 def _verdict(subject: Subject, line: Line, errors: list[str]) -> str:
     weights = subject.of_line(line)
     names = [name for weight in weights for name in weight.names]
-    if any(_concerns(where, line, names) for where in errors):
+    if any(place == line.pattern or any(is_under(place, name) for name in names) for place in errors):
         return "wrong"
     kinds = {_kind(subject, weight) for weight in weights if weight.is_matrix} or {
         _kind(subject, weight) for weight in weights
@@ -42,12 +42,6 @@ def _verdict(subject: Subject, line: Line, errors: list[str]) -> str:
     if kinds <= {"same"}:
         return "dearer" if gathers else "same"
     return "dearer" if kinds <= {"same", "whole"} else "different"
-
-
-def _concerns(where: str, line: Line, names: list[str]) -> bool:
-    """Is a finding at `where` (patterns of modules or parameters, with commas) about this line?"""
-    places = [place.strip() for place in where.split(",") if place.strip()]
-    return any(place == line.pattern or any(is_under(place, name) for name in names) for place in places)
 
 
 def _kind(subject: Subject, weight: Weight) -> str:

@@ -1,4 +1,4 @@
-"""What a module's split costs at run time, in words: which sums and gathers happen because of it.
+"""What a module's split costs at run time: which sums and gathers happen because of it.
 
 A sum of input gradients often sits upstream of the module, shared by several projections that read one value (the
 norm before q, k and v): it is told at each of them, with the others named.
@@ -13,7 +13,7 @@ from autoplan.analyse.solve import Solution
 from autoplan.common.patterns import is_under
 from autoplan.decide.matching.match import TRANSPARENT
 from autoplan.decide.matching.naming import Reading
-from autoplan.values import Boundary, CallRewrite, Instruction, ParameterFact, Spread
+from autoplan.values import Boundary, CallRewrite, Cost, Instruction, ParameterFact, Spread
 
 __all__ = ["Costs"]
 
@@ -49,19 +49,19 @@ class Costs:
         readings: list[Reading],
         *,
         ends_here: bool = True,
-    ) -> tuple[str, ...]:
+    ) -> tuple[Cost, ...]:
         """Every cost of one module, forward ones first.
 
         `ends_here`: the module's output is these parameters' product. (Of experts' two weights only the second's is.)
         """
-        here = (one for one in self.runtime.instructions if one.pattern == module and one.cost)
-        found = [one.cost for one in here if self._is_of_product(one, ends_here)]
+        here = (one for one in self.runtime.instructions if one.pattern == module)
+        found = [one.cost for one in here if one.cost is not None and self._is_of_product(one, ends_here)]
         found += self._sum_further_out(module) if ends_here else []
         found += self._input_gradient(module, readings)
         for name, fact in facts:
             if fact.gradient != "local":
-                rows = " on shared rows" if fact.gradient == "shared" else ""
-                found.append(f"sum of the gradient of {name.rpartition('.')[2]}{rows} (backward)")
+                own, shared = name.rpartition(".")[2], fact.gradient == "shared"
+                found.append(Cost("sum", "parameter-gradient", parameter=own, shared_rows=shared))
         return tuple(dict.fromkeys(found))
 
     def _is_of_product(self, one: Instruction, ends_here: bool) -> bool:
@@ -70,7 +70,7 @@ class Costs:
             return one is self.calls.get(one.pattern)
         return not isinstance(one, Boundary) or (ends_here and one.side == "output")
 
-    def _sum_further_out(self, module: str) -> list[str]:
+    def _sum_further_out(self, module: str) -> list[Cost]:
         """A partial sum that travels to a module around this one, where others join it."""
         if module not in self.summing or module in self.calls:
             return []
@@ -80,10 +80,10 @@ class Costs:
         if place == module:
             return []
         others = [name for name in self.summing if name != module and is_under(place, name) and name not in sites]
-        shared = f", shared with {', '.join(_seen_from(module, other) for other in others)}" if others else ""
-        return [f"sum of the output (forward), where {place.rpartition('.')[2]} returns it{shared}"]
+        shared = tuple(_seen_from(module, other) for other in others)
+        return [Cost("sum", at=place.rpartition(".")[2], shared_with=shared)]
 
-    def _input_gradient(self, module: str, readings: list[Reading]) -> list[str]:
+    def _input_gradient(self, module: str, readings: list[Reading]) -> list[Cost]:
         sources = {source for reading in readings for source in self.flow.predecessors(reading.box)} & self.copied
         if not sources:
             return []
@@ -93,8 +93,7 @@ class Costs:
             for node in self._readers(source)
             if node.parameters and node.module != module
         )
-        shared = f", shared with {', '.join(others)}" if others else ""
-        return [f"sum of the input gradient (backward){shared}"]
+        return [Cost("sum", "input-gradient", shared_with=tuple(others))]
 
     def _readers(self, box: int) -> list[Node]:
         found: list[Node] = []

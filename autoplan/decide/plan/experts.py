@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from autoplan.common.patterns import matches
-from autoplan.decide.plan.folding import Names
+from autoplan.decide.plan.folding import Names, starred
 from autoplan.decide.rulebook.read import rule_named
 from autoplan.values import Capabilities, Finding, LocalExperts, Plan
+from autoplan.values.reasons import Reason
 
 if TYPE_CHECKING:
     from autoplan.analyse.solve import Solution
@@ -34,9 +35,9 @@ def expert_findings(plan: Plan, solution: Solution) -> tuple[Finding, ...]:
 
 def _findings(plan: Plan, solution: Solution) -> Iterator[Finding]:
     names = Names(solution.trace)
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[Reason, list[str]] = {}
     for module, why in solution.experts_inside:
-        reasons.setdefault(str(why).replace(f"{module}.", ""), []).append(module)
+        reasons.setdefault(why.with_paths(starred), []).append(module)
     for reason, modules in reasons.items():
         for pattern in names.fold(modules):
             yield Finding(_CHECK, "warn", pattern, f"not placed on different ranks: {reason}", _HINT)

@@ -23,7 +23,18 @@ from autoplan.decide.plan.folding import Names, fold_runtime, starred
 from autoplan.decide.plan.reasons import reason_text, units_text, whole_text
 from autoplan.decide.plan.styles import style_of
 from autoplan.decide.rulebook.read import GENERIC, Rule, load_rules
-from autoplan.values import Entry, Finding, IntegerEdit, LocalExperts, Obstacle, ParameterFact, Plan, Replicated, Stack
+from autoplan.values import (
+    Cost,
+    Entry,
+    Finding,
+    IntegerEdit,
+    LocalExperts,
+    Obstacle,
+    ParameterFact,
+    Plan,
+    Replicated,
+    Stack,
+)
 from autoplan.values.reasons import GradientSummed, NothingToSplit, Reason
 
 __all__ = ["make_plan"]
@@ -186,7 +197,7 @@ def _fold_entries(drafts: list[_Draft], names: Names) -> Iterator[Entry]:
     Who shares a sum may differ between blocks of one kind (a layer with a compressor, one without): that is said once.
     """
     groups: dict[Entry, list[str]] = {}
-    costs: dict[Entry, dict[str, None]] = {}
+    costs: dict[Entry, dict[Cost, None]] = {}
     axes: dict[Entry, set[int]] = {}
     for draft in drafts:
         same = replace(draft.entry, pattern="", reduces=())
@@ -205,15 +216,12 @@ def _obstacles(solution: Solution, drafts: list[_Draft], names: Names) -> tuple[
     split = {starred(draft.entry.pattern) for draft in drafts}
     modules = [module for module in solution.trace.module_classes if starred(module) in split]
     edited = {(edit.pattern, edit.name) for edit in solution.runtime.of(IntegerEdit)}
-    groups: dict[tuple[str, str, str], list[Obstacle]] = {}
+    groups: dict[Obstacle, list[str]] = {}
     for found in obstacles(solution.trace, modules):
         if (found.pattern, found.attribute) not in edited:
-            groups.setdefault((starred(found.pattern), found.kind, starred(found.why)), []).append(found)
-    return tuple(
-        replace(same[0], pattern=pattern, why=why)
-        for (_, _, why), same in groups.items()
-        for pattern in names.fold([found.pattern for found in same])
-    )
+            same = replace(found, pattern=starred(found.pattern), by=starred(found.by))
+            groups.setdefault(same, []).append(found.pattern)
+    return tuple(replace(same, pattern=pattern) for same, modules in groups.items() for pattern in names.fold(modules))
 
 
 def _replicated(solution: Solution, named: dict[str, Naming], names: Names) -> Iterator[Replicated]:

@@ -15,7 +15,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from autoplan.values import Entry
+from autoplan.values import Cost, Entry
 
 __all__ = ["EntryTable"]
 
@@ -80,17 +80,18 @@ def _row(entry: Entry, module: str, above: Sequence[str]) -> Row:
         "role": entry.role,
         "units": entry.units,
         "cut": _cut(entry),
-        "sums": "\n".join(dict.fromkeys(_sum(text, above) for text in entry.reduces)),
+        "sums": "\n".join(dict.fromkeys(_sum(cost, above) for cost in entry.reduces)),
         "source": entry.source,
         "proof": entry.proof,
     }
 
 
-def _sum(text: str, above: Sequence[str]) -> str:
+def _sum(cost: Cost, above: Sequence[str]) -> str:
     """Short, as the column says "sums"; one that several projections share is told at the first of them."""
-    what, shared, others = text.removeprefix("sum of the ").partition(", shared with ")
-    told = [other for other in others.split(", ") if other in above]
-    return f"shared with {told[0]}" if shared and told else what
+    told = [other for other in cost.shared_with if other in above]
+    if told:
+        return f"shared with {told[0]}"
+    return cost.what if cost.does == "sum" and cost.of != "call" else cost.done
 
 
 def _cut(entry: Entry) -> str:

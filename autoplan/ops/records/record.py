@@ -20,6 +20,7 @@ from typing import Any, Literal
 from autoplan.ops.records.on_shards import Local, SplitOp, as_written
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES, Sizes
+from autoplan.values.reasons import NotPlaced
 
 __all__ = [
     "ALWAYS",
@@ -34,7 +35,6 @@ __all__ = [
     "PythonCall",
     "Random",
     "Reduction",
-    "Refused",
     "Runs",
     "Shows",
     "by_rate",
@@ -61,13 +61,6 @@ class Reduction(StrEnum):
     ROW = "row"  # the same for one row, told by its number
     GATHER = "gather"  # a product whose result is put together, by decision
     ATTENTION = "attention"  # projections and attention in one call, on a rank's heads
-
-
-@dataclass(frozen=True)
-class Refused:
-    """Ranks cannot run this on their shards, and why."""
-
-    reason: str
 
 
 class Linear(StrEnum):
@@ -179,7 +172,7 @@ class Drawn(StrEnum):
 
 
 Dims = Callable[[Site], Answer]
-Reduces = Callable[[SplitOp], Reduction | Refused | None]
+Reduces = Callable[[SplitOp], Reduction | NotPlaced | None]
 Runs = Callable[[Local], Any]
 
 
@@ -219,7 +212,7 @@ class PythonCall:
     product: Product | None = None
     along: Along | None = None
     alike: bool = False
-    pays: Reduction | Refused | None = None
+    pays: Reduction | NotPlaced | None = None
     settles: Reduction | None = None
     divides: bool = False
     loss_of_columns: bool = False
@@ -281,7 +274,7 @@ def python_call(
     shows: Shows | None = None,
     product: Product | None = None,
     along: Along | None = None,
-    pays: Reduction | Refused | None = None,
+    pays: Reduction | NotPlaced | None = None,
     settles: Reduction | None = None,
     divides: bool = False,
     loss_of_columns: bool = False,

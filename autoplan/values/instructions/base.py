@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar, TypeVar
 
+from autoplan.values.costs import Cost
+
 __all__ = [
     "INSTRUCTIONS",
     "Amount",
@@ -81,7 +83,7 @@ class Instruction:
     """One thing done at the modules that `pattern` means. Kinds derive from one of the bases below this one.
 
     A kind says of itself, once for all of its instructions: `takes` and `gives` (how the value lies on ranks before and
-    after), `says` (what it does, as `explain` tells it), `cost` (what it costs a module that it stands at, "" where
+    after), `says` (what it does, as `explain` tells it), `cost` (what it costs a module that it stands at, None where
     that is told elsewhere), `in_styles` (do the styles of other systems do this by themselves?) and `collectives`.
     """
 
@@ -90,7 +92,7 @@ class Instruction:
     takes: ClassVar[Spread]
     gives: ClassVar[Spread]
     says: ClassVar[str]
-    cost: ClassVar[str]
+    cost: ClassVar[Cost | None]
     in_styles: ClassVar[bool]
     collectives: ClassVar[tuple[Move, ...]]
 

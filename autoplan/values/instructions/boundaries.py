@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from autoplan.values.costs import Cost
 from autoplan.values.instructions.base import Collective, Instruction, Move, Spread, instruction
 
 __all__ = [
@@ -66,7 +67,7 @@ class AllReduceGradient(Boundary):
     takes = Spread.REPLICATE
     gives = Spread.PARTIAL_GRADIENT
     says = "the gradient of {what} is summed over ranks (backward)"
-    cost = ""  # told at each module that reads the value
+    cost = None  # told at each module that reads the value
     turn = 4
     gradients_only = True
     collectives = (Move(Collective.ALL_REDUCE, backward=True),)
@@ -80,7 +81,7 @@ class AllReduce(Boundary):
     takes = Spread.PARTIAL
     gives = Spread.REPLICATE
     says = "{what} is summed over ranks (forward)"
-    cost = "sum of the output (forward)"
+    cost = Cost("sum")
     turn = 1
     collectives = (Move(Collective.ALL_REDUCE),)
 
@@ -93,7 +94,7 @@ class MeanOverRanks(Boundary):
     takes = Spread.PARTIAL
     gives = Spread.REPLICATE
     says = "{what} is averaged over ranks (forward)"
-    cost = ""
+    cost = None
     turn = 1
     collectives = (Move(Collective.ALL_REDUCE),)
 
@@ -112,7 +113,7 @@ class ScaleGradient(Boundary):
     takes = Spread.PARTIAL_GRADIENT
     gives = Spread.REPLICATE
     says = "the gradient of {what} is divided by {tp} where every rank holds the value (backward)"
-    cost = ""
+    cost = None
     turn = 5
     gradients_only = True
     collectives = ()
@@ -129,7 +130,7 @@ class AllGather(Boundary):
     takes = Spread.SHARD
     gives = Spread.REPLICATE
     says = "{what} is gathered from all ranks (forward), its gradient sliced (backward)"
-    cost = "gather of the output (forward)"
+    cost = Cost("gather")
     turn = 2
     at_exit = True
     collectives = (Move(Collective.ALL_GATHER),)
@@ -149,7 +150,7 @@ class WithholdPartial(Boundary):
     takes = Spread.PARTIAL
     gives = Spread.REPLICATE
     says = "{what} is withheld (forward), and summed together with the branch that follows"
-    cost = "sum of the output (forward), shared with the branch that runs after it"
+    cost = Cost("sum", with_next_branch=True)
     turn = 1
     collectives = ()  # the branch that joins it does the sum
 
@@ -162,6 +163,6 @@ class JoinPartial(Boundary):
     takes = Spread.PARTIAL
     gives = Spread.PARTIAL
     says = "to {what} is added what the branch before it withheld (forward)"
-    cost = ""
+    cost = None
     turn = 0
     collectives = ()

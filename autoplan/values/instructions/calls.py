@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from autoplan.values.costs import Cost
 from autoplan.values.instructions.base import Amount, Collective, Instruction, Move, Spread, instruction
 
 __all__ = [
@@ -141,7 +142,7 @@ class RewriteCall(CallRewrite):
     takes = Spread.ANY
     gives = Spread.ANY
     says = ""
-    cost = ""
+    cost = None
     collectives = ()
 
 
@@ -153,7 +154,7 @@ class SumCall(CallRewrite):
     takes = Spread.SHARD
     gives = Spread.REPLICATE
     says = "output summed over ranks"
-    cost = "sum inside the module (forward)"
+    cost = Cost("sum", "call")
     collectives = (Move(Collective.ALL_REDUCE),)
 
 
@@ -165,7 +166,7 @@ class MeanCall(CallRewrite):
     takes = Spread.SHARD
     gives = Spread.REPLICATE
     says = "output averaged over ranks"
-    cost = "mean inside the module (forward)"
+    cost = Cost("mean", "call")
     collectives = (Move(Collective.ALL_REDUCE),)
 
 
@@ -183,7 +184,7 @@ class NormCall(CallRewrite):
     takes = Spread.SHARD
     gives = Spread.SHARD
     says = "statistics summed over ranks (norm)"
-    cost = "norm inside the module (forward)"
+    cost = Cost("norm", "call")
     collectives = (Move(Collective.ALL_REDUCE, Amount.ROWS), Move(Collective.ALL_REDUCE, Amount.ROWS, backward=True))
 
     @property
@@ -208,7 +209,7 @@ class VarianceCall(CallRewrite):
     takes = Spread.SHARD
     gives = Spread.REPLICATE
     says = "each rank's mean and variance gathered"
-    cost = "variance inside the module (forward)"
+    cost = Cost("variance", "call")
     collectives = (Move(Collective.ALL_GATHER, Amount.MEAN_AND_VARIANCE),)
 
     def problem(self, ranks: int) -> str:
@@ -230,7 +231,7 @@ class LengthCall(CallRewrite):
     takes = Spread.SHARD
     gives = Spread.REPLICATE
     says = "squares summed over ranks (length)"
-    cost = "length inside the module (forward)"
+    cost = Cost("length", "call")
     collectives = (Move(Collective.ALL_REDUCE, Amount.LENGTHS),)
 
     @property
@@ -249,7 +250,7 @@ class EmbeddingCall(CallRewrite):
     takes = Spread.REPLICATE
     gives = Spread.REPLICATE
     says = "ids of other ranks masked, rows summed over ranks"
-    cost = "embedding inside the module (forward)"
+    cost = Cost("embedding", "call")
     collectives = (Move(Collective.ALL_REDUCE),)
 
 
@@ -263,7 +264,7 @@ class RowCall(CallRewrite):
     takes = Spread.SHARD
     gives = Spread.REPLICATE
     says = "row of the rank that has it summed over ranks"
-    cost = "row inside the module (forward)"
+    cost = Cost("row", "call")
     collectives = (Move(Collective.ALL_REDUCE),)
 
 
@@ -278,7 +279,7 @@ class GatherCall(CallRewrite):
     takes = Spread.REPLICATE
     gives = Spread.REPLICATE
     says = "output gathered from all ranks"
-    cost = "gather inside the module (forward)"
+    cost = Cost("gather", "call")
     collectives = (Move(Collective.ALL_GATHER),)
 
 
@@ -290,7 +291,7 @@ class AttentionCall(CallRewrite):
     takes = Spread.PARTIAL_GRADIENT
     gives = Spread.REPLICATE
     says = "computed on the rank's heads, output summed over ranks"
-    cost = "attention inside the module (forward)"
+    cost = Cost("attention", "call")
     collectives = (Move(Collective.ALL_REDUCE),)
 
 
@@ -305,7 +306,7 @@ class EqualPieces(CallRewrite):
     takes = Spread.SHARD
     gives = Spread.SHARD
     says = "cut into the rank's own pieces"
-    cost = ""
+    cost = None
     collectives = ()
 
     def problem(self, ranks: int) -> str:
@@ -321,5 +322,5 @@ class DrawOnShards(CallRewrite):
     takes = Spread.SHARD
     gives = Spread.SHARD
     says = "drawn from the rank's own random numbers"
-    cost = ""
+    cost = None
     collectives = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from autoplan.values.costs import Cost
 from autoplan.values.instructions.base import Collective, Instruction, Move, Spread, instruction
 
 __all__ = ["AroundModule", "IntegerEdit", "LocalExperts", "ParallelBlock", "SplitLogits", "VocabularyTable"]
@@ -29,7 +30,7 @@ class VocabularyTable(AroundModule):
     takes = Spread.REPLICATE
     gives = Spread.REPLICATE
     says = "ids of other ranks are masked, rows summed"
-    cost = "sum of the output (forward)"
+    cost = Cost("sum")
     in_styles = True
     turn = -1
     collectives = (Move(Collective.ALL_REDUCE),)
@@ -50,7 +51,7 @@ class SplitLogits(AroundModule):
     takes = Spread.SHARD
     gives = Spread.SHARD
     says = "logits stay split"
-    cost = ""
+    cost = None
     in_styles = True
     turn = 7
     collectives = ()
@@ -80,7 +81,7 @@ class LocalExperts(AroundModule):
     takes = Spread.REPLICATE
     gives = Spread.PARTIAL
     says = "a rank computes for {held} of {experts} experts"
-    cost = ""
+    cost = None
     in_styles = False
     turn = -2
     collectives = ()  # the sum of its output is a boundary's
@@ -107,7 +108,7 @@ class ParallelBlock(AroundModule):
     takes = Spread.ANY
     gives = Spread.ANY
     says = "what one of its branches withholds, the next one adds to its own before it is summed"
-    cost = ""
+    cost = None
     in_styles = True
     collectives = ()
 
@@ -135,7 +136,7 @@ class IntegerEdit(Instruction):
     takes = Spread.ANY
     gives = Spread.ANY
     says = "{what} {old} → {new}"
-    cost = ""
+    cost = None
     in_styles = False
     collectives = ()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autoplan.values.costs import Cost
 from autoplan.values.instructions.base import Collective, Move, Spread, instruction
 from autoplan.values.instructions.boundaries import Boundary, SequenceName
 
@@ -33,7 +34,7 @@ class ScatterSequence(SequenceBoundary):
     takes = Spread.REPLICATE
     gives = Spread.SEQUENCE_SHARD
     says = "{what} is cut along the sequence (forward), its gradient gathered (backward)"
-    cost = ""
+    cost = None
     turn = 3
     stream_end = "input"
     collectives = (Move(Collective.ALL_GATHER, backward=True),)
@@ -47,7 +48,7 @@ class AllGatherSequence(SequenceBoundary):
     takes = Spread.SEQUENCE_SHARD
     gives = Spread.REPLICATE
     says = "the whole sequence of {what} is gathered (forward), its gradient cut (backward)"
-    cost = ""
+    cost = None
     turn = 2
     at_exit = True
     stream_end = "output"
@@ -63,7 +64,7 @@ class AllGatherSequenceSumGradient(SequenceBoundary):
     takes = Spread.SEQUENCE_SHARD
     gives = Spread.PARTIAL_GRADIENT
     says = "the whole sequence of {what} is gathered (forward), its gradient summed and cut (backward)"
-    cost = ""  # told at each module that reads the value
+    cost = None  # told at each module that reads the value
     turn = 2
     collectives = (Move(Collective.ALL_GATHER), Move(Collective.REDUCE_SCATTER, backward=True))
 
@@ -76,7 +77,7 @@ class ReduceScatterSequence(SequenceBoundary):
     takes = Spread.PARTIAL
     gives = Spread.SEQUENCE_SHARD
     says = "{what} is summed over ranks and cut along the sequence (forward), its gradient gathered (backward)"
-    cost = "sum of the output, sharded along the sequence (forward)"
+    cost = Cost("sum", as_sequence_shard=True)
     turn = 1
     collectives = (Move(Collective.REDUCE_SCATTER), Move(Collective.ALL_GATHER, backward=True))
 
@@ -89,6 +90,6 @@ class NoteShard(SequenceBoundary):
     takes = Spread.SEQUENCE_SHARD
     gives = Spread.SEQUENCE_SHARD
     says = "{what} is a shard of the sequence, gathered where the model returns it"
-    cost = ""
+    cost = None
     turn = 6
     collectives = ()

@@ -36,7 +36,7 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
         givers, takers = zip(*pairs, strict=True)
         text = f"hands on {gives}, and {takers[0].module} takes it for {takes}"
         hint = f"cut both, or none: {subject.folded(t.module for t in takers)} reads it"
-        where = subject.folded(giver.module for giver in givers)
+        where = subject.patterns(giver.module for giver in givers)
         yield subject.suspect(NAME, where, text, hint, names=[w.name for w in (*givers, *takers)])
 
 

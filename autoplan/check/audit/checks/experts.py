@@ -34,7 +34,7 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
     }
     if silent:
         names = [weight.name for weights in silent.values() for weight in weights]
-        where = ", ".join(dict.fromkeys(w.said.line.pattern for ws in silent.values() for w in ws if w.said.line))
+        where = tuple(dict.fromkeys(w.said.line.pattern for ws in silent.values() for w in ws if w.said.line))
         text = f"{names[0]} is cut, and nothing sums the parts of the experts' output"
         hint = f"{subject.folded(silent)!r}: 'moe_tp_experts'"
         yield subject.suspect(NAME, where, text, hint, names=names)

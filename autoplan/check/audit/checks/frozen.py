@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autoplan.check.audit.subject import Subject
+from autoplan.check.audit.subject import Subject, few
 from autoplan.decide.plan.folding import starred
 from autoplan.values import Finding
 
@@ -29,4 +29,5 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
         text = f"{subject.folded(names)} was frozen and asks for gradients once the plan is carried out"
         proof = f"{names[0]}: requires_grad is False before and True after, on simulated ranks"
         hint = "let the style hand on requires_grad, or freeze again after sharding"
-        yield Finding(NAME, "error", pattern or subject.folded(names), text, hint, size, proof)
+        places = (pattern,) if pattern else subject.patterns(names)
+        yield Finding(NAME, "error", few(places), text, hint, size, proof, places=places)

@@ -45,5 +45,5 @@ def _finding(subject: Subject, weights: list[Weight], text: str, hint: str) -> F
     names = [weight.name for weight in weights]
     wrong = {starred(name): name for name in subject.wrong_names}
     names += [wrong[starred(name)] for name in names if starred(name) in wrong]
-    where = subject.folded(weight.name for weight in weights)
+    where = subject.patterns(weight.name for weight in weights)
     return subject.suspect(NAME, where, f"{weights[0].name} {text}", hint, names=names)

@@ -35,9 +35,10 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
         yield Finding(NAME, "error", "", text, "see the other findings", proof=_worst(outputs))
     else:
         names = [finding.where for finding in errors]
-        where = ", ".join(fold_names(names)[:6])
+        places = tuple(fold_names(names))
         text = f"outputs are exact and {len(names)} gradients are wrong {ranks}"
-        yield Finding(NAME, "error", where, text, "see the other findings", proof=_worst(errors))
+        hint = "see the other findings"
+        yield Finding(NAME, "error", ", ".join(places[:6]), text, hint, proof=_worst(errors), places=places)
 
 
 def _worst(errors: list[Finding]) -> str:

@@ -22,8 +22,8 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
             if one.style != other.style:
                 pairs.setdefault((str(one), str(other)), []).append(name)
     for (first, second), names in pairs.items():
-        text, hint, where = f"{first} and {second} both match", "keep one of them", subject.folded(names)
+        text, hint = f"{first} and {second} both match", "keep one of them"
         if subject.level == "error":
-            yield subject.suspect(NAME, where, text, hint, names=names)
+            yield subject.suspect(NAME, subject.patterns(names), text, hint, names=names)
         else:
-            yield Finding(NAME, "warn", where, text, hint)
+            yield Finding(NAME, "warn", subject.folded(names), text, hint)

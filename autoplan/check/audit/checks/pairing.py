@@ -30,7 +30,7 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
             text = f"cuts an axis of {axis.size} that {', '.join(w.name for w in whole[:3])} keeps whole"
             names = [w.name for w in (*cut, *whole)]
             hint = f"cut {subject.folded(w.module for w in whole)} too, or gather the output"
-            yield subject.suspect(NAME, subject.folded(w.module for w in cut), text, hint, names=names)
+            yield subject.suspect(NAME, subject.patterns(w.module for w in cut), text, hint, names=names)
 
 
 def _keeps_split(weight: Weight) -> bool:

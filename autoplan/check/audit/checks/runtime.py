@@ -54,7 +54,7 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
             if extra or missing:
                 groups.setdefault(_difference(extra, missing), []).append(name)
         for difference, places in groups.items():
-            yield subject.suspect(NAME, subject.folded(places), f"{text}: {difference}", "plan again", names=places)
+            yield subject.suspect(NAME, subject.patterns(places), f"{text}: {difference}", "plan again", names=places)
     for field in ("random", "random_whole", "draws"):
         have, need = getattr(plan.runtime, field), getattr(right.runtime, field)
         if have != need and (field == "draws" or _modules(subject, have) != _modules(subject, need)):

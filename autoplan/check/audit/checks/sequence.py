@@ -32,7 +32,7 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
     text = f"{len(reached)} modules take their input for a part of the sequence"
     if reason:
         text += f"; the whole sequence is needed: {reason}"
-    where = ", ".join(line.pattern for line in lines[:3])
+    where = tuple(line.pattern for line in lines)
     hint = "autoplan.plan(sequence_parallel=True) cuts the stream only where every consumer is known"
     names = [name for line in lines for weight in subject.of_line(line) for name in weight.names]
     yield subject.suspect(NAME, where, text, hint, names=names)

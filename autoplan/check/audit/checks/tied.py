@@ -25,7 +25,7 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
         cuts = {_cut(line.style) for line in lines.values()}
         whole = len(lines) < len(weight.names)
         both = " and ".join(weight.names[:2])
-        where = ", ".join(dict.fromkeys(line.pattern for line in lines.values()))
+        where = tuple(dict.fromkeys(line.pattern for line in lines.values()))
         if lines and subject.plan.dialect == "torch":
             text = f"{both} are one parameter, and parallelize_module makes two of it"
             yield subject.suspect(

@@ -9,12 +9,13 @@ the line, and the module whose code is to blame.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from autoplan.analyse.picture.obstacles import obstacles
 from autoplan.check.audit.subject import Subject
 from autoplan.decide.plan.folding import starred
 from autoplan.decide.written_plans.choices import CUTS
-from autoplan.values import Finding
+from autoplan.values import Finding, Obstacle
 
 NAME = "wrapping"
 _WRAPPING = ("edited", "read", "shape")
@@ -31,11 +32,13 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
     lines = {
         name: line for name, line in lines.items() if CUTS.get(line.style) not in (None, "any", "nothing", "whole")
     }
-    groups: dict[tuple[str, str], list[str]] = {}
+    groups: dict[Obstacle, list[str]] = {}
     for obstacle in obstacles(subject.solution.trace, lines):
         if obstacle.kind in _WRAPPING:
-            groups.setdefault((lines[obstacle.pattern].pattern, starred(obstacle.why)), []).append(obstacle.pattern)
-    for (pattern, why), modules in groups.items():
+            same = replace(obstacle, pattern=lines[obstacle.pattern].pattern, by=starred(obstacle.by))
+            groups.setdefault(same, []).append(obstacle.pattern)
+    for same, modules in groups.items():
         hint = f"leave {subject.folded(modules)} whole, or let autoplan.parallelize carry the plan out: its hooks can"
         names = [f"{module}.weight" for module in modules]
-        yield subject.suspect(NAME, pattern, f"{modules[0]} cannot be wrapped: {why}", hint, names=names)
+        why = f"{modules[0]} cannot be wrapped: {same.why}"
+        yield subject.suspect(NAME, same.pattern, why, hint, names=names)
