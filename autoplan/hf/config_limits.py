@@ -83,7 +83,8 @@ def _limit(name: str) -> int:
 
 
 def _counts(name: str) -> bool:
-    return is_layer_count(name) == "depth" or bool(field_rule(name)[0])
+    size = field_rule(name)[0]
+    return is_layer_count(name) == "depth" or (bool(size) and size != "chunk")  # -1: no chunks
 
 
 def _too_many(data: Mapping[str, Any]) -> str:
@@ -91,7 +92,7 @@ def _too_many(data: Mapping[str, Any]) -> str:
     whole = {name: value for name, value in data.items() if isinstance(value, int) and not isinstance(value, bool)}
     layers = max((value for name, value in whole.items() if is_layer_count(name) == "depth"), default=1)
     experts = max((value for name, value in whole.items() if field_rule(name)[0] == "experts"), default=1)
-    if layers * experts > MOST_REGISTERED // 4:
+    if layers * experts > MOST_REGISTERED:
         return f"{layers:,} layers of {experts:,} experts are {layers * experts:,} modules, which are not built"
     return ""
 

@@ -7,6 +7,7 @@ reader's business); a tuple says that one of several will do.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 __all__ = ["misshapen"]
@@ -36,7 +37,7 @@ def misshapen(value: Any, shape: Any, where: str = "") -> str:
     return ""
 
 
-def _misshapen_mapping(value: dict[str, Any], shape: dict[str, Any], where: str) -> str:
+def _misshapen_mapping(value: Mapping[str, Any], shape: dict[str, Any], where: str) -> str:
     prefix = f"{where}." if where else ""
     if missing := next((key[:-1] for key in shape if key.endswith("!") and key[:-1] not in value), ""):
         return f"{where + ': ' if where else ''}the key {missing!r} is missing"
@@ -55,7 +56,9 @@ def _is_kind(value: Any, shape: Any) -> bool:
         return True
     if isinstance(value, bool):
         return kind is bool
-    return isinstance(value, kind) or (kind is float and isinstance(value, int))
+    if kind is dict:
+        return isinstance(value, Mapping)
+    return isinstance(value, (list, tuple) if kind is list else kind) or (kind is float and isinstance(value, int))
 
 
 def _wrong(value: Any, shape: Any, where: str) -> str:
