@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ import torch
 from autoplan.common.errors import SourceError
 
 __all__ = ["Draw", "evaluate"]
+
+_MOST_ELEMENTS = 1 << 26  # of one example
 
 
 class Draw:
@@ -38,6 +41,8 @@ class Draw:
         if "size" in rule:
             return evaluate(rule["size"], known)
         shape = [evaluate(size, known) for size in rule["shape"]]
+        if any(size < 0 for size in shape) or prod(shape) > _MOST_ELEMENTS:
+            raise SourceError(f"rules/inputs: {rule['shape']} is {shape} here", hint="give the shape of an example")
         kind = rule.get("kind", "normal")
         if kind == "ids":
             return self.integers(evaluate(rule.get("low", 1), known), evaluate(rule.get("high", 90), known), shape)

@@ -15,12 +15,20 @@ __all__ = [
 ]
 
 
+_LONGEST = 3000  # characters of an error: what it quotes may be a whole file
+
+
+def _cut(text: str) -> str:
+    half = _LONGEST // 2
+    return text if len(text) <= _LONGEST else f"{text[:half]} … {text[-half:]}"
+
+
 class AutoplanError(ValueError):
     """Something the caller can fix. `hint` says how."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
-        super().__init__(f"{message}\n  → {hint}" if hint else message)
-        self.message, self.hint = message, hint
+        self.message, self.hint = _cut(message), _cut(hint)
+        super().__init__(f"{self.message}\n  → {self.hint}" if hint else self.message)
 
 
 class SourceError(AutoplanError):

@@ -30,6 +30,8 @@ class HasPattern(Protocol):
     def pattern(self) -> str: ...
 
 
+_LONGEST = 200  # characters of a misspelt name that are compared
+
 Patterned = TypeVar("Patterned", bound=HasPattern)
 _NUMBER = re.compile(r"\d+")
 _ALIKE = 3  # so many siblings whose names differ in numbers only are a row of blocks; two (`fc1`, `fc2`) are parts
@@ -37,7 +39,9 @@ _ALIKE = 3  # so many siblings whose names differ in numbers only are a row of b
 
 @lru_cache(maxsize=8192)
 def _compiled(pattern: str) -> Callable[[str], re.Match[str] | None]:
-    return re.compile("[^.]+".join(re.escape(piece) for piece in pattern.split("*"))).fullmatch
+    """Atomic groups: the first place at which a piece fits is the one to take, and nothing is tried again."""
+    first, *between, last = (re.escape(piece) for piece in pattern.split("*"))
+    return re.compile(f"{first}{''.join(f'(?>[^.]+?{piece})' for piece in between)}[^.]+{last}").fullmatch
 
 
 def matches(pattern: str, fqn: str) -> bool:
@@ -148,7 +152,7 @@ def nearest(name: str, names: Iterable[str], count: int = 3) -> tuple[str, ...]:
     def plain(text: str) -> str:
         return ".".join("*" if segment.isdigit() else segment for segment in text.split("."))
 
-    wanted = plain(name)
+    wanted = plain(name[:_LONGEST])
     scored: dict[str, float] = {}
     for known in names:
         matcher = SequenceMatcher(None, wanted, plain(known), autojunk=False)

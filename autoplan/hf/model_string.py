@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import difflib
 import importlib
-import json
 import os
 import socket
 import sys
@@ -26,6 +25,8 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from autoplan.common.errors import SourceError
+from autoplan.common.files.plain import NotPlain, read_plain
+from autoplan.hf.config_limits import check_config
 from autoplan.hf.type_rules import open_fields
 
 __all__ = ["Found", "default_config", "from_string", "transformers_class"]
@@ -76,12 +77,8 @@ def _from_folder(folder: Path, trust_remote_code: bool) -> Found:
     path = folder / "config.json"
     if not path.is_file():
         raise SourceError(f"folder {folder} has no config.json", hint="weights are not needed, but its config is")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise SourceError(f"{path} is not JSON: {error}", hint="fetch the file again") from error
-    if not isinstance(data, dict):
-        raise SourceError(f"{path} holds a {type(data).__name__}, not a config", hint="fetch the file again")
+    data = read_plain(path, NotPlain(error=SourceError, hint="fetch the file again"), repeated=True)
+    check_config(data, str(path))
     _refuse_remote_code(data, str(folder), trust_remote_code)
     model_type = data.get("model_type")
     if model_type not in CONFIG_MAPPING and "AutoConfig" not in (data.get("auto_map") or {}):
@@ -95,10 +92,13 @@ def _from_folder(folder: Path, trust_remote_code: bool) -> Found:
 
 def _from_hub(text: str, trust_remote_code: bool) -> Found:
     """Files that are in the hub's local cache need no network."""
+    offline = not _reachable()
     try:
-        config = AutoConfig.from_pretrained(
-            text, trust_remote_code=trust_remote_code, local_files_only=not _reachable()
-        )
+        data, _ = PretrainedConfig.get_config_dict(text, local_files_only=offline)
+        check_config(data, f"the config of {text}")
+        config = AutoConfig.from_pretrained(text, trust_remote_code=trust_remote_code, local_files_only=offline)
+    except SourceError:
+        raise
     except Exception as error:  # network, cache, parsing and validation each raise their own family
         if "trust_remote_code" in str(error):
             raise _remote_code_error(text) from error

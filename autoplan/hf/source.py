@@ -25,12 +25,17 @@ from autoplan.common.errors import SourceError
 from autoplan.common.random_values import BUILDING, fill_meta, randomise, untouched_randomness
 from autoplan.hf.adapters import settings_of, wrap
 from autoplan.hf.catalogue import class_name_of
+from autoplan.hf.config_limits import check_config, limited_modules
 from autoplan.hf.model_string import from_string, transformers_class
 from autoplan.hf.shrink import all_configs, tiny_config
 
 __all__ = ["Model", "Source", "resolve"]
 
 Model: TypeAlias = nn.Module | PretrainedConfig | ExportedProgram | str
+
+# What a model class raises on a config that it cannot be built from.
+CANNOT_BUILD = (ValueError, TypeError, AttributeError, RuntimeError, LookupError, ArithmeticError, AssertionError)
+CANNOT_BUILD += (MemoryError,)
 
 _SMALL = 30_000_000  # parameters up to which a module is its own tiny clone
 _RUNS_IN_SECONDS = 60_000_000
@@ -220,6 +225,7 @@ def _from_config(
     where: str,
 ) -> Source:
     """The class is named by the string, else by the config, else it is the first auto class of the type."""
+    check_config(config.to_dict(), where or type(config).__name__)
     model_type = config.model_type or ""
     name = class_name or (config.architectures or [None])[0] or class_name_of(model_type)
     if name is None:
@@ -245,18 +251,11 @@ def _build(cls: type, config: PretrainedConfig, attention: str | None) -> Any:
     """Build from a config that is ours to change."""
     keywords = {"attn_implementation": attention} if attention else {}
     try:
-        with BUILDING, untouched_randomness(0):
+        with BUILDING, untouched_randomness(0), limited_modules(cls.__name__):
             return cls._from_config(config, **keywords)  # type: ignore[attr-defined]
-    except (
-        ValueError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        KeyError,
-        IndexError,
-        AssertionError,
-        ImportError,
-    ) as error:
+    except SourceError:
+        raise
+    except (*CANNOT_BUILD, ImportError) as error:
         raise SourceError(
             f"{cls.__name__} cannot be built from its config: {type(error).__name__}: {error}",
             hint="fix the config, or build the model yourself and pass it",

@@ -25,19 +25,30 @@ A file may name a model type; it never makes a decision.
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from autoplan.common.errors import SourceError
+from autoplan.common.files.plain import NotPlain, read_plain
+from autoplan.common.files.shapes import misshapen
 from autoplan.common.rules_folder import rules_folder
 
 __all__ = ["TypeRules", "open_fields", "rule_files", "type_rules"]
 
 _KEYS = {"applies_to", "why", "tiny", "inputs", "prompts", "parts"}
 _DEFAULT_KEYS = {"applies_to", "why", "fields"}
+
+_SIZE = (int, str)
+_ARGUMENT = {
+    **{"kind": str, "dtype": str, "drop": bool, "shape": [_SIZE], "size": _SIZE, "low": _SIZE, "high": _SIZE},
+    "row": [(float, bool, [(float, bool)])],
+}
+_SHAPE = {
+    **{"applies_to": [str], "why": str, "tiny": {}, "inputs": {"*": _ARGUMENT}, "prompts": {"*": {"*": _ARGUMENT}}},
+    **{"parts": {"*": {"*": _ARGUMENT}}, "fields": {}},
+}
 
 
 @dataclass(frozen=True)
@@ -79,7 +90,7 @@ def rule_files(folder: Path) -> dict[str, TypeRules]:
 def _defaults(folder: Path) -> dict[str, dict[str, Any]]:
     path = folder / "defaults.toml"
     found: dict[str, dict[str, Any]] = {}
-    for one in _read(path).get("defaults", []) if path.is_file() else []:
+    for one in _listed(path) if path.is_file() else []:
         for model_type in _checked(path, one, _DEFAULT_KEYS).get("applies_to", []):
             _refuse_twice(path, model_type, found)
             found[model_type] = one.get("fields", {})
@@ -87,10 +98,27 @@ def _defaults(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text("utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise SourceError(f"{path}: {error}", hint="fix the TOML") from error
+    data: dict[str, Any] = read_plain(path, NotPlain(error=SourceError, hint="fix the TOML"), notation="toml")
+    return data
+
+
+def _undescribed(data: dict[str, Any]) -> str:
+    """The first argument of which nothing says what it is; "" if there is none."""
+    tables = (data.get("inputs", {}), *data.get("prompts", {}).values(), *data.get("parts", {}).values())
+    for name, argument in (pair for table in tables for pair in table.items()):
+        if not {"value", "size", "shape", "drop"} & argument.keys():
+            return f"{name!r} has no shape"
+        if argument.get("kind") == "rows" and not argument.get("row"):
+            return f"{name!r} is made of rows, and has no row"
+    return ""
+
+
+def _listed(path: Path) -> list[dict[str, Any]]:
+    data = _read(path)
+    if problem := misshapen(data, {"defaults": [{}]}):
+        raise SourceError(f"{path}: {problem}", hint="write [[defaults]] before each")
+    found: list[dict[str, Any]] = data.get("defaults", [])
+    return found
 
 
 def _checked(path: Path, data: dict[str, Any], keys: set[str]) -> dict[str, Any]:
@@ -98,6 +126,8 @@ def _checked(path: Path, data: dict[str, Any], keys: set[str]) -> dict[str, Any]
     if unknown or not data.get("why"):
         problem = f"unknown keys {', '.join(unknown)}" if unknown else "`why` is missing"
         raise SourceError(f"{path}: {problem}", hint=f"it has {', '.join(sorted(keys))}")
+    if problem := misshapen(data, _SHAPE) or _undescribed(data):
+        raise SourceError(f"{path}: {problem}", hint="compare it with another file of rules/inputs")
     return data
 
 

@@ -257,7 +257,7 @@ sequence_parallel = "none, because"
         (('why = "w"', ""), "no why"),
         (('id = "x"', 'id = "y"'), "the file's name 'x'"),
         (("[entries]", "[entires]"), "entires"),
-        (("id =", "id"), "cannot be read"),
+        (("id =", "id"), "cannot be parsed as TOML"),
     ],
 )
 def test_a_wrong_file_is_said(tmp_path: Path, change: tuple[str, str], said: str) -> None:

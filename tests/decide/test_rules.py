@@ -93,7 +93,7 @@ def test_a_rule_without_a_refusal_fails() -> None:
         ({"where": '["up.out is split"]'}, "is not a guard"),
         ({"yields": 'up = "columnwise"'}, "'columnwise' is not a style"),
         ({"yields": 'upp = "colwise"'}, "'upp' is not a box of the flow"),
-        ({"flow": "''''"}, "is not TOML"),
+        ({"flow": "''''"}, "cannot be parsed as TOML"),
     ],
 )
 def test_a_rule_file_that_cannot_be_read_says_what_and_where(changes: dict[str, str], says: str) -> None:

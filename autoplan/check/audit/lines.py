@@ -7,15 +7,13 @@ plans name modules and parameters alike. A line keeps its key as it was written,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
+from autoplan.common.files.plain import NotPlain, read_plain
 from autoplan.common.patterns import matches
 from autoplan.decide.written_plans.choices import ChoiceError
 from autoplan.decide.written_plans.deepspeed import is_deepspeed, read_deepspeed
@@ -127,11 +125,7 @@ def _of_transformers(model: Any, name: str) -> ForeignPlan:
 
 
 def _of_file(path: Path, model: Any) -> ForeignPlan:
-    try:
-        text = path.read_text(encoding="utf-8")
-        data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
-        raise ChoiceError(f"{path} cannot be parsed: {str(error).splitlines()[0]}", hint="fix the file") from error
+    data = read_plain(path, NotPlain("plan file", ChoiceError))
     if isinstance(data, Mapping) and "autoplan" in data:
         return foreign_of(load_plan(path), str(path))
     if not isinstance(data, Mapping):

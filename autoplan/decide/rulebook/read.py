@@ -7,7 +7,6 @@ must be refused. A rule without `match` is a document only: it explains what app
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +16,8 @@ from typing import Any
 import networkx as nx
 
 from autoplan.common.errors import AutoplanError
+from autoplan.common.files.plain import BYTES, NotPlain, parse_plain, read_text
+from autoplan.common.files.shapes import misshapen
 from autoplan.common.rules_folder import rules_folder
 from autoplan.decide.rulebook.conditions import Condition, parse_condition
 from autoplan.decide.rulebook.pattern import Pattern, parse_pattern
@@ -65,6 +66,17 @@ _KEYS |= {"exported_as", "holds_experts", "unseen"}
 
 class RuleError(AutoplanError):
     """A rule file cannot be read, or rules beat each other in a circle."""
+
+
+_REFUSAL = NotPlain(error=RuleError, hint="fix the file")
+_STYLE = (str, [str])
+_SHAPE = {
+    **dict.fromkeys(("id", "summary", "why", "limits", "unit", "exported_as", "unseen"), str),
+    **{"seen_in": [str], "beats": [str], "holds_experts": bool, "units": {"*": str}, "roles": {"*": str}},
+    "match": {"flow!": str, "where": [str]},
+    "yields": {"sequence_parallel": {"*": _STYLE}, "*": _STYLE},
+    "example": [{"name!": str, "graph!": str, "expect!": {"*": _STYLE}, "tp": int, "because": str}],
+}
 
 
 @dataclass(frozen=True)
@@ -122,7 +134,7 @@ class Rule:
 def load_rules(folder: Path | None = None) -> tuple[Rule, ...]:
     """All role rules, ordered by id: the order of files never decides anything."""
     place = (folder or rules_folder()) / "roles"
-    rules = tuple(parse_rule(path.read_text("utf-8"), path.stem) for path in sorted(place.glob("*.toml"), key=_id))
+    rules = tuple(parse_rule(read_text(path, _REFUSAL, BYTES["toml"]), path.stem) for path in sorted(place.glob("*.toml"), key=_id))
     known = {rule.id for rule in rules}
     for rule in rules:
         for other in rule.beats:
@@ -155,10 +167,9 @@ def _id(path: Path) -> str:
 
 def parse_rule(text: str, stem: str) -> Rule:
     """Read one rule file; every problem names the file."""
+    data = parse_plain(text, "toml", f"rules/roles/{stem}.toml", _REFUSAL)
     try:
-        return _parse(tomllib.loads(text), text, stem)
-    except tomllib.TOMLDecodeError as error:
-        raise RuleError(f"rules/roles/{stem}.toml is not TOML: {error}") from error
+        return _parse(data, text, stem)
     except AutoplanError as error:
         raise RuleError(f"rules/roles/{stem}.toml: {error.message}", hint=getattr(error, "hint", "")) from error
 
@@ -169,6 +180,8 @@ def _parse(data: Mapping[str, Any], text: str, stem: str) -> Rule:
         raise RuleError(f"unknown key {unknown[0]!r}", hint=f"keys are {', '.join(sorted(_KEYS))}")
     if data.get("id") != stem:
         raise RuleError(f"id is {data.get('id')!r}, but the file is called {stem!r}")
+    if problem := misshapen(data, _SHAPE):
+        raise RuleError(problem)
     match = _match(data["match"]) if "match" in data else None
     names = match.pattern.names if match else ()
     sequence_parallel = data.get("yields", {}).get("sequence_parallel", {})
@@ -218,6 +231,8 @@ def _exported_as(data: Mapping[str, Any]) -> str:
 
 def _styles(value: Any) -> tuple[str, ...]:
     styles = (value,) if isinstance(value, str) else tuple(value)
+    if not styles:
+        raise RuleError("a box needs a style", hint=f"styles are {', '.join(STYLES)}")
     for style in styles:
         if style not in STYLES:
             raise RuleError(f"{style!r} is not a style", hint=f"styles are {', '.join(STYLES)}")

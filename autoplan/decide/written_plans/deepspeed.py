@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
+from autoplan.common.files.shapes import misshapen
 from autoplan.common.patterns import fold_names
 from autoplan.decide.written_plans.choices import Choice, ChoiceError
 
@@ -23,6 +25,8 @@ COUNTS = (
     *("embed_dim", "hidden_size", "num_key_value_heads", "num_kv_heads", "kv_n_heads", "d_model"),
     *("num_attention_heads_per_partition", "num_multi_query_groups_per_partition", "hidden_size_per_partition"),
 )
+_CONFIG = {"lm_head_patterns": [str], "layer_specs": [{"patterns": [str], "partition_type": str}]}
+_SHAPE = {**_CONFIG, "partition_config": _CONFIG, "tensor_parallel": {**_CONFIG, "partition_config": _CONFIG}}
 _STYLES = {"column": "colwise", "row": "rowwise", "skip": "replicate"}
 _MORE = {
     ("column", "gather_output"): "colwise_gather_output",
@@ -65,6 +69,8 @@ def kind_of(spec: Mapping[str, Any]) -> str:
 
 def read_deepspeed(data: Any, name: str, parameters: Iterable[str]) -> tuple[Choice, ...]:
     """The choices of a partition config, on the parameters of one model. The first spec that matches counts."""
+    if problem := misshapen(data, _SHAPE):
+        raise ChoiceError(f"{name}: {problem}", hint="see DeepSpeed's partition_config")
     known = list(parameters)
     taken: set[str] = set()
     choices = []
@@ -92,7 +98,27 @@ def _style_of(spec: Any, where: str) -> str:
     return f"packed_{style}" if spec.get("shape") and more is None and kind != "skip" else style
 
 
+# A repeat inside a repeat, or many repeats in a row, can take longer than anyone waits.
+_REPEAT = r"(?:[*+]|\{\d*,\d*\})"
+_NESTED = re.compile(rf"\([^()]*{_REPEAT}[^()]*\)+{_REPEAT}")
+_MOST_REPEATS = 6
+
+
+@cache
+def _refuse_slow(expression: Any, where: str) -> None:
+    """Raise on an expression that could take for ever on a name."""
+    if not isinstance(expression, str):
+        raise ChoiceError(f"{where}: {expression!r} is no regular expression", hint="write the pattern as text")
+    bare = re.sub(r"\\.|\[(?:\\.|[^\]])*\]", "x", expression)
+    if len(expression) > 500 or _NESTED.search(bare) or len(re.findall(_REPEAT, bare)) > _MOST_REPEATS:
+        raise ChoiceError(
+            f"{where}: {expression[:80]!r} may take for ever: it is long, or repeats within or after repeats",
+            hint=f"use at most {_MOST_REPEATS} repeats, none inside another",
+        )
+
+
 def _matches(expression: str, parameter: str, where: str) -> bool:
+    _refuse_slow(expression, where)
     try:
         return re.match(expression, parameter) is not None
     except re.error as error:

@@ -12,7 +12,6 @@ can be worse than none. A plan file is data: `qualname` (or several), `why`, `ga
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,12 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.common.errors import AutoplanError
+from autoplan.common.files.plain import NotPlain, read_plain
+from autoplan.common.files.shapes import misshapen
 from autoplan.common.rules_folder import rules_folder
 from autoplan.decide.written_plans.choices import Choice, ChoiceError, Choices, check_style
 
 __all__ = ["HandwrittenPlan", "find_plan", "load_plans", "plan_by_id", "read_plan"]
 
 _KEYS = {"id", "qualname", "aliases", "why", "gains", "entries", "sequence_parallel"}
+_ENTRIES = {"*": str}
+_SHAPE = {
+    **dict.fromkeys(("id", "why", "gains"), str),
+    **{"qualname": (str, [str]), "aliases": [str], "entries": _ENTRIES, "sequence_parallel": (str, _ENTRIES)},
+}
 _REMOTE = "transformers_modules."
 
 
@@ -72,14 +78,13 @@ def load_plans(folder: Path | None = None) -> tuple[HandwrittenPlan, ...]:
 
 def read_plan(path: Path) -> HandwrittenPlan:
     """One plan file, checked key by key."""
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise AutoplanError(f"{path} cannot be read: {error}", hint="fix the file") from error
+    data = read_plain(path, NotPlain(hint="fix the file"), notation="toml")
     wrong = sorted(data.keys() - _KEYS) + sorted(f"no {key}" for key in _KEYS - {"aliases"} - data.keys())
     if wrong or data["id"] != path.stem:
         problem = ", ".join(wrong) or f"id is {data['id']!r}, the file's name {path.stem!r}"
         raise AutoplanError(f"{path}: {problem}", hint=f"a plan has the keys {', '.join(sorted(_KEYS))}")
+    if problem := misshapen(data, _SHAPE):
+        raise AutoplanError(f"{path}: {problem}", hint="compare it with another file of rules/plans")
     names = data["qualname"]
     variant = data["sequence_parallel"]
     return HandwrittenPlan(

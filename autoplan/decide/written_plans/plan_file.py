@@ -23,7 +23,7 @@ instructions, is refused: what its places in code were made for is not in it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ import yaml
 from autoplan.common.consistent import inconsistencies
 from autoplan.common.decode import decode
 from autoplan.common.errors import AutoplanError, PlanFileError
+from autoplan.common.files.plain import NotPlain, read_plain
+from autoplan.common.files.write import write_whole
 from autoplan.common.options import check_expert_size
 from autoplan.values import Plan
 from autoplan.values.plain import plain
@@ -48,6 +50,7 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 2
+_REFUSAL = NotPlain("plan file", PlanFileError, "edit the place named above, or make the plan again")
 _KEYS = (
     "model",
     "tp_size",
@@ -108,44 +111,26 @@ def _anew(data: dict[str, Any]) -> str:
 
 def names_plan_file(name: str | PathLike[str]) -> bool:
     """Is this the name of a plan file, there or not, rather than of a model?"""
-    return Path(name).suffix.lower() in _NOTATIONS and not Path(name).is_dir()
+    return Path(name).suffix.lower() in _WRITERS and not Path(name).is_dir()
 
 
 def check_suffix(path: str | PathLike[str]) -> None:
     """Raise now, rather than after the plan is made, if no plan file can have this name."""
-    _notation(Path(path))
+    _writer_for(Path(path))
 
 
 def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
     """Write `plan` to `path`, as YAML or JSON by its suffix."""
     target = Path(path)
-    _, write = _notation(target)
-    text = write(plan_to_dict(plan))
-    try:
-        target.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PlanFileError(f"{target} cannot be written: {error.strerror}", hint="choose another path") from error
+    write = _writer_for(target)
+    write_whole(target, write(plan_to_dict(plan)), PlanFileError)
 
 
 def load_plan(path: str | PathLike[str]) -> Plan:
     """Read a plan file. Nothing in it is executed."""
     source = Path(path)
-    parse, _ = _notation(source)
-    try:
-        text = source.read_text(encoding="utf-8")
-    except OSError as error:
-        raise PlanFileError(f"plan file {source} cannot be read: {error.strerror}", hint="check the path") from error
-    except UnicodeDecodeError as error:
-        raise PlanFileError(
-            f"plan file {source} is not text: byte {error.start} is not UTF-8", hint="is this really a plan file?"
-        ) from error
-    try:
-        data = parse(text)
-    except (yaml.YAMLError, json.JSONDecodeError, RecursionError) as error:
-        raise PlanFileError(
-            f"plan file {source} cannot be parsed: {' '.join(str(error).split())}",
-            hint="edit the place named above, or make the plan again",
-        ) from error
+    _writer_for(source)  # or no plan file can have this name
+    data = read_plain(source, _REFUSAL)
     return plan_from_dict(data, f"plan file {source}")
 
 
@@ -178,33 +163,6 @@ def _is_short(value: Any) -> bool:
     return len(str(value)) <= 120 - 16  # room for indentation and the key
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML allows a key twice and keeps the last one; an edited plan file must not lose half of itself in silence."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} stands twice", key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep=deep)
-
-
-def _parse_yaml(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)
-
-
-def _parse_json(text: str) -> Any:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            twice = next(key for key, _ in pairs if [other for other, _ in pairs].count(key) > 1)
-            raise json.JSONDecodeError(f"key {twice!r} stands twice", text, text.find(f'"{twice}"'))
-        return found
-
-    return json.loads(text, object_pairs_hook=once)
-
-
 def _write_yaml(data: dict[str, Any]) -> str:
     return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True))
 
@@ -213,18 +171,18 @@ def _write_json(data: dict[str, Any]) -> str:
     return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
 
-_NOTATIONS = {
-    ".yaml": (_parse_yaml, _write_yaml),
-    ".yml": (_parse_yaml, _write_yaml),
-    ".json": (_parse_json, _write_json),
+_WRITERS = {
+    ".yaml": _write_yaml,
+    ".yml": _write_yaml,
+    ".json": _write_json,
 }
 
 
-def _notation(path: Path) -> tuple[Callable[[str], Any], Callable[[dict[str, Any]], str]]:
-    """How to read and how to write a file of this name."""
-    if path.suffix.lower() not in _NOTATIONS:
+def _writer_for(path: Path) -> Callable[[dict[str, Any]], str]:
+    """How to write a file of this name."""
+    if path.suffix.lower() not in _WRITERS:
         raise PlanFileError(
             f"{path}: plan files end in .yaml, .yml or .json, not {path.suffix or 'no suffix'!r}",
             hint=f"rename it, for example to {path.stem or 'plan'}.yaml",
         )
-    return _NOTATIONS[path.suffix.lower()]
+    return _WRITERS[path.suffix.lower()]

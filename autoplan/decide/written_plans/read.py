@@ -8,15 +8,13 @@ options. `overrides` are laid over whatever the source gives.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from autoplan.common.errors import PlanMismatchError
+from autoplan.common.files.plain import NotPlain, read_plain
 from autoplan.common.patterns import matches
 from autoplan.decide.plan.chosen import choices_of_plan
 from autoplan.decide.written_plans.choices import Choice, ChoiceError, Choices
@@ -133,11 +131,7 @@ class _Reader:
 
     def _of_file(self, path: Path) -> Choices | Plan:
         """One of our plan files, a DeepSpeed config, or a dict of style names in JSON or YAML."""
-        try:
-            text = path.read_text(encoding="utf-8")
-            data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-        except (UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError):
-            return load_plan(path)  # says what is wrong with it
+        data = read_plain(path, NotPlain("plan file", ChoiceError))
         if is_deepspeed(data) or (isinstance(data, dict) and data and all(isinstance(v, str) for v in data.values())):
             return self._of_mapping(data, str(path))
         return self._for_size(load_plan(path), str(path))

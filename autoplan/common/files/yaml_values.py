@@ -1,0 +1,124 @@
+"""YAML as plain values, event by event.
+
+PyYAML's own loaders build what a text asks for: an alias is expanded as often as it is named, tags choose types, dates
+become objects, and a deep text runs out of stack. Here values are built from the parser's events under limits, and the
+first event that goes beyond them ends the reading, with its line and column.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import yaml
+
+__all__ = ["YamlReader"]
+
+MOST_VALUES = 100_000  # aliases count as often as what they name
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_PLAIN = {f"tag:yaml.org,2002:{name}": name for name in ("str", "int", "float", "bool", "null")}
+
+
+@dataclass
+class _Open:
+    """A collection that has begun and not ended. `key` waits for its value."""
+
+    value: Any
+    anchor: str | None
+    size: int = 1
+    key: str | None = None
+
+
+@dataclass
+class YamlReader:
+    """Reads one document. `repeated`: a key may stand twice in a mapping."""
+
+    most_depth: int
+    most_digits: int
+    repeated: bool = False
+    stack: list[_Open] = field(default_factory=list)
+    named: dict[str, tuple[Any, int]] = field(default_factory=dict)
+    values: int = 0
+    result: Any = None
+
+    def read(self, text: str) -> Any:
+        documents = 0
+        for event in yaml.parse(text, Loader=_LOADER):
+            if isinstance(event, yaml.DocumentStartEvent):
+                documents += 1
+                if documents > 1:
+                    _refuse(event, "a second document begins here; a file holds one")
+            elif isinstance(event, yaml.NodeEvent):
+                self._node(event)
+            elif isinstance(event, yaml.CollectionEndEvent):
+                done = self.stack.pop()
+                self._place(done.value, done.size, done.anchor, event)
+        return self.result
+
+    def _node(self, event: Any) -> None:
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor not in self.named:
+                inside = any(one.anchor == event.anchor for one in self.stack)
+                _refuse(event, f"*{event.anchor} {'is inside of itself' if inside else 'names nothing before it'}")
+            self._place(*self.named[event.anchor], None, event)
+            return
+        if event.tag is not None and event.tag != "!":
+            _refuse(event, f"the tag {event.tag[:60]} asks for more than a plain value")
+        if isinstance(event, yaml.ScalarEvent):
+            self._place(self._scalar(event), 1, event.anchor, event)
+            return
+        if len(self.stack) >= self.most_depth:
+            _refuse(event, f"nested deeper than {self.most_depth} levels")
+        if self.stack and isinstance(self.stack[-1].value, dict) and self.stack[-1].key is None:
+            _refuse(event, "a key of a mapping must be text, not a list or a mapping")
+        self.stack.append(_Open({} if isinstance(event, yaml.MappingStartEvent) else [], event.anchor))
+
+    def _place(self, value: Any, size: int, anchor: str | None, event: Any) -> None:
+        """Put a value where it belongs."""
+        self.values += size
+        if self.values > MOST_VALUES:
+            _refuse(event, f"more than {MOST_VALUES:,} values, aliases counted as what they name")
+        if anchor is not None:
+            self.named[anchor] = (value, size)
+        if not self.stack:
+            self.result = value
+            return
+        top = self.stack[-1]
+        top.size += size
+        if isinstance(top.value, list):
+            top.value.append(value)
+        elif top.key is None:
+            top.key = self._key(value, top.value, event)
+        else:
+            top.value[top.key], top.key = value, None
+
+    def _key(self, value: Any, known: dict[str, Any], event: Any) -> str:
+        if not isinstance(value, str):
+            kind = type(value).__name__
+            _refuse(event, f"a key of a mapping must be text, and {str(value)[:40]!r} is read as a {kind}: quote it")
+        if value in known and not self.repeated:
+            _refuse(event, f"key {value[:80]!r} stands twice")
+        return value
+
+    def _scalar(self, event: Any) -> Any:
+        if event.style or not event.implicit[0]:  # quoted, or a block of text
+            return event.value
+        tag = _RESOLVER.resolve(yaml.ScalarNode, event.value, (True, False))
+        kind = _PLAIN.get(tag)
+        if kind == "str":
+            return event.value
+        if kind is None:
+            said = tag.rpartition(":")[2]
+            _refuse(event, f"{event.value[:40]!r} is read as a {said}, which is no plain value: quote it")
+        if len(event.value) > self.most_digits:
+            _refuse(event, f"a number of {len(event.value):,} digits: at most {self.most_digits} are read")
+        node = yaml.ScalarNode(tag, event.value)
+        return getattr(_CONSTRUCTOR, f"construct_yaml_{kind}")(node)
+
+
+_RESOLVER = yaml.resolver.Resolver()
+_CONSTRUCTOR = yaml.constructor.SafeConstructor()
+
+
+def _refuse(event: Any, problem: str) -> NoReturn:
+    raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
