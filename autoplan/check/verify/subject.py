@@ -21,7 +21,6 @@ from autoplan.capture.called import PART, call
 from autoplan.common.conventions import conventions
 from autoplan.execute.parameters.state_dict import gathered
 from autoplan.execute.randomness import streams as random_streams
-from autoplan.execute.randomness.dropout import proposed_seed
 from autoplan.patches.double_precision import Lifted
 
 __all__ = ["Inputs", "Observation", "Subject", "give_random_values", "plain", "tensors_in"]
@@ -109,11 +108,8 @@ class Subject:
         return {"outputs": seen, "gradients": gradients}
 
     def _seed_alike(self) -> None:
-        """Ranks come with streams of their own, and agree on what one device draws with the seed that the first of
-        them proposes."""
+        """Ranks come with streams of their own, and share the first one's: that of the unsharded model."""
         random_streams.manual_seed(self.rank)
-        if self.gather is None:
-            random_streams.manual_seed(proposed_seed())
 
     def seed(self, number: int) -> None:
         """Seed this rank, differently from the others."""
