@@ -93,6 +93,9 @@ class Subject:
         from autoplan.check.ranks.run import count_collectives
 
         self.model.zero_grad(set_to_none=True)
+        for buffer in self.model.buffers():
+            if buffer.grad_fn is not None:  # a cache that the run before wrote into: its graph is gone
+                buffer.detach_()
         asking = _asking(inputs) if PART in inputs else {}
         with count_collectives() as forward:
             result = self.forward({**inputs, **asking})
