@@ -134,6 +134,8 @@ def apply_plan(
                 undo.append(handle.remove)
         for handle in _install_root(model, plan, running):
             undo.append(handle.remove)
+        if plan.runtime.random or plan.runtime.random_whole or plan.runtime.draws:
+            running.randomness.agree()
         guard_kernels(model, (modules[name] for name, work in works.items() if work.communicates), undo)
         if reproducible_forward:  # after the hooks, which find their inputs by the signature of the forward
             make_reproducible(modules, plan, rules, undo)

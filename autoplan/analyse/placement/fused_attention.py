@@ -1,6 +1,6 @@
 """`multi_head_attention_forward`: one call that projects, attends and projects back, told its number of heads.
 
-It cuts its packed weight into three by itself, so no rank could call it with a shard of the heads; but what it does is
+It cuts a packed weight into three by itself, so no rank could call it with a shard of the heads; but what it does is
 known, and a rank can do it on its own heads (`execute/calls/fused_attention.py`). This says whether a split is just
 that.
 """
@@ -22,8 +22,11 @@ _ORDER = (
     *("need_weights", "attn_mask", "use_separate_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
     *("static_k", "static_v", "average_attn_weights", "is_causal"),
 )
-_CUT = ("in_proj_weight", "in_proj_bias", "out_proj_weight")
-_ABSENT = ("bias_k", "bias_v", "add_zero_attn", "dropout_p", "use_separate_proj_weight", "static_k", "static_v")
+_APART = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+_PACKED = ("in_proj_weight", "in_proj_bias")
+_LEARNT = ("bias_k", "bias_v")  # a key and a value that belong to no position
+_CUT = (*_PACKED, *_APART, *_LEARNT, "out_proj_weight")
+_ABSENT = ("dropout_p", "static_k", "static_v")
 
 
 def argument(call: Call, name: str, default: Any = None) -> Any:
@@ -41,15 +44,19 @@ def obstacle(call: Call, shards: Shards) -> NotPlaced | None:
         return NotPlaced("mask-of-each-head")
     if argument(call, "average_attn_weights", True) is False:
         return NotPlaced("weights-of-each-head")
-    cut = [argument(call, name) for name in _CUT]
-    others = {ref for ref in refs((call.args, call.kwargs, call.outputs))} - {w.id for w in cut if isinstance(w, Ref)}
+    cut = {name: given.id for name in _CUT if isinstance(given := argument(call, name), Ref)}
+    others = {ref for ref in refs((call.args, call.kwargs, call.outputs))} - set(cut.values())
     if any(map(shards.is_split, others)):
         return NotPlaced("shards-given")
-    packed, _, out = cut
-    width, heads = shards.trace.tensors[out.id].shape[1], _number(argument(call, "num_heads"))
+    width = shards.trace.tensors[cut["out_proj_weight"]].shape[1]
+    heads = _number(argument(call, "num_heads"))
     for rank in range(shards.tp):
-        mine, own = _rows(shards, packed.id, 0, rank), _rows(shards, out.id, 1, rank)
-        if mine != [part * width + row for part in range(3) for row in own] or not _whole(own, width // heads):
+        own = _rows(shards, cut["out_proj_weight"], 1, rank)
+        packed = [part * width + row for part in range(3) for row in own]
+        wanted = [(name, 0, packed) for name in _PACKED] + [(name, 0, own) for name in _APART]
+        wanted += [(name, 2, own) for name in _LEARNT]
+        alike = all(_rows(shards, cut[name], dim, rank) == rows for name, dim, rows in wanted if name in cut)
+        if not alike or not _whole(own, width // heads):
             return NotPlaced("cut-between-no-heads")
     return None
 

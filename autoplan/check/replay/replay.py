@@ -52,7 +52,7 @@ def replay(trace: Trace, recording: Recording, shards: Shards) -> Replayed:
     """Replay a trace whose recording kept its values (`record(..., keep_values=True)`)."""
     assert recording.op_values is not None, "record with keep_values=True"
     player = _Player(trace, recording, shards)
-    with torch.no_grad(), one_compute_thread():
+    with torch.inference_mode(), one_compute_thread():  # what was recorded under it may be written under it only
         for index, (op, (function, value)) in enumerate(zip(trace.ops, recording.op_values, strict=True)):
             player.play(op, function, value, gathered=index in shards.axes.gathered)
     return player.outcome

@@ -21,7 +21,6 @@ from autoplan.capture.called import PART, call
 from autoplan.common.conventions import conventions
 from autoplan.execute.parameters.state_dict import gathered
 from autoplan.execute.randomness import streams as random_streams
-from autoplan.execute.randomness.dropout import proposed_seed
 from autoplan.patches.double_precision import Lifted
 
 __all__ = ["Inputs", "Observation", "Subject", "give_random_values", "plain", "tensors_in"]
@@ -94,6 +93,9 @@ class Subject:
         from autoplan.check.ranks.run import count_collectives
 
         self.model.zero_grad(set_to_none=True)
+        for buffer in self.model.buffers():
+            if buffer.grad_fn is not None:  # a cache that the run before wrote into: its graph is gone
+                buffer.detach_()
         asking = _asking(inputs) if PART in inputs else {}
         with count_collectives() as forward:
             result = self.forward({**inputs, **asking})
@@ -109,11 +111,8 @@ class Subject:
         return {"outputs": seen, "gradients": gradients}
 
     def _seed_alike(self) -> None:
-        """Ranks come with streams of their own, and agree on what one device draws with the seed that the first of
-        them proposes."""
+        """Ranks come with streams of their own, and share the first one's: that of the unsharded model."""
         random_streams.manual_seed(self.rank)
-        if self.gather is None:
-            random_streams.manual_seed(proposed_seed())
 
     def seed(self, number: int) -> None:
         """Seed this rank, differently from the others."""

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autoplan.common.errors import AutoplanError
 from autoplan.execute.collectives import RankGroup, all_reduce, copy_to_ranks
 from autoplan.execute.parameters.held import Held, record_of
 
@@ -139,7 +140,10 @@ def _reading_call(cls: type) -> Callable[..., Any]:
     base: Any = cls._call_impl  # type: ignore[attr-defined]
 
     def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        reading = self.__dict__["_autoplan"].reading
+        record = record_of(self)
+        if record is None:  # another module of the class, made by code that asked for `type(module)`
+            return base(self, *args, **kwargs)
+        reading = record.reading
         before = reading.inside
         reading.inside = True
         try:
@@ -181,7 +185,9 @@ def _parameter_property(name: str) -> property:
             if name in self.__dict__:
                 return self.__dict__[name]
             raise AttributeError(name)  # nn.Module.__getattr__ looks further and words the error
-        record = self.__dict__["_autoplan"]
+        record = record_of(self)
+        if record is None:
+            return _unrecorded(self, name, parameters[name])
         if not record.reading.inside:
             return parameters[name]
         held = record.parameters.get(name)
@@ -201,13 +207,25 @@ def _parameter_property(name: str) -> property:
     return property(read, write, delete)
 
 
+def _unrecorded(module: nn.Module, name: str, parameter: Any) -> Any:
+    """A parameter of a module that has our class and nothing of what we know of the module that it was taken from."""
+    if isinstance(parameter, DTensor):
+        raise AutoplanError(
+            f"a {type(module).__name__} was made during the forward with the parameter {name!r} of one that lies on "
+            f"ranks ({list(parameter.shape)} in all), and does not know how it lies",
+            hint="call the module itself, or copy it with copy.copy; or keep it whole: overrides={name: 'replicate'}",
+        )
+    return parameter
+
+
 def _flat_weights_property() -> property:
     """Recurrent layers keep a list of their weights next to the attributes and compute with the list."""
 
     def read(self: Any) -> Any:
         if "_flat_weights" not in self.__dict__:
             raise AttributeError("_flat_weights")
-        if not self.__dict__["_autoplan"].reading.inside:
+        record = record_of(self)
+        if record is None or not record.reading.inside:
             return self.__dict__["_flat_weights"]
         return [getattr(self, name, None) for name in self._flat_weights_names]
 

@@ -9,10 +9,16 @@ generator of its own behind the same `torch.get_rng_state` and friends, so nothi
         ...                                  # draws after it go on as if nothing had happened
 
 A `Stream` is a fork that remembers: each `with stream:` goes on where the last one stopped.
+
+No function here looks at a tensor's values through torch: a state is bytes on the host, read and written as such, so
+that all of it works where tensors have no values (fake, on meta) and no device is waited for.
 """
 
 from __future__ import annotations
 
+import ctypes
+import random
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +27,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["State", "Stream", "fork", "get_state", "manual_seed", "set_state"]
+__all__ = ["State", "Stream", "fork", "get_state", "manual_seed", "mark", "marked", "number_of", "set_state", "step"]
+
+_MARK = 0x6175746F << 31  # what the seed of a marked state begins with; nobody seeds with such numbers
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,43 @@ def manual_seed(seed: int) -> None:
     torch.random.default_generator.manual_seed(seed)
     if _cuda_in_use():
         torch.cuda.manual_seed(seed)
+
+
+def number_of(state: State) -> int:
+    """A seed that follows from a state: the same wherever the state is."""
+    return zlib.crc32(_bytes(state.cpu) + (_bytes(state.cuda) if state.cuda is not None else b""))
+
+
+def step() -> None:
+    """Move this rank's CPU stream on by one draw."""
+    import torch
+
+    torch.rand(1, device="cpu")
+
+
+def mark() -> int:
+    """Mark this rank's stream, and return the mark: `marked` says it until somebody seeds, or sets another state.
+
+    What is drawn does not change. The mark lies in a state's first 8 bytes, which hold the seed that it began with and
+    are only ever shown. (Were it elsewhere in another torch, the mark would not be seen, and ranks would agree too
+    often, not too rarely.)
+    """
+    state, number = get_state(), _MARK | random.SystemRandom().getrandbits(31)
+    ctypes.memmove(state.cpu.data_ptr(), number.to_bytes(8, "little"), 8)
+    set_state(state)
+    return number
+
+
+def marked() -> int | None:
+    """The mark of this rank's stream, if it has one."""
+    import torch
+
+    seed = torch.initial_seed()
+    return seed if seed >> 31 == _MARK >> 31 else None
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
 @contextmanager
