@@ -16,8 +16,10 @@ from typing import Any, Unpack
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoplan.check.audit.edited import held_against_model
 from autoplan.check.audit.gate import refuse_disproven, refuse_wrong, warn_unproven
 from autoplan.check.prove import proven_plan
+from autoplan.common.errors import AutoplanError
 from autoplan.common.options import Keywords, Options, Wish
 from autoplan.common.requirements import check_versions
 from autoplan.decide.written_plans.read import PlanSource, read_source
@@ -26,6 +28,7 @@ from autoplan.execute.parallelize import shard_model
 from autoplan.execute.tensor_parallel import check_matches
 from autoplan.hf.source import Model, resolve
 from autoplan.hf.stacks import layers
+from autoplan.patches.as_it_was import whole_or_as_it_was
 from autoplan.values import Plan
 
 __all__ = ["parallelize", "plan"]
@@ -80,7 +83,7 @@ def plan(
     )
     if isinstance(written, Plan):
         check_matches(module, written)
-        return written
+        return held_against_model(found, module, written)
     return proven_plan(found, wish, written, module)
 
 
@@ -101,6 +104,7 @@ def parallelize(
     HSDP). `mesh_dims={"tp": name}` names mesh dims differently; cp and pp are left alone. Without a `plan` one is made
     for the mesh. It may be anything that `autoplan.plan` takes as a source: what comes in a foreign dialect is audited
     first. A plan that was found wrong is refused, and one that could not be tried is warned of, unless `check=False`.
+    One that was edited, or made for other code, is derived once more, and refused if it does not follow from the model.
 
     Logits leave split over the vocabulary unless `gather_logits`; every other output is whole. A loss that the model
     computes from labels gathers none either (under torch.compile, logits next to a loss carry no gradient).
@@ -115,15 +119,40 @@ def parallelize(
 
     `options` holds the same as the keywords, as one value (`autoplan.Options`).
     """
-    options = Options.of(keywords) if options is None else options
+    options = _options(options, keywords)
+    _refuse_no_module(model, check)
     dims = read_mesh(mesh, mesh_dims)
-    plan = plan if isinstance(plan, Plan) else _plan_for_mesh(model, dims, plan, check)
-    dims.check_experts(plan.tp_size, plan.ep_size)
-    if check:
-        refuse_disproven(plan)
-        warn_unproven(plan)
-    plan = plan if plan.layers else replace(plan, layers=layers(model))
-    return shard_model(model, mesh, plan, options, dims)
+    with whole_or_as_it_was(model):  # making a plan reads the model, but runs its code
+        plan = plan if isinstance(plan, Plan) else _plan_for_mesh(model, dims, plan, check)
+        dims.check_experts(plan.tp_size, plan.ep_size)
+        if check:
+            plan = held_against_model(resolve(model), model, plan)
+            refuse_disproven(plan)
+            warn_unproven(plan)
+        plan = plan if plan.layers else replace(plan, layers=layers(model))
+        return shard_model(model, mesh, plan, options, dims)
+
+
+def _options(options: Options | None, keywords: Keywords) -> Options:
+    if options is None:
+        return Options.of(keywords)
+    if not isinstance(options, Options):
+        raise AutoplanError(f"options={options!r}", hint="give autoplan.Options(...), or keywords")
+    if keywords:
+        raise AutoplanError(
+            f"options and the keyword {next(iter(keywords))} were both given", hint="say it in one of the two"
+        )
+    return options
+
+
+def _refuse_no_module(model: object, check: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise AutoplanError(
+            f"parallelize changes a live model, and {type(model).__name__} is none",
+            hint="build it first: a torch.nn.Module, on any device, meta too",
+        )
+    if not isinstance(check, bool):
+        raise AutoplanError(f"check={check!r}", hint="choose True or False")
 
 
 def _plan_for_mesh(model: nn.Module, dims: MeshDims, given: PlanSource | None, check: bool) -> Plan:

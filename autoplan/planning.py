@@ -30,6 +30,7 @@ from autoplan.hf.stacks import calls_causal, layers
 from autoplan.patches.kernels import kernel_note
 from autoplan.values import Capabilities, Finding, LocalExperts, Plan, Trace
 from autoplan.values.reasons import DoesNotDivide
+from autoplan.values.steering import digest
 
 __all__ = ["Draft", "capture_source", "draft_plan", "solve_source", "wanted_capabilities"]
 
@@ -71,7 +72,8 @@ def draft_plan(
     found = sequence_findings(solution) if capabilities.sequence else ()
     if wish.ep_size > 1 and capabilities.experts:
         found += expert_findings(made, solution)
-    return Draft(replace(made, findings=made.findings + found), captured.trace, choices)
+    made = replace(made, findings=made.findings + found, made_for=replace(made.made_for, content=digest(made)))
+    return Draft(made, captured.trace, choices)
 
 
 def wanted_capabilities(wish: Wish) -> Capabilities:

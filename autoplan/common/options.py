@@ -30,6 +30,8 @@ Request: TypeAlias = "bool | str | Callable[[str, nn.Module], bool | str]"
 
 PROOFS = ("graph", "ranks", "none")
 MODES = ("block", "submodule", "selective")  # of checkpointing
+SCOPES = {"text": ("decoder", "encoder"), "vision": ("vision",), "audio": ("audio",)}  # kinds of stacks by name
+KINDS = ("decoder", "encoder", "vision", "audio", "other")
 FROZEN = ("units", "root", "ignore")
 
 
@@ -48,9 +50,10 @@ class Wish:
     prove: str = "graph"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.tp_size, int) or isinstance(self.tp_size, bool) or self.tp_size < 1:
+        if not _is_count(self.tp_size):
             raise AutoplanError(f"tp_size is {self.tp_size!r}", hint="give a whole number from 1 on")
         check_expert_size(self.tp_size, self.ep_size)
+        _yes_or_no(self, "sequence_parallel", "strict")
         _choose("prove", self.prove, PROOFS)
 
     @property
@@ -68,6 +71,7 @@ class TensorParallel:
     reproducible_forward: bool = False
 
     def __post_init__(self) -> None:
+        _yes_or_no(self, "gather_logits", "reproducible_forward")
         _choose("sequence_padding", self.sequence_padding, ("error", "pad"))
 
 
@@ -87,6 +91,21 @@ class Checkpointing:
                 f"activation_checkpointing={self.blocks!r}",
                 hint=f"choose True, {', '.join(map(repr, MODES))}, or a function (name, block) -> mode",
             )
+        if not isinstance(self.scope, str | Iterable):
+            raise AutoplanError(f"checkpoint_scope={self.scope!r}", hint=f"choose from all, {', '.join(SCOPES)}")
+        object.__setattr__(self, "scope", self.scope if isinstance(self.scope, str) else tuple(self.scope))
+        self.kinds()
+
+    def kinds(self) -> set[str]:
+        """The kinds of stacks that are in the scope."""
+        found: set[str] = set()
+        for name in (self.scope,) if isinstance(self.scope, str) else self.scope:
+            if not isinstance(name, str) or name not in ("all", *SCOPES, *KINDS):
+                raise AutoplanError(
+                    f"checkpointing scope {name!r} is no kind of stack", hint=f"choose from all, {', '.join(SCOPES)}"
+                )
+            found.update(KINDS if name == "all" else SCOPES.get(name, (name,)))
+        return found
 
 
 @dataclass(frozen=True)
@@ -101,16 +120,20 @@ class DataParallel:
     frozen: str = "units"
 
     def __post_init__(self) -> None:
+        _yes_or_no(self, "cpu_offload")
         if self.cpu_offload and self.offload_policy is not None:
             raise AutoplanError(
                 "cpu_offload=True and offload_policy were both given",
                 hint="cpu_offload is short for CPUOffloadPolicy()",
             )
-        if isinstance(self.mp_policy, str | int | float) and self.mp_policy not in ("bf16", True, False):
-            raise AutoplanError(f"mp_policy={self.mp_policy!r}", hint='choose None, "bf16" or a MixedPrecisionPolicy')
-        if self.reshard_after_forward is not None and not isinstance(self.reshard_after_forward, int):
+        if not (self.mp_policy is None or self.mp_policy == "bf16" or isinstance(self.mp_policy, bool)):
+            _one_of_fsdp("mp_policy", self.mp_policy, "MixedPrecisionPolicy", 'None, "bf16" or ')
+        if self.offload_policy is not None:
+            _one_of_fsdp("offload_policy", self.offload_policy, "OffloadPolicy", "None or ")
+        reshard = self.reshard_after_forward
+        if not (reshard is None or isinstance(reshard, bool) or _is_count(reshard)):
             raise AutoplanError(
-                f"reshard_after_forward={self.reshard_after_forward!r}",
+                f"reshard_after_forward={reshard!r}",
                 hint="choose None, True, False, or a number of ranks to keep weights over",
             )
         _choose("frozen", self.frozen, FROZEN)
@@ -121,9 +144,15 @@ class DataParallel:
         """The options that were given."""
         return [name for name, value in vars(self).items() if value != getattr(DataParallel, name)]
 
-    def check(self, has_mesh: bool) -> None:
-        """Refuse options that nothing would heed, before the model is touched."""
-        if not has_mesh and self.asked():
+    def check(self, shards: int) -> None:
+        """Refuse options that nothing would heed over so many ranks (0: there is no such mesh dim)."""
+        kept = self.reshard_after_forward
+        if shards and kept is not None and not isinstance(kept, bool) and shards % kept:
+            raise AutoplanError(
+                f"reshard_after_forward={kept}: the {shards} ranks that shard make no groups of {kept}",
+                hint="choose a number that divides them, or True or False",
+            )
+        if not shards and self.asked():
             raise AutoplanError(
                 f"{', '.join(self.asked())} was asked for, but the mesh has no dim to shard data-parallel over",
                 hint='name one "dp_shard", or pass mesh_dims={"dp_shard": name}',
@@ -147,6 +176,13 @@ class Options:
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
     data: DataParallel = field(default_factory=DataParallel)
 
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            if not isinstance(getattr(self, one.name), _GROUPS[one.name]):
+                raise AutoplanError(
+                    f"options.{one.name}={getattr(self, one.name)!r}", hint=f"give {_GROUPS[one.name].__name__}(...)"
+                )
+
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> Options:
         """The options that these keywords of `parallelize` mean."""
@@ -161,6 +197,7 @@ class Options:
         return cls(TensorParallel(**grouped[0]), Checkpointing(**checkpointing), DataParallel(**grouped[1]))
 
 
+_GROUPS: dict[str, type[Any]] = {"tensor": TensorParallel, "checkpointing": Checkpointing, "data": DataParallel}
 _CHECKPOINTING_KEYWORDS = {"blocks": "activation_checkpointing", "scope": "checkpoint_scope"}
 
 
@@ -182,7 +219,7 @@ class Keywords(TypedDict, total=False):
 
 def check_expert_size(tp_size: int, ep_size: int) -> None:
     """Raise unless experts lie on the ranks of tp, or nothing else is split."""
-    if not isinstance(ep_size, int) or ep_size < 1:
+    if not _is_count(ep_size):
         raise AutoplanError(f"ep_size is {ep_size!r}", hint="give a whole number from 1 on")
     if ep_size > 1 and tp_size > 1 and ep_size != tp_size:
         raise AutoplanError(
@@ -192,5 +229,22 @@ def check_expert_size(tp_size: int, ep_size: int) -> None:
 
 
 def _choose(name: str, value: Any, known: tuple[str, ...]) -> None:
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         raise AutoplanError(f"{name}={value!r}", hint=f"choose one of {', '.join(map(repr, known))}")
+
+
+def _yes_or_no(of: Any, *names: str) -> None:
+    for name in names:
+        if not isinstance(getattr(of, name), bool):
+            raise AutoplanError(f"{name}={getattr(of, name)!r}", hint="choose True or False")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _one_of_fsdp(name: str, value: Any, kind: str, besides: str) -> None:
+    import torch.distributed.fsdp as fsdp
+
+    if not isinstance(value, getattr(fsdp, kind)):
+        raise AutoplanError(f"{name}={value!r}", hint=f"choose {besides}a {kind}")

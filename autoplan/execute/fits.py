@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from autoplan.common.consistent import inconsistencies
+from autoplan.common.conventions import conventions
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.forward_code import forward_code, same_code
 from autoplan.common.patterns import matches
@@ -15,9 +19,10 @@ from autoplan.common.requirements import installed_versions
 from autoplan.values import CallRewrite, ForwardCode, MadeFor, Plan, Sizes, Version, replace
 from autoplan.version import __version__
 
-__all__ = ["check_fits", "with_made_for"]
+__all__ = ["check_fits", "made_anew", "made_with", "model_hash", "with_made_for"]
 
 _SHOWN = 3
+_DIGITS = 16
 
 
 def with_made_for(plan: Plan, model: nn.Module) -> Plan:
@@ -30,7 +35,33 @@ def with_made_for(plan: Plan, model: nn.Module) -> Plan:
     cut = [rule.pattern for rule in plan.runtime.parameters if rule.dim is not None]
     shapes = _shapes(model)
     sizes = (Sizes(pattern, tuple(dict.fromkeys(_meant(pattern, shapes).values()))) for pattern in dict.fromkeys(cut))
-    return replace(plan, made_for=MadeFor(versions, tuple(forwards), tuple(one for one in sizes if one.shapes)))
+    made_for = MadeFor(versions, tuple(forwards), tuple(one for one in sizes if one.shapes), model_hash(model))
+    return replace(plan, made_for=made_for)
+
+
+def model_hash(model: nn.Module) -> str:
+    """A hash of the code of all forwards of a model, and of the whole numbers that its modules and its config hold.
+
+    Numbers such as counts of heads steer code that no shape shows. Classes that wrap others, their code looked through,
+    and the device, the dtype and the mode of the model are not in it.
+    """
+    codes = sorted({forward_code(kind, ()) for kind in {type(module) for module in model.modules()}})
+    numbers = {name: _whole_numbers(vars(module)) for name, module in model.named_modules()}
+    config = conventions().config_of(model)
+    said = config.to_dict() if config is not None else getattr(getattr(model, "config", None), "__dict__", {})
+    text = json.dumps([codes, numbers, _whole_numbers(said)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+
+
+def _whole_numbers(values: Any) -> Any:
+    """The whole numbers in a mapping, by name, and those in lists and mappings below it."""
+    if isinstance(values, Mapping):
+        found = {str(name): _whole_numbers(value) for name, value in values.items() if not str(name).startswith("_")}
+        return {name: value for name, value in found.items() if value not in (None, {}, [])}
+    if isinstance(values, list | tuple):
+        items = [_whole_numbers(value) for value in values]
+        return items if any(item is not None for item in items) else None
+    return values if isinstance(values, int) and not isinstance(values, bool) else None
 
 
 def check_fits(model: nn.Module, plan: Plan) -> None:
@@ -39,12 +70,22 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
     if not apart:
         return
     more = f" (and {len(apart) - _SHOWN} more)" if len(apart) > _SHOWN else ""
-    made = ", ".join(f"{one.library} {one.version}" for one in plan.made_for.versions) or "unknown versions"
-    size = f"--tp {plan.tp_size}" + (f" --ep {plan.ep_size}" if plan.ep_size > 1 else "")
     raise PlanMismatchError(
-        f"the plan does not fit {type(model).__name__}: {'; '.join(apart[:_SHOWN])}{more} (it was made with {made})",
-        hint=f"make it anew for this model: autoplan plan {plan.model} {size} -o FILE",
+        f"the plan does not fit {type(model).__name__}: {'; '.join(apart[:_SHOWN])}{more} ({made_with(plan)})",
+        hint=f"make it anew for this model: {made_anew(plan)}",
     )
+
+
+def made_with(plan: Plan) -> str:
+    """With which versions."""
+    libraries = ", ".join(f"{one.library} {one.version}" for one in plan.made_for.versions)
+    return f"it was made with {libraries or 'unknown versions'}"
+
+
+def made_anew(plan: Plan) -> str:
+    """The command that does it."""
+    size = f"--tp {plan.tp_size}" + (f" --ep {plan.ep_size}" if plan.ep_size > 1 else "")
+    return f"autoplan plan {plan.model} {size}{' --sequence-parallel' * plan.sequence_parallel} -o FILE"
 
 
 def _other_code(model: nn.Module, plan: Plan) -> Iterator[str]:

@@ -6,18 +6,17 @@ free whole blocks, checkpointed ones too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.common.options import Options
-from autoplan.common.undo import undoing
+from autoplan.execute.agreement import refuse_differing_plans
 from autoplan.execute.checkpointing.choose import checkpoint_blocks
 from autoplan.execute.data_parallel.fsdp import shard_data_parallel
 from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh
 from autoplan.execute.parameters.optimizer_state import mark_parameters
-from autoplan.execute.tensor_parallel import apply_plan, record, tp_mesh_of, undo_all
+from autoplan.execute.tensor_parallel import apply_plan, record, tp_mesh_of
+from autoplan.patches.as_it_was import whole_or_as_it_was
 from autoplan.values import Plan
 
 __all__ = ["shard_model"]
@@ -34,17 +33,14 @@ def shard_model(
     dims = read_mesh(mesh) if dims is None else dims
     dims.check_experts(plan.tp_size, plan.ep_size)
     tp_mesh = tp_mesh_of(mesh, plan, dims.names)
-    options.data.check(has_mesh=dims.data is not None)
-    undo: list[Callable[[], None]] = []
-    with undoing(undo):
+    options.data.check(0 if dims.data is None else dims.data.size(-1))
+    refuse_differing_plans([dims.tp, dims.ep, dims.data], plan, options.tensor)
+    with whole_or_as_it_was(model):
         if tp_mesh is not None and plan.ranks > 1:
             apply_plan(model, tp_mesh, plan, **vars(options.tensor))
         record(model, plan, notes=dims.notes)
-        undo.append(lambda: undo_all(model))
         if options.checkpointing.blocks:
-            undo.append(
-                checkpoint_blocks(model, plan.layers, options.checkpointing.blocks, options.checkpointing.scope)
-            )
+            checkpoint_blocks(model, plan.layers, options.checkpointing.blocks, options.checkpointing.scope)
         if dims.data is not None:
             shard_data_parallel(model, dims.data, plan.layers, options.data)
         mark_parameters(model)

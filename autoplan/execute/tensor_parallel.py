@@ -1,7 +1,7 @@
 """Apply a plan to a live model: all of it, or none of it.
 
 Everything that can fail happens first: patterns are matched, pieces are cut, integers are checked. Then parameters are
-swapped, integers set and hooks put in place; whatever fails on the way undoes what was done.
+swapped, integers set and hooks put in place. What fails on the way leaves the model as it was (patches/as_it_was.py).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from autoplan.execute.parameters.optimizer_state import stop_following
 from autoplan.execute.parameters.shard import mesh_device, prepare_parameters
 from autoplan.execute.randomness.dropout import SharedRandomness
 from autoplan.execute.reproducible import make_reproducible
+from autoplan.patches.as_it_was import whole_or_as_it_was
 from autoplan.values import (
     Boundary,
     CallRewrite,
@@ -123,7 +124,7 @@ def apply_plan(
     running.branches.apart = reproducible_forward  # added in the order in which the model adds them
     works = _works(modules, plan)
     undo: list[Callable[[], None]] = []
-    try:
+    with whole_or_as_it_was(model):
         edits = _edit_integers(modules, plan, running, undo)
         _localise_padding(modules, works, group, undo)
         prepared = prepare_parameters(model, mesh, rules)
@@ -139,18 +140,15 @@ def apply_plan(
         guard_kernels(model, (modules[name] for name, work in works.items() if work.communicates), undo)
         if reproducible_forward:  # after the hooks, which find their inputs by the signature of the forward
             make_reproducible(modules, plan, rules, undo)
-    except BaseException:
-        _roll_back(undo)
-        raise
-    model.__dict__[_RECORD] = Applied(
-        plan=plan,
-        tp_size=group.size,
-        split=tuple(sorted(name for name, rule in rules.items() if rule is not None and rule.dim is not None)),
-        edits=edits,
-        hooked=tuple(works),
-        undo=lambda: _undo(model, undo),
-        running=running,
-    )
+        model.__dict__[_RECORD] = Applied(
+            plan=plan,
+            tp_size=group.size,
+            split=tuple(sorted(name for name, rule in rules.items() if rule is not None and rule.dim is not None)),
+            edits=edits,
+            hooked=tuple(works),
+            undo=lambda: _undo(model, undo),
+            running=running,
+        )
     return model
 
 

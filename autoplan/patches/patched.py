@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CellType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from autoplan.common.errors import AutoplanError
 
-__all__ = ["Hold", "Patch", "Place", "hold", "patched"]
+__all__ = ["Hold", "Patch", "Place", "hold", "note_holds", "patched"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class _Standing:
     place: Place
     original: Any
     ours: Any
-    users: int = 0
+    users: set[Hold] = field(default_factory=set)
 
     def still_ours(self) -> bool:
         try:
@@ -86,6 +86,10 @@ class Hold:
 
     held: list[_Standing] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        for notes in list(getattr(_noted, "by", ())):
+            notes.holds.append(self)
+
     def release(self) -> None:
         """Put back what nobody else needs. A second time does nothing."""
         with _lock:
@@ -97,6 +101,7 @@ class Hold:
         weakref.finalize(owner, _end_later, self).atexit = False
 
 
+_noted = threading.local()  # by whom, of this thread
 _lock = threading.Lock()
 _standing: dict[tuple[str, int, str], _Standing] = {}
 _ended: deque[Hold] = deque()  # by garbage collection, and not yet cleared up
@@ -108,61 +113,84 @@ def hold(patch: Patch, places: Iterable[Place], *, together: bool = False) -> Ho
     `together`: keep all else that `patch` has replaced too: a search does not find what another has replaced already.
     """
     mine = Hold()
-    with _lock:
-        try:
-            for one in list(_standing.values()) if together else ():
-                if one.key[0] == patch.name:
-                    _join(mine, one)
-            for place in places:
-                _join(mine, _stand(patch, place))
-        except BaseException:
-            _leave(mine)
-            raise
-    _clear_up()
+    _fill(mine, patch, places, together)
     return mine
 
 
 @contextmanager
 def patched(patch: Patch, places: Iterable[Place], *, together: bool = False) -> Iterator[None]:
     """`hold` for the time of a block."""
-    mine = hold(patch, places, together=together)
+    mine = Hold()
     try:
+        _fill(mine, patch, places, together)
         yield
     finally:
         mine.release()
 
 
-def _stand(patch: Patch, place: Place) -> _Standing:
+class Notes(Protocol):
+    """Who must give back whatever is held meanwhile."""
+
+    holds: list[Hold]
+
+
+def note_holds(notes: Notes) -> None:
+    """Add to `notes.holds`, as long as `notes` lives, every hold that this thread makes, before it holds anything."""
+    if not hasattr(_noted, "by"):
+        _noted.by = weakref.WeakSet()
+    _noted.by.add(notes)
+
+
+def _fill(mine: Hold, patch: Patch, places: Iterable[Place], together: bool) -> None:
+    with _lock:
+        try:
+            for one in list(_standing.values()) if together else ():
+                if one.key[0] == patch.name:
+                    _join(mine, one)
+            for place in places:
+                _stand(mine, patch, place)
+        except BaseException:
+            _leave(mine)
+            raise
+    _clear_up()
+
+
+def _stand(mine: Hold, patch: Patch, place: Place) -> None:
+    """Put ours in place, or share what stands there. Noted before it is done: an interrupt may come in between."""
     key = patch.name, id(place.holder), place.name
     found = _standing.get(key)
-    if found is None:
-        try:
-            original = place.now()
-        except KeyError as error:
-            raise AutoplanError(
-                f"{patch.name}: {place.holder!r} has no {place.name!r}, which stands for {patch.replaces}",
-                hint="install versions that pyproject.toml allows",
-            ) from error
-        ours = place.make(original)
-        place.put(ours)
-        found = _standing[key] = _Standing(key, place, original, ours)
-    return found
+    if found is not None:
+        _join(mine, found)
+        return
+    try:
+        original = place.now()
+    except KeyError as error:
+        raise AutoplanError(
+            f"{patch.name}: {place.holder!r} has no {place.name!r}, which stands for {patch.replaces}",
+            hint="install versions that pyproject.toml allows",
+        ) from error
+    made = _Standing(key, place, original, place.make(original))
+    _join(mine, made)
+    _standing[key] = made
+    place.put(made.ours)
 
 
 def _join(mine: Hold, one: _Standing) -> None:
     if one not in mine.held:
-        one.users += 1
         mine.held.append(one)
+        one.users.add(mine)
 
 
 def _leave(mine: Hold) -> None:
+    """A second time, or after an interrupt, it does what is left."""
     while mine.held:
-        one = mine.held.pop()
-        one.users -= 1
+        one = mine.held[-1]
+        one.users.discard(mine)
         if not one.users:
-            del _standing[one.key]
             if one.still_ours():
                 one.place.put(one.original)
+            _standing.pop(one.key, None)
+        mine.held.pop()
 
 
 def _end_later(mine: Hold) -> None:
@@ -175,9 +203,15 @@ def _end_later(mine: Hold) -> None:
 
 
 def _clear_up() -> None:
-    while _ended and _lock.acquire(blocking=False):
+    while _ended:
+        mine = False
         try:
-            while _ended:
-                _leave(_ended.popleft())
+            mine = _lock.acquire(blocking=False)
+            while mine and _ended:
+                _leave(_ended[0])
+                _ended.popleft()
         finally:
-            _lock.release()
+            if mine:
+                _lock.release()
+        if not mine:
+            return

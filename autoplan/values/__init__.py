@@ -60,7 +60,7 @@ from autoplan.values.instructions import (
     WithholdPartial,
     instruction,
 )
-from autoplan.values.made_for import ForwardCode, MadeFor, Sizes, Version
+from autoplan.values.made_for import UNKNOWN, ForwardCode, MadeFor, Sizes, Version
 from autoplan.values.plan import Change, Entry, Obstacle, Plan, Proof, Replicated, Stack, Trial
 from autoplan.values.trace import (
     Call,
@@ -76,6 +76,7 @@ from autoplan.values.trace import (
 )
 
 __all__ = [
+    "UNKNOWN",
     "AllGather",
     "AllGatherSequence",
     "AllGatherSequenceSumGradient",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-__all__ = ["ForwardCode", "MadeFor", "Sizes", "Version"]
+__all__ = ["UNKNOWN", "ForwardCode", "MadeFor", "Sizes", "Version"]
+
+UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,15 @@ class Sizes:
 
 @dataclass(frozen=True)
 class MadeFor:
-    """See above. Versions are for the reader; code and sizes must be those of the model that a plan is applied to."""
+    """See above. Versions are for the reader; code and sizes must be those of the model that a plan is applied to.
+
+    `model`: a hash of all of its code and of the whole numbers that it and its config hold. `content`: a hash of what
+    the plan said when it was made (steering.py), `UNKNOWN` for a file that does not say. Where one of them is not what
+    it was, the plan is derived once more before it is applied.
+    """
 
     versions: tuple[Version, ...] = ()
     forwards: tuple[ForwardCode, ...] = ()
     sizes: tuple[Sizes, ...] = ()
+    model: str = field(default="", compare=False)
+    content: str = field(default="", compare=False)

@@ -209,7 +209,7 @@ def test_folders_that_hold_no_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="only pickle files"):
         CheckpointFiles(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"garbage!")
-    with pytest.raises(SourceError, match="is not a safetensors file"):
+    with pytest.raises(SourceError, match="no safetensors file"):
         CheckpointFiles(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "part-1.safetensors"}}))

@@ -36,7 +36,7 @@ from autoplan.common.errors import AutoplanError, PlanFileError
 from autoplan.common.files.plain import NotPlain, read_plain
 from autoplan.common.files.write import write_whole
 from autoplan.common.options import check_expert_size
-from autoplan.values import Plan
+from autoplan.values import UNKNOWN, Plan, replace
 from autoplan.values.plain import plain
 
 __all__ = [
@@ -100,7 +100,8 @@ def plan_from_dict(data: Any, where: str = "plan") -> Plan:
     problem = next(inconsistencies(plan), None)
     if problem is not None:
         raise PlanFileError(f"{where}.{problem}", hint="edit it, or make the plan again")
-    return plan
+    made_for = plan.made_for if plan.made_for.content else replace(plan.made_for, content=UNKNOWN)
+    return replace(plan, made_for=made_for)
 
 
 def _anew(data: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoplan.common.errors import PlanMismatchError
+from autoplan.execute.parameters.held import record_of
 from autoplan.patches.kernels import KERNEL_GUARDS, OptionalKernel, optional_kernels
 from autoplan.patches.patched import Hold, Place, hold
 
@@ -63,7 +64,7 @@ class _Guard:
         """The planned layer whose parameter is handed over, or a view of it: it lies in the same memory."""
         given = {_memory(value) for value in values if isinstance(value, torch.Tensor)} - {0}  # 0: it holds nothing
         with _lock:
-            planned = list(self.planned)
+            planned = [module for module in self.planned if record_of(module) is not None]  # or it was put back
         own = ((module, p) for module in planned for p in module._parameters.values() if p is not None)
         return next((module for module, parameter in own if _memory(parameter) in given), None)
 

@@ -15,16 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
-from autoplan.common.options import MODES, Request
+from autoplan.common.options import Checkpointing, Request
 from autoplan.execute.checkpointing.blocks import install_checkpoints
 from autoplan.execute.tensor_parallel import applied, record
 from autoplan.values import Stack
 
 __all__ = ["Choice", "checkpoint_blocks", "choose_checkpoints", "saved_bytes_per_token"]
-
-
-_SCOPES = {"text": ("decoder", "encoder"), "vision": ("vision",), "audio": ("audio",)}
-_ALL = ("decoder", "encoder", "vision", "audio", "other")
 
 
 @dataclass(frozen=True)
@@ -40,9 +36,8 @@ def choose_checkpoints(
     model: nn.Module, stacks: tuple[Stack, ...], request: Request, scope: str | Iterable[str] = "all"
 ) -> Choice:
     """The modules to checkpoint. Frozen blocks are skipped unless a callable asks for them."""
-    _check_request(request)
     modules = dict(model.named_modules(remove_duplicate=False))
-    kinds = _kinds(scope)
+    kinds = Checkpointing(request, scope).kinds()
     wanted: dict[str, str] = {}
     notes: list[str] = []
     taken: set[int] = set()
@@ -90,33 +85,13 @@ def checkpoint_blocks(
     return installed.remove
 
 
-def _check_request(request: Request) -> None:
-    if request is not True and not callable(request) and request not in MODES:
-        raise AutoplanError(
-            f"activation_checkpointing={request!r}",
-            hint=f"choose True, {', '.join(map(repr, MODES))}, or a function (name, block) -> mode",
-        )
-
-
-def _kinds(scope: str | Iterable[str]) -> set[str]:
-    names = [scope] if isinstance(scope, str) else list(scope)
-    kinds: set[str] = set()
-    for name in names:
-        if name != "all" and name not in _SCOPES and name not in _ALL:
-            raise AutoplanError(
-                f"checkpointing scope {name!r} is no kind of stack", hint=f"choose from all, {', '.join(_SCOPES)}"
-            )
-        kinds.update(_ALL if name == "all" else _SCOPES.get(name, (name,)))
-    return kinds
-
-
 def _mode_for(fqn: str, block: nn.Module, request: Request) -> str | None:
     """The mode for one block; "" for not at all; None when it is frozen."""
     if callable(request):
         answer = request(fqn, block)
         if answer is False or answer is None:
             return ""
-        _check_request(answer)
+        Checkpointing(answer)
         return "block" if answer is True else str(answer)
     if not any(parameter.requires_grad for parameter in block.parameters()):
         return None

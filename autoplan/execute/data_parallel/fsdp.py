@@ -21,7 +21,6 @@ from autoplan.common.options import DataParallel
 from autoplan.execute.collectives import RankGroup, all_reduce
 from autoplan.execute.data_parallel.units import Units, choose_units
 from autoplan.execute.tensor_parallel import applied, record
-from autoplan.patches.classes import whole_or_as_it_was
 from autoplan.values import Stack
 
 __all__ = ["default_precision", "shard_data_parallel"]
@@ -51,12 +50,11 @@ def _as_they_are(model: nn.Module) -> MixedPrecisionPolicy:
 
 
 def shard_data_parallel(model: nn.Module, mesh: DeviceMesh, stacks: tuple[Stack, ...], options: DataParallel) -> None:
-    """Wrap every unit, then the model itself; all of them or none."""
+    """Wrap every unit, then the model itself."""
     known = applied(model)
     assert known is not None, "what was done is recorded first"
     units = choose_units(model, stacks, frozen=options.frozen)
-    with whole_or_as_it_was(model):
-        _wrap(model, mesh, units, options)
+    _wrap(model, mesh, units, options)
     sizes = (mesh.size(0), mesh.size(1)) if mesh.ndim == 2 else (1, mesh.size())
     names = (*(unit.names for unit in units.units), ("",))
     notes = (*known.notes, *units.notes)

@@ -23,6 +23,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "ep": ("ep",),
 }
 LEFT_ALONE = ("cp", "pp")
+_MADE_WITH = 'make it with init_device_mesh(device, shape, mesh_dim_names=("dp_shard", "tp"))'
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,17 @@ class MeshDims:
 
 def read_mesh(mesh: DeviceMesh, mesh_dims: Mapping[str, str] | None = None) -> MeshDims:
     """The dims of `mesh` by purpose. `mesh_dims={"tp": name}` overrides the usual names."""
+    if not isinstance(mesh, DeviceMesh):
+        raise AutoplanError(f"mesh={mesh!r} is no device mesh", hint=_MADE_WITH)
+    if mesh_dims is not None and not (
+        isinstance(mesh_dims, Mapping) and all(isinstance(one, str) for pair in mesh_dims.items() for one in pair)
+    ):
+        raise AutoplanError(f"mesh_dims={mesh_dims!r}", hint='give {"tp": name of a mesh dim}')
     dims = mesh.mesh_dim_names
     if not dims:
         raise AutoplanError(
             "the device mesh has no dim names, so nothing says what its dims are for",
-            hint='make it with init_device_mesh(device, shape, mesh_dim_names=("dp_shard", "tp"))',
+            hint=_MADE_WITH,
         )
     names = _by_purpose(mesh, dims, dict(mesh_dims or {}))
     replicate, shard = names.get("dp_replicate"), names.get("dp_shard")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,14 +24,28 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.random_values import BUILDING
 from autoplan.execute.parameters.held import plain_name, record_of
 
-__all__ = ["rebuild_passing_tensors"]
+__all__ = ["Rebuilt", "rebuilt_passing_tensors"]
 
 
-def rebuild_passing_tensors(model: nn.Module, device: torch.device) -> None:
-    """Replace every meta tensor that no checkpoint holds: unsaved buffers, and tensors in plain attributes."""
+@dataclass(frozen=True)
+class Rebuilt:
+    """A tensor, and where it belongs."""
+
+    where: dict[str, Any]
+    name: str
+    value: torch.Tensor
+
+    def put(self) -> None:
+        self.where[self.name] = self.value
+
+
+def rebuilt_passing_tensors(model: nn.Module, device: torch.device) -> list[Rebuilt]:
+    """What to put in place of every meta tensor that no checkpoint holds: unsaved buffers, and tensors in plain
+    attributes. Nothing of the model changes before it is `put`."""
     wanted = list(_passing_meta(model))
     if not wanted:
-        return
+        return []
+    made: list[Rebuilt] = []
     names = sorted(f"{path}.{name}".lstrip(".") for path, _, name in wanted)
     twins = _twin_modules(model, names)
     for path, module, name in wanted:
@@ -43,9 +58,10 @@ def rebuild_passing_tensors(model: nn.Module, device: torch.device) -> None:
             record, old = record_of(module), module._buffers[name]
             held = record.buffers.get(name) if record is not None else None
             value = held.cut(value) if held is not None else value
-            module._buffers[name] = value.to(old.dtype) if old is not None else value
+            made.append(Rebuilt(module._buffers, name, value.to(old.dtype) if old is not None else value))
         else:
-            module.__dict__[name] = value
+            made.append(Rebuilt(module.__dict__, name, value))
+    return made
 
 
 def _passing_meta(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
+from os import PathLike
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -20,6 +21,25 @@ from autoplan.common.errors import SourceError
 
 __all__ = ["CheckpointFiles", "runs"]
 
+_DTYPES = {  # as safetensors calls them
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 _MANY_RUNS = 64  # beyond this, one read of the whole span and an index are faster than a read per run
 
 
@@ -27,9 +47,12 @@ class CheckpointFiles:
     """The tensors of a folder by their names in the files."""
 
     def __init__(self, folder: str | Path) -> None:
+        if not isinstance(folder, str | PathLike):
+            raise SourceError(f"{folder!r} is no folder", hint="give the folder that holds the .safetensors files")
         self.folder = Path(folder)
-        self._file_of = _find(self.folder)
         self._open: dict[str, Any] = {}
+        self._file_of = _find(self.folder)
+        self._refuse_absent()
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -37,6 +60,16 @@ class CheckpointFiles:
 
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self._handle(key).get_slice(key).get_shape())
+
+    def dtype(self, key: str) -> torch.dtype:
+        kept = self._handle(key).get_slice(key).get_dtype()
+        if kept not in _DTYPES:
+            raise SourceError(f"{key} is kept as {kept}, of which torch knows nothing", hint="update torch")
+        return _DTYPES[kept]
+
+    def form(self, key: str) -> torch.Tensor:
+        """A tensor of the same shape and dtype, without numbers: enough to try a conversion."""
+        return torch.empty(self.shape(key), dtype=self.dtype(key), device="meta")
 
     def read(self, key: str, rows: Mapping[int, Sequence[int]] | None = None) -> torch.Tensor:
         """The tensor, or the part of it with these rows along these dims (at most one of them not one range)."""
@@ -59,12 +92,21 @@ class CheckpointFiles:
         return _read_scattered(source, index, scattered, rows[scattered])
 
     def _handle(self, key: str) -> Any:
-        from safetensors import safe_open
-
         file = self._file_of[key]
         if file not in self._open:
-            self._open[file] = safe_open(str(self.folder / file), framework="pt", device="cpu")
+            self._open[file] = _opened(self.folder / file)
         return self._open[file]
+
+    def _refuse_absent(self) -> None:
+        """Every file opens, and holds what it is said to hold."""
+        held = {file: set(_opened(self.folder / file).keys()) for file in dict.fromkeys(self._file_of.values())}
+        absent = [key for key, file in self._file_of.items() if key not in held[file]]
+        if absent:
+            raise SourceError(
+                f"the index of {self.folder} lists {absent[0]} in {self._file_of[absent[0]]}, which does not hold it"
+                + (f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""),
+                hint="the files and the index are not of one download",
+            )
 
 
 def runs(rows: Sequence[int]) -> Iterator[range]:
@@ -109,34 +151,65 @@ def _find(folder: Path) -> dict[str, str]:
     return _from_files(files)
 
 
-def _from_index(index: Path) -> dict[str, str]:
+def _opened(file: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
     try:
-        found = json.loads(index.read_text())["weight_map"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise SourceError(f"{index} is not a safetensors index: {error!r}") from error
+        return safe_open(str(file), framework="pt", device="cpu")
+    except (SafetensorError, OSError, ValueError) as error:  # OSError: an empty file cannot be mapped
+        raise SourceError(
+            f"{file} is damaged, or no safetensors file: {error}", hint="complete the download, or save it again"
+        ) from error
+
+
+def _from_index(index: Path) -> dict[str, str]:
+    found = _weight_map(index)
+    for key, file in found.items():
+        if not isinstance(file, str) or not file.endswith(".safetensors"):
+            raise SourceError(f"{index} says that {key} is in {file!r}, which is no .safetensors file")
+        if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or "\\" in file or "\0" in file:
+            raise SourceError(
+                f"{index} says that {key} is in {file!r}, which is outside of its folder",
+                hint="a checkpoint is one folder; do not load this one unless you know who made it",
+            )
     absent = sorted({file for file in found.values() if not (index.parent / file).is_file()})
     if absent:
         raise SourceError(
             f"{index.name} lists {len(set(found.values()))} files, of which {len(absent)} are absent: {absent[0]}",
             hint="complete the download",
         )
-    return dict(found)
+    return found
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """What an index says: {name of a tensor: file}."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a key stands twice")
+        return found
+
+    try:
+        data = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=once)
+    except (OSError, ValueError, RecursionError) as error:
+        raise SourceError(f"{index} is not a safetensors index: {error}", hint="complete the download") from error
+    found = data.get("weight_map") if isinstance(data, dict) else None
+    if not isinstance(found, dict) or not found:
+        raise SourceError(f'{index} is not a safetensors index: it has no "weight_map" of tensors to files')
+    return found
 
 
 def _from_files(files: list[Path]) -> dict[str, str]:
-    from safetensors import SafetensorError, safe_open
-
     found: dict[str, str] = {}
     for file in files:
-        try:
-            with safe_open(str(file), framework="pt") as opened:
-                keys = list(opened.keys())
-        except SafetensorError as error:
-            raise SourceError(f"{file} is not a safetensors file: {error}") from error
+        keys = list(_opened(file).keys())
         twice = next((key for key in keys if key in found), None)
         if twice is not None:
             raise SourceError(f"{twice} is in both {found[twice]} and {file.name}", hint="keep one, or add an index")
         found.update((key, file.name) for key in keys)
+    if not found:
+        raise SourceError(f"{', '.join(file.name for file in files)}: no tensor is in there")
     return found
 
 

@@ -111,7 +111,7 @@ def refuse_unmatched(matched: Matched, wrong_shapes: Sequence[str], where: str) 
     if matched.unexpected:
         texts.append(_listed("unexpected", matched.unexpected, matched.missing))
     if wrong_shapes:
-        texts.append(f"{len(wrong_shapes)} of other shapes: " + "; ".join(wrong_shapes[:_SHOWN]))
+        texts.append(f"{len(wrong_shapes)} of other shapes or numbers: " + "; ".join(wrong_shapes[:_SHOWN]))
     if texts:
         raise PlanMismatchError(
             f"{where} is not this model's checkpoint: " + ". ".join(texts),

@@ -1,15 +1,15 @@
 """Fill a sharded model from a folder of safetensors, each rank reading only what it holds.
 
 The problem: a planned model on the meta device has shapes and layouts but no numbers, and no rank may ever hold a whole
-weight. Everything is matched and measured first (`key_matching.py`), so that a checkpoint of another model changes
-nothing; then each parameter's piece is read (`checkpoint_files.py`), moved to the mesh's device, cast to the
-parameter's dtype and put in place, under all the names it has. Buffers that no checkpoint holds are built again
-(`buffers.py`). No communication takes place.
+weight. Everything is matched and measured first (`key_matching.py`), conversions and kinds of numbers too, so that a
+checkpoint of another model changes nothing; then each parameter's piece is read (`files.py`), moved to the mesh's
+device, cast to the parameter's dtype and put in place, under all the names it has. Buffers that no checkpoint holds are
+built again (`buffers.py`). No communication takes place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
 from autoplan.execute.collectives import mesh_device
-from autoplan.execute.parameters.buffers import rebuild_passing_tensors
+from autoplan.execute.parameters.buffers import rebuilt_passing_tensors
 from autoplan.execute.parameters.held import Held, plain_name, record_of
 from autoplan.execute.parameters.state_dict import local_piece
 from autoplan.execute.weights.files import CheckpointFiles
@@ -45,17 +45,19 @@ def load_weights(model: nn.Module, folder: str | Path, *, strict: bool = True) -
     tensors = list(_saved_tensors(model))
     places = {name: tensor for tensor in tensors for name in tensor.names}
     groups = [tensor.names for tensor in tensors]
-    matched = match_keys(model, groups, _passing_buffers(model), files.keys, files.read)
-    wrong = [
-        f"{name} is {list(files.shape(key))}, the model wants {list(places[name].shape)}"
-        for name, key in matched.direct.items()
-        if files.shape(key) != places[name].shape
-    ]
+    passing = tuple(_passing_buffers(model))
+    matched = match_keys(model, groups, passing, files.keys, files.read)
+    wrong = [misfit for name, key in matched.direct.items() if (misfit := _misfit(name, files.form(key), places[name]))]
     if strict or wrong:
         refuse_unmatched(matched if strict else Matched(), wrong, str(folder))
     with torch.no_grad():
-        _fill(model, files, tensors, matched)
-        rebuild_passing_tensors(model, _device(tensors))
+        formed = match_keys(model, groups, passing, files.keys, files.form)  # conversions of tensors without numbers
+        for _, _ in _converted(model, places, matched.direct, formed):
+            pass
+        rebuilt = rebuilt_passing_tensors(model, _device(tensors))
+        _fill(model, files, tensors, matched)  # from here on the model changes
+        for one in rebuilt:
+            one.put()
     _tell_fsdp(model)
     return _IncompatibleKeys(matched.missing, matched.unexpected)
 
@@ -163,27 +165,59 @@ def _device(tensors: Sequence[_Saved]) -> torch.device:
 
 def _fill(model: nn.Module, files: CheckpointFiles, tensors: list[_Saved], matched: Matched) -> None:
     owner = {name: saved for saved in tensors for name in saved.names}
-    done: set[int] = set()
     for saved in tensors:
         key = next((matched.direct[name] for name in saved.names if name in matched.direct), None)
         if key is not None:
             saved.fill(files.read(key, saved.rows()))
-            done.add(id(saved))
+    for saved, whole in _converted(model, owner, matched.direct, matched):
+        saved.fill(saved.cut(whole))
+
+
+def _converted(
+    model: nn.Module, owner: dict[str, _Saved], direct: Iterable[str], matched: Matched
+) -> Iterator[tuple[_Saved, torch.Tensor]]:
+    """What conversions make, each tensor once; what is read directly needs none. Raises on what does not fit."""
+    done = {id(owner[name]) for name in direct}
     for conversion in matched.converted:
         for name, whole in conversion.make(model).items():
             if name not in owner or id(owner[name]) in done:
                 continue
-            if tuple(whole.shape) != owner[name].shape:
+            if misfit := _misfit(name, whole, owner[name]):
                 raise AutoplanError(
-                    f"{name} is converted to {list(whole.shape)}, the model wants {list(owner[name].shape)}",
+                    f"{misfit}, after it was converted from {len(conversion.keys)} tensors ({conversion.keys[0]}, …)",
                     hint="does the checkpoint belong to this version of transformers?",
                 )
-            owner[name].fill(owner[name].cut(whole))
             done.add(id(owner[name]))
-    promised = matched.converted_names()
-    forgotten = [saved.names[0] for saved in tensors if id(saved) not in done and saved.names[0] in promised]
+            yield owner[name], whole
+    promised = matched.converted_names() & set(owner)
+    forgotten = sorted(name for name in promised if id(owner[name]) not in done)
     if forgotten:
         raise AutoplanError(f"transformers' conversions did not make {', '.join(forgotten[:5])}")
+
+
+def _misfit(name: str, found: torch.Tensor, wanted: _Saved) -> str:
+    """Why a tensor of the checkpoint cannot become this one of the model; "" if it can."""
+    if tuple(found.shape) != wanted.shape:
+        return f"{name} is {list(found.shape)}, the model wants {list(wanted.shape)}"
+    if not _becomes(found.dtype, wanted.tensor.dtype):
+        return f"{name} holds {_said(found.dtype)}, the model wants {_said(wanted.tensor.dtype)}"
+    return ""
+
+
+def _becomes(found: torch.dtype, wanted: torch.dtype) -> bool:
+    """Can these numbers be cast to those? An 8-bit float cannot: without its scales it says nothing."""
+    if found == wanted:
+        return True
+    if torch.bool in (found, wanted) or found.is_floating_point != wanted.is_floating_point:
+        return False
+    if found.is_floating_point:
+        return min(found.itemsize, wanted.itemsize) > 1
+    wider = found.is_complex or torch.promote_types(found, wanted) == wanted
+    return found.is_complex == wanted.is_complex and wider
+
+
+def _said(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _tell_fsdp(model: nn.Module) -> None:

@@ -1,0 +1,178 @@
+"""A live model is changed whole, or is left bit for bit as it was, whatever interrupts the change.
+
+The problem: sharding changes parameters, buffers, hooks, classes, integers and whole forwards of hundreds of modules,
+partly in code of FSDP2 that knows no way back; and an error or Ctrl-C may come between any two lines, also between a
+change and the note of how to undo it. So nothing is undone step by step: before the first change everything that a
+model consists of is noted (references, no copies of tensors), and whatever is raised puts all of it back.
+
+What stands in other packages meanwhile (`patched.py`) is given back too, and the random state.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._composable_state import _module_state_mapping
+
+from autoplan.patches.classes import give_class
+from autoplan.patches.patched import Hold, note_holds
+
+__all__ = ["whole_or_as_it_was"]
+
+_open = threading.local()  # simulated ranks are threads: each changes a model of its own
+_CONTAINERS = (dict, list, set)
+
+
+class whole_or_as_it_was:
+    """Put the model back if the block raises. Inside another such block for the same model: that one does it.
+
+    A class, no generator: an interrupt while the block is left must not undo, later, what is whole by then. Nothing
+    has to be tidied up either: the block is open as long as this object lives.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.holds: list[Hold] = []
+        self.before: _Before | None = None
+
+    def __enter__(self) -> None:
+        if not hasattr(_open, "blocks"):
+            _open.blocks = weakref.WeakValueDictionary()
+        if id(self.model) not in _open.blocks:
+            self.before = _Before.of(self.model)
+            _open.blocks[id(self.model)] = self
+            note_holds(self)
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        while kind is not None and self.before is not None:
+            try:
+                for hold in list(self.holds):
+                    hold.release()
+                self.before.put_back()
+                self.before = None
+            except KeyboardInterrupt:  # once more: what was put back already stays so
+                continue
+        if _open.blocks.get(id(self.model)) is self:
+            del _open.blocks[id(self.model)]
+
+
+@dataclass
+class _Before:
+    """All that makes up a model, by reference."""
+
+    modules: list[_Module] = field(default_factory=list)
+    tensors: list[_Tensor] = field(default_factory=list)
+    random: torch.Tensor = field(default_factory=lambda: torch.get_rng_state())
+    cuda: torch.Tensor | None = None
+
+    @staticmethod
+    def of(model: nn.Module) -> _Before:
+        found = _Before(cuda=torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None)
+        seen: dict[int, torch.Tensor] = {}
+        for module in model.modules():
+            found.modules.append(_Module.of(module))
+            seen.update((id(one), one) for one in _tensors_of(module))
+        found.tensors = [_Tensor.of(one) for one in seen.values()]
+        return found
+
+    def put_back(self) -> None:
+        for module in self.modules:
+            module.put_back()
+        for tensor in self.tensors:
+            tensor.put_back()
+        torch.set_rng_state(self.random)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda)
+
+
+@dataclass
+class _Module:
+    """A module: its class, its attributes, and what is in those that are changed in place (parameters, hooks)."""
+
+    module: nn.Module
+    kind: type[nn.Module]
+    attributes: dict[str, Any]
+    contents: list[tuple[Any, list[Any]]]
+    state: Any  # what FSDP2 notes about it elsewhere
+
+    @staticmethod
+    def of(module: nn.Module) -> _Module:
+        attributes = dict(module.__dict__)
+        contents = [(value, _items(value)) for value in attributes.values() if isinstance(value, _CONTAINERS)]
+        return _Module(module, type(module), attributes, contents, _module_state_mapping.get(module))
+
+    def put_back(self) -> None:
+        give_class(self.module, self.kind)
+        self.module.__dict__.clear()
+        self.module.__dict__.update(self.attributes)
+        for container, items in self.contents:
+            if not _same(_items(container), items):
+                container.clear()
+                container.extend(items) if isinstance(container, list) else container.update(items)
+        if self.state is not None:
+            _module_state_mapping[self.module] = self.state
+        else:
+            _module_state_mapping.pop(self.module, None)
+
+
+@dataclass
+class _Tensor:
+    """A parameter or buffer: where its values lie, its gradient, the hooks on it, and what libraries noted on it."""
+
+    tensor: torch.Tensor
+    data: torch.Tensor
+    grad: torch.Tensor | None
+    requires_grad: bool
+    attributes: dict[str, Any]
+    hooks: tuple[Any, Any]
+    contents: list[tuple[Any, list[Any]]]
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Tensor:
+        hooks = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
+        contents = [(one, _items(one)) for one in hooks if isinstance(one, dict)]
+        grad = tensor.grad if tensor.is_leaf else None
+        return _Tensor(tensor, tensor.detach(), grad, tensor.requires_grad, dict(vars(tensor)), hooks, contents)
+
+    def put_back(self) -> None:
+        tensor = self.tensor
+        if tensor.device != self.data.device:  # FSDP2 moves a parameter to the mesh's device in place
+            tensor.data = self.data
+        if tensor.is_leaf:
+            if tensor.grad is not self.grad:
+                tensor.grad = self.grad
+            if tensor.requires_grad != self.requires_grad:
+                tensor.requires_grad_(self.requires_grad)
+        for one, items in self.contents:
+            one.clear()
+            one.update(items)
+        if tensor._backward_hooks is not self.hooks[0]:
+            tensor._backward_hooks = self.hooks[0]
+        if getattr(tensor, "_post_accumulate_grad_hooks", None) is not self.hooks[1]:
+            tensor._post_accumulate_grad_hooks = self.hooks[1]
+        vars(tensor).clear()
+        vars(tensor).update(self.attributes)
+
+
+def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    held = (*module._parameters.values(), *module._buffers.values(), *module.__dict__.values())
+    return (value for value in held if isinstance(value, torch.Tensor))
+
+
+def _items(container: Any) -> list[Any]:
+    return list(container.items()) if isinstance(container, dict) else list(container)
+
+
+def _same(now: list[Any], before: list[Any]) -> bool:
+    """The very same objects in the same order."""
+    return len(now) == len(before) and all(
+        one is two or (isinstance(one, tuple) and isinstance(two, tuple) and _same(list(one), list(two)))
+        for one, two in zip(now, before, strict=True)
+    )

@@ -1,0 +1,215 @@
+"""An exception at any line: run a function, raise at its n-th line inside autoplan, and look whether all is as it was.
+
+`Snapshot` holds on to every object that it compares, so that no identity is used again, and knows nothing of how
+autoplan itself puts a model back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable_state import _module_state_mapping
+from torch.nn.modules import module as module_globals
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import autoplan
+from autoplan.patches import patched
+
+__all__ = ["Injected", "Lines", "Snapshot", "choose_events", "fake_world", "interrupted_everywhere", "lines_of"]
+
+_PACKAGE = str(Path(autoplan.__file__).parent) + "/"
+_DEPTH = 6
+
+
+class Injected(Exception):
+    """What is raised, where it is not a KeyboardInterrupt."""
+
+
+@contextmanager
+def fake_world(size: int) -> Iterator[None]:
+    """A process group of one rank whose others are made up: collectives return at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------------------------------------ raising at a line
+
+
+@dataclass
+class Lines:
+    """The lines that a function runs inside autoplan, in order; at the one numbered `stop`, `error` is raised."""
+
+    stop: int = -1
+    error: type[BaseException] = Injected
+    seen: list[tuple[str, int]] = field(default_factory=list)
+    count: int = 0
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        before = sys.gettrace()
+        sys.settrace(self._enter)
+        try:
+            return function()
+        finally:
+            sys.settrace(before)
+
+    def _enter(self, frame: Any, event: str, arg: Any) -> Any:
+        return self._line if frame.f_code.co_filename.startswith(_PACKAGE) else None
+
+    def _line(self, frame: Any, event: str, arg: Any) -> Any:
+        if event == "line":
+            if self.stop < 0:
+                self.seen.append((frame.f_code.co_filename, frame.f_lineno))
+            elif self.count == self.stop:
+                self.count += 1
+                raise self.error(f"{frame.f_code.co_filename.removeprefix(_PACKAGE)}:{frame.f_lineno}")
+            self.count += 1
+        return self._line
+
+
+def lines_of(function: Callable[[], Any]) -> list[tuple[str, int]]:
+    """Every line event of a run that nothing interrupts."""
+    lines = Lines()
+    lines.run(function)
+    return lines.seen
+
+
+def choose_events(seen: list[tuple[str, int]], repeats: int, seed: int = 0) -> list[int]:
+    """The first and the last run of every distinct line, and so many others."""
+    first = {place: number for number, place in reversed(list(enumerate(seen)))}
+    last = {place: number for number, place in enumerate(seen)}
+    chosen = set(first.values()) | set(last.values())
+    rest = [number for number in range(len(seen)) if number not in chosen]
+    return sorted(chosen | set(random.Random(seed).sample(rest, min(repeats, len(rest)))))
+
+
+def interrupted_everywhere(
+    build: Callable[[], nn.Module],
+    change: Callable[[nn.Module], Any],
+    is_whole: Callable[[nn.Module], bool],
+    choose: Callable[[list[tuple[str, int]]], list[int]],
+) -> tuple[int, int, list[str]]:
+    """Interrupt `change` at the chosen lines: how many there were, how often the model was whole all the same, and what
+    was neither whole nor as it was. Every third interrupt is Ctrl-C."""
+    change(build())  # whatever is imported or remembered at the first run
+    probe = build()
+    seen = lines_of(lambda: change(probe))
+    problems: list[str] = []
+    whole = 0
+    model = build()
+    before = Snapshot.of(model)
+    events = choose(seen)
+    for number, event in enumerate(events):
+        lines = Lines(event, KeyboardInterrupt if number % 3 == 0 else Injected)
+        where = ""
+        try:
+            lines.run(lambda model=model: change(model))
+        except (Injected, KeyboardInterrupt) as error:
+            where = str(error)
+        except BaseException as error:  # noqa: BLE001 - anything else is a finding
+            where = f"{type(error).__name__}: {error}"
+            problems.append(f"event {event}: raised {where}")
+        apart = before.differences(Snapshot.of(model))
+        if apart and not (apart and is_whole(model)):
+            problems.append(f"event {event} at {where}: {'; '.join(apart[:3])}")
+        if apart or not where:
+            whole += 1
+            model = build()
+            before = Snapshot.of(model)
+    return len(events), whole, problems
+
+
+# ------------------------------------------------------------------------------------------------ what a model is
+
+
+@dataclass
+class Snapshot:
+    """Everything of a model by path, and the global state around it."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    kept: list[Any] = field(default_factory=list)
+
+    @staticmethod
+    def of(model: nn.Module) -> Snapshot:
+        found = Snapshot()
+        for path, module in model.named_modules(remove_duplicate=False):
+            found._put(f"{path}:module", module)
+            found.values[f"{path}:class"] = type(module)
+            found.values[f"{path}:noted elsewhere"] = module in _module_state_mapping
+            found._describe(f"{path}:", vars(module), _DEPTH)
+        found._around()
+        return found
+
+    def differences(self, other: Snapshot) -> list[str]:
+        """Paths at which two snapshots differ."""
+        keys = [*self.values, *(key for key in other.values if key not in self.values)]
+        missing = object()
+        return [
+            f"{key}: {self.values.get(key, 'absent')!r:.60} became {other.values.get(key, 'absent')!r:.60}"
+            for key in keys
+            if self.values.get(key, missing) != other.values.get(key, missing)
+        ]
+
+    def _put(self, path: str, thing: Any) -> None:
+        self.kept.append(thing)
+        self.values[path] = ("is", id(thing))
+
+    def _describe(self, path: str, thing: Any, depth: int) -> None:
+        if isinstance(thing, (int, float, str, bytes, bool, type(None), torch.dtype, torch.device)):
+            self.values[path] = thing
+            return
+        self._put(path, thing)
+        if isinstance(thing, torch.Tensor):
+            self._tensor(path, thing, depth)
+        elif isinstance(thing, dict):
+            self.values[f"{path} keys"] = [str(key) for key in thing]
+            for key, value in list(thing.items()) if depth else ():
+                self._describe(f"{path}.{key}", value, depth - 1)
+        elif isinstance(thing, (list, tuple)):
+            self.values[f"{path} length"] = len(thing)
+            for number, value in enumerate(thing if depth else ()):
+                self._describe(f"{path}[{number}]", value, depth - 1)
+        elif isinstance(thing, (set, frozenset)):
+            self.values[f"{path} members"] = sorted(map(str, thing))
+        elif depth and not isinstance(thing, (nn.Module, type)) and hasattr(thing, "__dict__"):
+            self._describe(f"{path} attributes", vars(thing), depth - 1)
+
+    def _tensor(self, path: str, tensor: torch.Tensor, depth: int) -> None:
+        values = tensor.detach()
+        self.values[f"{path} form"] = (type(tensor), tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.device)
+        if type(values) in (torch.Tensor, nn.Parameter) and not values.is_meta:
+            raw = values.contiguous().reshape(-1).view(torch.uint8) if values.numel() else values
+            self.values[f"{path} bits"] = hashlib.sha1(raw.numpy().tobytes()).hexdigest()
+            self.values[f"{path} memory"] = values.data_ptr()
+        self.values[f"{path} trained"] = tensor.requires_grad
+        if tensor.is_leaf:
+            self._put(f"{path} gradient", tensor.grad)
+        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            self._describe(f"{path} {hooks}", getattr(tensor, hooks, None), 1)
+        self._describe(f"{path} attributes", vars(tensor), min(depth, 2))
+
+    def _around(self) -> None:
+        self.values["default dtype"] = torch.get_default_dtype()
+        self.values["random state"] = hashlib.sha1(torch.get_rng_state().numpy().tobytes()).hexdigest()
+        self.values["gradients"] = torch.is_grad_enabled()
+        self.values["function modes"] = len(_get_current_function_mode_stack())
+        self.values["dispatch modes"] = len(_get_current_dispatch_mode_stack())
+        self._put("optimizers", torch.optim.Optimizer.__init__)
+        for name in ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_parameter_registration_hooks"):
+            self.values[name] = len(getattr(module_globals, name))
+        self.values["patches"] = sorted(str(key) for key in patched._standing)
