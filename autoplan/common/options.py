@@ -61,13 +61,19 @@ class Wish:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How a model that is sharded over tp behaves. `sequence_padding`: "error", or "pad" where it does not divide."""
+    """How a model that is sharded over tp behaves.
 
-    gather_logits: bool = False
+    `gather_logits`: are logits returned whole? None: where no gradient is computed. `sequence_padding`: "error", or
+    "pad" where it does not divide.
+    """
+
+    gather_logits: bool | None = None
     sequence_padding: str = "error"
     reproducible_forward: bool = False
 
     def __post_init__(self) -> None:
+        if self.gather_logits not in (None, True, False):
+            raise AutoplanError(f"gather_logits={self.gather_logits!r}", hint="choose True, False or None")
         _choose("sequence_padding", self.sequence_padding, ("error", "pad"))
 
 
@@ -167,7 +173,7 @@ _CHECKPOINTING_KEYWORDS = {"blocks": "activation_checkpointing", "scope": "check
 class Keywords(TypedDict, total=False):
     """The keywords of `parallelize` that make up its `Options`."""
 
-    gather_logits: bool
+    gather_logits: bool | None
     sequence_padding: str
     reproducible_forward: bool
     activation_checkpointing: Request
