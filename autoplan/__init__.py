@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from autoplan.execute.data_parallel.gradients import clip_gradients, global_norm, to_local, unshard
     from autoplan.execute.parameters.gather import full_tensors
     from autoplan.execute.tensor_parallel import Applied, applied
+    from autoplan.execute.vocabulary.choice import gather_logits
     from autoplan.execute.vocabulary.losses import (
         vocab_parallel_cross_entropy,
         vocab_parallel_entropy,
@@ -54,6 +55,7 @@ __all__ = [
     "audit",
     "clip_gradients",
     "full_tensors",
+    "gather_logits",
     "global_norm",
     "layers",
     "load_plan",
@@ -81,6 +83,7 @@ _HOMES = {
     "audit": "autoplan.check.audit",
     "clip_gradients": "autoplan.execute.data_parallel.gradients",
     "full_tensors": "autoplan.execute.parameters.gather",
+    "gather_logits": "autoplan.execute.vocabulary.choice",
     "global_norm": "autoplan.execute.data_parallel.gradients",
     "layers": "autoplan.hf.stacks",
     "load_plan": "autoplan.decide.written_plans.plan_file",

@@ -106,8 +106,9 @@ def parallelize(
     first. A plan that was found wrong is refused, and one that could not be tried is warned of, unless `check=False`.
     One that was edited, or made for other code, is derived once more, and refused if it does not follow from the model.
 
-    Logits leave split over the vocabulary unless `gather_logits`; every other output is whole. A loss that the model
-    computes from labels gathers none either (under torch.compile, logits next to a loss carry no gradient).
+    Logits leave split over the vocabulary where gradients are computed and whole elsewhere, unless `gather_logits` says
+    so (`autoplan.gather_logits` changes it later); every other output is whole. A loss that the model computes from
+    labels gathers none (under torch.compile, logits next to a loss carry no gradient).
     `reproducible_forward` makes the same bits at every tp size, slowly. `autoplan.applied(model)` says what was done,
     and what was not.
 

@@ -51,7 +51,7 @@ def _to_dict(plan: Plan) -> dict[str, Any]:
     return plan_to_dict(plan)
 
 
-def _to_torch(plan: Plan, *, gather_logits: bool) -> dict[str, Any]:
+def _to_torch(plan: Plan, *, gather_logits: bool | None) -> dict[str, Any]:
     from autoplan.execute.styles import to_torch
 
     return dict(to_torch(plan, gather_logits=gather_logits))

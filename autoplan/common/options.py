@@ -64,14 +64,20 @@ class Wish:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How a model that is sharded over tp behaves. `sequence_padding`: "error", or "pad" where it does not divide."""
+    """How a model that is sharded over tp behaves.
 
-    gather_logits: bool = False
+    `gather_logits`: are logits returned whole? None: where no gradient is computed. `sequence_padding`: "error", or
+    "pad" where it does not divide.
+    """
+
+    gather_logits: bool | None = None
     sequence_padding: str = "error"
     reproducible_forward: bool = False
 
     def __post_init__(self) -> None:
-        _yes_or_no(self, "gather_logits", "reproducible_forward")
+        _yes_or_no(self, "reproducible_forward")
+        if self.gather_logits is not None:
+            _yes_or_no(self, "gather_logits")
         _choose("sequence_padding", self.sequence_padding, ("error", "pad"))
 
 
@@ -204,7 +210,7 @@ _CHECKPOINTING_KEYWORDS = {"blocks": "activation_checkpointing", "scope": "check
 class Keywords(TypedDict, total=False):
     """The keywords of `parallelize` that make up its `Options`."""
 
-    gather_logits: bool
+    gather_logits: bool | None
     sequence_padding: str
     reproducible_forward: bool
     activation_checkpointing: Request

@@ -37,7 +37,7 @@ class PlannedModule(ParallelStyle):
 class PlannedModel(ParallelStyle):
     """Applies the plan once every planned module has been named."""
 
-    def __init__(self, plan: Plan, taken: set[str], gather_logits: bool) -> None:
+    def __init__(self, plan: Plan, taken: set[str], gather_logits: bool | None) -> None:
         super().__init__()
         self.plan, self._taken, self.gather_logits = plan, taken, gather_logits
         self._used = False
@@ -64,7 +64,7 @@ class PlannedModel(ParallelStyle):
         return f"PlannedModel({self.plan.model}, tp={self.plan.tp_size})"
 
 
-def to_torch(plan: Plan, *, gather_logits: bool = False) -> dict[str, ParallelStyle]:
+def to_torch(plan: Plan, *, gather_logits: bool | None = None) -> dict[str, ParallelStyle]:
     """{pattern: style} for `parallelize_module(model, tp_mesh, …)`, fresh objects each call; the last key is ""."""
     taken: set[str] = set()
     by_module: dict[str, list[Entry]] = {}

@@ -21,6 +21,7 @@ from autoplan.execute.calls.kernel_guard import guard_kernels
 from autoplan.execute.collectives import RankGroup
 from autoplan.execute.executors import At, execute
 from autoplan.execute.fits import check_fits
+from autoplan.execute.hooks.inner_entries import install_inner_entries
 from autoplan.execute.hooks.install import ModuleWork, install, install_root
 from autoplan.execute.hooks.running import Running
 from autoplan.execute.parameters.optimizer_state import stop_following
@@ -104,7 +105,7 @@ def apply_plan(
     mesh: DeviceMesh,
     plan: Plan,
     *,
-    gather_logits: bool = False,
+    gather_logits: bool | None = None,
     sequence_padding: str = "error",
     reproducible_forward: bool = False,
 ) -> nn.Module:
@@ -279,4 +280,6 @@ def _install_root(model: nn.Module, plan: Plan, running: Running) -> list[Any]:
     heads = plan.runtime.of(SplitLogits)
     outputs = [one for one in plan.runtime.of(Boundary) if _at_exit(one)]
     random = bool(plan.runtime.random or plan.runtime.random_whole)
-    return install_root(model, heads, outputs, running, (random, plan.runtime.draws), plan.runtime.outputs)
+    draws = (random, plan.runtime.draws)
+    handles = install_root(model, heads, outputs, running, draws, plan.runtime.outputs)
+    return handles + install_inner_entries(model, heads, running, draws)

@@ -190,7 +190,7 @@ class Plan:
         data: dict[str, Any] = done_above("Plan.to_dict", self)
         return data
 
-    def to_torch(self, *, gather_logits: bool = False) -> dict[str, Any]:
+    def to_torch(self, *, gather_logits: bool | None = None) -> dict[str, Any]:
         """{pattern: ParallelStyle} for torch's `parallelize_module(model, tp_mesh, …)`; fresh objects each call."""
         styles: dict[str, Any] = done_above("Plan.to_torch", self, gather_logits=gather_logits)
         return styles

@@ -152,7 +152,7 @@ def test_second_derivatives() -> None:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda x: vocab_parallel_cross_entropy(x, tokens(8, 3)), "do not say which columns"),
+        (lambda x: vocab_parallel_cross_entropy(x, tokens(8, 3), vocabulary=9), "only one of group= and vocabulary="),
         (
             lambda x: vocab_parallel_cross_entropy(x, tokens(8, 2), group=RankGroup("", 1, 0), vocabulary=8),
             "targets of",

@@ -68,7 +68,7 @@ class MegatronCall:
     optimizer: torch.optim.Optimizer | None = field(repr=False, compare=False)
     plan: Plan = field(repr=False)
     tp_mesh: DeviceMesh | None = field(repr=False, compare=False)
-    gather_logits: bool = False
+    gather_logits: bool | None = None
 
     def __str__(self) -> str:
         shown = {key: _shown(value) for key, value in self.arguments.items()}
@@ -112,7 +112,7 @@ def megatron_call(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     mesh_dims: Mapping[str, str] | None = None,
-    gather_logits: bool = False,
+    gather_logits: bool | None = None,
     **options: Any,
 ) -> MegatronCall:
     """The call that shards `model` with Megatron-FSDP. Options of its own pass through by name; unknown ones raise."""

@@ -30,7 +30,7 @@ from autoplan.execute.vocabulary.split_logits import SplitLogits, columns_in
 from autoplan.values import AroundModule, Boundary, CallRewrite, Instruction
 from autoplan.values import SplitLogits as LogitsHead
 
-__all__ = ["ModuleWork", "install", "install_root"]
+__all__ = ["ModuleWork", "Root", "install", "install_root"]
 
 
 @dataclass
@@ -159,7 +159,7 @@ def install_root(
 
     `random`: does the model draw random numbers when rates say so, and does it in eval mode too?
     """
-    root = _Root(model, heads, outputs, running, random)
+    root = Root(model, heads, outputs, running, random)
     root.unseen = UnseenOutputs(seen, root.names, running.group)
     return [
         model.register_forward_pre_hook(root.before, with_kwargs=True, prepend=True),
@@ -168,7 +168,9 @@ def install_root(
     ]
 
 
-class _Root:
+class Root:
+    """What is done where a model is entered and left; one run at a time counts, the outermost."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -229,12 +231,12 @@ class _Root:
     def _beside_a_loss(self, local: torch.Tensor, kind: type[SplitLogits]) -> torch.Tensor:
         """Logits returned next to a loss. A compiled model wants a gradient for every DTensor that it returns with one,
         and fails where only the loss has a backward: there they carry none."""
-        if torch.compiler.is_compiling() and not self.running.gather_logits:
+        if torch.compiler.is_compiling() and not self.running.returns_whole_logits:
             local = local.detach()
         return self._leaving(local, kind.dim_from_end, kind.vocabulary)
 
     def _leaving(self, local: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-        if self.running.gather_logits:
+        if self.running.returns_whole_logits:
             return gather_pieces(local, self.running.group, dim, size)
         return self._dtensor(local, dim, size)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.execute.collectives import RankGroup
@@ -19,7 +20,7 @@ class Running:
 
     mesh: DeviceMesh
     group: RankGroup
-    gather_logits: bool
+    gather_logits: bool | None  # None: where no gradient is computed
     randomness: SharedRandomness
     frames: list[str] = field(default_factory=list)
     whole_logits: bool = False  # gathered where they leave their head
@@ -29,3 +30,8 @@ class Running:
     lengths: dict[str, int] = field(default_factory=dict)  # the true length of each sequence that is cut
     branches: Branches = field(default_factory=Branches)
     depth: int = 0
+
+    @property
+    def returns_whole_logits(self) -> bool:
+        """Whoever computes gradients has a loss to give logits to; whoever does not may do anything with them."""
+        return not torch.is_grad_enabled() if self.gather_logits is None else self.gather_logits

@@ -8,6 +8,8 @@ one generator state means one text.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
@@ -47,16 +49,34 @@ def vocab_parallel_sample(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """A token drawn from each row of logits [..., vocabulary], among its `top_k` most likely ones if given."""
+    """A token drawn from each row of logits [..., vocabulary], among its `top_k` most likely ones if given.
+
+    Of whole logits, `group` says which ranks draw the same.
+    """
     if not temperature > 0:
         raise AutoplanError(f"temperature={temperature}", hint="give a positive number; argmax is its limit")
-    columns = columns_of(logits, group, vocabulary)
+    columns = columns_of(logits, *_of_columns(logits, group, vocabulary))
     if top_k is not None and not 1 <= top_k <= columns.size:
         raise AutoplanError(f"top_k={top_k}", hint=f"give a whole number from 1 to {columns.size}, the vocabulary")
     rows = columns.rows.to(wide(logits.dtype)) / temperature
-    uniform = _uniform(rows, columns.group, generator)
+    together = columns.group if group is None or columns.group.size > 1 else RankGroup.of(group)
+    uniform = _uniform(rows, together, generator)
     token = _draw(columns, rows, uniform) if top_k is None else _draw_top(columns, rows, uniform, top_k)
     return token.view(columns.local.shape[:-1])
+
+
+def _of_columns(logits: torch.Tensor, group: Ranks | None, vocabulary: int | None) -> tuple[Ranks | None, int | None]:
+    """`group` and `vocabulary` where they describe columns; refuses whole logits that each rank would draw from."""
+    if isinstance(logits, DTensor) or vocabulary is not None:
+        return group, vocabulary
+    if group is None and dist.is_initialized() and dist.get_world_size() > 1:
+        raise AutoplanError(
+            f"from whole logits of shape {list(logits.shape)} each of {dist.get_world_size()} ranks would draw its own "
+            "tokens",
+            hint="pass group=, the ranks that draw the same, or keep the logits split: "
+            "`with autoplan.gather_logits(model, False)`",
+        )
+    return None, None
 
 
 def _uniform(rows: torch.Tensor, ranks: RankGroup, generator: torch.Generator | None) -> torch.Tensor:

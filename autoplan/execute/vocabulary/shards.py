@@ -54,13 +54,15 @@ class Columns:
 
 
 def columns_of(logits: torch.Tensor, group: Ranks | None = None, vocabulary: int | None = None) -> Columns:
-    """Logits as they leave a model (a DTensor split in its last dim), or one rank's columns with group and size."""
+    """Logits as they leave a model (a DTensor split in its last dim, or whole), or columns with group and size."""
     if isinstance(logits, DTensor):
         return _of_dtensor(logits)
+    if vocabulary is None and group is None:
+        return Columns(logits, RankGroup("", 1, 0), logits.shape[-1])
     if group is None or vocabulary is None:
         raise AutoplanError(
-            f"plain logits of shape {list(logits.shape)} do not say which columns of the vocabulary they are",
-            hint="pass group= and vocabulary=, or the DTensor that leaves the model",
+            f"plain logits of shape {list(logits.shape)} with only one of group= and vocabulary=",
+            hint="pass both for one rank's columns, neither for whole logits",
         )
     ranks = RankGroup.of(group)
     wanted = len(chunk(vocabulary, ranks.size, ranks.rank))
