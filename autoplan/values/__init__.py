@@ -8,6 +8,7 @@ over ranks; a *site* is a place in the running model where something is done (a 
 from dataclasses import replace
 
 from autoplan.values.facts import ClassFact, ParameterFact
+from autoplan.values.fed import Fed
 from autoplan.values.findings import Finding, Report, Score, Scoreboard, Traffic, Verdict
 from autoplan.values.instructions import (
     INSTRUCTIONS,
@@ -95,6 +96,7 @@ __all__ = [
     "EmbeddingCall",
     "Entry",
     "EqualPieces",
+    "Fed",
     "Finding",
     "Fold",
     "ForwardCode",
