@@ -68,7 +68,7 @@ def draft_plan(
         solution, choices, model=source.name, layers=stacks, sequence_parallel=solution.sequence_parallel
     )
     made = replace(made, tp_size=wish.tp_size, ep_size=wish.ep_size, findings=misfit + made.findings)
-    made = with_made_for(made, module)
+    made = replace(with_made_for(made, module), fed=source.recipe.fed() if source.recipe is not None else ())
     found = sequence_findings(solution) if capabilities.sequence else ()
     if wish.ep_size > 1 and capabilities.experts:
         found += expert_findings(made, solution)
@@ -86,7 +86,9 @@ def capture_source(source: Source, module: nn.Module, choices: Choices | None = 
 
     Repeated blocks are traced once, unless a written plan tells them apart.
     """
-    made = make_inputs(module, config=source.config, model_type=source.model_type, inputs=source.inputs)
+    made = make_inputs(
+        module, config=source.config, model_type=source.model_type, inputs=source.inputs, recipe=source.recipe
+    )
     note = kernel_note(module)
     captured = capture_any(module, made.entries, (*made.notes, note) if note else made.notes)
     unfold = partial(capture_fake, module, made.entries, folded=False)

@@ -18,11 +18,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 
-from autoplan.capture.consumers import tensors_within
 from autoplan.capture.fold import fold
 from autoplan.capture.known_values import KnownValues
 from autoplan.capture.outside import refusing_outsiders
 from autoplan.common.errors import OutsideError
+from autoplan.common.nested import flatten_tensors
 from autoplan.common.random_values import untouched_randomness
 from autoplan.patches.kernels import on_reference_path
 from autoplan.patches.uncached import uncached_functions
@@ -150,7 +150,9 @@ class _Reads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not str(getattr(func, "__name__", "")).startswith("__get__"):  # asking for a dtype or a device reads nothing
-            self.found.update(self.names[id(t)] for t in tensors_within((args, kwargs or {})) if id(t) in self.names)
+            self.found.update(
+                self.names[id(t)] for _, t in flatten_tensors((args, kwargs or {})) if id(t) in self.names
+            )
         return func(*args, **(kwargs or {}))
 
 

@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoplan.capture.consumers import tensors_within
+from autoplan.common.nested import flatten_tensors
 
 __all__ = ["KnownValues"]
 
@@ -61,7 +61,7 @@ class _Computing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = list(tensors_within((args, kwargs)))
+        given = [tensor for _, tensor in flatten_tensors((args, kwargs))]
         if any(isinstance(tensor, FakeTensor) for tensor in given):
             if func._schema.is_mutable and not isinstance(given[0], FakeTensor):
                 raise RuntimeError(f"{func}: a known tensor is overwritten with what is not known")
@@ -69,7 +69,7 @@ class _Computing(TorchDispatchMode):
             return _supposed(func, given[0], found) if self.supposing and not func._schema.is_mutable else found
         if not given:
             made = func(*args, **kwargs)
-            if not all(_is_known(tensor) and tensor.device.type == "cpu" for tensor in tensors_within(made)):
+            if not all(_is_known(tensor) and tensor.device.type == "cpu" for _, tensor in flatten_tensors(made)):
                 return made
         with unset_fake_temporarily():
             return func(*args, **kwargs)

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autoplan.capture.consumers import tensors_within
 from autoplan.common.errors import OutsideError
+from autoplan.common.nested import flatten_tensors
 
 __all__ = ["Outsiders", "outsiders_of", "refusing_outsiders", "remember_original", "replacing"]
 
@@ -113,7 +113,7 @@ class _Refusing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not str(getattr(func, "__name__", "")).startswith("__get__"):  # asking for a dtype or a device reads nothing
-            for tensor in tensors_within((args, kwargs)):
+            for _, tensor in flatten_tensors((args, kwargs)):
                 if self.outsiders.name_of(tensor) is not None:
                     self.outsiders.refuse(tensor, self._where())
         return func(*args, **kwargs)

@@ -168,7 +168,7 @@ def _recorded_clone(source: Source) -> tuple[nn.Module, dict[str, Any], Captured
     for one, dtype in _attempts(source):
         try:
             clone = one.tiny(dtype=dtype, experts="batched_mm")
-            made = make_inputs(clone, model_type=one.model_type, inputs=one.inputs)
+            made = make_inputs(clone, model_type=one.model_type, inputs=one.inputs, recipe=one.recipe)
             entries = inputs_in(working_dtype(clone), made.entries)
             return clone, entries, capture_real(copied(clone), entries, keep_values=True)
         except AutoplanError as error:

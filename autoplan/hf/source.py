@@ -20,12 +20,14 @@ from torch.export import ExportedProgram
 from transformers import PretrainedConfig, PreTrainedModel
 
 from autoplan.capture.copies import copied
+from autoplan.capture.derive_inputs import Recipe, recipe_for
 from autoplan.common.dtypes import cast_numbers
 from autoplan.common.errors import SourceError
 from autoplan.common.random_values import BUILDING, fill_meta, randomise, untouched_randomness
 from autoplan.hf.adapters import settings_of, wrap
 from autoplan.hf.catalogue import class_name_of
 from autoplan.hf.config_limits import check_config, limited_modules
+from autoplan.hf.inputs.make import core_of
 from autoplan.hf.model_string import from_string, transformers_class
 from autoplan.hf.shrink import all_configs, tiny_config
 
@@ -148,6 +150,13 @@ class Source:
                 continue
             if size <= _RUNS_IN_SECONDS:
                 yield larger
+
+    @cached_property
+    def recipe(self) -> Recipe | None:
+        """What an unfamiliar module is fed, searched for once; None where the user or a config says it."""
+        if self.given is None or self.inputs is not None or self.config is not None or core_of(self.given) is not None:
+            return None
+        return recipe_for(self.given)
 
     @cached_property
     def _adapted(self) -> bool:

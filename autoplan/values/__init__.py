@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from autoplan.values.costs import Cost
 from autoplan.values.facts import ClassFact, ParameterFact
+from autoplan.values.fed import Fed
 from autoplan.values.findings import Finding, Report, Score, Scoreboard, Traffic, Verdict
 from autoplan.values.instructions import (
     INSTRUCTIONS,
@@ -98,6 +99,7 @@ __all__ = [
     "EmbeddingCall",
     "Entry",
     "EqualPieces",
+    "Fed",
     "Finding",
     "Fold",
     "ForwardCode",

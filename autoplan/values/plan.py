@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from autoplan.values.conveniences import done_above
 from autoplan.values.costs import Cost
+from autoplan.values.fed import Fed
 from autoplan.values.findings import Finding, Traffic
 from autoplan.values.instructions import Runtime
 from autoplan.values.made_for import MadeFor
@@ -149,6 +150,7 @@ class Plan:
 
     `ep_size`: over how many ranks experts are placed whole; 1: they are cut inside. It is the tp size, or with
     tp_size 1 any other. `made_for`: the code and the sizes of the model that it was made for; it is refused for others.
+    `fed`: what its forward was given, where nothing said so and it was derived.
     """
 
     model: str
@@ -166,6 +168,7 @@ class Plan:
     obstacles: tuple[Obstacle, ...] = ()
     ep_size: int = 1
     made_for: MadeFor = MadeFor()
+    fed: tuple[Fed, ...] = ()
 
     @property
     def ranks(self) -> int:

@@ -138,7 +138,8 @@ def entries_at(source: Any, model: Any, *, batch: int, length: int) -> dict[str,
 def _made(source: Any, model: Any, batch: int, length: int) -> Any:
     from autoplan.hf.inputs.make import make_inputs
 
-    return make_inputs(model, model_type=source.model_type, inputs=source.inputs, batch=batch, length=length)
+    how: Any = {"inputs": source.inputs, "recipe": source.recipe, "batch": batch, "length": length}
+    return make_inputs(model, model_type=source.model_type, **how)
 
 
 def _calls(made: Any) -> int:

@@ -14,6 +14,7 @@ where.
     entries: [...]        # what is split, how and why; then: replicated, layers, proof, source, legal_tp, findings
     runtime: {...}        # what `parallelize` does: how parameters lie, and instructions (defaults are left out)
     made_for: {...}       # the versions, the forwards and the sizes that it was made for
+    fed: [...]            # what an unfamiliar forward was given while the plan was made
     ep_size: 8            # where whole experts are placed on different ranks
 
 `autoplan plan --json` prints the same keys; docs/plan-format.md explains them. Format 1, which had strings in place of
@@ -67,7 +68,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """The plan as plain dicts, lists, text and numbers: what files hold and `--json` prints."""
     values = {name: plain(getattr(plan, name), brief=name == "runtime") for name in _KEYS + _MORE_KEYS}
     experts = {"ep_size": plan.ep_size} if plan.ep_size > 1 else {}
-    return {"autoplan": FORMAT_VERSION, **values, **experts}
+    fed = {"fed": plain(plan.fed)} if plan.fed else {}
+    return {"autoplan": FORMAT_VERSION, **values, **fed, **experts}
 
 
 def plan_from_dict(data: Any, where: str = "plan") -> Plan:

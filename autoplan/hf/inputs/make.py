@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from autoplan.capture.derive_inputs import derive
+from autoplan.capture.derive_inputs import Recipe, derive
+from autoplan.capture.feeding.wants import SIZES
 from autoplan.common.errors import CaptureError
 from autoplan.hf.inputs.from_config import make_entries
 
@@ -28,10 +29,14 @@ __all__ = ["Entries", "core_of", "entries_for", "make_inputs"]
 
 @dataclass(frozen=True)
 class Entries:
-    """Entry name -> keyword arguments, and a note for each entry that could not be made."""
+    """Entry name -> keyword arguments, and a note for each entry that could not be made.
+
+    `others`: the same calls in other sizes, where it is known that they may change: paths that depend on sizes show.
+    """
 
     entries: dict[str, dict[str, Any]]
     notes: tuple[str, ...] = ()
+    others: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def entries_for(
@@ -59,8 +64,12 @@ def make_inputs(
     batch: int = 2,
     length: int = 10,
     seed: int = 0,
+    recipe: Recipe | None = None,
 ) -> Entries:
-    """`entries_for` with notes on what is missing. The user's inputs are taken as they are, at any size asked."""
+    """`entries_for` with notes on what is missing. The user's inputs are taken as they are, at any size asked.
+
+    A `recipe` has two sizes: its first for the usual batch and length, else the other.
+    """
     if inputs is not None:
         return Entries(_users_entries(inputs))
     core = core_of(model)
@@ -68,7 +77,11 @@ def make_inputs(
     if config is not None:
         made, notes = make_entries(core or model, config, model_type or config.model_type or "", batch, length, seed)
         return Entries(made, tuple(notes))
-    return Entries({"forward": derive(model, batch, length, seed)})
+    if recipe is None:
+        return Entries({"forward": derive(model, batch, length, seed)})
+    usual = (batch, length) == (SIZES["batch"], SIZES["length"])
+    others = {"forward": recipe.draw(model, seed, other=usual)} if recipe.other is not None else {}
+    return Entries({"forward": recipe.draw(model, seed, other=not usual)}, others=others)
 
 
 def core_of(model: nn.Module) -> PreTrainedModel | None:

@@ -1,0 +1,5 @@
+"""What an unfamiliar forward is fed: found by trying, told by its signature, its consumers and its failures.
+
+In: a module. Out: a recipe, from which calls of several sizes are drawn, and the trail of the search. May import: what
+capture may.
+"""

@@ -1,0 +1,171 @@
+"""The arguments of a forward: what its signature and annotations say, and what arguments of such a name usually are."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from autoplan.capture.feeding.wants import State, Want
+from autoplan.common.errors import CaptureError
+
+__all__ = ["Arguments", "first_layer_wants", "usual"]
+
+_B, _L, _W, _S = "batch", "length", "width", "side"
+_PLAIN = {int: 0, float: 1.0, bool: False, "int": 0, "float": 1.0, "bool": False}
+
+IDS = Want("ids", (_B, _L))
+SEQUENCE = Want("float", (_B, _L, _W))
+FLAT = Want("float", (_B, _W))
+PICTURE = Want("float", (_B, 3, _S, _S))
+FILM = Want("float", (_B, 3, "frames", _S, _S))
+NUMBERS = Want("unit", (_B,))
+CLASSES = Want("ids", (_B,))
+MASK = Want("bool", (_B, _L))
+WAVE = Want("float", (_B, "samples"))
+NONE = Want("none")
+POINTS = Want("float", (_B, _L, 3))
+
+# By words in the name, the first that is found: what it usually is, the likeliest first.
+_BY_NAME: tuple[tuple[str, tuple[Want, ...]], ...] = (
+    (r"edge.*ind|edge.*list|^adj_t$", (Want("ids", (2, "edges"), "nodes"),)),
+    (r"adj", (Want("unit", (_B, _L, _L)), Want("unit", ("nodes", "nodes")), Want("ids", (2, "edges"), "nodes"))),
+    (r"edge", (Want("float", ("edges",)), Want("float", ("edges", _W)), Want("float", (_B, _L, _L, _W)))),
+    (r"mask", (MASK, Want("bool", (_B, 1, _S, _S)), Want("bool", (_L, _L)), Want("unit", (_B, _L)), NONE)),
+    (r"^ts?$|time|step|sigma|snr|noise_?level|guidance", (NUMBERS, CLASSES, Want("unit", (_B, 1)), Want("unit", ()))),
+    (r"length|lens?$|_size", (Want("lengths", (_B,)), CLASSES)),
+    (r"^batch$", (Want("zeros", ("nodes",)),)),
+    (r"label|class|^y$|target", (CLASSES, IDS, FLAT)),
+    (r"embed|emb$|hidden|memory|context|cond|enc|state", (SEQUENCE, FLAT, IDS)),
+    (r"pool|vec|style|dense|numer|cont", (FLAT, SEQUENCE)),
+    (r"video|clip|film", (FILM, Want("float", (_B, "frames", 3, _S, _S)))),
+    (r"ima?ge?|pix|pict|photo|sample|latent|noise|frame|view", (PICTURE, FILM, SEQUENCE, FLAT)),
+    (r"ids?$|tok|text|idx|ind|src|tgt|word|prompt|seq", (IDS, SEQUENCE, CLASSES)),
+    (
+        r"wav|audio|sound|signal|speech|mix",
+        (WAVE, Want("float", (_B, 1, "samples")), Want("float", (_B, 2, "samples"))),
+    ),
+    (r"mel|spec|fbank|feat", (SEQUENCE, Want("float", (_B, _W, _L)), Want("float", (_B, 1, _W, _L)), IDS)),
+    (
+        r"pos|coo|xyz|point|pts|pcd",
+        (Want("float", (_B, _L, 3)), Want("float", ("nodes", 3)), Want("float", (_B, 3, _L))),
+    ),
+    (r"sparse|categ|cat$", (Want("ids", (_B, _W)), IDS)),
+)
+_USUAL = (IDS, NUMBERS, CLASSES, SEQUENCE, FLAT, Want("float", (_B, _L)), PICTURE, MASK, NONE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """What must be given, what may be, and what annotated numbers are."""
+
+    required: tuple[inspect.Parameter, ...]
+    optional: tuple[inspect.Parameter, ...]
+    signature: str
+
+    @staticmethod
+    def of(model: nn.Module, *, first: bool = False) -> Arguments:
+        """`first`: the first argument counts as required even if it may be left out."""
+        try:
+            signature = inspect.signature(model.forward, eval_str=True)
+        except Exception:  # an annotation may name what is not there
+            signature = inspect.signature(model.forward)
+        named = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        name = type(model).__name__
+        only = next((p for p in named if p.kind is p.POSITIONAL_ONLY), None)
+        if only is not None:
+            raise CaptureError(
+                f"argument {only.name!r} of {name}.forward is positional-only",
+                hint="entries are keyword arguments; wrap the model in a module whose forward names its arguments",
+            )
+        stars = [p.name for p in signature.parameters.values() if p.kind is p.VAR_POSITIONAL]
+        if stars and not named:
+            raise CaptureError(
+                f"{name}.forward takes *{stars[0]} only",
+                hint="wrap the model in a module whose forward names its arguments, or pass inputs={...}",
+            )
+        required = [p for p in named if p.default is p.empty or first and p is named[0]]
+        optional = [p for p in named if p not in required and p.default is None]
+        if not required and optional:
+            required, optional = optional[:1], optional[1:]
+        return Arguments(tuple(required), tuple(optional), f"{name}.forward{signature}")
+
+    def start(self, model: nn.Module) -> State:
+        """The first state: the likeliest of each argument that must be given."""
+        wants = []
+        for number, parameter in enumerate(self.required):
+            wants.append((parameter.name, next(usual(parameter, model, number == 0))))
+        return State(tuple(wants))
+
+    def find(self, name: str) -> inspect.Parameter | None:
+        return next((p for p in (*self.required, *self.optional) if p.name == name), None)
+
+
+def usual(parameter: inspect.Parameter, model: nn.Module, first: bool = False) -> Iterator[Want]:
+    """What such an argument usually is, the likeliest first; `first`: the model's first layer says more than names."""
+    annotated = _annotated(parameter.annotation)
+    if annotated is not None:
+        yield annotated
+        return
+    seen = set()
+    named = next((wants for words, wants in _BY_NAME if re.search(words, parameter.name.lower())), ())
+    layers = tuple(first_layer_wants(model))
+    told = named[:1] + layers if not first or named and named[0].kind != "float" else layers[:1] + named
+    for want in (*told, *layers, *named, *_USUAL) if first else (*named, *_USUAL, *layers):
+        if want not in seen:
+            seen.add(want)
+            yield want
+
+
+def _annotated(annotation: Any) -> Want | None:
+    """What an annotation says beyond "a tensor"."""
+    if annotation in _PLAIN:
+        return Want("value", value=_PLAIN[annotation])
+    within = typing.get_origin(annotation)
+    if within in (typing.Union, types.UnionType):
+        inside = [_annotated(one) for one in typing.get_args(annotation) if one is not type(None)]
+        return inside[0] if inside and all(one is not None for one in inside) else None
+    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    if within in (list, tuple) or re.match(r"(typing\.)?(list|tuple|sequence)\b", text, re.IGNORECASE):
+        return Want("list", items=((0, FLAT),))
+    if within is dict or re.match(r"(typing\.)?(dict|mapping)\b", text, re.IGNORECASE):
+        return Want("dict")
+    return None
+
+
+def first_layer_wants(model: nn.Module) -> Iterator[Want]:
+    """What the first layers with weights take, by the order in which they were made."""
+    seen = set()
+    for module in model.modules():
+        kind = type(module)
+        if isinstance(module, nn.Module) and kind not in seen:
+            found = _of_layer(module)
+            if found is not None:
+                seen.add(kind)
+                yield from found
+
+
+def _of_layer(module: nn.Module) -> tuple[Want, ...] | None:
+    if isinstance(module, nn.Embedding):
+        return (Want("ids", (_B, _L), module.num_embeddings),)
+    if isinstance(module, nn.Conv3d):
+        return (
+            Want("float", (_B, module.in_channels, "frames", _S, _S)),
+            Want("float", (_B, module.in_channels, _S, _S, _S)),
+        )
+    if isinstance(module, nn.Conv2d):
+        return (Want("float", (_B, module.in_channels, _S, _S)),)
+    if isinstance(module, nn.Conv1d):
+        long = (Want("float", (_B, module.in_channels, "samples")),) if module.in_channels < 3 else ()
+        return (*long, Want("float", (_B, module.in_channels, _L)), Want("float", (_B, _L, module.in_channels)))
+    if isinstance(module, nn.Linear):
+        return (Want("float", (_B, _L, module.in_features)), Want("float", (_B, module.in_features)))
+    if isinstance(module, nn.RNNBase):
+        return (Want("float", (_B, _L, module.input_size)),)
+    return None

@@ -1,0 +1,130 @@
+"""What a failed assertion asked for: its comparisons are read in the frame where it failed.
+
+Only names, attributes, sizes and arithmetic are evaluated, for nothing else is sure to be without effect.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autoplan.capture.feeding.blame import Place, is_number
+from autoplan.capture.feeding.resize import larger, multiples, of_rank, resized
+from autoplan.capture.feeding.wants import Path, State, Want
+from autoplan.capture.feeding.watch import origin
+
+__all__ = ["asked_by_condition"]
+
+_CALLS = {"len": len, "tuple": tuple, "list": list, "min": min, "max": max, "sum": sum, "int": int, "all": all}
+_METHODS = ("size", "dim", "numel", "ndimension")
+_UNKNOWN = object()
+
+
+def asked_by_condition(place: Place, state: State) -> Iterator[State]:
+    """States in which the failed condition may hold."""
+    found = place.condition()
+    if found is None:
+        return
+    test, outcome = found
+    for node in ast.walk(test):
+        if isinstance(node, ast.Compare) and len(node.ops) >= 1:
+            left = node.left
+            for op, right in zip(node.ops, node.comparators, strict=True):
+                yield from _compared(place, state, left, op, right, outcome)
+                left = right
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance" and len(node.args) == 2:
+            yield from _instance(place, state, node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("is_floating_point"):
+            for path in _paths(place, node):
+                leaf = state.at(path)
+                if leaf is not None:
+                    yield state.with_want(path, replace(leaf, kind="ids" if leaf.kind != "ids" else "float"))
+
+
+def _compared(
+    place: Place, state: State, left: ast.expr, op: ast.cmpop, right: ast.expr, outcome: bool
+) -> Iterator[State]:
+    one, other = _value(place, left), _value(place, right)
+    paths = (*_paths(place, left), *_paths(place, right)) or tuple(path for path, _ in state.leaves())
+    if _is_rank(left) or _is_rank(right):
+        ranks = other if _is_rank(left) else one
+        for rank in ranks if isinstance(ranks, tuple | list | set) else (ranks,):
+            for path in paths if is_number(rank) else ():
+                yield from of_rank(state, path, rank)
+        return
+    if isinstance(left, ast.BinOp) and isinstance(left.op, ast.Mod):
+        have, factor = _value(place, left.left), _value(place, left.right)
+        if is_number(have) and is_number(factor):
+            yield from multiples(state, paths, have, factor)
+        return
+    for have, want in _pairs(one, other):
+        yield from resized(state, paths, have, want)
+        yield from resized(state, paths, want, have)
+    if isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE) and is_number(one) and is_number(other):
+        yield from larger(state, paths)
+
+
+def _pairs(one: Any, other: Any) -> Iterator[tuple[int, int]]:
+    """Numbers that should be equal."""
+    if is_number(one) and is_number(other):
+        yield int(one), int(other)
+    elif isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        for have, want in zip(one, other, strict=False):
+            yield from _pairs(have, want)
+    elif is_number(one) and isinstance(other, tuple | list | set | range):
+        for want in list(other)[:4]:
+            yield from _pairs(one, want)
+
+
+def _is_rank(node: ast.expr) -> bool:
+    text = ast.unparse(node)
+    return text.endswith((".ndim", ".dim()", ".ndimension()")) or (
+        text.startswith("len(") and text.endswith((".shape)", ".size())"))
+    )
+
+
+def _instance(place: Place, state: State, node: ast.Call) -> Iterator[State]:
+    text = ast.unparse(node.args[1]).lower()
+    for path in _paths(place, node.args[0]):
+        leaf = state.at(path)
+        if leaf is not None and len(path) == 1:
+            if "list" in text or "tuple" in text:
+                yield state.with_want(path, Want("list", items=((0, leaf), (1, leaf))))
+                yield state.with_want(path, Want("list", items=((0, leaf),)))
+            if "dict" in text or "mapping" in text:
+                yield state.with_want(path, Want("dict"))
+
+
+def _paths(place: Place, node: ast.AST) -> tuple[Path, ...]:
+    names = [one.id for one in ast.walk(node) if isinstance(one, ast.Name)]
+    values = [place.frame.f_locals.get(name) for name in names]
+    return tuple(dict.fromkeys(path for value in values for path in origin(value)))
+
+
+def _value(place: Place, node: ast.expr) -> Any:
+    """The value of an expression that can be evaluated without effects."""
+    if not all(_is_harmless(one) for one in ast.walk(node)):
+        return _UNKNOWN
+    try:
+        code = compile(ast.Expression(body=node), "<condition>", "eval")
+        value = eval(code, {**place.frame.f_globals, "__builtins__": _CALLS}, dict(place.frame.f_locals))
+    except Exception:  # names may be gone, and attributes may do anything
+        return _UNKNOWN
+    return tuple(value) if isinstance(value, torch.Size) else value
+
+
+def _is_harmless(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        called = node.func
+        if isinstance(called, ast.Name):
+            return called.id in _CALLS
+        return isinstance(called, ast.Attribute) and called.attr in _METHODS
+    allowed = (
+        ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.BinOp, ast.UnaryOp, ast.Slice, ast.Tuple, ast.List,
+        ast.expr_context, ast.operator, ast.unaryop, ast.Compare, ast.BoolOp, ast.boolop, ast.cmpop,
+    )  # fmt: skip
+    return isinstance(node, allowed)

@@ -1,0 +1,140 @@
+"""From "this size should be that" to states in which it may be so.
+
+A size that a failure names belongs to a tensor somewhere inside; which dim of which argument made it shows by its
+number, since the sizes of arguments differ. Where it is none of theirs, it was made of one: by adding (concatenated),
+by multiplying (split, flattened), or of both sides of a picture (patches).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from math import isqrt
+
+from autoplan.capture.feeding.wants import BATCH, Path, State, Want
+
+__all__ = ["larger", "multiples", "of_kind", "of_rank", "resized"]
+
+_STEPS = (2, 4)
+_LARGEST = {"side": 256, "length": 1024, "samples": 65536, "frames": 64}
+
+
+def resized(state: State, paths: Iterable[Path], have: int, want: int) -> Iterator[State]:
+    """States in which a size that is `have` may come out as `want`."""
+    if have == want or want < 1:
+        return
+    paths = tuple(paths)
+    made: list[tuple[Path, int, int]] = []
+    for path in paths:
+        leaf = state.at(path)
+        if leaf is None:
+            continue
+        for dim, size in enumerate(leaf.sizes(state.sizes)):
+            if size == have and leaf.shape[dim] != BATCH:
+                yield from state.with_dim(path, dim, want)
+            elif leaf.shape[dim] != BATCH:
+                made.append((path, dim, size))
+    for path, dim, size in made:
+        for better in _made_of(size, have, want):
+            yield from state.with_dim(path, dim, better)
+    for path in paths:
+        yield from _patches(state, path, have, want)
+
+
+def _made_of(size: int, have: int, want: int) -> Iterator[int]:
+    if have and size * want % have == 0 and size * want // have != size:
+        yield size * want // have
+    if size + want - have > 0:
+        yield size + want - have
+
+
+def _patches(state: State, path: Path, have: int, want: int) -> Iterator[State]:
+    """As many patches as asked, of a picture's both sides, with none, one or two tokens more."""
+    leaf = state.at(path)
+    if leaf is None or len(leaf.shape) < 4:
+        return
+    side = leaf.sizes(state.sizes)[-1]
+    for more in (0, 1, 2):
+        now, then = isqrt(max(have - more, 0)), isqrt(max(want - more, 0))
+        if now and then and now**2 == have - more and then**2 == want - more and side * then % now == 0:
+            yield _with_sides(state, path, side * then // now)
+
+
+def _with_sides(state: State, path: Path, side: int) -> State:
+    leaf = state.at(path)
+    assert leaf is not None
+    if leaf.shape[-1] == "side":
+        return state.with_size("side", side)
+    return state.with_want(path, replace(leaf, shape=(*leaf.shape[:-2], side, side)))
+
+
+def multiples(state: State, paths: Iterable[Path], have: int, factor: int) -> Iterator[State]:
+    """Sizes that a factor must divide: the next that it does."""
+    if factor > 1:
+        yield from resized(state, paths, have, -(-max(have, 1) // factor) * factor)
+        yield from resized(state, paths, have, factor)
+
+
+def larger(state: State, paths: Iterable[Path]) -> Iterator[State]:
+    """Pictures and sequences of twice and four times the size."""
+    named = {
+        str(size)
+        for path in paths
+        if (leaf := state.at(path)) is not None
+        for size in leaf.shape[1:]
+        if size in _LARGEST
+    }
+    for times in _STEPS:
+        for name in sorted(named, reverse=True):
+            size = 2 ** (state.sizes[name] * times - 1).bit_length()
+            if size <= _LARGEST[name]:
+                yield state.with_size(name, size)
+    for path in paths:
+        leaf = state.at(path)
+        if leaf is not None and leaf.shape and isinstance(leaf.shape[-1], int):
+            for times in _STEPS if leaf.shape[-1] <= _LARGEST["side"] else ():
+                yield from state.with_dim(path, len(leaf.shape) - 1, leaf.shape[-1] * times)
+
+
+def of_rank(state: State, path: Path, rank: int, channels: int = 0) -> Iterator[State]:
+    """The same argument with another number of dims. `channels`: as many where something says so."""
+    leaf = state.at(path)
+    if leaf is None or rank == len(leaf.shape) or not 0 <= rank <= 6:
+        return
+    kind = leaf.kind if leaf.kind != "ids" or rank < 4 else "float"
+    for shape in _shapes(rank, channels, leaf):
+        yield state.with_want(path, replace(leaf, kind=kind, shape=shape))
+
+
+def _shapes(rank: int, channels: int, leaf: Want) -> Iterator[tuple[int | str, ...]]:
+    last = leaf.shape[-1] if len(leaf.shape) > 1 and leaf.shape[-1] not in ("length", "side") else "width"
+    several = [channels] if channels else [last if isinstance(last, int) else 3, 1, 4, "width"]
+    if rank < 2:
+        yield ("batch",)[:rank]
+    elif rank == 2:
+        yield from (("batch", size) for size in ([channels] if channels else ["length", last]))
+    elif rank == 3:
+        wide = channels or last
+        yield from (("batch", "length", wide), ("batch", wide, "length"))
+        yield from ((("batch", channels, "samples"),) if channels and channels < 3 else ())
+    elif rank == 4:
+        for size in several:
+            yield ("batch", size, "side", "side")
+        yield from (("batch", "length", "frames", last), ("batch", 1, "width", "length"))
+        yield ("batch", "side", "side", several[0])
+    elif rank == 5:
+        for size in several:
+            yield ("batch", size, "frames", "side", "side")
+            yield ("batch", "frames", size, "side", "side")
+        for size in several:
+            yield ("batch", size, "side", "side", "side")
+    else:
+        yield ("batch", 2, "frames", several[0], "side", "side")
+
+
+def of_kind(state: State, path: Path, kind: str, below: int | None = None) -> Iterator[State]:
+    """The same argument as another kind of number."""
+    leaf = state.at(path)
+    if leaf is None or leaf.kind == kind and (below is None or leaf.below == below):
+        return
+    yield state.with_want(path, replace(leaf, kind=kind, below=below or leaf.below))  # type: ignore[arg-type]

@@ -1,0 +1,228 @@
+"""The search for a call that runs: the state that came farthest is followed first, within a budget of tries and time.
+
+Runs are real for small models, since only numbers show what is out of range, and without storage for large ones. What
+runs is then made better: ids over the whole table, arguments that may be left out where weights are still unread, and
+a second set of sizes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autoplan.capture.dry_run import SMALL, depends_on_data, own, quiet, with_storage, without_storage
+from autoplan.capture.feeding.arguments import Arguments, usual
+from autoplan.capture.feeding.failures import Failure, proposals
+from autoplan.capture.feeding.wants import BATCH, State
+from autoplan.capture.feeding.watch import Watch
+from autoplan.capture.outside import refusing_outsiders
+from autoplan.common.dtypes import working_dtype
+from autoplan.common.errors import OutsideError
+from autoplan.common.nested import flatten_tensors
+from autoplan.common.random_values import untouched_randomness
+
+__all__ = ["Search", "Step"]
+
+_MOST_TRIES, _MOST_SECONDS = 240, 25.0
+_MOST_CHILDREN = 24
+_MOST_ELEMENTS = 2_000_000  # of all arguments together
+_MOST_MORE = 30  # tries for arguments that may be left out
+_WORTH = 0.001  # of the weights: what is less needs no further argument
+
+
+@dataclass(frozen=True)
+class Step:
+    """One try: what changed and why, how far it came, what it failed with and where, in words: frames hold tensors."""
+
+    state: State
+    why: str
+    reached: int
+    failed: str = ""
+    where: str = ""
+    read: frozenset[str] = frozenset()
+
+
+@dataclass
+class Search:
+    """The tries of one model."""
+
+    model: nn.Module
+    arguments: Arguments
+    seed: int
+    steps: list[Step] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.began = time.process_time()
+        self.dtype = working_dtype(self.model)
+        self.real = sum(p.numel() for p in self.model.parameters()) <= SMALL
+        self.seen: set[State] = set()
+        self.count = itertools.count()
+        self._failure: Failure | None = None
+        self._twin: tuple[FakeTensorMode | None, nn.Module] | None = None
+
+    def run(self, start: State) -> State | None:
+        """The first state that runs, made better; None where the budget ends without one."""
+        with untouched_randomness(self.seed), quiet():
+            found = self._first(start, _MOST_TRIES)
+            return None if found is None else self._better(found)
+
+    @property
+    def farthest(self) -> Step:
+        return max(self.steps, key=lambda step: step.reached)
+
+    def other_sizes(self, state: State) -> State | None:
+        """The same call with other sizes, as many of them as may change; None where none may."""
+        used = {size for _, want in state.leaves() for size in (*want.shape, want.below) if isinstance(size, str)}
+        grown = {name: _grown(name, size) for name, size in state.sizes.items() if name in used and name != "width"}
+        inner = [name for name in grown if name != BATCH]
+        several = [tuple(grown), *((BATCH, name) for name in inner), (BATCH,), *((name,) for name in inner)]
+        with untouched_randomness(self.seed), quiet():
+            for names in dict.fromkeys(several):
+                for times in (0, 1):
+                    other = state
+                    for name in names:
+                        if name in grown:
+                            other = other.with_size(name, grown[name][times])
+                    if other != state and not self._try(other, "another size").failed:
+                        return other
+        return None
+
+    def _first(self, start: State, most: int) -> Step | None:
+        """Best first: from the state that came farthest, what its failure tells."""
+        waiting: list[tuple[int, int, int, State, str]] = [(0, 0, next(self.count), start, "the likeliest")]
+        tries = 0
+        while waiting and tries < most and self._in_time():
+            _, _, _, state, why = heapq.heappop(waiting)
+            if state in self.seen:
+                continue
+            step, tries = self._try(state, why), tries + 1
+            if not step.failed:
+                return step
+            for rank, (child, reason) in enumerate(self._children()):
+                heapq.heappush(waiting, (-step.reached, rank, next(self.count), child, reason))
+        return None
+
+    def _children(self) -> Iterator[tuple[State, str]]:
+        """What the last failure tells."""
+        failure, self._failure = self._failure, None
+        assert failure is not None
+        made = 0
+        for child, why in proposals(failure, self.arguments, self.model):
+            if child not in self.seen and child.elements() <= _MOST_ELEMENTS:
+                yield child, why
+                made += 1
+            if made >= _MOST_CHILDREN:
+                return
+
+    def _in_time(self) -> bool:
+        return time.process_time() - self.began < _MOST_SECONDS
+
+    def _better(self, step: Step) -> State:
+        step = self._all_rows(step)
+        weights = {name: p.numel() for name, p in self.model.named_parameters()}
+        for parameter in self.arguments.optional:
+            unread = sum(size for name, size in weights.items() if name not in step.read)
+            if unread <= _WORTH * sum(weights.values()) or not self._in_time():
+                break
+            if not step.state.holds(parameter.name):
+                step = self._with_more(step, parameter, unread, weights)
+        return step.state
+
+    def _with_more(self, step: Step, parameter: Any, unread: int, weights: dict[str, int]) -> Step:
+        """With an argument that may be left out, where with it more weights are read."""
+        for want in itertools.islice(usual(parameter, self.model), 2):
+            found = self._first(step.state.with_want((parameter.name,), want), _MOST_MORE // 2)
+            if found is not None and sum(n for name, n in weights.items() if name not in found.read) < unread:
+                return self._all_rows(found)
+        return step
+
+    def _all_rows(self, step: Step) -> Step:
+        """Ids from all of the table that they look up."""
+        state = step.state
+        for path, rows in self._last.rows.items():
+            leaf = state.at(path)
+            if leaf is not None and leaf.kind == "ids" and leaf.below != rows:
+                wider = state.with_want(path, replace(leaf, below=rows))
+                if not self._try(wider, f"its table has {rows} rows").failed:
+                    state = wider
+        return replace(step, state=state)
+
+    def _try(self, state: State, why: str) -> Step:
+        """One run. Deterministic, since what it draws is seeded."""
+        self.seen.add(state)
+        watch = self._last = Watch(self._twin_for(state)[1])
+        error = self._error(state, watch)
+        if isinstance(error, Exception) and not self.real and depends_on_data(error):
+            error = None  # as far as shapes tell
+        failure = self._failure = None if error is None else Failure(state, error, watch)
+        place = failure.places[-1] if failure is not None and failure.places else None
+        step = Step(
+            state,
+            why,
+            len(watch.steps),
+            f"{type(error).__name__}: {failure.first_line[:200]}" if failure is not None else "",
+            f"{place.where}: {place.text}" if place is not None else "",
+            frozenset(watch.read),
+        )
+        self.steps.append(step)
+        return step
+
+    def _error(self, state: State, watch: Watch) -> Exception | None:
+        mode, twin = self._twin_for(state)
+        torch.manual_seed(self.seed)
+        try:
+            values = state.draw(self.seed, self.dtype)
+            with refusing_outsiders(twin), torch.no_grad():
+                if mode is None:
+                    with watch.over(values):
+                        result = twin(**values)
+                    return self._not_a_result(result, watch)
+                with mode:
+                    faked = {name: _owned(value) for name, value in values.items()}
+                    with watch.over(faked):
+                        twin(**faked)
+        except OutsideError:
+            raise
+        except Exception as error:  # the user's forward, run on a guess, may raise anything
+            return error
+        return None
+
+    def _not_a_result(self, result: Any, watch: Watch) -> Exception | None:
+        """A run that reads no weight, or makes numbers that are none, tells nothing."""
+        if watch.names and not watch.read:
+            return ValueError("it reads no weight")
+        tensors = [tensor for _, tensor in flatten_tensors(result) if tensor.is_floating_point()]
+        if any(not torch.isfinite(tensor).all() for tensor in tensors if tensor.numel() < 10_000_000):
+            return ValueError("its result is not finite")
+        return None
+
+    def _twin_for(self, state: State) -> tuple[FakeTensorMode | None, nn.Module]:
+        if self._twin is None:
+            # A model may count its blocks; of a large one a few of a kind must do.
+            real = (None, with_storage(self.model, folded=False)) if self.real else None
+            self._twin = real or without_storage(self.model)
+            self._twin[1].eval()
+        return self._twin
+
+
+def _owned(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_owned(item) for item in value]
+    return {key: _owned(item) for key, item in value.items()} if isinstance(value, dict) else own(value)
+
+
+def _grown(name: str, size: int) -> tuple[int, int]:
+    """Two larger sizes: what windows and patches divide doubles."""
+    if name == BATCH:
+        return size + 1, size + 1
+    if name in ("side", "frames", "samples"):
+        return 2 * size, size + size // 2
+    return size + 2, 2 * size

@@ -1,0 +1,169 @@
+"""What one argument should be, and what all arguments of a call should be: the state of the search.
+
+Sizes have names where several arguments share them (batch, length, side): a change of one is a change for all. What a
+failure says of one argument alone is a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Literal
+
+import torch
+
+from autoplan.capture.draw import Draw
+
+__all__ = ["BATCH", "Kind", "Path", "SIZES", "State", "Want"]
+
+Kind = Literal["ids", "float", "unit", "bool", "complex", "lengths", "zeros", "none", "value", "list", "dict"]
+Path = tuple[str | int, ...]  # the argument, then keys and places inside it
+BATCH = "batch"
+# No two alike, so that a size tells what it is the size of.
+SIZES = {BATCH: 2, "length": 10, "width": 16, "side": 32, "frames": 8, "samples": 4096, "nodes": 9, "edges": 14}
+_TENSORS = ("ids", "float", "unit", "bool", "complex", "lengths", "zeros")
+
+
+@dataclass(frozen=True)
+class Want:
+    """A kind, a shape of sizes and names of sizes; ids are below `below`. Lists and dicts hold `items`."""
+
+    kind: Kind
+    shape: tuple[int | str, ...] = ()
+    below: int | str = 2
+    value: Any = None
+    items: tuple[tuple[str | int, Want], ...] = ()
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.kind in _TENSORS
+
+    def sizes(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(sizes[size] if isinstance(size, str) else size for size in self.shape)
+
+    def text(self, sizes: Mapping[str, int]) -> str:
+        """As a person reads it."""
+        if self.kind == "value":
+            return repr(self.value)
+        if self.kind == "none":
+            return "None"
+        if self.items or not self.is_tensor:
+            inside = ", ".join(f"{key}: {item.text(sizes)}" for key, item in self.items)
+            return f"{self.kind} of {{{inside}}}" if inside else f"empty {self.kind}"
+        below = f" below {self._below(sizes)}" if self.kind == "ids" else ""
+        return f"{self.kind}{below} {list(self.sizes(sizes))}"
+
+    def code(self, sizes: Mapping[str, int]) -> str:
+        """As Python that makes such a thing."""
+        shape = ", ".join(map(str, self.sizes(sizes)))
+        made = {
+            "ids": f"torch.randint(0, {self._below(sizes)}, ({shape},))",
+            "float": f"torch.randn({shape or '()'})",
+            "unit": f"torch.rand({shape or '()'})",
+            "complex": f"torch.randn({shape}, dtype=torch.complex64)",
+            "bool": f"torch.ones({shape}, dtype=torch.bool)",
+            "lengths": f"torch.full(({shape},), {sizes['length']})",
+            "zeros": f"torch.zeros({shape}, dtype=torch.long)",
+            "list": "[" + ", ".join(item.code(sizes) for _, item in self.items) + "]",
+            "dict": "{" + ", ".join(f"{key!r}: {item.code(sizes)}" for key, item in self.items) + "}",
+        }
+        return made.get(self.kind, repr(self.value))
+
+    def _below(self, sizes: Mapping[str, int]) -> int:
+        return sizes[self.below] if isinstance(self.below, str) else self.below
+
+    def make(self, draw: Draw, sizes: Mapping[str, int]) -> Any:
+        """Real CPU tensors, drawn."""
+        if self.kind in ("none", "value"):
+            return self.value
+        if self.kind == "list":
+            return [item.make(draw, sizes) for _, item in self.items]
+        if self.kind == "dict":
+            return {key: item.make(draw, sizes) for key, item in self.items}
+        shape = self.sizes(sizes)
+        if self.kind == "ids":
+            return draw.integers(0, self._below(sizes), shape)
+        if self.kind == "bool":
+            return torch.ones(shape, dtype=torch.bool)
+        if self.kind == "lengths":
+            return torch.full(shape, sizes["length"])
+        if self.kind == "zeros":
+            return torch.zeros(shape, dtype=torch.long)
+        if self.kind == "unit":
+            return draw.uniform(shape)
+        if self.kind == "complex":
+            return torch.complex(draw.normal(shape), draw.normal(shape))
+        return draw.normal(shape)
+
+
+@dataclass(frozen=True)
+class State:
+    """What is believed about all arguments."""
+
+    wants: tuple[tuple[str, Want], ...]
+    named: tuple[tuple[str, int], ...] = tuple(SIZES.items())
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(self.named)
+
+    def leaves(self) -> Iterator[tuple[Path, Want]]:
+        """Every tensor, and every argument that is none yet."""
+        for name, want in self.wants:
+            yield from _leaves((name,), want)
+
+    def elements(self) -> int:
+        return sum(prod(want.sizes(self.sizes)) for _, want in self.leaves())
+
+    def at(self, path: Path) -> Want | None:
+        return dict(self.leaves()).get(path)
+
+    def holds(self, name: str) -> bool:
+        return name in dict(self.wants)
+
+    def with_want(self, path: Path, want: Want) -> State:
+        """With another belief; a new argument, key or item is added."""
+        wants = dict(self.wants)
+        wants[str(path[0])] = _changed(wants.get(str(path[0])), path[1:], want)
+        return replace(self, wants=tuple(wants.items()))
+
+    def without(self, name: str) -> State:
+        return replace(self, wants=tuple(pair for pair in self.wants if pair[0] != name))
+
+    def with_size(self, name: str, size: int) -> State:
+        return replace(self, named=tuple({**self.sizes, name: size}.items()))
+
+    def with_dim(self, path: Path, dim: int, size: int) -> Iterator[State]:
+        """One dim of another size: for all that share its name, or for this argument alone."""
+        want = self.at(path)
+        if want is None or size < 1 or size > 1_000_000:
+            return
+        now = want.shape[dim]
+        if isinstance(now, str) and now != BATCH:
+            yield self.with_size(now, size)
+        if now != BATCH or path:
+            shape = (*want.shape[:dim], size, *want.shape[dim + 1 :])
+            yield self.with_want(path, replace(want, shape=shape))
+
+    def draw(self, seed: int, dtype: torch.dtype) -> dict[str, Any]:
+        draw = Draw(seed, dtype)
+        return {name: want.make(draw, self.sizes) for name, want in self.wants}
+
+
+def _leaves(path: Path, want: Want) -> Iterator[tuple[Path, Want]]:
+    if want.kind in ("list", "dict"):
+        for key, item in want.items:
+            yield from _leaves((*path, key), item)
+    elif want.is_tensor:
+        yield path, want
+
+
+def _changed(want: Want | None, path: Path, new: Want) -> Want:
+    if not path:
+        return new
+    if want is None or want.kind not in ("list", "dict"):
+        want = Want("dict" if isinstance(path[0], str) else "list")
+    items = dict(want.items)
+    items[path[0]] = _changed(items.get(path[0]), path[1:], new)
+    return replace(want, items=tuple(items.items()))

@@ -1,0 +1,131 @@
+"""One run, watched: which argument each tensor comes from, how far the run came, and on what it failed.
+
+A torch-function mode marks every tensor with the arguments it was made of. What a layer with weights makes of an
+argument is still marked, but no longer the argument itself: its width is the model's own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path as File
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from autoplan.capture.feeding.wants import Path
+from autoplan.common.nested import flatten_tensors
+
+__all__ = ["FailedCall", "Watch", "is_direct", "origin", "outside_torch"]
+
+_ORIGIN, _DIRECT = "_fed_from", "_fed_itself"
+_TORCH = str(File(torch.__file__).parent)
+_HERE = str(File(__file__).parent)
+_LARGEST = 50_000_000  # numbers in a tensor: a guess that makes more is no example
+
+
+@dataclass(frozen=True)
+class FailedCall:
+    """The innermost call of torch that raised."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(getattr(self.func, "__name__", self.func))
+
+    def get(self, position: int, name: str) -> Any:
+        return self.args[position] if len(self.args) > position else self.kwargs.get(name)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for _, tensor in flatten_tensors((self.args, self.kwargs)):
+            yield tensor
+
+
+def origin(value: Any) -> tuple[Path, ...]:
+    """The arguments that a tensor was made of."""
+    found: tuple[Path, ...] = getattr(value, _ORIGIN, ()) if isinstance(value, torch.Tensor) else ()
+    return found
+
+
+def is_direct(tensor: torch.Tensor) -> bool:
+    """Has no layer with weights come between?"""
+    return bool(getattr(tensor, _DIRECT, False))
+
+
+class Watch(TorchFunctionMode):
+    """Marks tensors with where they come from. `steps` grows with every new thing that the run does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.names = {id(tensor): name for name, tensor in model.named_parameters()}
+        self._own = {*self.names, *(id(tensor) for tensor in model.buffers())}
+        self.read: set[str] = set()
+        self.steps: set[tuple[str, int, str]] = set()
+        self.rows: dict[Path, int] = {}
+        self.failed: FailedCall | None = None
+        self.last: tuple[Path, ...] = ()
+
+    @contextmanager
+    def over(self, values: dict[str, Any]) -> Iterator[None]:
+        """Watch one run on these arguments."""
+        for path, tensor in flatten_tensors(values):
+            self._mark(tensor, (path,), direct=True)
+        with self:
+            yield
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [tensor for _, tensor in flatten_tensors((args, kwargs))]
+        weights = [self.names[id(tensor)] for tensor in given if id(tensor) in self.names]
+        paths = tuple(dict.fromkeys(path for tensor in given for path in origin(tensor)))
+        name = str(getattr(func, "__name__", func))
+        if not name.startswith("__get__"):
+            self.read.update(weights)
+            self.steps.add((*_caller(), name))
+            self.last = paths or self.last
+        try:
+            result = func(*args, **kwargs)
+        except Exception:
+            self.failed = FailedCall(func, tuple(args), dict(kwargs))
+            raise
+        if any(tensor.numel() > _LARGEST for _, tensor in flatten_tensors(result)):
+            raise MemoryError(f"{name} makes a tensor of more than {_LARGEST:,} numbers")
+        if paths:
+            self._note_rows(name, args, kwargs, given)
+            direct = not weights and all(is_direct(tensor) for tensor in given if origin(tensor))
+            for _, tensor in flatten_tensors(result):
+                self._mark(tensor, paths, direct=direct)
+        return result
+
+    def _mark(self, tensor: torch.Tensor, paths: tuple[Path, ...], *, direct: bool) -> None:
+        if id(tensor) not in self._own:
+            tensor.__dict__[_ORIGIN], tensor.__dict__[_DIRECT] = paths, direct
+
+    def _note_rows(self, name: str, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
+        """Ids stay below the rows of every table that they look up."""
+        if name not in ("embedding", "embedding_bag"):
+            return
+        ids = args[0] if args else kwargs.get("input")
+        table = args[1] if len(args) > 1 else kwargs.get("weight")
+        if isinstance(table, torch.Tensor) and len(origin(ids)) == 1 and is_direct(ids):
+            path = origin(ids)[0]
+            self.rows[path] = min(self.rows.get(path, table.shape[0]), table.shape[0])
+
+
+def _caller() -> tuple[str, int]:
+    frame = sys._getframe(2)
+    while frame.f_back is not None and not outside_torch(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def outside_torch(filename: str) -> bool:
+    """Is this a file of the model, rather than of torch or of ours?"""
+    return not filename.startswith((_TORCH, _HERE, "<"))
