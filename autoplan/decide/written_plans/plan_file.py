@@ -15,6 +15,7 @@ where.
     runtime: {...}        # what `parallelize` does: how parameters lie, and instructions (defaults are left out)
     made_for: {...}       # the versions, the forwards and the sizes that it was made for
     ep_size: 8            # where whole experts are placed on different ranks
+    packed: [...]         # of a quantised model: the tensors that are stored in place of its weights
 
 `autoplan plan --json` prints the same keys; docs/plan-format.md explains them. Format 1, which had strings in place of
 instructions, is refused: what its places in code were made for is not in it.
@@ -64,7 +65,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """The plan as plain dicts, lists, text and numbers: what files hold and `--json` prints."""
     values = {name: plain(getattr(plan, name), brief=name == "runtime") for name in _KEYS + _MORE_KEYS}
     experts = {"ep_size": plan.ep_size} if plan.ep_size > 1 else {}
-    return {"autoplan": FORMAT_VERSION, **values, **experts}
+    packed = {"packed": plain(plan.packed, brief=True)} if plan.packed else {}
+    return {"autoplan": FORMAT_VERSION, **values, **experts, **packed}
 
 
 def plan_from_dict(data: Any, where: str = "plan") -> Plan:
