@@ -20,6 +20,7 @@ from autoplan.common.options import Wish
 from autoplan.decide.plan.chosen import fitting, plan_chosen, solve_chosen
 from autoplan.decide.plan.experts import expert_findings, experts_of
 from autoplan.decide.plan.folding import same_in_like_blocks
+from autoplan.decide.plan.packed import refuse_parted_blocks, with_packed
 from autoplan.decide.written_plans.choices import Choices
 from autoplan.decide.written_plans.constraints import same_in_folded_blocks
 from autoplan.execute.fits import with_made_for
@@ -29,6 +30,7 @@ from autoplan.hf.source import Source
 from autoplan.hf.stacks import calls_causal, layers
 from autoplan.patches.kernels import kernel_note
 from autoplan.values import Capabilities, Finding, LocalExperts, Plan, Trace
+from autoplan.values.quantised import PackedWeight
 from autoplan.values.reasons import DoesNotDivide
 from autoplan.values.steering import digest
 
@@ -61,14 +63,18 @@ def draft_plan(
     captured = capture_source(source, module, choices)
     stacks = layers(module, causal=calls_causal(captured.trace))
     blocks = tuple(stack.fqns for stack in stacks) if capabilities.sequence else None
-    solved = partial(solve_source, source, captured, wish, capabilities=capabilities, sequence_stacks=blocks)
+    packed = source.packed(module)
+    solved = partial(
+        solve_source, source, captured, wish, capabilities=capabilities, sequence_stacks=blocks, packed=packed
+    )
     solution, choices, misfit = fitting(solved, choices)
     solution = replace(solution, runtime=without_namesakes(source, solution.runtime, solution.trace.module_classes))
     made = plan_chosen(
         solution, choices, model=source.name, layers=stacks, sequence_parallel=solution.sequence_parallel
     )
     made = replace(made, tp_size=wish.tp_size, ep_size=wish.ep_size, findings=misfit + made.findings)
-    made = replace(with_made_for(made, module), fed=source.recipe.fed() if source.recipe is not None else ())
+    made = with_packed(with_made_for(made, module), solution, packed)
+    made = replace(made, fed=source.recipe.fed() if source.recipe is not None else ())
     found = sequence_findings(solution) if capabilities.sequence else ()
     if wish.ep_size > 1 and capabilities.experts:
         found += expert_findings(made, solution)
@@ -105,6 +111,7 @@ def solve_source(
     choices: Choices | None = None,
     capabilities: Capabilities = Capabilities(),  # noqa: B008 - frozen
     sequence_stacks: tuple[tuple[str, ...], ...] | None = None,
+    packed: tuple[PackedWeight, ...] = (),
 ) -> Solution:
     """Decide the splits, under a written plan if there is one; say clearly when the size fits nothing."""
     solved = partial(
@@ -115,6 +122,7 @@ def solve_source(
         scoped=capabilities.scoped,
         whole=capabilities.whole,
         experts=experts_of(wish.tp_size, wish.ep_size, capabilities),
+        packed=packed,
     )
     solution = solved(captured.trace)
     if captured.unfold and not same_in_like_blocks(solution.parameters, solution.runtime, captured.trace.folds):
@@ -126,11 +134,11 @@ def solve_source(
             uneven = f"its blocks are not cut alike, and cannot be recorded one by one: {error.message}"
             solution = replace(solved(captured.trace, sequence_stacks=None), sequence_notes=(uneven,))
     if wish.ranks > 1:
-        _refuse_useless(source, solution, wish)
+        _refuse_useless(source, solution, wish, packed)
     return solution
 
 
-def _refuse_useless(source: Source, solution: Solution, wish: Wish) -> None:
+def _refuse_useless(source: Source, solution: Solution, wish: Wish, packed: tuple[PackedWeight, ...]) -> None:
     """Raise where nothing can be split at this size or, if the caller is strict, where something cannot."""
     legal = ", ".join(map(str, solution.legal_tp))
     odd = [c for c in solution.classes if not c.split and isinstance(c.reason, DoesNotDivide)]
@@ -144,6 +152,8 @@ def _refuse_useless(source: Source, solution: Solution, wish: Wish) -> None:
             f"tp={wish.tp_size} ({len(odd)} such axes)",
             hint=f"choose one of the sizes that divide everything: {legal}",
         )
+    if wish.strict:
+        refuse_parted_blocks(source.name, solution, packed)
     if wish.tp_size == 1 and not solution.runtime.of(LocalExperts):
         told = "; ".join(f"{where}: {why}" for where, why in solution.experts_inside)
         raise IndivisibleError(

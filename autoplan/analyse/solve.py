@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from math import gcd, prod
+from math import prod
 from typing import Any
 
 from autoplan.analyse.infer import Axes, infer_axes
@@ -21,6 +21,7 @@ from autoplan.analyse.sequence.parallel import SequencePlacement, place_sequence
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.choose import Choice, choose, occurrences
 from autoplan.analyse.splits.integer_edits import Edits, solve_edits
+from autoplan.analyse.splits.legal_sizes import Tried, legal_sizes
 from autoplan.analyse.splits.model_ends import (
     gathered_leaves,
     head_sites,
@@ -29,6 +30,7 @@ from autoplan.analyse.splits.model_ends import (
     vocabularies,
 )
 from autoplan.analyse.splits.own_loss import without_own_loss
+from autoplan.analyse.splits.packed import parted_blocks
 from autoplan.analyse.splits.requests import NO_DEMANDS, Demands
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.layout import Layout
@@ -86,6 +88,7 @@ class _Round:
     placement: Placement
     edits: Edits
     scope: Scope
+    tried: Tried = Tried()
 
 
 def solve(
@@ -106,7 +109,7 @@ def solve(
     axes = infer_axes(trace)
     refusals: list[AxisWhole] = []
     done = _settle(trace, flow, axes, tp, refusals, scoped, demands)
-    legal = _legal_sizes(done.choice)
+    legal = legal_sizes(trace, axes, done.choice, done.tried, demands.packed)
     wanted = products_to_gather(trace, axes, done.shards, tp, done.choice.indivisible, demands)
     if wanted:
         axes = infer_axes(trace, frozenset(wanted))
@@ -129,22 +132,31 @@ def _settle(
 ) -> _Round:
     """Choose, place, solve; refuse and choose again, until nothing is refused."""
     refused = demands.refused(trace, axes)
+    blocked: dict[Term, Term | None] = {}
+    order: tuple[Term, ...] = ()
     for _ in range(_ROUNDS):
         special = vocabularies(trace, axes) | gathered_leaves(trace, axes)
         choice = choose(trace, axes, tp, refused=refused, vocabularies=special)
+        order = order or choice.order
         shards = Shards(trace, axes, choice.marks, tp)
+        parted = parted_blocks(shards, demands.packed)
+        if parted:
+            refused.update(parted)
+            refusals += [AxisWhole(leaf.size, why) for leaf, why in parted.items()]
+            blocked |= {leaf: choice.partners.get(leaf) for leaf in parted}
+            continue
         placement = place(shards, flow, axes.gathered)
         refuse_unplaced_logits(trace, flow, shards, placement, choice.vocabularies)
         edits = solve_edits(shards)
         found = scope(shards, flow, placement, edits)
         blamed = _blame(shards, flow, placement, found, scoped)
         if not blamed:
-            return _Round(axes, choice, shards, placement, edits, found)
+            return _Round(axes, choice, shards, placement, edits, found, Tried(order, blocked))
         for leaf, why in blamed.items():
             refused[leaf] = why
             refusals.append(AxisWhole(leaf.size, why))
     shards = Shards(trace, axes, {}, tp)
-    return _Round(axes, Choice(), shards, Placement(), Edits(), Scope())
+    return _Round(axes, Choice(), shards, Placement(), Edits(), Scope(), Tried(order, blocked))
 
 
 def _outputs(trace: Trace) -> tuple[tuple[Any, ...], ...]:
@@ -320,19 +332,3 @@ def _why_whole(tensor: int, done: _Round) -> tuple[Reason, ...]:
 
 def _used(tensor: int, done: _Round) -> bool:
     return any(leaf.events for term in done.axes.of(tensor) for leaf in leaves(term)) or not done.axes.of(tensor)
-
-
-def _legal_sizes(choice: Choice) -> tuple[int, ...]:
-    """Sizes at which every class that can be split divides; key/value heads may be shared by groups of ranks."""
-    followers = set(choice.partners.values())
-    alone = [leaf.size for leaf in (*choice.marks, *choice.indivisible)
-             if leaf not in choice.vocabularies | followers and leaf not in choice.partners]  # fmt: skip
-    pairs = [(leaf.size, other.size) for leaf, other in choice.partners.items()]
-    largest = min([*alone, *(a * b for a, b in pairs)], default=1)
-
-    def fits(tp: int) -> bool:
-        if any(size % tp for size in alone):
-            return False
-        return all(a % tp == 0 or (gcd(a, tp) > 1 and b % (tp // gcd(a, tp)) == 0) for a, b in pairs)
-
-    return tuple(tp for tp in range(1, largest + 1) if tp == 1 or fits(tp))

@@ -29,7 +29,9 @@ from autoplan.hf.catalogue import class_name_of
 from autoplan.hf.config_limits import check_config, limited_modules
 from autoplan.hf.inputs.make import core_of
 from autoplan.hf.model_string import from_string, transformers_class
+from autoplan.hf.quantised.weights import quantised_weights
 from autoplan.hf.shrink import all_configs, tiny_config
+from autoplan.values.quantised import PackedWeight
 
 __all__ = ["Model", "Source", "resolve"]
 
@@ -64,6 +66,10 @@ class Source:
         assert self.config is not None and self.model_class is not None
         with torch.device("meta"):
             return _build(self.model_class, copy.deepcopy(self.config), None).eval()
+
+    def packed(self, module: nn.Module) -> tuple[PackedWeight, ...]:
+        """What a checkpoint holds in place of the weights of `module`, where the config says that it is quantised."""
+        return quantised_weights(self.config, module)
 
     @cached_property
     def can_shrink(self) -> bool:

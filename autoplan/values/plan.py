@@ -12,6 +12,7 @@ from autoplan.values.fed import Fed
 from autoplan.values.findings import Finding, Traffic
 from autoplan.values.instructions import Runtime
 from autoplan.values.made_for import MadeFor
+from autoplan.values.quantised import PackedWeight
 from autoplan.values.reasons import Reason
 
 __all__ = ["Change", "Entry", "Obstacle", "Plan", "Proof", "Replicated", "Stack", "Trial"]
@@ -151,6 +152,7 @@ class Plan:
     `ep_size`: over how many ranks experts are placed whole; 1: they are cut inside. It is the tp size, or with
     tp_size 1 any other. `made_for`: the code and the sizes of the model that it was made for; it is refused for others.
     `fed`: what its forward was given, where nothing said so and it was derived.
+    `packed`: how the weights of a quantised model are stored, by pattern, and how the stored tensors are cut with them.
     """
 
     model: str
@@ -169,6 +171,7 @@ class Plan:
     ep_size: int = 1
     made_for: MadeFor = MadeFor()
     fed: tuple[Fed, ...] = ()
+    packed: tuple[PackedWeight, ...] = ()
 
     @property
     def ranks(self) -> int:

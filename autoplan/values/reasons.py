@@ -24,6 +24,7 @@ __all__ = [
     "ExpertsDoNotDivide",
     "ExpertsWhole",
     "GradientSummed",
+    "InsideQuantisedBlock",
     "InsideScaledBlock",
     "KeptWhole",
     "Narrow",
@@ -158,6 +159,21 @@ class OnBothDims(Reason):
 class InsideScaledBlock(Reason):
     def __str__(self) -> str:
         return "it runs inside a block of numbers that share one scale"
+
+
+@dataclass(frozen=True)
+class InsideQuantisedBlock(Reason):
+    """Another tp size may remove it. `size`: of the dim of `weight` that is stored in blocks."""
+
+    weight: str
+    size: int
+    ranks: int
+    block: int
+
+    def __str__(self) -> str:
+        held = f"{self.size / self.ranks:g} of {self.size}"
+        parts = self.size / self.ranks / self.block
+        return f"at tp={self.ranks} a rank would hold {held}, {parts:g} quantised blocks of {self.block}"
 
 
 @dataclass(frozen=True)

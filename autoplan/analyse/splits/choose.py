@@ -39,7 +39,7 @@ from autoplan.values.reasons import (
     TooFewRows,
 )
 
-__all__ = ["Choice", "Occurrences", "choose", "occurrences", "residual_leaves"]
+__all__ = ["Choice", "Occurrences", "choose", "occurrences", "residual_leaves", "weights_of"]
 
 # Events that allow a split at a price: classes without them go first.
 PRICE = {"contract_a": 4, "reduce_lin": 2, "norm": 2, "variance": 4, "length": 4, "created": 1, "const": 1}
@@ -62,6 +62,7 @@ class Choice:
     indivisible: dict[Term, int] = field(default_factory=dict)
     partners: dict[Term, Term] = field(default_factory=dict)  # query heads that follow key/value heads, see `_partner`
     vocabularies: set[Term] = field(default_factory=set)
+    order: tuple[Term, ...] = ()  # of the candidates: of those that share a weight, the first that divides is split
 
     def mark_vocabulary(self, leaf: Term) -> None:
         self.marks[leaf] = "!"
@@ -178,12 +179,14 @@ def choose(
             rivalled.append(leaf)
         else:
             choice.mark_vocabulary(leaf)
-            taken |= _weights_of(leaf, found, trace)
-    for _, _, _, leaf in sorted(candidates, key=lambda c: c[:3]):
-        weights_of = _weights_of(leaf, found, trace)
+            taken |= weights_of(leaf, found, trace)
+    candidates.sort(key=lambda c: c[:3])
+    choice.order = tuple(leaf for _, _, _, leaf in candidates)
+    for leaf in choice.order:
+        own = weights_of(leaf, found, trace)
         if leaf in choice.marks:
             continue
-        if weights_of & taken:
+        if own & taken:
             choice.reasons[leaf] = AlreadySplit()
             continue
         partner = _partner(leaf, found, candidates, taken, trace, axes)
@@ -193,15 +196,15 @@ def choose(
         if leaf.size % tp and groups > 1 and partner is not None and partner.size % (tp // groups) == 0:
             choice.marks[leaf] = f"!{groups}@{tp // groups}"
             choice.marks[partner] = f"!{tp // groups}@1"
-            taken |= weights_of
+            taken |= own
         elif leaf.size % tp:
             choice.reasons[leaf] = DoesNotDivide(leaf.size, tp)
             choice.indivisible[leaf] = leaf.size
         else:
             choice.marks[leaf] = "!"
-            taken |= weights_of
+            taken |= own
     for leaf in rivalled:
-        if not _weights_of(leaf, found, trace) & taken:
+        if not weights_of(leaf, found, trace) & taken:
             choice.mark_vocabulary(leaf)
         elif leaf not in choice.marks:
             choice.reasons[leaf] = AlreadySplit(cheaper=True)
@@ -212,11 +215,11 @@ def _rivalled(
     rows: Term, candidates: list[tuple[bool, int, int, Term]], found: Occurrences, trace: Trace, tp: int
 ) -> bool:
     """Is a head narrower than what it reads, which can be split? Then its sum is cheaper than its input's gradient."""
-    held = sum(prod(trace.tensors[t].shape) for t in _weights_of(rows, found, trace))
+    held = sum(prod(trace.tensors[t].shape) for t in weights_of(rows, found, trace))
     return any(
         not expensive and -more > held and leaf.size > rows.size and leaf.size % tp == 0 and leaf is not rows
         for expensive, more, _, leaf in candidates
-        if _weights_of(leaf, found, trace) & _weights_of(rows, found, trace)
+        if weights_of(leaf, found, trace) & weights_of(rows, found, trace)
     )
 
 
@@ -246,9 +249,9 @@ def _partner(
 
     Ranks form groups; each group holds some key/value heads, and its ranks shard the query heads of those.
     """
-    mine = _weights_of(leaf, found, trace)
+    mine = weights_of(leaf, found, trace)
     for _, _, _, other in candidates:
-        theirs = _weights_of(other, found, trace)
+        theirs = weights_of(other, found, trace)
         if other is leaf or not theirs or not theirs < mine or theirs & taken or "batch_a" not in other.events:
             continue
         if all(_follows(leaf, other, axes.of(t)) for t in theirs):
@@ -265,7 +268,7 @@ def _follows(major: Term, minor: Term, terms: tuple[Term, ...]) -> bool:
     return False
 
 
-def _weights_of(leaf: Term, found: Occurrences, trace: Trace) -> set[int]:
+def weights_of(leaf: Term, found: Occurrences, trace: Trace) -> set[int]:
     return {tensor for tensor in found.get(leaf, ()) if len(trace.tensors[tensor].shape) >= 2}
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from autoplan.analyse.infer import Axes
+from autoplan.analyse.splits.packed import Packed
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.patterns import is_under
 from autoplan.values import Trace
@@ -22,22 +23,25 @@ __all__ = ["NO_DEMANDS", "Demands", "stay_whole"]
 class Demands:
     """`whole`: why no axis in a (parameter, dim) may be split. `gathered`: weights whose product is to be gathered.
 
-    Of the other products analysis gathers what it likes, unless `only_those`.
+    Of the other products analysis gathers what it likes, unless `only_those`. `packed`: quantised weights, whose blocks
+    are not parted.
     """
 
     whole: Mapping[tuple[str, int], Reason] = field(default_factory=dict)
     gathered: frozenset[str] = frozenset()
     only_those: bool = False
+    packed: Packed = field(default_factory=dict)
 
     def with_whole(self, trace: Trace, tensors: Iterable[int], why: Reason) -> Demands:
         """These tensors stay whole too."""
         found = [trace.tensors[number] for number in tensors]
         more = {(name, dim): why for info in found for name in info.names[:1] for dim in range(len(info.shape))}
-        return Demands({**more, **self.whole}, self.gathered)
+        return replace(self, whole={**more, **self.whole}, only_those=False)
 
     def and_also(self, other: Demands) -> Demands:
         """Both: what either keeps whole stays whole, for its own reason where it has one."""
-        return replace(self, whole={**other.whole, **self.whole}, gathered=self.gathered | other.gathered)
+        whole, packed = {**other.whole, **self.whole}, {**other.packed, **self.packed}
+        return replace(self, whole=whole, gathered=self.gathered | other.gathered, packed=packed)
 
     def refused(self, trace: Trace, axes: Axes) -> dict[Term, Reason]:
         """The axes that may not be split, as the solver wants them."""

@@ -11,10 +11,12 @@ from autoplan.analyse.solve_experts import Experts, solve_experts
 from autoplan.analyse.splits.requests import NO_DEMANDS, Demands, stay_whole
 from autoplan.common.errors import IndivisibleError
 from autoplan.decide.plan.folding import Names
+from autoplan.decide.plan.packed import packed_in_trace
 from autoplan.decide.plan.planner import make_plan
 from autoplan.decide.written_plans.choices import CUTS, Choice, ChoiceError, Choices
 from autoplan.decide.written_plans.constraints import check_choices, demands_of
 from autoplan.values import Finding, Plan, Stack, Trace
+from autoplan.values.quantised import PackedWeight
 from autoplan.values.reasons import DifferedOnRanks
 
 __all__ = ["choices_of_plan", "fitting", "plan_chosen", "solve_chosen"]
@@ -29,16 +31,21 @@ def solve_chosen(
     scoped: bool = True,
     whole: tuple[str, ...] = (),
     experts: Experts = "inside",
+    packed: tuple[PackedWeight, ...] = (),
 ) -> Solution:
-    """The solution under a written plan, with notes on it. Raises where the plan asks for what cannot be."""
+    """The solution under a written plan, with notes on it. Raises where the plan asks for what cannot be.
+
+    `packed`: the quantised weights of the model, whose blocks stay together.
+    """
     how: dict[str, Any] = {"scoped": scoped, "sequence_stacks": sequence_stacks, "experts": experts}
     tried = stay_whole(trace, whole, DifferedOnRanks()) if whole else NO_DEMANDS
+    blocks = Demands(packed=packed_in_trace(packed, trace)) if packed else NO_DEMANDS
     if choices is None:
-        return solve_experts(trace, tp, demands=tried, **how)
+        return solve_experts(trace, tp, demands=tried.and_also(blocks), **how)
     _refuse_tried(choices, tried)
     names = Names(trace)
     notes = choices.notes + choices.check_keys(names.modules, names.parameters)
-    solution = solve_experts(trace, tp, demands=demands_of(choices, trace).and_also(tried), **how)
+    solution = solve_experts(trace, tp, demands=demands_of(choices, trace).and_also(tried).and_also(blocks), **how)
     return replace(solution, notes=notes + (check_choices(choices, solution) if tp > 1 else ()))
 
 

@@ -16,6 +16,7 @@ where.
     made_for: {...}       # the versions, the forwards and the sizes that it was made for
     fed: [...]            # what an unfamiliar forward was given while the plan was made
     ep_size: 8            # where whole experts are placed on different ranks
+    packed: [...]         # of a quantised model: the tensors that are stored in place of its weights
 
 `autoplan plan --json` prints the same keys; docs/plan-format.md explains them. Format 1, which had strings in place of
 instructions, is refused: what its places in code were made for is not in it.
@@ -69,7 +70,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     values = {name: plain(getattr(plan, name), brief=name == "runtime") for name in _KEYS + _MORE_KEYS}
     experts = {"ep_size": plan.ep_size} if plan.ep_size > 1 else {}
     fed = {"fed": plain(plan.fed)} if plan.fed else {}
-    return {"autoplan": FORMAT_VERSION, **values, **fed, **experts}
+    packed = {"packed": plain(plan.packed, brief=True)} if plan.packed else {}
+    return {"autoplan": FORMAT_VERSION, **values, **fed, **experts, **packed}
 
 
 def plan_from_dict(data: Any, where: str = "plan") -> Plan:

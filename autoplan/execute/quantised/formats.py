@@ -1,0 +1,210 @@
+"""The numbers that packed tensors stand for, one function for each way to store them.
+
+Each takes the stored tensors by role and the shape of the plain piece, and gives that piece in float32 or in the dtype
+in which the library that writes such checkpoints computes it. Every number depends on its own block only, so what is
+made of some blocks is bit for bit what is made of all of them: that is why shards are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from autoplan.common.errors import AutoplanError
+from autoplan.values.quantised import PackedWeight
+
+__all__ = ["DEQUANTISED", "dequantise"]
+
+Parts = Mapping[str, torch.Tensor]
+_FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the first, second, … output of eight is in an integer
+
+
+def dequantise(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
+    """The plain piece of `shape` (the first blocks along each dim are whole) that these stored tensors stand for.
+
+    `parts`: by the names that `weight` has for them.
+    """
+    if weight.scheme.id not in DEQUANTISED:
+        raise AutoplanError(
+            f"{weight.name}: there is no way yet to dequantise {weight.scheme.title}",
+            hint="load it as it is stored",
+        )
+    roles = {tensor.name: tensor for tensor in weight.tensors}
+    return DEQUANTISED[weight.scheme.id](weight, {name: parts[name] for name in roles}, shape)
+
+
+# ------------------------------------------------------------------------------------------------------ what they share
+
+
+def _spread(scales: torch.Tensor, shape: tuple[int, ...], blocks: Mapping[int, int]) -> torch.Tensor:
+    """One scale for each element: repeated over its block along each dim. A dim of size 1 is left to broadcasting."""
+    for dim, block in blocks.items():
+        if scales.shape[dim] > 1 and block > 1:
+            scales = scales.repeat_interleave(block, dim)
+        if scales.shape[dim] > 1:
+            scales = scales.narrow(dim, 0, shape[dim])
+    return scales
+
+
+def _blocks(weight: PackedWeight, name: str) -> dict[int, int]:
+    """How many elements share one of a tensor, by dim of the plain weight."""
+    tensor = next(tensor for tensor in weight.tensors if tensor.name == name)
+    return {dim.of[0]: dim.factor for dim in tensor.dims if len(dim.of) == 1}
+
+
+def _named(weight: PackedWeight, ending: str) -> str:
+    return next(tensor.name for tensor in weight.tensors if tensor.name.endswith(ending))
+
+
+def _scales(weight: PackedWeight, parts: Parts, ending: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """As numbers of float32, for each element. Bytes are exponents of two."""
+    name = _named(weight, ending)
+    stored = parts[name]
+    numbers = (stored.float() - 127.0).exp2() if stored.dtype == torch.uint8 else stored.float()
+    if numbers.dim() < len(shape):  # one for all
+        return numbers.reshape((-1, *[1] * (len(shape) - 1)) if numbers.numel() > 1 else [1] * len(shape))
+    return _spread(numbers, shape, _blocks(weight, name))
+
+
+def _bits(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """Unsigned integers of `bits` bits out of 32-bit ones, the lowest bits first, along a dim."""
+    dim %= packed.dim()
+    moved = packed.movedim(dim, -1).contiguous()
+    if 32 % bits == 0:
+        shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+        numbers = (moved.unsqueeze(-1) >> shifts) & (2**bits - 1)
+    else:  # three bits: 32 numbers in three integers, some across two of them
+        words = moved.unflatten(-1, (-1, bits)).long() & 0xFFFFFFFF
+        wide = torch.cat([words, torch.zeros_like(words[..., :1])], -1)
+        first = torch.arange(32) * bits
+        low = wide[..., first // 32] >> (first % 32)
+        high = wide[..., first // 32 + 1] << (32 - first % 32)
+        numbers = (low | high) & (2**bits - 1)
+    return numbers.flatten(-2).int().movedim(-1, dim)
+
+
+def _pairs(packed: torch.Tensor) -> torch.Tensor:
+    """The two halves of each byte, the lower one first, along the last dim."""
+    bytes_ = packed.view(torch.uint8)
+    return torch.stack([bytes_ & 15, bytes_ >> 4], -1).flatten(-2)
+
+
+def _float4(packed: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(_FLOAT4)[_pairs(packed).int()]
+
+
+# ------------------------------------------------------------------------------------------------------------- formats
+
+
+def _plain_numbers(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
+    """float8 or int8, times a scale, less a zero point where there is one."""
+    numbers = parts[weight.tensors[0].name].float()
+    ending = next(one for one in ("_scale_inv", "_scale") for t in weight.tensors if t.name.endswith(one))
+    zeros = [tensor.name for tensor in weight.tensors if tensor.name.endswith("_zero_point")]
+    if zeros:
+        numbers = numbers - _spread(parts[zeros[0]].float(), shape, _blocks(weight, zeros[0]))
+    return numbers * _scales(weight, parts, ending, shape)
+
+
+def _fp4(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
+    return _float4(parts[weight.tensors[0].name]) * _scales(weight, parts, weight.tensors[1].name, shape)
+
+
+def _mxfp4(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
+    """Blocks of 16 bytes along the inputs; the plain stack has inputs before outputs where it is transposed."""
+    numbers = _float4(parts[_named(weight, "_blocks")])  # [experts, outputs, blocks, 32]
+    exponents = parts[_named(weight, "_scales")].int() - 127
+    found = torch.ldexp(numbers, exponents.unsqueeze(-1)).flatten(-2)
+    return found.transpose(-1, -2) if weight.rows > weight.contracted else found
+
+
+def _nvfp4(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
+    one = parts[_named(weight, "weight_global_scale")].float()
+    return _float4(parts[weight.tensors[0].name]) * (_scales(weight, parts, "_scale", shape) / one)
+
+
+def _awq(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
+    bits = weight.scheme.value("bits")
+    numbers, zeros = (_awq_bits(parts[_named(weight, name)], bits) for name in ("qweight", "qzeros"))
+    scales = parts[_named(weight, "scales")]
+    inputs = numbers.shape[-2]
+    spread = {name: _spread(x, (inputs,), {-2: weight.scheme.value("group") or inputs})
+              for name, x in (("zeros", zeros), ("scales", scales))}  # fmt: skip
+    return ((numbers - spread["zeros"]) * spread["scales"]).transpose(-1, -2)
+
+
+def _awq_bits(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    order = torch.tensor(_AWQ_ORDER)
+    return _bits(packed, bits, -1).unflatten(-1, (-1, len(order)))[..., order].flatten(-2)
+
+
+def _gptq(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
+    """`g_idx` says the group of each input; where groups are in order, this piece has the first of them first."""
+    value = weight.scheme.value
+    numbers = _bits(parts[_named(weight, "qweight")], value("bits"), -2)
+    zeros = _bits(parts[_named(weight, "qzeros")], value("bits"), -1)[..., : numbers.shape[-1]]
+    zeros = (zeros + 1) & (2 ** value("bits") - 1) if value("one_more") else zeros
+    scales = parts[_named(weight, "scales")]
+    groups = parts[_named(weight, "g_idx")].long()
+    if weight.scheme.id == "gptq":
+        groups = groups - groups.min()
+    if groups.dim() > 1:  # a stack
+        found = [s[g] * (n - z[g]) for s, g, n, z in zip(scales, groups, numbers, zeros, strict=True)]
+        return torch.stack(found).transpose(-1, -2)
+    return (scales[groups] * (numbers - zeros[groups])).transpose(-1, -2)
+
+
+def _packed_integers(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
+    """compressed-tensors: unsigned with an offset, packed along the inputs; zero points along the outputs."""
+    bits = weight.scheme.value("bits")
+    half = 2 ** (bits - 1)
+    numbers = _bits(parts[_named(weight, "_packed")], bits, -1).narrow(-1, 0, shape[-1]) - half
+    scales = parts[_named(weight, "_scale")]
+    zeros = [parts[t.name] for t in weight.tensors if t.name.endswith("_zero_point")]
+    zero = _bits(zeros[0], bits, -2).narrow(-2, 0, shape[-2]) - half if zeros else None
+    places = [parts[t.name].long() for t in weight.tensors if t.name.endswith("_g_idx")]
+    columns = weight.scheme.value("columns") or shape[-1]
+
+    def spread(x: torch.Tensor) -> torch.Tensor:
+        return x.index_select(-1, places[0]) if places else _spread(x, shape, {len(shape) - 1: columns})
+
+    shifted = numbers if zero is None else numbers - spread(zero)
+    return shifted.to(scales.dtype) * spread(scales)
+
+
+def _bnb_4bit(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
+    """The higher half of a byte first; the largest number of each block beside it."""
+    parameter = weight.tensors[0].name
+    stored = parts[parameter].reshape(-1).view(torch.uint8)
+    numbers = torch.stack([stored >> 4, stored & 15], -1).reshape(-1)
+    values = parts[f"{parameter}.quant_map"].float()[numbers.int()]
+    largest = parts[f"{parameter}.absmax"].float().repeat_interleave(weight.scheme.value("block"))
+    return (values * largest[: len(values)]).reshape(shape)
+
+
+def _bnb_8bit(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
+    return parts[weight.tensors[0].name].float() * parts[_named(weight, "SCB")].float().unsqueeze(-1) * (1 / 127)
+
+
+DEQUANTISED: dict[str, Callable[[PackedWeight, Parts, tuple[int, ...]], torch.Tensor]] = {
+    "fp8-blocks": _plain_numbers,
+    "fp8-tensor": _plain_numbers,
+    "fp8-rows": _plain_numbers,
+    "mxfp8": _plain_numbers,
+    "ct-plain": _plain_numbers,
+    "ct-tensor": _plain_numbers,
+    "torchao-plain": _plain_numbers,
+    "fp4-experts": _fp4,
+    "ct-mxfp4": _fp4,
+    "mxfp4": _mxfp4,
+    "ct-nvfp4": _nvfp4,
+    "awq": _awq,
+    "gptq": _gptq,
+    "gptq-act-order": _gptq,
+    "ct-packed": _packed_integers,
+    "ct-packed-act-order": _packed_integers,
+    "bnb-4bit": _bnb_4bit,
+    "bnb-8bit": _bnb_8bit,
+}

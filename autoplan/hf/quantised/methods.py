@@ -1,0 +1,202 @@
+"""What a `quantization_config` says: which schemes there are, and which modules each of them is for.
+
+One function for each method. None of them needs the method's package: a config is plain data. Methods whose packed
+tensors nobody has described are refused by name, never read as unquantised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autoplan.common.errors import SourceError
+from autoplan.hf.quantised.compressed_tensors import compressed_tensors
+from autoplan.hf.quantised.groups import Group, Method
+from autoplan.hf.quantised.schemes import scheme_of
+from autoplan.hf.quantised.torchao import torchao
+from autoplan.values.quantised import Scheme
+
+__all__ = ["method_of", "quantization_config_of"]
+
+_STORED = {"uint8": 1, "int8": 1, "float16": 2, "bfloat16": 2, "float32": 4}
+_BNB_BLOCK = 64
+
+
+def quantization_config_of(configs: tuple[Any, ...]) -> dict[str, Any] | None:
+    """The `quantization_config` of a config, or of the first of its parts that has one, as plain data."""
+    for config in configs:
+        found = getattr(config, "quantization_config", None)
+        if found is not None:
+            data = dict(found) if isinstance(found, Mapping) else found.to_dict()
+            return data or None
+    return None
+
+
+def method_of(data: Mapping[str, Any]) -> Method:
+    """The method of a `quantization_config`. Raises SourceError, by name, for one that is not described."""
+    name = str(getattr(data.get("quant_method"), "value", data.get("quant_method")) or _unnamed(data))
+    if name not in _METHODS:
+        raise SourceError(
+            f"quantization method {name!r} is not one whose packed tensors are described",
+            hint=f"described are {', '.join(_METHODS)}; without `quantization_config` the model is planned dequantised",
+        )
+    try:
+        return _METHODS[name](data)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise SourceError(
+            f"the quantization_config of method {name!r} cannot be read: {type(error).__name__}: {error}",
+            hint="compare it with that of a checkpoint of the same method",
+        ) from error
+
+
+def _unnamed(data: Mapping[str, Any]) -> str:
+    """Older bitsandbytes configs do not say their method."""
+    return "bitsandbytes" if data.get("load_in_4bit") or data.get("load_in_8bit") else ""
+
+
+# ----------------------------------------------------------------------------------------------------------- float8
+
+
+def _fp8(data: Mapping[str, Any]) -> Method:
+    skipped = data.get("modules_to_not_convert", data.get("ignored_layers"))
+    static = data.get("activation_scheme", "dynamic") == "static"
+    scale = "float8_e8m0fnu" if data.get("scale_fmt") == "ue8m0" else "float32"
+    blocks = data.get("weight_block_size", (128, 128))
+    if blocks is None:
+        scheme = scheme_of("fp8-tensor", static=static)
+    else:
+        rows, columns = (int(size) for size in blocks)
+        if rows < 1 or columns < 1:
+            raise SourceError(f"weight_block_size is {list(blocks)}", hint="blocks have at least one row and column")
+        scheme = scheme_of("fp8-blocks", rows=rows, columns=columns, scale=scale, static=static)
+    experts = scheme_of("fp4-experts", scale=scale) if data.get("expert_dtype") == "fp4" else scheme
+    return Method("fp8", (Group(scheme, experts=experts),), _names(skipped), default_skips=skipped is None)
+
+
+def _fbgemm(data: Mapping[str, Any]) -> Method:
+    return _everywhere("fbgemm_fp8", scheme_of("fp8-rows"), data)
+
+
+def _mxfp8(data: Mapping[str, Any]) -> Method:
+    return _everywhere("mxfp8", scheme_of("mxfp8"), data)
+
+
+# ----------------------------------------------------------------------------------------------------- four bits
+
+
+def _mxfp4(data: Mapping[str, Any]) -> Method:
+    group = Group(None, experts=scheme_of("mxfp4"))
+    return Method("mxfp4", (group,), _names(data.get("modules_to_not_convert")), default_skips=False)
+
+
+def _nvfp4(data: Mapping[str, Any]) -> Method:
+    """Quantised while a plain checkpoint is loaded."""
+    return _everywhere("nvfp4", scheme_of("nvfp4"), data, stacks=False)
+
+
+def _awq(data: Mapping[str, Any]) -> Method:
+    bits, group = _bits(data, (4,)), _group(data)
+    layout = str(data.get("version") or data.get("format") or "gemm").lower()
+    if layout != "gemm":
+        raise SourceError(
+            f"AWQ checkpoints in the layout {layout!r} are not described", hint="those of version 'gemm' are"
+        )
+    scheme = scheme_of("awq", bits=bits, group=group, pack=32 // bits)
+    skipped = _names(data.get("modules_to_not_convert"))
+    return Method("awq", (Group(scheme),), skipped, default_skips=True)
+
+
+def _gptq(data: Mapping[str, Any]) -> Method:
+    def scheme(said: Mapping[str, Any]) -> Scheme:
+        bits, group = _bits(said, (2, 3, 4, 8)), _group(said)
+        pack, words = (32, 3) if bits == 3 else (32 // bits, 1)
+        ordered = bool(said.get("desc_act")) and group > 0
+        kind = "gptq-act-order" if ordered else "gptq"
+        one_more = str(said.get("checkpoint_format", "gptq")).lower() != "gptq_v2"
+        return scheme_of(kind, bits=bits, group=group, pack=pack, words=words, one_more=one_more)
+
+    own = tuple(
+        Group(scheme({**data, **said}), names=(f"re:{pattern.removeprefix('+:')}",))
+        for pattern, said in (data.get("dynamic") or {}).items()
+        if not pattern.startswith("-:")
+    )
+    skipped = tuple(f"re:{one[2:]}" for one in data.get("dynamic") or {} if one.startswith("-:"))
+    inside = data.get("modules_in_block_to_quantize")
+    only = tuple(name for names in inside for name in ([names] if isinstance(names, str) else names)) if inside else ()
+    blocks = data.get("block_name_to_quantize")
+    skipped += _names(data.get("modules_to_not_convert"))
+    return Method(
+        "gptq", (*own, Group(scheme(data))), skipped, default_skips=not data.get("lm_head"),
+        within=(str(blocks),) if blocks else (), in_blocks=True, only=only,
+    )  # fmt: skip
+
+
+def _auto_round(data: Mapping[str, Any]) -> Method:
+    packing = str(data.get("packing_format", ""))
+    if "awq" in packing:
+        return _awq({**data, "version": "gemm"})
+    if "gptq" in packing or packing in ("auto_round", "auto_round:gptqmodel"):
+        return _gptq(data)
+    raise SourceError(
+        f"auto-round checkpoints packed as {packing!r} are not described",
+        hint="those in the layouts of GPTQ or AWQ are",
+    )
+
+
+def _bitsandbytes(data: Mapping[str, Any]) -> Method:
+    skipped = data.get("llm_int8_skip_modules")
+    if data.get("load_in_8bit") or data.get("_load_in_8bit"):
+        scheme = scheme_of("bnb-8bit")
+    else:
+        storage = str(data.get("bnb_4bit_quant_storage") or "uint8").removeprefix("torch.")
+        kind = str(data.get("bnb_4bit_quant_type", "fp4"))
+        nested = bool(data.get("bnb_4bit_use_double_quant"))
+        values: dict[str, Any] = {"kind": kind, "storage": storage, "numbers": 2 * _STORED[storage], "nested": nested}
+        scheme = scheme_of("bnb-4bit", block=_BNB_BLOCK, **values)
+    return Method("bitsandbytes", (Group(scheme, experts=None),), _names(skipped), default_skips=skipped is None)
+
+
+# ------------------------------------------------------------------------------------------------------ what they share
+
+
+def _everywhere(name: str, scheme: Scheme, data: Mapping[str, Any], stacks: bool = True) -> Method:
+    skipped = data.get("modules_to_not_convert")
+    group = Group(scheme) if stacks else Group(scheme, experts=None)
+    return Method(name, (group,), _names(skipped), default_skips=skipped is None)
+
+
+def _names(said: Any) -> tuple[str, ...]:
+    return tuple(str(name) for name in said or ())
+
+
+def _bits(data: Mapping[str, Any], known: tuple[int, ...]) -> int:
+    bits = int(data["bits"] if "bits" in data else data["w_bit"])
+    if bits not in known:
+        raise SourceError(f"weights of {bits} bits are not described", hint=f"those of {known} bits are")
+    return bits
+
+
+def _group(data: Mapping[str, Any]) -> int:
+    """How many inputs share a scale; 0: all of them."""
+    group = int(data["group_size"] if "group_size" in data else data["q_group_size"])
+    if group < 1 and group != -1:
+        raise SourceError(f"group_size is {group}", hint="a group has at least one input; -1: all of them")
+    return max(group, 0)
+
+
+_METHODS: dict[str, Callable[[Mapping[str, Any]], Method]] = {
+    "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm,
+    "mxfp8": _mxfp8,
+    "mxfp4": _mxfp4,
+    "nvfp4": _nvfp4,
+    "awq": _awq,
+    "gptq": _gptq,
+    "auto-round": _auto_round,
+    "bitsandbytes": _bitsandbytes,
+    "bitsandbytes_4bit": _bitsandbytes,
+    "bitsandbytes_8bit": lambda data: _bitsandbytes({**data, "load_in_8bit": True}),
+    "compressed-tensors": compressed_tensors,
+    "compressed_tensors": compressed_tensors,
+    "torchao": torchao,
+}

@@ -1,0 +1,116 @@
+"""How a scheme stores one weight: `rules/quantised/<scheme>.toml`, with the numbers of a config put in.
+
+rules/quantised/README.md says what a file holds. A dim like "in/{group}" becomes a `PackedDim`: its size, the dim of
+the plain weight that it stands for, and how many elements of that make one of its own.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from autoplan.common.errors import SourceError
+from autoplan.common.rules_folder import rules_folder
+from autoplan.values.quantised import PackedDim, PackedTensor, PackedWeight, Scheme
+
+__all__ = ["Plain", "packed_weight", "scheme_of"]
+
+Values = Mapping[str, int | str | bool]
+_DIM = re.compile(r"(whole )?(out\*in|out|in)(?:/(\d+)(?:\*(\d+))?)?")
+_KEYS = {"title", "tensors"}
+_TENSOR_KEYS = {"name", "dtype", "dims", "when", "stacked"}
+_SIZES = {"uint8": 1, "int8": 1, "int32": 4, "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4,
+          "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A weight before it is packed. Stacks have their experts as dim 0; `segments` as in PackedWeight."""
+
+    name: str
+    shape: tuple[int, ...]
+    transposed: bool = False  # what a product sums over comes before what it does not
+    segments: tuple[int, ...] = ()
+
+    @property
+    def stacked(self) -> bool:
+        return len(self.shape) == 3
+
+    @property
+    def rows(self) -> int:
+        return len(self.shape) - (1 if self.transposed else 2)
+
+    @property
+    def contracted(self) -> int:
+        return len(self.shape) - 2 if self.transposed else len(self.shape) - 1
+
+
+def scheme_of(name: str, **values: int | str | bool) -> Scheme:
+    """A scheme with the numbers of a config."""
+    title = str(_files(rules_folder())[name]["title"])
+    said = {key: value or "all" for key, value in values.items()}
+    return Scheme(name, title.format_map(said), tuple(sorted(values.items())))
+
+
+def packed_weight(plain: Plain, scheme: Scheme) -> PackedWeight:
+    """What a checkpoint holds in place of one weight."""
+    values = dict(scheme.values)
+    tensors = []
+    for one in _files(rules_folder())[scheme.id]["tensors"]:
+        if "when" in one and not values.get(one["when"]):
+            continue
+        said = one.get("stacked", one["dims"]) if plain.stacked else one["dims"]
+        dims = tuple(_dim(text, plain, values) for text in said)
+        dims = (PackedDim(plain.shape[0], (0,)), *dims) if plain.stacked else dims
+        dtype = str(one["dtype"]).format_map(values)
+        size = prod(dim.size for dim in dims) * _SIZES[dtype]
+        tensors.append(PackedTensor(_name(one["name"], plain), dtype, dims, size))
+    return PackedWeight(plain.name, scheme, plain.shape, tuple(tensors), plain.rows, plain.contracted, plain.segments)
+
+
+def _name(said: str, plain: Plain) -> str:
+    """After the name of the module."""
+    parameter = plain.name.rpartition(".")[2]
+    if "{weight}" in said:
+        return said.format(weight=parameter)
+    return said if parameter == "weight" else f"{parameter}_{said}"
+
+
+def _dim(said: str | int, plain: Plain, values: Values) -> PackedDim:
+    if isinstance(said, int):
+        return PackedDim(said)
+    if said == "segments":
+        return PackedDim(max(1, len(plain.segments)))
+    text = said.format_map(dict(values))
+    match = _DIM.fullmatch(text)
+    assert match is not None, f"rules/quantised: {text!r} is no dim"
+    named = {"out": (plain.rows,), "in": (plain.contracted,), "out*in": (plain.rows, plain.contracted)}
+    of = named[match[2]]
+    size, factor, each = prod(plain.shape[dim] for dim in of), int(match[3] or 1), int(match[4] or 1)
+    if factor == 0:  # one for all of them
+        return PackedDim(1)
+    segments = plain.segments if of == (plain.rows,) else ()
+    blocks = sum(-(-part // factor) for part in segments or (size,))
+    return PackedDim(blocks * each) if match[1] else PackedDim(blocks * each, of, factor, each)
+
+
+@lru_cache(maxsize=4)
+def _files(folder: Path) -> dict[str, dict[str, Any]]:
+    """All schemes, by the names of their files."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted((folder / "quantised").glob("*.toml")):
+        try:
+            data = tomllib.loads(path.read_text("utf-8"))
+        except tomllib.TOMLDecodeError as error:
+            raise SourceError(f"{path}: {error}", hint="fix the TOML") from error
+        odd = set(data) ^ _KEYS | {key for one in data.get("tensors", ()) for key in set(one) - _TENSOR_KEYS}
+        if odd:
+            raise SourceError(f"{path}: unknown or missing {', '.join(sorted(odd))}", hint="see rules/quantised")
+        found[path.stem] = data
+    return found

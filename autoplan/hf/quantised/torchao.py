@@ -1,0 +1,57 @@
+"""What a config of torchao says: a configuration class by name with its fields, or one for each module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from autoplan.common.errors import SourceError
+from autoplan.hf.quantised.groups import Group, Method
+from autoplan.hf.quantised.schemes import scheme_of
+from autoplan.values.quantised import Scheme
+
+__all__ = ["torchao"]
+
+_PER_MODULE = ("ModuleFqnToConfig", "FqnToConfig")
+
+
+def torchao(data: Mapping[str, Any]) -> Method:
+    """The configuration is a dict {"_type", "_data"} under "default"."""
+    said = data["quant_type"]
+    if isinstance(said, str):
+        raise SourceError(
+            f"torchao's quantization type {said!r} is only a name, which newer versions do not read",
+            hint="save the checkpoint again with a configuration object",
+        )
+    said = said.get("default", said)
+    skipped = tuple(map(str, data.get("modules_to_not_convert") or ()))
+    groups: list[Group] = []
+    if said["_type"] in _PER_MODULE:
+        table = next(iter(said["_data"].values()))
+        for name, one in table.items():
+            if name != "_default" and one is None:
+                skipped += (name,)
+            elif one is not None:
+                groups.append(Group(_scheme(one), () if name == "_default" else (name,), experts=None))
+        groups.sort(key=lambda group: not group.names)
+    else:
+        groups.append(Group(_scheme(said), experts=None))
+    heads = not data.get("include_input_output_embeddings")
+    return Method("torchao", tuple(groups), skipped, default_skips=heads)
+
+
+def _scheme(said: Mapping[str, Any]) -> Scheme:
+    kind, fields = str(said["_type"]), said.get("_data") or {}
+    if kind == "Int4WeightOnlyConfig":
+        return scheme_of("torchao-int4", group=int(fields.get("group_size", 128)), scale="bfloat16")
+    if kind in ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"):
+        group = fields.get("group_size")
+        return scheme_of("torchao-plain", dtype="int8", scale="bfloat16", rows=1, columns=int(group or 0))
+    if kind in ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig"):
+        per_tensor = "PerTensor" in str(fields.get("granularity"))
+        rows = 0 if per_tensor and kind.startswith("Float8Dynamic") else 1
+        return scheme_of("torchao-plain", dtype="float8_e4m3fn", scale="float32", rows=rows, columns=0)
+    raise SourceError(
+        f"torchao's {kind} is not described",
+        hint="described are Int4WeightOnlyConfig, and weights of int8 or float8 with a scale for each output",
+    )

@@ -1,0 +1,133 @@
+"""Which weights of a model are quantised, and what a checkpoint holds in place of each.
+
+Asked of the plain model on meta: linear layers, and stacks of experts. transformers' own answer, where it has one,
+to what is left as it is (the head, tied tables, what a config names) is taken over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from autoplan.common.errors import SourceError
+from autoplan.hf.quantised.groups import Method, named
+from autoplan.hf.quantised.methods import method_of, quantization_config_of
+from autoplan.hf.quantised.schemes import Plain, packed_weight
+from autoplan.hf.shrink import all_configs
+from autoplan.values.quantised import PackedWeight, Scheme
+
+__all__ = ["quantised_weights"]
+
+# Where the blocks of language models are, for methods that quantise nothing else and do not say which.
+_BLOCKS = ("model.language_model.layers", "model.layers", "model.decoder.layers", "transformer.h", "gpt_neox.layers",
+           "language_model.model.layers", "language_model.layers", "backbone.layers", "layers", "h")  # fmt: skip
+_EXPERTS = ("0.gate_proj", "0.up_proj", "0.down_proj", "0.w1", "0.w2", "0.w3")  # what checkpoints call their linears
+
+
+def quantised_weights(config: PretrainedConfig | None, model: nn.Module) -> tuple[PackedWeight, ...]:
+    """Of a plain model that was built from `config`; empty without a `quantization_config`."""
+    data = quantization_config_of(tuple(all_configs(config))) if config is not None else None
+    if data is None or data.get("dequantize"):
+        return ()
+    method = method_of(data)
+    found = tuple(packed_weight(plain, scheme) for plain, scheme in _weights(model, method))
+    if not found:
+        raise SourceError(
+            f"the config says quantization method {method.name!r}, under which no weight of {type(model).__name__} is "
+            "quantised",
+            hint="are its patterns those of another model? Without `quantization_config` it is planned as plain",
+        )
+    return found
+
+
+def _weights(model: nn.Module, method: Method) -> Iterator[tuple[Plain, Scheme]]:
+    """In the order of the model."""
+    skips = _skips(model, method)
+    blocks = _blocks(model, method) if method.in_blocks else ()
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for plain, parameter in _plain_weights(path, module):
+            names = _names(path, plain.stacked)
+            if id(parameter) in seen or skips(names):
+                continue
+            if blocks and not any(path.startswith(f"{block}.") for block in blocks):
+                continue
+            if method.only and not any(path.endswith(f".{one}") for one in method.only):
+                continue
+            scheme = _scheme(method, names, plain.stacked)
+            if scheme is not None:
+                seen.add(id(parameter))
+                yield plain, scheme
+
+
+def _scheme(method: Method, names: tuple[str, ...], stacked: bool) -> Scheme | None:
+    for group in method.groups:
+        if not group.names or any(named(pattern, name) for pattern in group.names for name in names):
+            return group.of(stacked)
+    return None
+
+
+def _names(path: str, stacked: bool) -> tuple[str, ...]:
+    """What configs may call the module: a stack's experts are linears of their own in checkpoints."""
+    return (path, *(f"{path}.{one}" for one in _EXPERTS)) if stacked else (path,)
+
+
+def _plain_weights(path: str, module: nn.Module) -> Iterator[tuple[Plain, nn.Parameter]]:
+    own = module._parameters
+    if isinstance(module, nn.Linear) and own.get("weight") is not None:
+        yield Plain(f"{path}.weight", tuple(own["weight"].shape)), own["weight"]
+    elif type(module).__name__ == "Conv1D" and own.get("weight") is not None:
+        yield Plain(f"{path}.weight", tuple(own["weight"].shape), transposed=True), own["weight"]
+    elif path.endswith("experts"):
+        for name, parameter in own.items():
+            if parameter is not None and parameter.dim() == 3:
+                yield _stack(f"{path}.{name}", tuple(parameter.shape), module), parameter
+
+
+def _stack(name: str, shape: tuple[int, ...], module: nn.Module) -> Plain:
+    """gate and up are matrices of their own in checkpoints where a stack holds one after the other."""
+    transposed = bool(getattr(module, "is_transposed", False))
+    rows = shape[2] if transposed else shape[1]
+    apart = name.endswith("gate_up_proj") and bool(getattr(module, "is_concatenated", True))
+    return Plain(name, shape, transposed, (rows // 2, rows // 2) if apart else ())
+
+
+def _skips(model: nn.Module, method: Method) -> Callable[[tuple[str, ...]], bool]:
+    """Is the module of these names left as it is?"""
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    patterns = [*method.skipped, *(_renamed(model, name) for name in method.skipped)]
+    if method.default_skips:
+        patterns += get_keys_to_not_convert(model)
+    patterns += getattr(model, "_keep_in_fp32_modules", None) or []
+    known = tuple(dict.fromkeys(pattern.removesuffix(".weight") for pattern in patterns if pattern))
+    return partial(_any_named, known)
+
+
+def _any_named(patterns: tuple[str, ...], names: tuple[str, ...]) -> bool:
+    return any(named(pattern, name) for pattern in patterns for name in names)
+
+
+def _renamed(model: Any, name: str) -> str:
+    """A name of the checkpoint as the model has it. (Renamings are written for names of weights.)"""
+    if name.startswith("re:") or not hasattr(type(model), "_from_config"):
+        return name
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    renamed = f"{name}."
+    for rule in get_model_conversion_mapping(model):
+        if isinstance(rule, WeightRenaming):
+            renamed, _ = rule.rename_source_key(renamed)
+    return renamed.removesuffix(".")
+
+
+def _blocks(model: nn.Module, method: Method) -> tuple[str, ...]:
+    lists = {path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    wanted = method.within or tuple(path for path in _BLOCKS if path in lists)[:1]
+    found = tuple(path for path in lists if any(path == one or path.endswith(f".{one}") for one in wanted))
+    return found or tuple(sorted(lists))
