@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from autoplan.check.audit import audit
     from autoplan.check.verify.verify import verify
     from autoplan.common.options import Checkpointing, DataParallel, Options, TensorParallel, Wish
+    from autoplan.decide.written_plans.handwritten import register_plan
     from autoplan.decide.written_plans.plan_file import load_plan
     from autoplan.execute.data_parallel.gradients import clip_gradients, global_norm, to_local, unshard
     from autoplan.execute.parameters.gather import full_tensors
@@ -62,6 +63,7 @@ __all__ = [
     "load_weights",
     "parallelize",
     "plan",
+    "register_plan",
     "to_local",
     "unshard",
     "verify",
@@ -90,6 +92,7 @@ _HOMES = {
     "load_weights": "autoplan.execute.weights.load",
     "parallelize": "autoplan.api",
     "plan": "autoplan.api",
+    "register_plan": "autoplan.decide.written_plans.handwritten",
     "to_local": "autoplan.execute.data_parallel.gradients",
     "unshard": "autoplan.execute.data_parallel.gradients",
     "verify": "autoplan.check.verify.verify",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from os import PathLike
 from typing import Any, Unpack
 
 from torch import nn
@@ -22,6 +23,7 @@ from autoplan.check.prove import proven_plan
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import Keywords, Options, Wish
 from autoplan.common.requirements import check_versions
+from autoplan.common.rules_folder import with_rules
 from autoplan.decide.written_plans.read import PlanSource, read_source
 from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh
 from autoplan.execute.parallelize import shard_model
@@ -47,6 +49,7 @@ def plan(
     strict: bool = False,
     prove: str = "graph",
     trust_remote_code: bool = False,
+    rules: str | PathLike[str] | None = None,
 ) -> Plan:
     """Read a model and write its plan at `tp_size`. Nothing of the model is touched, and no weights are needed.
 
@@ -65,26 +68,28 @@ def plan(
     `inputs` are example arguments of the forward, where autoplan cannot make them itself. `sequence_parallel` cuts the
     stream between split regions along the sequence too; where a model does not allow it, a finding says why and the
     plan is without. `strict` raises where an axis does not divide by `tp_size`. `prove` is "graph" (default), "ranks"
-    (run on simulated ranks too) or "none".
+    (run on simulated ranks too) or "none". `rules` is a folder of rules and plans of one's own, which count before ours
+    (`AUTOPLAN_RULES` names such folders for all calls).
     """
     check_versions()
     wish = Wish(tp_size, ep_size, sequence_parallel, strict, prove)
-    found = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
-    module = found.module()
-    written = read_source(
-        source,
-        overrides,
-        module,
-        name=found.name,
-        tp_size=tp_size,
-        ep_size=ep_size,
-        sequence_parallel=sequence_parallel,
-        unmatched=unmatched,
-    )
-    if isinstance(written, Plan):
-        check_matches(module, written)
-        return held_against_model(found, module, written)
-    return proven_plan(found, wish, written, module)
+    with with_rules(rules):
+        found = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
+        module = found.module()
+        written = read_source(
+            source,
+            overrides,
+            module,
+            name=found.name,
+            tp_size=tp_size,
+            ep_size=ep_size,
+            sequence_parallel=sequence_parallel,
+            unmatched=unmatched,
+        )
+        if isinstance(written, Plan):
+            check_matches(module, written)
+            return held_against_model(found, module, written)
+        return proven_plan(found, wish, written, module)
 
 
 def parallelize(

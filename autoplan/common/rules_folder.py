@@ -1,18 +1,60 @@
-"""Where the rule files are: `rules/` at the top of a checkout, `autoplan/_rules` inside an installed wheel."""
+"""Where the rule files are: folders of one's own, then `rules/` of a checkout or `autoplan/_rules` of an installed wheel.
+
+A framework ships rules, plans and inputs beside ours without touching them: `AUTOPLAN_RULES` names its folders
+(separated as in PATH), and `autoplan.plan(…, rules=folder)` one more for a single call. A folder is laid out like ours,
+with any of `roles/`, `plans/`, `inputs/`, `quantised/` and `defaults.toml`. Where two folders hold a document for one
+thing, that of the earlier folder counts: the call's, then the environment's from left to right, then ours.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
 from autoplan.common.errors import AutoplanError
 
-__all__ = ["rules_folder"]
+__all__ = ["VARIABLE", "rules_folder", "rules_folders", "with_rules"]
+
+VARIABLE = "AUTOPLAN_RULES"
+_PARTS = ("roles", "plans", "inputs", "quantised", "defaults.toml")
+_of_the_call: list[Path] = []
+
+
+def rules_folders() -> tuple[Path, ...]:
+    """All folders of rules, those that count first."""
+    named = [Path(text) for text in os.environ.get(VARIABLE, "").split(os.pathsep) if text]
+    for path in named:
+        _refuse_other(path, f"{VARIABLE} names")
+    return (*reversed(_of_the_call), *named, rules_folder())
+
+
+@contextmanager
+def with_rules(folder: str | os.PathLike[str] | None) -> Iterator[None]:
+    """A folder of rules for one call, before all others."""
+    if folder is None:
+        yield
+        return
+    _refuse_other(Path(folder), "rules is")
+    _of_the_call.append(Path(folder).absolute())
+    try:
+        yield
+    finally:
+        _of_the_call.pop()
+
+
+def _refuse_other(path: Path, what: str) -> None:
+    if not any((path / part).exists() for part in _PARTS):
+        raise AutoplanError(
+            f"{what} {path}, which is no folder of rules", hint=f"such a folder holds some of {', '.join(_PARTS)}"
+        )
 
 
 @lru_cache(maxsize=1)
 def rules_folder() -> Path:
-    """The folder that holds `roles/`, `plans/` and `inputs/`."""
+    """The folder that comes with autoplan."""
     package = Path(__file__).resolve().parents[1]
     places = (package / "_rules", package.parent / "rules")
     for place in places:

@@ -25,15 +25,16 @@ A file may name a model type; it never makes a decision.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from autoplan.common.errors import SourceError
 from autoplan.common.files.plain import NotPlain, read_plain
 from autoplan.common.files.shapes import misshapen
-from autoplan.common.rules_folder import rules_folder
+from autoplan.common.rules_folder import rules_folders
 
 __all__ = ["TypeRules", "open_fields", "rule_files", "type_rules"]
 
@@ -51,6 +52,9 @@ _SHAPE = {
 }
 
 
+Found = TypeVar("Found")
+
+
 @dataclass(frozen=True)
 class TypeRules:
     """One file of `rules/inputs`; empty for a type that needs no help."""
@@ -64,15 +68,20 @@ class TypeRules:
 
 def type_rules(model_type: str) -> TypeRules:
     """The rules of a model type. Raises SourceError for a file that cannot be read or has an unknown key."""
-    return rule_files(rules_folder()).get(model_type, TypeRules())
+    return _first(rule_files, model_type) or TypeRules()
 
 
 def open_fields(model_type: str) -> dict[str, Any]:
     """Fields that the default config of a model type leaves open, with values."""
-    return _defaults(rules_folder()).get(model_type, {})
+    return _first(_defaults, model_type) or {}
 
 
-@lru_cache(maxsize=4)
+def _first(files: Callable[[Path], dict[str, Found]], model_type: str) -> Found | None:
+    """What the first folder of rules says that says anything."""
+    return next((found[model_type] for folder in rules_folders() if model_type in (found := files(folder))), None)
+
+
+@lru_cache(maxsize=16)
 def rule_files(folder: Path) -> dict[str, TypeRules]:
     """All files of `folder/inputs`, by the model types that they are for."""
     found: dict[str, TypeRules] = {}
@@ -86,7 +95,7 @@ def rule_files(folder: Path) -> dict[str, TypeRules]:
     return found
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def _defaults(folder: Path) -> dict[str, dict[str, Any]]:
     path = folder / "defaults.toml"
     found: dict[str, dict[str, Any]] = {}

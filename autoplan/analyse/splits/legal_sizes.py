@@ -29,7 +29,7 @@ class Tried:
 def legal_sizes(trace: Trace, axes: Axes, choice: Choice, tried: Tried, packed: Packed) -> tuple[int, ...]:
     """Sizes at which every class that can be split divides, between the blocks of quantised weights.
 
-    Key/value heads may be shared by groups of ranks.
+    Key/value heads may be shared by groups of ranks, or held by all while the queries of each are dealt out.
     """
     vocabularies = choice.vocabularies
     partners = {**choice.partners, **{leaf: other for leaf, other in tried.blocked.items() if other is not None}}
@@ -66,4 +66,4 @@ def _first_choices(trace: Trace, axes: Axes, tried: Tried, splittable: Iterable[
 
 
 def _shareable(heads: int, within: int, tp: int) -> bool:
-    return heads % tp == 0 or (gcd(heads, tp) > 1 and within % (tp // gcd(heads, tp)) == 0)
+    return within % (tp // gcd(heads, tp)) == 0

@@ -93,4 +93,6 @@ def marks_at(leaf: Term, partner: Term | None, tp: int) -> dict[Term, str]:
     groups = gcd(leaf.size, tp)
     if partner is None or leaf.size % tp == 0:
         return {leaf: "!"}
+    if groups == 1:
+        return {partner: "!"}
     return {leaf: f"!{groups}@{tp // groups}", partner: f"!{tp // groups}@1"}

@@ -18,7 +18,7 @@ import networkx as nx
 from autoplan.common.errors import AutoplanError
 from autoplan.common.files.plain import BYTES, NotPlain, parse_plain, read_text
 from autoplan.common.files.shapes import misshapen
-from autoplan.common.rules_folder import rules_folder
+from autoplan.common.rules_folder import rules_folders
 from autoplan.decide.rulebook.conditions import Condition, parse_condition
 from autoplan.decide.rulebook.pattern import Pattern, parse_pattern
 
@@ -130,11 +130,17 @@ class Rule:
         return dict(self.roles).get(name, name.replace("_", " "))
 
 
-@cache
 def load_rules(folder: Path | None = None) -> tuple[Rule, ...]:
     """All role rules, ordered by id: the order of files never decides anything."""
-    place = (folder or rules_folder()) / "roles"
-    rules = tuple(parse_rule(read_text(path, _REFUSAL, BYTES["toml"]), path.stem) for path in sorted(place.glob("*.toml"), key=_id))
+    return _load(rules_folders() if folder is None else (folder,))
+
+
+@cache
+def _load(folders: tuple[Path, ...]) -> tuple[Rule, ...]:
+    """Of two rules with one id that of the earlier folder."""
+    files = {path.stem: path for folder in reversed(folders) for path in (folder / "roles").glob("*.toml")}
+    texts = {path.stem: read_text(path, _REFUSAL, BYTES["toml"]) for path in sorted(files.values(), key=_id)}
+    rules = tuple(parse_rule(text, name) for name, text in texts.items())
     known = {rule.id for rule in rules}
     for rule in rules:
         for other in rule.beats:

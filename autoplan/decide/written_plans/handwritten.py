@@ -12,7 +12,7 @@ can be worse than none. A plan file is data: `qualname` (or several), `why`, `ga
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -21,10 +21,10 @@ from typing import Any
 from autoplan.common.errors import AutoplanError
 from autoplan.common.files.plain import NotPlain, read_plain
 from autoplan.common.files.shapes import misshapen
-from autoplan.common.rules_folder import rules_folder
+from autoplan.common.rules_folder import rules_folders
 from autoplan.decide.written_plans.choices import Choice, ChoiceError, Choices, check_style
 
-__all__ = ["HandwrittenPlan", "find_plan", "load_plans", "plan_by_id", "read_plan"]
+__all__ = ["HandwrittenPlan", "find_plan", "load_plans", "plan_by_id", "read_plan", "register_plan"]
 
 _KEYS = {"id", "qualname", "aliases", "why", "gains", "entries", "sequence_parallel"}
 _ENTRIES = {"*": str}
@@ -37,7 +37,10 @@ _REMOTE = "transformers_modules."
 
 @dataclass(frozen=True)
 class HandwrittenPlan:
-    """One file of rules/plans. `sequence_parallel`: entries that differ under it, or the reason why there are none."""
+    """One file of rules/plans. `sequence_parallel`: entries that differ under it, or the reason why there are none.
+
+    `where`: what it is called in messages, where it is no file of ours.
+    """
 
     id: str
     qualnames: tuple[str, ...]
@@ -46,6 +49,7 @@ class HandwrittenPlan:
     entries: tuple[tuple[str, str], ...]
     sequence_parallel: tuple[tuple[str, str], ...] | str
     aliases: tuple[str, ...] = ()
+    where: str = ""
 
     def choices(self, *, sequence_parallel: bool = False, matched: str = "") -> Choices:
         """The plan as choices; `matched` says how it was found."""
@@ -58,15 +62,60 @@ class HandwrittenPlan:
                     hint="plan without sequence_parallel, or use source='inferred'",
                 )
             entries.update(self.sequence_parallel)
-        name = f"rules/plans/{self.id}.toml"
+        name = self.where or f"rules/plans/{self.id}.toml"
         lines = tuple(Choice(pattern, style, name) for pattern, style in entries.items())
         return Choices(name, "handwritten", lines, complete=False, tolerant=True, notes=notes)
 
 
-@lru_cache(maxsize=4)
+_registered: list[HandwrittenPlan] = []
+
+
+def register_plan(
+    model_class: str | type,
+    entries: Mapping[str, str],
+    *,
+    sequence_parallel: Mapping[str, str] | str = "none was registered",
+) -> Callable[[], None]:
+    """A plan for a class of models, as if it were a file of rules/plans; it counts before those that are.
+
+    `model_class` is the class or its qualified name ("package.module.Class"); `entries` is {pattern: style}.
+    `sequence_parallel` holds the entries that differ under it, or says why there are none. A second plan for the same
+    class takes the place of the first. Returns a function that takes the plan away again.
+    """
+    name = model_class if isinstance(model_class, str) else f"{model_class.__module__}.{model_class.__qualname__}"
+    where = f"the plan registered for {name}"
+    for given in (entries, sequence_parallel):
+        plain = isinstance(given, Mapping) and all(isinstance(text, str) for pair in given.items() for text in pair)
+        if "." not in name or not plain and (given is entries or not isinstance(given, str)):
+            raise ChoiceError(f"{where} is {given!r}", hint='give "package.module.Class" and {"pattern": "style"}')
+    if not entries:
+        raise ChoiceError(f"{where} is empty: it names no module", hint='give {"pattern": "style"}')
+    variant = sequence_parallel if isinstance(sequence_parallel, str) else _entries(sequence_parallel, where)
+    made = HandwrittenPlan(name, (name,), "registered at run time", "", _entries(entries, where), variant, where=where)
+    _registered[:] = [made, *(plan for plan in _registered if plan.id != name)]
+
+    def take_away() -> None:
+        _registered[:] = [plan for plan in _registered if plan is not made]
+
+    return take_away
+
+
 def load_plans(folder: Path | None = None) -> tuple[HandwrittenPlan, ...]:
-    """All hand-written plans, by id. Raises on a file that is not right, and on two for one class."""
-    plans = tuple(read_plan(path) for path in sorted((folder or rules_folder() / "plans").glob("*.toml")))
+    """All hand-written plans: those registered at run time, then files by id. Where several are for one class, the
+    first counts."""
+    if folder is not None:
+        return _of_folder(folder)
+    files: dict[str, HandwrittenPlan] = {}
+    for one in rules_folders():
+        for plan in _of_folder(one / "plans"):
+            files.setdefault(plan.id, plan)
+    return (*_registered, *files.values())
+
+
+@lru_cache(maxsize=16)
+def _of_folder(folder: Path) -> tuple[HandwrittenPlan, ...]:
+    """The plans of one folder. Raises on a file that is not right, and on two for one class."""
+    plans = tuple(read_plan(path) for path in sorted(folder.glob("*.toml")))
     seen: dict[str, str] = {}
     for plan in plans:
         for key in (*plan.qualnames, *plan.aliases):
@@ -92,14 +141,14 @@ def read_plan(path: Path) -> HandwrittenPlan:
         qualnames=tuple([names] if isinstance(names, str) else names),
         why=" ".join(data["why"].split()),
         gains=" ".join(data["gains"].split()),
-        entries=_entries(data["entries"], path),
-        sequence_parallel=variant if isinstance(variant, str) else _entries(variant, path),
+        entries=_entries(data["entries"], str(path)),
+        sequence_parallel=variant if isinstance(variant, str) else _entries(variant, str(path)),
         aliases=tuple(data.get("aliases", ())),
     )
 
 
-def _entries(table: dict[str, Any], path: Path) -> tuple[tuple[str, str], ...]:
-    return tuple((pattern, check_style(str(style), pattern, str(path))) for pattern, style in table.items())
+def _entries(table: Mapping[str, Any], where: str) -> tuple[tuple[str, str], ...]:
+    return tuple((pattern, check_style(str(style), pattern, where)) for pattern, style in table.items())
 
 
 def find_plan(
@@ -107,8 +156,9 @@ def find_plan(
 ) -> tuple[HandwrittenPlan, str] | None:
     """The plan for a class given as its ancestors' (module, qualname), nearest first; with how it was found."""
     plans = load_plans() if plans is None else tuple(plans)
-    by_name = {name: plan for plan in plans for name in plan.qualnames}
-    by_bare = {name.rpartition(".")[2]: plan for plan in plans for name in plan.qualnames if name.startswith(_REMOTE)}
+    first = tuple(reversed(plans))
+    by_name = {name: plan for plan in first for name in plan.qualnames}
+    by_bare = {name.rpartition(".")[2]: plan for plan in first for name in plan.qualnames if name.startswith(_REMOTE)}
     own = ".".join(ancestors[0]) if ancestors else ""
     for module, qualname in ancestors:
         full = f"{module}.{qualname}"
