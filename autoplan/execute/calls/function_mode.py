@@ -35,8 +35,8 @@ class _PlannedCall:
         self.cuts = [(cut, Layout.parse(cut.layout).rows(rank, size), Layout.parse(cut.layout).size)
                      for cut in planned.cuts]  # fmt: skip
         self.run: Callable[[Any, Any, Any], Any] = execute(planned, at)
-        # A sum that is left out is missing elsewhere; and where numbers or a cut are, whatever runs in place of the call
-        # may need other ones. The hash of the code, checked when the plan is applied, does not tell branches apart.
+        # A sum that is left out is missing elsewhere. Where a call with other numbers or a cut is, whatever runs in its
+        # place may need other ones: the hash of the code, asked when a plan is applied, tells no branches apart.
         changes = planned.communicates or bool(planned.arguments or planned.cuts)
         self.must_be_reached = changes and not planned.sometimes
 
