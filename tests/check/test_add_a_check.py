@@ -25,7 +25,7 @@ def check(tmp_path: Path) -> Check:
     """The file of the page, as it would be imported."""
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     path = tmp_path / "long_lines.py"
-    path.write_text(textwrap.dedent("   " + code))
+    path.write_text(textwrap.dedent(code))
     spec = spec_from_file_location(path.stem, path)
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
