@@ -22,6 +22,7 @@ from autoplan.common.nested import flatten_tensors
 __all__ = ["KnownValues"]
 
 _LARGEST = 4_000_000  # elements that are worth computing
+# For which ops a choice can be made up, and how: no record of an op says what an answer without its values could be.
 _POSITIONS = frozenset(("topk", "sort", "argsort", "argmax", "argmin", "max", "min", "kthvalue", "multinomial"))
 _COMPARISONS = frozenset(("gt", "ge", "lt", "le", "ne", "isfinite"))
 

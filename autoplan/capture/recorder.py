@@ -31,7 +31,8 @@ from autoplan.values import Call, Fold, ModuleVisit, Op, Ref, Symbolic, TensorIn
 
 __all__ = ["Recording", "record"]
 
-# In place, but the same numbers in another shape: einsum does so.
+# In place, but the same numbers in another shape: einsum does so. They are known before they run, to keep what was; the
+# records know the ops that they become, under the names without the underscore.
 _RESHAPED_IN_PLACE = frozenset({"squeeze_", "unsqueeze_", "transpose_", "t_", "swapaxes_", "swapdims_"})
 _KEEP_VALUES_BELOW = 4097  # elements of integer constants worth keeping: index tables, not token ids
 

@@ -17,20 +17,26 @@ from typing import Any
 from autoplan.check.verify.sharded import Sharding
 from autoplan.common.layout import Layout
 from autoplan.values import (
+    INSTRUCTIONS,
     AllReduce,
     AllReduceGradient,
     Boundary,
     CallRewrite,
+    DrawOnShards,
+    Instruction,
     IntegerEdit,
     MeanOverRanks,
+    NoteShard,
+    ParallelBlock,
     ParameterRule,
     Plan,
+    RewriteCall,
     Runtime,
     SplitLogits,
     VocabularyTable,
 )
 
-__all__ = ["FAULTS", "Fault", "Planted", "plant"]
+__all__ = ["FAULTS", "LEFT_OUT", "UNSEEN", "Fault", "Planted", "first", "plant", "without"]
 
 Spoil = Callable[[Plan], Plan | None]
 Applies = Callable[[Any, Plan], bool]
@@ -40,7 +46,7 @@ Applies = Callable[[Any, Plan], bool]
 class Fault:
     """`spoil` gives a wrong plan, or None where the plan has no place for this fault; `tamper` changes a sharded model.
 
-    `checks` are those that should notice.
+    `checks` are those that should notice. `kind`: the class of instruction that it leaves out.
     """
 
     name: str
@@ -48,6 +54,7 @@ class Fault:
     spoil: Spoil = lambda plan: plan
     tamper: Callable[[Any], bool] | None = None
     checks: tuple[str, ...] = ("parameters", "forward")
+    kind: type[Instruction] | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,7 @@ def _tampered(model: Any, mesh: Any, *, shard: Callable[[Any, Any], Any], fault:
 # ------------------------------------------------------------------------------------------------ spoiling a plan
 
 
-def _first(kind: type[Any], change: Callable[[Any], Any], applies: Applies = lambda item, plan: True) -> Spoil:
+def first(kind: type[Any], change: Callable[[Any], Any], applies: Applies = lambda item, plan: True) -> Spoil:
     """Change (or, with None, drop) the first instruction (or parameter rule) of a kind to which the fault applies."""
     field = "parameters" if kind is ParameterRule else "instructions"
 
@@ -105,8 +112,13 @@ def _drop(_: Any) -> None:
     return None
 
 
+def without(one: Instruction) -> Instruction | None:
+    """What is left of an instruction when it is left out: of a call that runs otherwise, its literals and copies."""
+    return one.bare() if isinstance(one, CallRewrite) and not isinstance(one, RewriteCall) else None
+
+
 def _rule(applies: Callable[[ParameterRule], bool], **change: Any) -> Spoil:
-    return _first(ParameterRule, lambda rule: replace(rule, **change), lambda rule, plan: applies(rule))
+    return first(ParameterRule, lambda rule: replace(rule, **change), lambda rule, plan: applies(rule))
 
 
 def _layout(matching: str, change: Callable[[str], str]) -> Spoil:
@@ -116,7 +128,7 @@ def _layout(matching: str, change: Callable[[str], str]) -> Spoil:
         heads = tuple(f"{pattern}." for pattern in _ends(plan))
         return bool(rule.layout and re.fullmatch(matching, rule.layout)) and not rule.pattern.startswith(heads or "\0")
 
-    return _first(ParameterRule, lambda rule: replace(rule, layout=change(rule.layout)), applies)
+    return first(ParameterRule, lambda rule: replace(rule, layout=change(rule.layout)), applies)
 
 
 def _interleaved(layout: str) -> str:
@@ -212,6 +224,13 @@ def _drift(model: Any) -> bool:
     return False
 
 
+# Classes that can be left out of a plan without making any number wrong in these runs, and why.
+UNSEEN: dict[type[Instruction], str] = {
+    DrawOnShards: "ranks then draw the same numbers for their own features: less random, and nowhere wrong",
+    NoteShard: "nothing is done to the value; it tells those who collect it, and no check here collects",
+    ParallelBlock: "each branch is then summed by itself, which is right and moves more",
+}
+
 FAULTS = (
     Fault("column for row", "two weights are cut along the other dim", _two_rules_swapped),
     Fault("wrong rows", "a weight's rows go to ranks one by one, in turn", _layout(r"\d*[02468]!", _interleaved)),
@@ -219,13 +238,13 @@ FAULTS = (
     Fault("cut inside heads", "each rank gets a part of every head", _layout(r"\d+!\*\d*[02468]", _inside_heads)),
     Fault("packed cut contiguously", "a packed weight is cut as if it were one", _layout(r".*!.*\|.*", _contiguous)),
     Fault("unsplit partner", "one weight of a group stays whole", _last_split_rule_dropped),
-    Fault("no forward sum", "partial sums go on as if they were sums", _first(AllReduce, _drop, _inner)),
+    Fault("no forward sum", "partial sums go on as if they were sums", first(AllReduce, _drop, _inner)),
     Fault(
         "mean for sum",
         "partial sums are averaged",
-        _first(AllReduce, lambda sum_: MeanOverRanks(sum_.pattern, sum_.side, sum_.path), _inner),
+        first(AllReduce, lambda sum_: MeanOverRanks(sum_.pattern, sum_.side, sum_.path), _inner),
     ),
-    Fault("no gradient sum", "nobody sums the gradient at a region's entry", _first(AllReduceGradient, _drop, _inner)),
+    Fault("no gradient sum", "nobody sums the gradient at a region's entry", first(AllReduceGradient, _drop, _inner)),
     Fault("double gradient sum", "the gradient at a region's entry is summed twice", _copied_twice),
     Fault(
         "no gradient sum of a parameter",
@@ -243,40 +262,47 @@ FAULTS = (
         _rule(lambda rule: rule.divide, gradient="sum"),
     ),
     Fault("bias of every rank", "each rank adds the whole bias", _rule(lambda rule: rule.divide, divide=False)),
-    Fault("unedited integer", "a module keeps its number of heads", _first(IntegerEdit, _drop)),
+    Fault("unedited integer", "a module keeps its number of heads", first(IntegerEdit, _drop)),
     Fault(
         "wrong integer",
         "a module is given half of what it should",
-        _first(IntegerEdit, lambda edit: replace(edit, new=edit.new // 2), lambda edit, plan: edit.new > 1),
+        first(IntegerEdit, lambda edit: replace(edit, new=edit.new // 2), lambda edit, plan: edit.new > 1),
     ),
     Fault(
         "table without mask",
         "each rank looks every token up in its own rows",
-        _first(VocabularyTable, _drop),
+        first(VocabularyTable, _drop),
     ),
     Fault(
         "logits taken for whole",
         "a rank's logits leave the model as if they were all",
-        _first(SplitLogits, _drop),
+        first(SplitLogits, _drop),
     ),
     Fault(
         "no exchange in a norm",
         "a norm over all heads averages those of one rank",
-        _first(CallRewrite, lambda call: call.bare(), lambda call, plan: call.reduces),
+        first(CallRewrite, lambda call: call.bare(), lambda call, plan: call.reduces),
     ),
     Fault(
         "no gradient sum in a scoped call",
         "a statistic's gradient stays partial",
-        _first(CallRewrite, lambda call: replace(call, copies=()), lambda call, plan: bool(call.copies)),
+        first(CallRewrite, lambda call: replace(call, copies=()), lambda call, plan: bool(call.copies)),
     ),
     Fault(
         "constant not cut",
         "a constant made in forward stays whole",
-        _first(CallRewrite, lambda call: replace(call, cuts=()), lambda call, plan: bool(call.cuts)),
+        first(CallRewrite, lambda call: replace(call, cuts=()), lambda call, plan: bool(call.cuts)),
     ),
     Fault("unseeded dropout", "each rank drops what it likes of whole values", _nothing_random, checks=("dropout",)),
     Fault("untied head", "a tied weight becomes two", tamper=_untie),
     Fault("drifting replica", "one rank's copy of a whole parameter differs", tamper=_drift),
+)
+
+
+LEFT_OUT = tuple(
+    Fault(f"no {kind.__name__}", f"{kind.__name__} is left out", first(kind, without), kind=kind)
+    for kind in INSTRUCTIONS.values()
+    if kind not in UNSEEN
 )
 
 

@@ -35,8 +35,10 @@ class _PlannedCall:
         self.cuts = [(cut, Layout.parse(cut.layout).rows(rank, size), Layout.parse(cut.layout).size)
                      for cut in planned.cuts]  # fmt: skip
         self.run: Callable[[Any, Any, Any], Any] = execute(planned, at)
-        # a sum is missing elsewhere if it is left out; numbers that nobody passes are missing nowhere
-        self.must_be_reached = planned.communicates and not planned.sometimes
+        # A sum that is left out is missing elsewhere. Where a call with other numbers or a cut is, whatever runs in its
+        # place may need other ones: the hash of the code, asked when a plan is applied, tells no branches apart.
+        changes = planned.communicates or bool(planned.arguments or planned.cuts)
+        self.must_be_reached = changes and not planned.sometimes
 
     def means(self, time: int, dims: int, width: int | None) -> bool:
         """Is the call at its place that is being made this one?"""
@@ -120,7 +122,7 @@ class ModuleMode(TorchFunctionMode):
         return None
 
     def check_reached(self) -> None:
-        """Every planned sum must have happened: another branch would need it somewhere else."""
+        """Every planned sum and number must have been used: another branch would need it somewhere else."""
         for call in self.calls.required:
             if call not in self.reached:
                 raise other_branch(f"{call.at.where}: {call.site} was not reached")

@@ -1,0 +1,64 @@
+"""A plan knows the branch that was recorded: a run that takes another one is refused, whatever its calls would need.
+
+The hash of the code is the same for all branches, so it is the run that must notice.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autoplan
+from autoplan.check.ranks.common import RankError
+from autoplan.check.ranks.run import run_ranks
+from autoplan.values import Plan, RewriteCall
+
+X = torch.linspace(-1, 1, 2 * 6 * 16, dtype=torch.float64).view(2, 6, 16)
+
+
+class TwoWays(nn.Module):
+    """One branch has numbers that a rank must change; the other reads across what is split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+        self.usual = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.up(x)
+        inner = inner.view(2, 6, 8, 4).tanh().flatten(-2) if self.usual else inner.softmax(-1)
+        return x + self.down(inner)
+
+
+def planned() -> tuple[TwoWays, Plan]:
+    torch.manual_seed(0)
+    model = TwoWays().double().eval()
+    return model, autoplan.plan(model, 2, inputs={"x": X})
+
+
+def sharded_run(model: nn.Module, plan: Plan, usual: bool) -> torch.Tensor:
+    def rank(_: int) -> torch.Tensor:
+        own = copy.deepcopy(model)
+        autoplan.parallelize(own, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan)
+        own.usual = usual
+        with torch.no_grad():
+            return own(X)
+
+    return run_ranks(rank, 2)[0]
+
+
+def test_the_branch_that_was_planned_runs() -> None:
+    model, plan = planned()
+    (call,) = plan.runtime.of(RewriteCall)
+    assert call.arguments and not call.communicates, "numbers alone"
+    torch.testing.assert_close(sharded_run(model, plan, usual=True), model(X).detach())
+
+
+def test_another_branch_is_refused_where_only_numbers_are_rewritten() -> None:
+    model, plan = planned()
+    with pytest.raises(RankError, match="PlanMismatchError: .*view at .* was not reached"):
+        sharded_run(model, plan, usual=False)
