@@ -281,4 +281,5 @@ def _install_root(model: nn.Module, plan: Plan, running: Running) -> list[Any]:
     heads = plan.runtime.of(SplitLogits)
     outputs = [one for one in plan.runtime.of(Boundary) if _at_exit(one)]
     random = bool(plan.runtime.random or plan.runtime.random_whole)
-    return install_root(model, heads, outputs, running, (random, plan.runtime.draws), plan.runtime.outputs)
+    drawn = random, plan.runtime.draws
+    return install_root(model, heads, outputs, running, drawn, plan.runtime.outputs, plan.runtime.shapes)
