@@ -18,12 +18,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.check.audit.edited import held_against_model
-from autoplan.check.audit.gate import refuse_disproven, refuse_wrong, warn_unproven
+from autoplan.check.audit.gate import refuse_disproven, refuse_unproven, refuse_wrong, warn_unproven
 from autoplan.check.prove import proven_plan
 from autoplan.common.errors import AutoplanError
-from autoplan.common.options import Keywords, Options, Wish
+from autoplan.common.options import TRIAL_SECONDS, Keywords, Options, Wish
 from autoplan.common.requirements import check_versions
 from autoplan.common.rules_folder import with_rules
+from autoplan.common.surroundings import plain_surroundings
 from autoplan.decide.written_plans.read import PlanSource, read_source
 from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh
 from autoplan.execute.parallelize import shard_model
@@ -36,6 +37,7 @@ from autoplan.values import Plan
 __all__ = ["parallelize", "plan"]
 
 
+@plain_surroundings()
 def plan(
     model: Model,
     tp_size: int = 1,
@@ -48,6 +50,7 @@ def plan(
     unmatched: str = "error",
     strict: bool = False,
     prove: str = "graph",
+    trial_seconds: float = TRIAL_SECONDS,
     trust_remote_code: bool = False,
     rules: str | PathLike[str] | None = None,
 ) -> Plan:
@@ -68,11 +71,12 @@ def plan(
     `inputs` are example arguments of the forward, where autoplan cannot make them itself. `sequence_parallel` cuts the
     stream between split regions along the sequence too; where a model does not allow it, a finding says why and the
     plan is without. `strict` raises where an axis does not divide by `tp_size`. `prove` is "graph" (default), "ranks"
-    (run on simulated ranks too) or "none". `rules` is a folder of rules and plans of one's own, which count before ours
+    (all that `verify` does, too) or "none". The trial on simulated ranks may take `trial_seconds`; where they run out
+    the plan says so, and is not proven. `rules` is a folder of rules and plans of one's own, which count before ours
     (`AUTOPLAN_RULES` names such folders for all calls).
     """
     check_versions()
-    wish = Wish(tp_size, ep_size, sequence_parallel, strict, prove)
+    wish = Wish(tp_size, ep_size, sequence_parallel, strict, prove, trial_seconds)
     with with_rules(rules):
         found = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
         module = found.module()
@@ -108,8 +112,9 @@ def parallelize(
     checkpointing, then FSDP2 over "dp_shard" (also called dp, fsdp or dp_shard_cp; "dp_replicate" before it makes
     HSDP). `mesh_dims={"tp": name}` names mesh dims differently; cp and pp are left alone. Without a `plan` one is made
     for the mesh. It may be anything that `autoplan.plan` takes as a source: what comes in a foreign dialect is audited
-    first. A plan that was found wrong is refused, and one that could not be tried is warned of, unless `check=False`.
-    One that was edited, or made for other code, is derived once more, and refused if it does not follow from the model.
+    first. A plan that was found wrong is refused, and one that could not be proven is warned of, unless `check=False`;
+    `strict` refuses any that was not proven (and, where one is made here, an axis that does not divide). One that was
+    edited, or made for other code, is derived once more, and refused if it does not follow from the model.
 
     Logits leave split over the vocabulary where gradients are computed and whole elsewhere, unless `gather_logits` says
     so (`autoplan.gather_logits` changes it later); every other output is whole. A loss that the model computes from
@@ -129,11 +134,14 @@ def parallelize(
     _refuse_no_module(model, check)
     dims = read_mesh(mesh, mesh_dims)
     with whole_or_as_it_was(model):  # making a plan reads the model, but runs its code
-        plan = plan if isinstance(plan, Plan) else _plan_for_mesh(model, dims, plan, check)
+        plan = plan if isinstance(plan, Plan) else _plan_for_mesh(model, dims, plan, check, options.strict)
         dims.check_experts(plan.tp_size, plan.ep_size)
         if check:
             plan = held_against_model(resolve(model), model, plan)
             refuse_disproven(plan)
+        if options.strict:
+            refuse_unproven(plan)
+        elif check:
             warn_unproven(plan)
         plan = plan if plan.layers else replace(plan, layers=layers(model))
         return shard_model(model, mesh, plan, options, dims)
@@ -161,10 +169,11 @@ def _refuse_no_module(model: object, check: object) -> None:
         raise AutoplanError(f"check={check!r}", hint="choose True or False")
 
 
-def _plan_for_mesh(model: nn.Module, dims: MeshDims, given: PlanSource | None, check: bool) -> Plan:
+@plain_surroundings()
+def _plan_for_mesh(model: nn.Module, dims: MeshDims, given: PlanSource | None, check: bool, strict: bool) -> Plan:
     """Without a split only the layers matter, and they need no run of the model."""
     source = resolve(model)
-    wish = Wish(dims.tp_size, 1 if dims.tp_size > 1 else dims.ep_size)
+    wish = Wish(dims.tp_size, 1 if dims.tp_size > 1 else dims.ep_size, strict=strict)
     if wish.ranks == 1:
         return Plan(source.name, 1, layers=layers(model))
     if given is None:

@@ -25,6 +25,7 @@ from autoplan.analyse.splits.legal_sizes import Tried, legal_sizes
 from autoplan.analyse.splits.model_ends import (
     gathered_leaves,
     head_sites,
+    output_shapes,
     products_to_gather,
     refuse_unplaced_logits,
     vocabularies,
@@ -224,6 +225,7 @@ def _solution(
         random_whole=done.scope.random_whole,
         draws=any(draws(call, trace) for call in trace.calls),
         outputs=_outputs(trace),
+        shapes=output_shapes(trace, done.axes),
     )
     return Solution(
         trace=trace,

@@ -57,6 +57,7 @@ class Recording:
         self.grad_enabled = True
         self.outsiders = outsiders_of(model)
         self.op_values: list[Any] | None = [] if keep_values else None
+        self.first: dict[int, torch.Tensor] = {}  # the values of what no op made, as they were met: some are written
         self._register_state()
 
     def _register_state(self) -> None:
@@ -73,6 +74,9 @@ class Recording:
             known = self.ids[id(tensor)] = len(self.kept)
             self.kept.append(tensor)
             self.kinds.append(kind)
+            if self.op_values is not None and kind != "activation":
+                with _disable_current_modes():
+                    self.first[known] = tensor.detach().clone()
         return known
 
     def renew(self, tensor: torch.Tensor, before: torch.Tensor) -> None:

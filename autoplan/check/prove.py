@@ -17,7 +17,8 @@ from torch import nn
 from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_real
 from autoplan.capture.copies import copied
-from autoplan.common.dtypes import inputs_in, working_dtype
+from autoplan.check.ranks.common import Budget
+from autoplan.common.dtypes import inputs_in, tried_dtypes, working_dtype
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import Wish
 from autoplan.common.patterns import is_under, matches
@@ -34,7 +35,7 @@ __all__ = ["TRIED", "GraphProof", "Settled", "prove_graph", "prove_ranks", "prov
 TRIED = "proof"  # the check under which findings tell how a plan did on simulated ranks
 _TINY_TP = 2
 _UNPROVEN = "unproven"
-_TO_PASS = "pass inputs= with which the model runs forward and backward in float64 or float32"
+_TO_PASS = "pass inputs= with which the model runs forward and backward in float64, float32 or its own dtype"
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,9 @@ def proven_plan(source: Source, wish: Wish, choices: Choices | None = None, modu
     module = source.module() if module is None else module
     if wish.prove == "none" or wish.ranks == 1:
         return draft_plan(source, wish, choices=choices, module=module).plan
-    settled = settle_capabilities(source, wanted_capabilities(wish), wish.tp_size, wish.ep_size, choices)
+    settled = settle_capabilities(
+        source, wanted_capabilities(wish), wish.tp_size, wish.ep_size, choices, Budget(wish.trial_seconds)
+    )
     draft = draft_plan(source, wish, choices=choices, capabilities=settled.capabilities, module=module)
     made = replace(draft.plan, findings=draft.plan.findings + settled.findings)
     proof = prove_graph(source, made, draft.trace, draft.choices, settled.trial)
@@ -162,7 +165,7 @@ def _unseen_classes(missing: tuple[str, ...]) -> Iterator[Finding]:
 def _recorded_clone(source: Source) -> tuple[nn.Module, dict[str, Any], Captured]:
     """A tiny clone that runs, its calls, and what it does in them.
 
-    Shrunk less where the smallest cannot run, in single precision where code asks for it and does not run in double.
+    Shrunk less where the smallest cannot run; in single precision, or the model's own, where it does not run in double.
     """
     refusal: AutoplanError | None = None
     for one, dtype in _attempts(source):
@@ -178,7 +181,8 @@ def _recorded_clone(source: Source) -> tuple[nn.Module, dict[str, Any], Captured
 
 
 def _attempts(source: Source) -> Iterator[tuple[Source, torch.dtype]]:
-    return ((one, dtype) for one in source.ever_larger() for dtype in (torch.float64, torch.float32))
+    dtypes = tried_dtypes(source.module())
+    return ((one, dtype) for one in source.ever_larger() for dtype in dtypes)
 
 
 def _where(solution: Solution, axis: object) -> str:
@@ -189,7 +193,12 @@ def _where(solution: Solution, axis: object) -> str:
 
 
 def settle_capabilities(
-    source: Source, wanted: Capabilities, tp_size: int = _TINY_TP, ep_size: int = 1, choices: Choices | None = None
+    source: Source,
+    wanted: Capabilities,
+    tp_size: int = _TINY_TP,
+    ep_size: int = 1,
+    choices: Choices | None = None,
+    budget: Budget | None = None,
 ) -> Settled:
     """Shard the tiny clone on simulated ranks, as somebody chose; keep the first capabilities with the same numbers.
 
@@ -206,6 +215,7 @@ def settle_capabilities(
             sequence_parallel=wanted.sequence,
             checks=("forward",),
             choices=choices,
+            budget=budget,
         )
     except AutoplanError as error:
         trial = Trial("skipped", error.message, error.hint or _TO_PASS)
@@ -244,7 +254,12 @@ def prove_ranks(source: Source, plan: Plan) -> Plan:
     written = plan if choices_of_plan(plan) is not None else None
     tp_size, ep_size = (min(size, _TINY_TP) for size in (plan.tp_size, plan.ep_size))
     how: Any = {"sequence_parallel": plan.sequence_parallel}
-    report = verify_source(source, written, tp_size=tp_size, ep_size=ep_size, **how)
+    try:
+        report = verify_source(source, written, tp_size=tp_size, ep_size=ep_size, **how)
+    except AutoplanError as error:  # no clone runs: the trial has said so already, and the plan is not proven
+        text = f"verify could not run: {error.message}"
+        proof = replace(plan.proof, ok=False, text=text)
+        return replace(plan, proof=proof, findings=(*plan.findings, Finding("proof", "warn", "", text, error.hint)))
     checked = tuple(report.details.get("checked", ()))
     text = f"largest gradient error {max(report.gradients.values(), default=0.0):.1e}"
     wrong = tuple(dict.fromkeys(plan.proof.wrong + _found_wrong(Trial(), report.findings)))

@@ -87,6 +87,9 @@ def plan(
     prove: Annotated[Prove, typer.Option(help="What must hold before the plan is shown.")] = Prove.graph,
     ep: EpSize = 1,
     sequence_parallel: Cut = False,
+    trial_seconds: Annotated[
+        float, typer.Option("--trial-seconds", min=0.001, help="How long the trial on simulated ranks may take.")
+    ] = 300.0,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
     output: Output = None,
@@ -97,7 +100,8 @@ def plan(
 
     if output is not None:
         check_suffix(output)
-    made = _make_plan(model, tp, source, prove.value, trust_remote_code, ep=ep, sequence_parallel=sequence_parallel)
+    how: dict[str, Any] = {"ep": ep, "sequence_parallel": sequence_parallel, "trial_seconds": trial_seconds}
+    made = _make_plan(model, tp, source, prove.value, trust_remote_code, **how)
     if output is None:
         emit(plan_view(made), made.to_dict(), as_json, None)
     else:
@@ -303,11 +307,13 @@ def _make_plan(
     *,
     ep: int = 1,
     sequence_parallel: bool = False,
+    trial_seconds: float | None = None,
 ) -> Plan:
     import autoplan
 
     how: dict[str, Any] = {"source": source, "prove": prove, "trust_remote_code": trust_remote_code}
     how |= {"ep_size": ep} if ep > 1 else {}
+    how |= {"trial_seconds": trial_seconds} if trial_seconds is not None else {}
     with progress(f"planning {model} for tp {tp}"):
         return autoplan.plan(model, tp_size=tp, sequence_parallel=sequence_parallel, **how)
 

@@ -11,12 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["cast_numbers", "inputs_in", "working_dtype"]
+__all__ = ["cast_numbers", "inputs_in", "tried_dtypes", "working_dtype"]
 
 
 def working_dtype(model: nn.Module, default: torch.dtype = torch.float32) -> torch.dtype:
     """The dtype in which a model computes."""
     return next((parameter.dtype for parameter in model.parameters() if _computes(parameter)), default)
+
+
+def tried_dtypes(model: nn.Module) -> tuple[torch.dtype, ...]:
+    """In which a clone is run, the best first: rounding hides least in the widest, and some code runs in its own only."""
+    return tuple(dict.fromkeys((torch.float64, torch.float32, working_dtype(model))))
 
 
 def cast_numbers(model: nn.Module, dtype: torch.dtype) -> None:

@@ -19,6 +19,7 @@ __all__ = [
     "Checkpointing",
     "DataParallel",
     "Keywords",
+    "TRIAL_SECONDS",
     "Options",
     "Request",
     "TensorParallel",
@@ -29,6 +30,7 @@ __all__ = [
 Request: TypeAlias = "bool | str | Callable[[str, nn.Module], bool | str]"
 
 PROOFS = ("graph", "ranks", "none")
+TRIAL_SECONDS = 300.0  # most trials take a few; one that looks for wrong cuts tries up to 32 plans
 MODES = ("block", "submodule", "selective")  # of checkpointing
 SCOPES = {"text": ("decoder", "encoder"), "vision": ("vision",), "audio": ("audio",)}  # kinds of stacks by name
 KINDS = ("decoder", "encoder", "vision", "audio", "other")
@@ -40,7 +42,7 @@ class Wish:
     """What a plan is wanted for. `ep_size`: whole experts on different ranks, those of tp or (with tp_size=1) others.
 
     `strict` raises where an axis does not divide. `prove`: "graph" (a trial of a tiny clone on simulated ranks, and
-    the recorded graph), "ranks" (all that verify does, too), or "none".
+    the recorded graph), "ranks" (all that verify does, too), or "none". `trial_seconds`: how long the trial may take.
     """
 
     tp_size: int = 1
@@ -48,6 +50,7 @@ class Wish:
     sequence_parallel: bool = False
     strict: bool = False
     prove: str = "graph"
+    trial_seconds: float = TRIAL_SECONDS
 
     def __post_init__(self) -> None:
         if not _is_count(self.tp_size):
@@ -55,6 +58,9 @@ class Wish:
         check_expert_size(self.tp_size, self.ep_size)
         _yes_or_no(self, "sequence_parallel", "strict")
         _choose("prove", self.prove, PROOFS)
+        number = isinstance(self.trial_seconds, int | float) and not isinstance(self.trial_seconds, bool)
+        if not number or not self.trial_seconds > 0:
+            raise AutoplanError(f"trial_seconds={self.trial_seconds!r}", hint="give a number of seconds above 0")
 
     @property
     def ranks(self) -> int:
@@ -176,11 +182,12 @@ class DataParallel:
 
 @dataclass(frozen=True)
 class Options:
-    """Everything that `parallelize` may be asked for."""
+    """Everything that `parallelize` may be asked for. `strict`: a plan that was not proven is refused."""
 
     tensor: TensorParallel = field(default_factory=TensorParallel)
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
     data: DataParallel = field(default_factory=DataParallel)
+    strict: bool = False
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -198,9 +205,10 @@ class Options:
             {name.name: given.pop(name.name) for name in fields(group) if name.name in given}
             for group in (TensorParallel, DataParallel)
         ]
+        strict = given.pop("strict", False)
         if given:
             raise TypeError(f"parallelize() got an unexpected keyword argument {next(iter(given))!r}")
-        return cls(TensorParallel(**grouped[0]), Checkpointing(**checkpointing), DataParallel(**grouped[1]))
+        return cls(TensorParallel(**grouped[0]), Checkpointing(**checkpointing), DataParallel(**grouped[1]), strict)
 
 
 _GROUPS: dict[str, type[Any]] = {"tensor": TensorParallel, "checkpointing": Checkpointing, "data": DataParallel}
@@ -221,6 +229,7 @@ class Keywords(TypedDict, total=False):
     reshard_after_forward: bool | int | None
     prefetch: int | tuple[int, int] | None
     frozen: str
+    strict: bool
 
 
 def check_expert_size(tp_size: int, ep_size: int) -> None:

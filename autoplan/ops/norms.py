@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from autoplan.axes.events import Event
@@ -14,6 +15,8 @@ from autoplan.ops.records.sizes import NO_SIZES, Groups
 from autoplan.values import Op
 
 __all__ = ["scaled_dims"]
+
+_SMALLEST = {"torch.float32": 2.0**-23, "torch.float64": 2.0**-52}  # what is added where nobody says how much
 
 
 def _statistics(at: SplitOp) -> Reduction | None:
@@ -27,15 +30,29 @@ def normed(local: Local) -> Any:
     if _statistics(local) is None:
         return local.call()
     local.exchanged = True
+    with_mean = "layer_norm" in local.op.name
     x, weight, bias = local.args[0], local.argument(2, "weight", None), None
-    if local.op.name == "native_layer_norm":
-        _, mean, scale = local.recorded
+    mean, scale = _recorded_statistics(local, with_mean) if len(local.recorded) > 1 else _exchanged(local, with_mean)
+    if with_mean:
         x, bias = x - mean, local.argument(3, "bias", None)
-    else:
-        _, scale = local.recorded
     x = x * scale
     x = x if weight is None else x * weight
     return [x if bias is None else x + bias, *local.recorded[1:]]
+
+
+def _recorded_statistics(local: Local, with_mean: bool) -> tuple[Any, Any]:
+    return (local.recorded[1], local.recorded[2]) if with_mean else (None, local.recorded[1])
+
+
+def _exchanged(local: Local, with_mean: bool) -> tuple[Any, Any]:
+    """Under inference mode the whole norm is one op, which keeps no statistics: what ranks would sum."""
+    shape = local.told(1, "normalized_shape")
+    dims, count = tuple(range(-len(shape), 0)), prod(local.size(0, dim) for dim in range(-len(shape), 0))
+    values = local.on_ranks(0)
+    mean = sum(x.sum(dims, keepdim=True) for x in values) / count if with_mean else 0.0
+    squares = sum(((x - mean) ** 2).sum(dims, keepdim=True) for x in values) / count
+    smallest = local.argument(4 if with_mean else 3, "eps", None)
+    return mean, (squares + (_SMALLEST.get(str(values[0].dtype), 0.0) if smallest is None else smallest)) ** -0.5
 
 
 def group_normed(local: Local) -> Any:

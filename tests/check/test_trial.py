@@ -5,16 +5,21 @@ The modules here are those on which the trial was left out without a word, or on
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoplan
-from autoplan.check.audit.gate import refuse_disproven, warn_unproven
+from autoplan.check.audit.gate import refuse_disproven, refuse_unproven, warn_unproven
+from autoplan.check.ranks.run import run_ranks
 from autoplan.common.errors import AutoplanError, PlanRefusedError, UnprovenPlanWarning
+from autoplan.common.options import Options
 from autoplan.values import Proof, Trial, replace
 
 torch.set_num_threads(1)
@@ -87,7 +92,7 @@ def test_what_asks_for_single_precision_is_proven_in_it(pin: str) -> None:
 
 
 class Half(nn.Module):
-    """Runs in half precision only, in which rounding would hide mistakes: no trial."""
+    """Runs in half precision only, in which rounding hides small mistakes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,6 +100,14 @@ class Half(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(x)).to(torch.bfloat16))
+
+
+class AwareHalf(Half):
+    """And does something else where any weight is split."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        split = sum(isinstance(parameter, DTensor) for parameter in self.parameters())
+        return super().forward(x) * (1 + split)
 
 
 class Torn(nn.Module):
@@ -135,11 +148,12 @@ def test_what_cannot_be_tried_is_not_called_proven() -> None:
     assert finding.level == "warn" and "inplace" in finding.message and "inputs=" in finding.hint
 
 
-def test_half_precision_alone_is_no_trial() -> None:
-    plan = autoplan.plan(Half().bfloat16(), 2, inputs={"x": torch.randn(2, 5, 64, dtype=torch.bfloat16)})
-    assert plan.proof.trial.outcome == "skipped" and not plan.proof.ok
-    assert "float64 or float32" in plan.proof.trial.hint
-    assert all(f.level == "warn" and f.hint for f in plan.findings if f.check == "proof")
+def test_half_precision_alone_is_tried_in_half() -> None:
+    given = {"x": torch.randn(2, 5, 64, dtype=torch.bfloat16)}
+    plan = autoplan.plan(Half().bfloat16(), 2, inputs=given)
+    assert plan.proof.ok and plan.proof.trial.outcome == "passed", plan.proof
+    wrong = autoplan.plan(AwareHalf().bfloat16(), 2, inputs=given)
+    assert wrong.proof.trial.outcome == "wrong", wrong.proof
 
 
 def test_a_plan_that_is_wrong_on_ranks_failed() -> None:
@@ -175,7 +189,7 @@ def test_a_failed_proof_is_refused_and_a_missing_one_is_not(proof: Proof, refuse
 
 def test_a_plan_that_was_not_tried_is_applied_with_a_warning() -> None:
     plan = autoplan.Plan("m", 2, proof=Proof("graph", 2, False, trial=Trial("skipped", "no clone", "pass a config")))
-    with pytest.warns(UnprovenPlanWarning, match=r"(?s)m at tp=2 is derived, not tried.*no clone.*pass a config"):
+    with pytest.warns(UnprovenPlanWarning, match=r"(?s)m at tp=2 is not proven: derived, not tried.*no clone.*pass a config"):
         warn_unproven(plan)
     for proof in (Proof("none", 1, False), Proof("graph", 2, True, trial=Trial("passed"))):
         warn_unproven(replace(plan, proof=proof))  # warnings are errors here
@@ -201,3 +215,76 @@ def test_what_somebody_chose_is_what_is_tried() -> None:
     with pytest.raises(AutoplanError, match=r"cuts .* and so the tiny clone did not give the same.*\n.*'replicate'"):
         planned(Single("bytes"), overrides={"up": "colwise", "down": "rowwise"})
     assert planned(Single("bytes"), overrides={"up": "replicate", "down": "replicate"}).proof.ok
+
+
+class Slow(nn.Module):
+    """Takes its time, a little in each run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def test_a_trial_has_a_time_budget() -> None:
+    plan = planned(Slow(), trial_seconds=0.05)
+    assert plan.proof.trial.outcome == "skipped" and not plan.proof.ok and not plan.proof.failed
+    assert "0.05 s of the trial ran out" in plan.proof.trial.why and "trial_seconds=" in plan.proof.trial.hint
+    assert "0.05 s" in str(plan)
+    assert planned(Slow()).proof.ok
+    with pytest.raises(AutoplanError, match="trial_seconds=0"):
+        planned(Slow(), trial_seconds=0)
+
+
+def test_ranks_are_stopped_when_the_time_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Waits(Slow):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            split = any(isinstance(parameter, DTensor) for parameter in self.parameters())
+            time.sleep(3.0 if split else 0.0)
+            return x + self.down(torch.tanh(self.up(x)))
+
+    before = time.monotonic()
+    plan = planned(Waits(), trial_seconds=2.0)
+    assert plan.proof.trial.outcome == "skipped" and "on simulated ranks" in plan.proof.trial.why
+    assert time.monotonic() - before < 15
+
+
+def test_strict_takes_proven_plans_only() -> None:
+    skipped = autoplan.Plan("m", 2, proof=Proof("graph", 2, False, trial=Trial("skipped", "no clone", "pass a config")))
+    with pytest.raises(PlanRefusedError, match=r"(?s)not proven.*no clone.*pass a config"):
+        refuse_unproven(skipped)
+    with pytest.raises(PlanRefusedError, match="nobody asked"):
+        refuse_unproven(autoplan.Plan("m", 2))
+    refuse_unproven(replace(skipped, proof=Proof("graph", 2, True, trial=Trial("passed"))))
+    refuse_unproven(autoplan.Plan("m", 1))  # nothing is split
+    no_clone = Proof("none", 1, False, (), "no tiny clone", Trial("passed"))
+    with pytest.warns(UnprovenPlanWarning, match="no tiny clone"):
+        warn_unproven(replace(skipped, proof=no_clone))
+    assert Options.of({"strict": True}).strict and not Options.of({}).strict
+
+
+def test_parallelize_strictly(tmp_path: Any) -> None:
+    unproven = planned(Single(), prove="none")
+
+    def refused(rank: int) -> str:
+        model, mesh = Single(), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        try:
+            autoplan.parallelize(model, mesh, unproven, strict=True)
+        except PlanRefusedError as error:
+            return error.message if autoplan.applied(model) is None else "half applied"
+        return "applied"
+
+    assert all("not proven" in said for said in run_ranks(refused, 2))
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, lambda: torch.device("meta")])
+@pytest.mark.parametrize("given", ["module", "config"])
+def test_what_the_caller_has_switched_on_is_no_fault_of_the_plan(around: Any, given: str) -> None:
+    sizes: dict[str, Any] = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=64)
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    with around():
+        plan = autoplan.plan(LlamaForCausalLM(config) if given == "module" else config, 2)
+    assert plan.proof.ok, plan.proof

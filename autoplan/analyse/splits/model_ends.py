@@ -23,13 +23,14 @@ from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.layout import Layout
 from autoplan.ops import call_record, op_record
 from autoplan.ops.records.record import Shows
-from autoplan.values import AllGather, Op, Ref, SplitLogits, Trace, VocabularyTable, refs
+from autoplan.values import AllGather, Op, OutputShape, Ref, SplitLogits, Trace, VocabularyTable, refs
 from autoplan.values.reasons import NotPlaced
 
 __all__ = [
     "gathered_leaves",
     "gathered_product",
     "head_sites",
+    "output_shapes",
     "products_to_gather",
     "refuse_unplaced_logits",
     "vocabularies",
@@ -276,6 +277,24 @@ def _head_crossing(tensor: int, flow: CallFlow, shards: Shards) -> Crossing | No
             return None
         tensor = activations[0]
     return None
+
+
+def output_shapes(trace: Trace, axes: Axes) -> tuple[OutputShape, ...]:
+    """Of what the model returns, the dims that weights decide, whatever it is called with.
+
+    Only those that a product with a weight makes: a dim that a table of positions has, too, may be as long as the input.
+    """
+    products = ((op, product_weight(op, axes)) for op in trace.ops)
+    made = {find(axes.of(found[0])[found[1]]) for _, found in products if found is not None}
+    shapes: dict[tuple[Any, ...], OutputShape] = {}
+    for visit in trace.visits:
+        for path, tensor in visit.outputs if visit.module == "" else ():
+            sizes = trace.tensors[tensor].shape
+            features = tuple((dim, sizes[dim]) for dim, term in enumerate(axes.of(tensor)) if find(term) in made)
+            known = shapes.setdefault(path, OutputShape(path, len(sizes), features))
+            if known != OutputShape(path, len(sizes), features):  # another with each call
+                shapes[path] = replace(known, features=())
+    return tuple(shape for shape in shapes.values() if shape.features)
 
 
 def _is_of_weights(tensor: int, flow: CallFlow) -> bool:

@@ -16,7 +16,7 @@ from autoplan.check.prove import TRIED
 from autoplan.common.errors import PlanRefusedError, UnprovenPlanWarning
 from autoplan.values import Finding, Plan
 
-__all__ = ["refuse_disproven", "refuse_wrong", "warn_unproven"]
+__all__ = ["refuse_disproven", "refuse_unproven", "refuse_wrong", "warn_unproven"]
 
 _SHOWN = 5
 
@@ -52,16 +52,34 @@ def refuse_disproven(plan: Plan) -> None:
         )
 
 
+def refuse_unproven(plan: Plan) -> None:
+    """For who wants proven plans only."""
+    if plan.ranks > 1 and not plan.proof.ok:
+        why, hint = _why_unproven(plan)
+        text = f"the plan for {plan.model} at tp={plan.tp_size} is not proven, and strict=True was given: {why}"
+        raise PlanRefusedError(f"{text}; nothing was applied", hint=hint)
+
+
 def warn_unproven(plan: Plan) -> None:
-    """A plan that could not be tried is applied, but nobody is left to think that it was.
+    """A plan that could not be proven is applied, but nobody is left to think that it was.
 
     One that nobody asked to prove (`prove="none"`) passes in silence: who made it knows.
     """
+    unasked = plan.proof.method == "none" and plan.proof.trial.outcome == "unasked"
+    if plan.ranks > 1 and not (plan.proof.ok or unasked or plan.proof.failed):
+        why, hint = _why_unproven(plan)
+        text = f"the plan for {plan.model} at tp={plan.tp_size} is not proven: {why}"
+        warnings.warn(f"{text}\n  → {hint}; check=False applies it without this warning", UnprovenPlanWarning, stacklevel=3)
+
+
+def _why_unproven(plan: Plan) -> tuple[str, str]:
     trial = plan.proof.trial
     if trial.outcome == "skipped":
-        text = f"the plan for {plan.model} at tp={plan.tp_size} is derived, not tried on simulated ranks: {trial.why}"
-        hint = f"to have it tried: {trial.hint}; check=False applies it without this warning"
-        warnings.warn(f"{text}\n  → {hint}", UnprovenPlanWarning, stacklevel=3)
+        return f"derived, not tried on simulated ranks: {trial.why}", f"to have it tried: {trial.hint}"
+    if trial.outcome == "unasked" and plan.proof.method == "none":
+        return "nobody asked for a proof when it was made", 'make it with prove="graph" (the default) or "ranks"'
+    why = trial.why or plan.proof.text or "nothing says how it did"
+    return why, 'see its findings; autoplan.plan(…, prove="ranks") tries more'
 
 
 def _line(finding: Finding) -> str:

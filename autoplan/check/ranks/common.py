@@ -1,13 +1,19 @@
-"""What both engines share: how a rank fails, and one compute thread for each. In a file below both and their face."""
+"""What both engines share: how a rank fails, how long ranks may take, and one compute thread for each.
+
+In a file below both and their face.
+"""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from autoplan.common.errors import AutoplanError
 
-__all__ = ["RankError", "RankTimeout", "one_compute_thread"]
+__all__ = ["Budget", "BudgetSpent", "RankError", "RankTimeout", "one_compute_thread"]
 
 
 class RankError(AutoplanError):
@@ -34,3 +40,29 @@ def one_compute_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+class BudgetSpent(AutoplanError):
+    """The time for a trial ran out."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long something may take, from when this was made. Without `seconds` there is no end."""
+
+    seconds: float = math.inf
+    start: float = field(default_factory=time.monotonic)
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self.seconds - (time.monotonic() - self.start))
+
+    @property
+    def spent(self) -> bool:
+        return self.left == 0.0
+
+    def check(self, when: str) -> None:
+        """Raise if nothing is left."""
+        if self.spent:
+            hint = f"give it more: trial_seconds={10 * self.seconds:g} (--trial-seconds)"
+            raise BudgetSpent(f"the {self.seconds:g} s of the trial ran out {when}", hint=hint)

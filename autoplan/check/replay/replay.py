@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class _Player:
 
     def __init__(self, trace: Trace, recording: Recording, shards: Shards) -> None:
         self.trace, self.shards, self.tp = trace, shards, shards.tp
-        self.first = recording.kept
+        self.first = recording.first
         self.shared: dict[int, torch.Tensor] = {}
         self.local: list[dict[int, torch.Tensor]] = [{} for _ in range(shards.tp)]
         self.outcome = Replayed()
@@ -126,7 +127,7 @@ class _Player:
         calls, results = [], []
         for rank in range(self.tp):
             call = Local(self.shards, op, function, *self._arguments(op, function, rank), rank, outputs)
-            call.recorded = recorded
+            call.recorded, call.on_ranks = recorded, partial(self._on_ranks, op, function)
             results.append([tensor for _, tensor in flatten_tensors(runs(call))])
             calls.append(call)
         if calls[0].exchanged or calls[0].reducing:
@@ -159,6 +160,9 @@ class _Player:
         args = [self._decode(item, types[named[position]], rank) for position, item in enumerate(op.args)]
         return args, {name: self._decode(item, types[name], rank) for name, item in op.kwargs.items()}
 
+    def _on_ranks(self, op: Op, function: Any, position: int) -> list[Any]:
+        return [self._arguments(op, function, rank)[0][position] for rank in range(self.tp)]
+
     def _decode(self, item: Any, kind: str, rank: int) -> Any:
         """A recorded argument as the op takes it: tensors from this rank, torch objects from their names."""
         if isinstance(item, Ref):
@@ -174,7 +178,7 @@ class _Player:
     def _get(self, tensor: int, rank: int) -> torch.Tensor:
         held = self.local[rank] if self.shards.is_split(tensor) else self.shared
         if tensor not in held:
-            held[tensor] = self._shard(self.first[tensor].detach(), tensor, rank).clone()
+            held[tensor] = self._shard(self.first[tensor], tensor, rank).clone()
         return held[tensor]
 
     def _shard(self, whole: torch.Tensor, tensor: int, rank: int) -> torch.Tensor:

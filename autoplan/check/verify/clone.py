@@ -42,11 +42,13 @@ def clone_of(source: Any) -> Clone:
 
 
 def _clone_at_size(source: Any) -> Clone:
-    """In double precision, or in single where the model refuses that."""
+    """In double precision, or in single where the model refuses that, or else in its own."""
     import torch
 
+    from autoplan.common.dtypes import tried_dtypes
+
     refusal = ""
-    for dtype in (torch.float64, torch.float32):
+    for dtype in tried_dtypes(source.module()):
         model, note = _built(source, dtype)
         entries = entries_at(source, model, batch=2, length=10)
         try:
@@ -56,13 +58,13 @@ def _clone_at_size(source: Any) -> Clone:
             refusal = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
             continue
         others = {} if source.inputs is not None else entries_at(source, model, batch=3, length=12)
-        if dtype == torch.float32:
-            note += f"; in float32, because in float64 it does not run ({refusal})"
+        if dtype != torch.float64:
+            note += f"; in {str(dtype).removeprefix('torch.')}, because in others it does not run ({refusal})"
         return Clone(model, entries, others, note)
     raise AutoplanError(
         f"the tiny clone of {source.name} cannot run unsharded: {refusal}",
         hint="pass inputs= that the model accepts, and let its code take dtypes from its inputs or weights: clones "
-        "compute in float64 or float32",
+        "compute in float64, float32 or the dtype of the model's own weights",
     )
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoplan.capture.copies import copied
+from autoplan.check.ranks.common import Budget
 from autoplan.check.ranks.run import Engine, RankError, RankTimeout, one_compute_thread, run_processes, run_ranks
 from autoplan.common.errors import AutoplanError, OutsideError
 from autoplan.hf.processes import note_what_is_collected
@@ -35,6 +36,8 @@ CHECK_NAMES = (
     "dropout",
     "optimizer",
 )
+
+_TIMEOUT = 120.0  # seconds for all that ranks do at one go
 
 # What a model's own code raises when it does not run on these inputs.
 CANNOT_RUN = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)
@@ -87,7 +90,7 @@ def check_sharding(
     engine: Engine = "threads",
     mesh: Any = None,
     dims: Mapping[str, int] | None = None,
-    timeout: float = 120.0,
+    budget: Budget | None = None,
 ) -> Report:
     """Compare `model` sharded over `tp_size` ranks with itself unsharded, on a copy; weights and dtype as they are.
 
@@ -95,7 +98,7 @@ def check_sharding(
     simulate, names and sizes, where it has more than the one dim "tp".
     """
     with one_compute_thread(), where_it_runs(model):  # checkpointed blocks run again in backward
-        return _check(model, entries, sharding, tp_size, others or {}, _chosen(checks), engine, mesh, timeout, dims)
+        return _check(model, entries, sharding, tp_size, others or {}, _chosen(checks), engine, mesh, budget or Budget(), dims)
 
 
 def _check(
@@ -107,7 +110,7 @@ def _check(
     wanted: tuple[str, ...],
     engine: Engine,
     mesh: Any,
-    timeout: float,
+    budget: Budget,
     dims: Mapping[str, int] | None,
 ) -> Report:
     start = time.perf_counter()
@@ -118,7 +121,7 @@ def _check(
     subject = _prepared(model, entries, others)
     reference, absent = _reference(subject, wanted)
     job = _Job(subject, sharding, tp_size, tuple(reference), tuple((dims or {"tp": tp_size}).items()))
-    ranks, findings = _observe_all(job, engine, mesh, timeout)
+    ranks, findings = _observe_all(job, engine, mesh, budget)
     tolerance = tolerance_for(_dtype(model))
     gradients: dict[str, float] = {}
     forward: float | None = None
@@ -247,13 +250,15 @@ def _worst(errors: Mapping[str, Mapping[str, float]], kind: str) -> dict[str, fl
 # ------------------------------------------------------------------------------------------------ on the ranks
 
 
-def _observe_all(job: _Job, engine: Engine, mesh: Any, timeout: float) -> tuple[list[Any], list[Finding]]:
+def _observe_all(job: _Job, engine: Engine, mesh: Any, budget: Budget) -> tuple[list[Any], list[Finding]]:
     """What every rank saw. A check that raises becomes a finding and the others are run without it."""
     findings: list[Finding] = []
     while job.checks:
         try:
-            return _run(job, engine, mesh, timeout), findings
+            return _run(job, engine, mesh, min(_TIMEOUT, budget.left)), findings
         except (CheckFailed, RankError, RankTimeout) as error:
+            if isinstance(error, RankTimeout):
+                budget.check("on simulated ranks")
             cause = getattr(error, "cause", error)
             failed = cause.check if isinstance(cause, CheckFailed) else ""
             text = str(cause) if isinstance(cause, CheckFailed) else str(error)

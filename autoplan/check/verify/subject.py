@@ -65,6 +65,9 @@ class Subject:
 
     def forward(self, inputs: Inputs) -> Any:
         """One call on copies of the inputs. Caches are left out unless asked for: what they hold is local to a rank."""
+        for buffer in self.model.buffers():
+            if buffer.grad_fn is not None:  # a cache that the run before wrote into: its graph is gone
+                buffer.detach_()
         given = {name: _copied(value) for name, value in inputs.items()}
         switch = conventions().cache_switch
         if switch in self.signature and switch not in given and PART not in given:
@@ -93,9 +96,6 @@ class Subject:
         from autoplan.check.ranks.run import count_collectives
 
         self.model.zero_grad(set_to_none=True)
-        for buffer in self.model.buffers():
-            if buffer.grad_fn is not None:  # a cache that the run before wrote into: its graph is gone
-                buffer.detach_()
         asking = _asking(inputs) if PART in inputs else {}
         with count_collectives() as forward:
             result = self.forward({**inputs, **asking})

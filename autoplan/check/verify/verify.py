@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from autoplan.check.ranks.common import Budget, BudgetSpent
 from autoplan.check.ranks.run import Engine
 from autoplan.check.verify.clone import Clone, clone_of
 from autoplan.check.verify.mesh_sizes import MeshSizes, parse_mesh
@@ -24,6 +25,7 @@ from autoplan.check.verify.sharding import mesh_of, sharding_of
 from autoplan.check.verify.sizes import Sizes
 from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import best_match, matches
+from autoplan.common.surroundings import plain_surroundings
 from autoplan.decide.written_plans.choices import Choices
 from autoplan.values import Boundary, CallRewrite, Capabilities, Finding, Plan, Report, SplitLogits
 
@@ -40,6 +42,7 @@ _MOST_TRIALS = 32  # runs on ranks to find out which modules of a wrong plan mus
 _DECISIVE = ("sharding", "parameters", "forward", "gradients")  # checks after which other capabilities are tried
 
 
+@plain_surroundings()
 def verify(
     model: Any,
     plan: Plan | None = None,
@@ -82,22 +85,28 @@ def verify_source(
     checks: Iterable[str] | None = None,
     rounding: bool = False,
     choices: Choices | None = None,
+    budget: Budget | None = None,
 ) -> Report:
-    """`verify` for a source that is already resolved; without a plan, under the choices of a written one."""
+    """`verify` for a source that is already resolved; without a plan, under the choices of a written one.
+
+    Raises BudgetSpent where the time runs out before anything is known; what was found wrong by then stays so.
+    """
     if isinstance(mesh, (str, Mapping)):
         if rounding:
             raise AutoplanError("rounding is measured on tensor-parallel ranks", hint=f"leave mesh={mesh!r} out")
         return _verify_mesh(source, plan, parse_mesh(mesh), engine, checks, sequence_parallel, ep_size)
     sizes = Sizes.of(tp_size, ep_size, plan) if mesh is None else Sizes.of_mesh(mesh, ep_size, plan)
+    budget = Budget() if budget is None else budget
     clone = clone_of(source)
     for capabilities in capabilities_of(plan, sequence_parallel, sizes):
+        budget.check("before a clone was run on ranks")
         applied, findings = _plan_for(clone, source, plan, sizes, capabilities, choices)
-        report = verify_clone(clone, applied, mesh=mesh, engine=engine, checks=checks)
-        if not _decisively_wrong(report):
+        report = verify_clone(clone, applied, mesh=mesh, engine=engine, checks=checks, budget=budget)
+        if not _decisively_wrong(report) or budget.spent:
             break
-    if plan is None and _decisively_wrong(report):
+    if plan is None and _decisively_wrong(report) and not budget.spent:
         capabilities, report, applied = _narrowed(
-            clone, source, applied, capabilities, report, mesh, engine, checks, choices
+            clone, source, applied, capabilities, report, mesh, engine, checks, choices, budget
         )
     details = {
         **report.details,
@@ -156,12 +165,14 @@ def verify_clone(
     engine: Engine = "threads",
     checks: Iterable[str] | None = None,
     checkpointing: str = "",
+    budget: Budget | None = None,
 ) -> Report:
     """Compare a clone sharded by its own plan with itself unsharded; the sharded one checkpoints in the mode given."""
     from autoplan.check.verify.traffic import beside_the_least
 
     wanted = tuple(checks) if checks is not None else CHECK_NAMES
-    how: Any = {"others": clone.others, "engine": engine, "mesh": mesh, "dims": mesh_of(plan)}
+    budget = Budget() if budget is None else budget
+    how: Any = {"others": clone.others, "engine": engine, "mesh": mesh, "dims": mesh_of(plan), "budget": budget}
     sharding = sharding_of(plan, checkpointing=checkpointing)
     report = check_sharding(clone.model, clone.entries, sharding, plan.ranks, checks=wanted, **how)
     findings = list(report.findings)
@@ -192,6 +203,7 @@ def _narrowed(
     engine: Engine,
     checks: Iterable[str] | None,
     choices: Choices | None,
+    budget: Budget,
 ) -> tuple[Capabilities, Report, Plan]:
     """Keep what is cut wrongly whole (and with it all that shares its cut), so that the rest is right."""
     sizes = Sizes(applied.tp_size, applied.ep_size)
@@ -204,19 +216,24 @@ def _narrowed(
             return None
 
     def run(plan: Plan, which: Iterable[str] | None) -> Report:
-        return verify_clone(clone, plan, mesh=mesh, engine=engine, checks=which)
+        return verify_clone(clone, plan, mesh=mesh, engine=engine, checks=which, budget=budget)
 
     def still_cut(whole: str) -> set[str]:
         plan = planned((whole,))
         return set() if plan is None else {entry.pattern for entry in plan.entries}
 
     def is_wrong(cut: tuple[str, ...]) -> bool:
+        budget.check("while what is wrong was looked for")
         plan = planned(tuple(name for name in modules if name not in cut))
         return plan is not None and _decisively_wrong(run(plan, ("forward",)))
 
-    whole = wrong_cuts(cut_together(modules, still_cut), is_wrong, _MOST_TRIALS)
-    narrower = planned(whole)
-    found = run(narrower, checks) if narrower is not None else report
+    try:
+        whole = wrong_cuts(cut_together(modules, still_cut), is_wrong, _MOST_TRIALS)
+        narrower = planned(whole)
+        found = run(narrower, checks) if narrower is not None else report
+    except BudgetSpent as error:
+        late = Finding("sharding", "note", "", error.message, error.hint)
+        return capabilities, replace(report, findings=(*report.findings, late)), applied
     if narrower is None or _decisively_wrong(found):
         return capabilities, report, applied
     return replace(capabilities, whole=whole), found, narrower

@@ -23,11 +23,11 @@ from autoplan.execute.collectives import gather_pieces
 from autoplan.execute.executors import Around, At, execute
 from autoplan.execute.hooks.running import Running
 from autoplan.execute.hooks.sequence_shards import SequenceShard, shards_in
-from autoplan.execute.hooks.unseen_outputs import UnseenOutputs
+from autoplan.execute.hooks.unseen_outputs import UnseenOutputs, check_shapes
 from autoplan.execute.randomness.dropout import may_draw
 from autoplan.execute.sequence.apply import gather_shard
 from autoplan.execute.vocabulary.split_logits import SplitLogits, columns_in
-from autoplan.values import AroundModule, Boundary, CallRewrite, Instruction
+from autoplan.values import AroundModule, Boundary, CallRewrite, Instruction, OutputShape
 from autoplan.values import SplitLogits as LogitsHead
 
 __all__ = ["ModuleWork", "Root", "install", "install_root"]
@@ -154,12 +154,14 @@ def install_root(
     running: Running,
     random: tuple[bool, bool],
     seen: tuple[tuple[Any, ...], ...],
+    shapes: tuple[OutputShape, ...] = (),
 ) -> list[RemovableHandle]:
     """The model's own entry and exit: shared randomness, whole or split logits, whole other outputs.
 
     `random`: does the model draw random numbers when rates say so, and does it in eval mode too?
     """
     root = Root(model, heads, outputs, running, random)
+    root.shapes = shapes
     root.unseen = UnseenOutputs(seen, root.names, running.group)
     return [
         model.register_forward_pre_hook(root.before, with_kwargs=True, prepend=True),
@@ -187,6 +189,7 @@ class Root:
         self.draws = self.always or (self.random and may_draw(model))
         self.unseen = UnseenOutputs((), self.names, running.group)
         self.target_words = conventions().target_words
+        self.shapes: tuple[OutputShape, ...] = ()  # to be compared in the first forward
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.running.depth += 1
@@ -201,6 +204,13 @@ class Root:
             self.running.randomness.begin(module.training)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        output = self._leave(output)
+        if self.shapes and self.running.depth == 1 and not torch.compiler.is_compiling():
+            check_shapes(output, self.shapes, self.names)
+            self.shapes = ()
+        return output
+
+    def _leave(self, output: Any) -> Any:
         with torch._C.DisableTorchFunction():
             for path, change in self.outputs:
                 output = change_if_returned(output, path, change, "the model")

@@ -1,8 +1,10 @@
-"""Outputs that the plan's trace never saw: whole on every rank, or refused.
+"""Outputs as they leave the model: those that the plan's trace never saw are whole on every rank, or refused.
 
 A caller can ask a model for more than it returned when it was planned (attention weights, hidden states). Most of what
 comes then is the same on every rank. Some is not: attention weights of a rank's own heads, hidden states of its part of
 the sequence. Nothing in a tensor tells, so the ranks compare what they hold, once for each output.
+
+Of those that were seen, the first forward compares shapes: what weights decide must be as long as it was recorded.
 """
 
 from __future__ import annotations
@@ -16,10 +18,29 @@ from torch.distributed.tensor import DTensor
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.nested import flatten_tensors
 from autoplan.execute.collectives import RankGroup, all_reduce
+from autoplan.values import OutputShape
 
-__all__ = ["UnseenOutputs"]
+__all__ = ["UnseenOutputs", "check_shapes"]
 
 _TOLERANCE = 1e-2  # of the largest value: ranks may round apart, parts of different heads differ altogether
+
+
+def check_shapes(output: Any, shapes: Iterable[OutputShape], names: Iterable[str]) -> None:
+    """Raise for an output whose features are not as many as the model's weights make. Looks at shapes alone."""
+    found = dict(flatten_tensors(output))
+    for shape in shapes:
+        tensor = found.get(shape.path)
+        if tensor is None or tensor.dim() != shape.dims or shape.path[:1] in [(name,) for name in names]:
+            continue
+        for dim, size in shape.features:
+            if tensor.shape[dim] != size:
+                name = ".".join(map(str, shape.path)) or "output"
+                raise PlanMismatchError(
+                    f"the sharded model returns {name!r} of shape {list(tensor.shape)}: its dim {dim} has "
+                    f"{tensor.shape[dim]} features, and had {size} when it was planned",
+                    hint="where this call takes another path, plan with inputs= that show it; else the plan does not "
+                    "fit this model: make it again, and try it with autoplan.verify(model, plan)",
+                )
 
 
 class UnseenOutputs:

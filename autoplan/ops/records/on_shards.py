@@ -7,7 +7,7 @@ can do, so that nothing here needs torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -84,6 +84,7 @@ class Local(SplitOp):
     """One op on one rank. What leaves a partial result sets `reducing`, and `weight` for its part in the sum.
 
     `exchanged`: ranks had to talk, but not to sum the result. `recorded` is what the op gave on whole inputs.
+    `on_ranks`: the position-th argument as each of the ranks has it.
     """
 
     function: Any
@@ -95,6 +96,7 @@ class Local(SplitOp):
     weight: float = 1.0
     exchanged: bool = False
     recorded: Sequence[Any] = ()
+    on_ranks: Callable[[int], Sequence[Any]] = lambda position: ()
 
     def call(self) -> Any:
         return self.function(*self.args, **self.kwargs)

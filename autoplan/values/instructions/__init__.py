@@ -50,7 +50,7 @@ from autoplan.values.instructions.modules import (
     SplitLogits,
     VocabularyTable,
 )
-from autoplan.values.instructions.runtime import Capabilities, ParameterRule, Runtime
+from autoplan.values.instructions.runtime import Capabilities, OutputShape, ParameterRule, Runtime
 from autoplan.values.instructions.sequence import (
     AllGatherSequence,
     AllGatherSequenceSumGradient,
@@ -92,6 +92,7 @@ __all__ = [
     "NormCall",
     "NoteShard",
     "ParallelBlock",
+    "OutputShape",
     "ParameterRule",
     "ReduceScatterSequence",
     "RewriteCall",

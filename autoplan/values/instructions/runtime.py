@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 
 from autoplan.values.instructions.base import Instruction
 
-__all__ = ["Capabilities", "ParameterRule", "Runtime"]
+__all__ = ["Capabilities", "OutputShape", "ParameterRule", "Runtime"]
 
 Kind = TypeVar("Kind", bound=Instruction)
 
@@ -24,6 +24,18 @@ class ParameterRule:
 
 
 @dataclass(frozen=True)
+class OutputShape:
+    """What the model returned at `path`: of how many dims, and how long those are that its weights decide.
+
+    `features` are (dim, size): output features of products with weights. Batches and lengths are the caller's.
+    """
+
+    path: tuple[Any, ...]
+    dims: int
+    features: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
 class Runtime:
     """How parameters lie on ranks, and what is done around them when the model runs."""
 
@@ -33,6 +45,7 @@ class Runtime:
     random_whole: tuple[str, ...] = ()  # and those that act on whole values: the same on every rank
     draws: bool = False  # are random numbers drawn in eval mode too?
     outputs: tuple[tuple[Any, ...], ...] = ()  # paths of what the model was seen to return
+    shapes: tuple[OutputShape, ...] = ()  # of those that have features
 
     def of(self, kind: type[Kind]) -> tuple[Kind, ...]:
         """The instructions of one kind, or of all kinds that derive from it, in order."""
