@@ -25,7 +25,7 @@ from autoplan.common.requirements import check_versions
 from autoplan.decide.written_plans.read import PlanSource, read_source
 from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh
 from autoplan.execute.parallelize import shard_model
-from autoplan.execute.tensor_parallel import check_matches
+from autoplan.execute.tensor_parallel import check_matches, tp_mesh_of
 from autoplan.hf.source import Model, resolve
 from autoplan.hf.stacks import layers
 from autoplan.patches.as_it_was import whole_or_as_it_was
@@ -126,6 +126,7 @@ def parallelize(
     with whole_or_as_it_was(model):  # making a plan reads the model, but runs its code
         plan = plan if isinstance(plan, Plan) else _plan_for_mesh(model, dims, plan, check)
         dims.check_experts(plan.tp_size, plan.ep_size)
+        tp_mesh_of(mesh, plan, dims.names)
         if check:
             plan = held_against_model(resolve(model), model, plan)
             refuse_disproven(plan)

@@ -24,10 +24,12 @@ __all__ = [
     "TensorParallel",
     "Wish",
     "check_expert_size",
+    "check_ranks",
 ]
 
 Request: TypeAlias = "bool | str | Callable[[str, nn.Module], bool | str]"
 
+MOST_RANKS = 1 << 16
 PROOFS = ("graph", "ranks", "none")
 MODES = ("block", "submodule", "selective")  # of checkpointing
 SCOPES = {"text": ("decoder", "encoder"), "vision": ("vision",), "audio": ("audio",)}  # kinds of stacks by name
@@ -50,8 +52,7 @@ class Wish:
     prove: str = "graph"
 
     def __post_init__(self) -> None:
-        if not _is_count(self.tp_size):
-            raise AutoplanError(f"tp_size is {self.tp_size!r}", hint="give a whole number from 1 on")
+        check_ranks("tp_size", self.tp_size)
         check_expert_size(self.tp_size, self.ep_size)
         _yes_or_no(self, "sequence_parallel", "strict")
         _choose("prove", self.prove, PROOFS)
@@ -223,10 +224,15 @@ class Keywords(TypedDict, total=False):
     frozen: str
 
 
+def check_ranks(name: str, size: Any) -> None:
+    """Raise unless so many ranks can be meant."""
+    if not _is_count(size) or size > MOST_RANKS:
+        raise AutoplanError(f"{name} is {size!r}", hint=f"give a whole number from 1 to {MOST_RANKS}")
+
+
 def check_expert_size(tp_size: int, ep_size: int) -> None:
     """Raise unless experts lie on the ranks of tp, or nothing else is split."""
-    if not _is_count(ep_size):
-        raise AutoplanError(f"ep_size is {ep_size!r}", hint="give a whole number from 1 on")
+    check_ranks("ep_size", ep_size)
     if ep_size > 1 and tp_size > 1 and ep_size != tp_size:
         raise AutoplanError(
             f"ep_size={ep_size} with tp_size={tp_size}: experts live on the ranks of tp, or on ranks of their own",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from interrupted_models import HOW, apply_to, build_of, mesh_for, plan_for, whole
+from interrupted_models import HOW, apply_to, build_of, mesh_for, whole
 from interrupts import Snapshot, choose_events, fake_world, interrupted_everywhere, lines_of
 from mesh_toys import WIDTH, deep
 from torch import nn
@@ -35,8 +34,8 @@ def of_each_line(kind: str, share: int) -> Callable[[list[Any]], list[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 def test_a_dense_model_is_whole_or_as_it_was_at_every_line(how: str) -> None:
-    events, _, problems = interrupted_everywhere(build_of("toy"), apply_to("toy", how), whole(how), every)
-    assert events > 2000 and problems == []
+    events, _, problems = interrupted_everywhere(build_of("small"), apply_to("small", how), whole(how), every)
+    assert events > 1000 and problems == []
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -130,7 +129,3 @@ def test_the_lines_of_a_run_are_always_the_same() -> None:
     change(build())
     one, other = (lines_of(lambda model=model: change(model)) for model in (build(), build()))
     assert len(one) > 2000 and len(one) == len(other)
-
-
-def test_a_copy_of_the_plan_is_not_needed() -> None:
-    assert plan_for("toy") == copy.deepcopy(plan_for("toy"))
