@@ -83,7 +83,7 @@ def plan(
     )
     if isinstance(written, Plan):
         check_matches(module, written)
-        return held_against_model(found, module, written)
+        return held_against_model(module, written, found)
     return proven_plan(found, wish, written, module)
 
 
@@ -128,7 +128,7 @@ def parallelize(
         dims.check_experts(plan.tp_size, plan.ep_size)
         tp_mesh_of(mesh, plan, dims.names)
         if check:
-            plan = held_against_model(resolve(model), model, plan)
+            plan = held_against_model(model, plan)
             refuse_disproven(plan)
             warn_unproven(plan)
         plan = plan if plan.layers else replace(plan, layers=layers(model))

@@ -262,7 +262,7 @@ def _remembered(derive: Callable[..., Plan]) -> Callable[..., Plan]:
     known: dict[str, Plan | AutoplanError] = {}
 
     def derived(source: Any, wish: Any, choices: Any, module: Any) -> Plan:
-        key = f"{id(module)} {wish} {choices}"
+        key = f"{wish} {choices}"
         if key not in known:
             try:
                 known[key] = derive(source, wish, choices, module)
@@ -286,8 +286,7 @@ def _outcome(subject: Subject, data: dict[str, Any]) -> tuple[str, str]:
     try:
         if plan.ranks != subject.plan.ranks:  # `parallelize` compares them with the mesh first
             return "refused on apply", ""
-        source = resolve(subject.model)
-        plan = edited.held_against_model(source, subject.model, plan)
+        plan = edited.held_against_model(subject.model, plan)
         refuse_disproven(plan)
         check_matches(subject.model, plan)
     except AutoplanError as error:
