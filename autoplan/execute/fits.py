@@ -85,9 +85,12 @@ def made_with(plan: Plan) -> str:
 
 
 def made_anew(plan: Plan) -> str:
-    """The command that does it."""
+    """The command that does it, and the line of Python."""
     size = f"--tp {plan.tp_size}" + (f" --ep {plan.ep_size}" if plan.ep_size > 1 else "")
-    return f"autoplan plan {plan.model} {size}{' --sequence-parallel' * plan.sequence_parallel} -o FILE"
+    return (
+        f"autoplan plan {plan.model} {size}{' --sequence-parallel' * plan.sequence_parallel} -o FILE, or in Python "
+        f"autoplan.plan(model, {plan.tp_size}).save(FILE)"
+    )
 
 
 def _other_code(model: nn.Module, plan: Plan) -> Iterator[str]:

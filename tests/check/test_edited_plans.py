@@ -11,7 +11,7 @@ import pytest
 import torch
 from interrupts import fake_world
 from mesh_toys import mesh_of
-from plan_mutants import SUBJECTS, subject, try_mutants
+from plan_mutants import SUBJECTS, outcome_of, subject, try_mutants
 from torch import nn
 
 import autoplan
@@ -23,18 +23,17 @@ from autoplan.values import UNKNOWN, Plan
 from autoplan.values.steering import digest
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+QUICK = ("llama", "phi3", "bamba", "llama, sequence parallel")
+
+
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SUBJECTS if name not in QUICK)]
+)
 def test_random_mutants_are_refused_or_exact(name: str) -> None:
     """tests/fuzz/edited_plans.py tries thousands."""
     outcome = try_mutants(subject(name), 40, seed=1)
     assert outcome.problems == []
     assert outcome.counts["refused on load"] and outcome.counts["refused on apply"] and outcome.counts["exact"]
-
-
-def test_without_the_second_derivation_mutants_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edited, "held_against_model", lambda model, plan: plan)
-    outcome = try_mutants(subject("llama"), 60, seed=3)
-    assert outcome.counts["wrong"] or outcome.counts["raw"]
 
 
 # ------------------------------------------------------------------------------------------------ by hand
@@ -100,7 +99,15 @@ def test_an_edited_plan_is_refused(name: str) -> None:
     said = refusal(data, made.build())
     assert "plan" in said
     if "was edited" in said:
-        assert "autoplan plan LlamaForCausalLM --tp 2 -o FILE" in said and "follow" in said
+        assert "LlamaForCausalLM --tp 2 -o FILE" in said and "autoplan.plan(model, 2)" in said and "follow" in said
+
+
+def test_without_the_second_derivation_an_edit_is_silently_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edited, "held_against_model", lambda model, plan: plan)
+    made = subject("llama")
+    data = copy.deepcopy(made.data)
+    EDITS["no gradient sum"](data)
+    assert outcome_of(made, data)[0] == "wrong"
 
 
 def test_texts_may_be_edited() -> None:
@@ -129,7 +136,7 @@ def test_a_plan_put_together_in_python_passes() -> None:
 
 
 def test_a_plan_survives_its_file() -> None:
-    for name in SUBJECTS:
+    for name in QUICK:
         plan = subject(name).plan
         again = plan_from_dict(plan_to_dict(plan))
         assert again.made_for.content == plan.made_for.content == digest(again) and again == plan
@@ -178,7 +185,7 @@ def test_another_number_of_heads_is_noticed() -> None:
     other = Heads(2)
     assert plan.made_for.model == model_hash(Heads(4)) != model_hash(other)
     said = refusal(plan_to_dict(plan), other)
-    assert "made for other code or other numbers" in said and "autoplan plan Heads --tp 2" in said
+    assert "made for other code or other numbers" in said and "Heads --tp 2" in said
 
 
 def test_other_code_with_the_same_weights_is_noticed() -> None:

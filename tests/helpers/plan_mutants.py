@@ -30,7 +30,7 @@ from autoplan.hf.source import resolve
 from autoplan.values import INSTRUCTIONS, Plan
 from autoplan.values.steering import steering
 
-__all__ = ["SUBJECTS", "Outcome", "Subject", "mutant", "subject", "try_mutants"]
+__all__ = ["SUBJECTS", "Outcome", "Subject", "mutant", "outcome_of", "subject", "try_mutants"]
 
 # dense, fused q, k and v, tied, encoder and decoder, experts, a hybrid, sequence parallel
 SUBJECTS = ("llama", "phi3", "gpt2", "t5", "mixtral", "bamba", "llama, sequence parallel")
@@ -248,7 +248,7 @@ def try_mutants(subject: Subject, count: int, seed: int) -> Outcome:
             warnings.simplefilter("ignore")
             for number in range(count):
                 data = mutant(subject.data, chance)
-                kind, why = _outcome(subject, data)
+                kind, why = outcome_of(subject, data)
                 outcome.counts[kind] += 1
                 if kind in ("raw", "wrong", "unclear"):
                     outcome.problems.append(f"{subject.name} #{number} is {kind}: {why}")
@@ -276,7 +276,8 @@ def _remembered(derive: Callable[..., Plan]) -> Callable[..., Plan]:
     return derived
 
 
-def _outcome(subject: Subject, data: dict[str, Any]) -> tuple[str, str]:
+def outcome_of(subject: Subject, data: dict[str, Any]) -> tuple[str, str]:
+    """How the data of a file ends, and why."""
     try:
         plan = plan_from_dict(data)
     except AutoplanError as error:
