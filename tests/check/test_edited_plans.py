@@ -13,6 +13,7 @@ from interrupts import fake_world
 from mesh_toys import mesh_of
 from plan_mutants import SUBJECTS, outcome_of, subject, try_mutants
 from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import autoplan
 from autoplan.check.audit import edited
@@ -21,7 +22,6 @@ from autoplan.decide.written_plans.plan_file import plan_from_dict, plan_to_dict
 from autoplan.execute.fits import model_hash
 from autoplan.values import UNKNOWN, Plan
 from autoplan.values.steering import digest
-
 
 QUICK = ("llama", "phi3", "bamba", "llama, sequence parallel")
 
@@ -99,7 +99,7 @@ def test_an_edited_plan_is_refused(name: str) -> None:
     said = refusal(data, made.build())
     assert "plan" in said
     if "was edited" in said:
-        assert "LlamaForCausalLM --tp 2 -o FILE" in said and "autoplan.plan(model, 2)" in said and "follow" in said
+        assert "LlamaForCausalLM --tp 2 " in said and "autoplan.plan(model, 2)" in said and "follow" in said
 
 
 def test_without_the_second_derivation_an_edit_is_silently_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,50 +156,53 @@ def test_reading_an_edited_file_as_a_source_holds_it_against_the_model_too(tmp_p
 # ------------------------------------------------------------------------------------------------ another model
 
 
-class Heads(nn.Module):
+def llama(heads: int) -> Any:
     """The same weights with other heads: no shape tells."""
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 64}
+    return AutoModelForCausalLM.from_config(LlamaConfig(num_attention_heads=heads, num_key_value_heads=heads, **sizes))
 
-    def __init__(self, heads: int, scale: float = 1.0) -> None:
+
+class Mlp(nn.Module):
+    def __init__(self, scale: float = 1.0, parts: int = 2) -> None:
         super().__init__()
-        self.heads, self.scale = heads, scale
-        self.q, self.k, self.v, self.o = (nn.Linear(16, 16, bias=False) for _ in range(4))
+        self.scale, self.parts = scale, parts
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (p(x).unflatten(-1, (-1, 16 // self.heads)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        mixed = torch.softmax(q @ k.transpose(2, 3), -1) @ v
-        return self.o(mixed.transpose(1, 2).flatten(2)) * self.scale
+        return self.down(self.up(x).relu()) * self.scale
 
 
-class Normed(Heads):
+class Mixed(Mlp):
     """Code that reads the whole width, in a forward of which no call is rewritten."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x).softmax(-1)
+        return self.down(self.up(x).softmax(-1)) * self.scale
 
 
-X = {"x": torch.linspace(-1, 1, 2 * 5 * 16).view(2, 5, 16)}
+X = {"x": torch.linspace(-1, 1, 2 * 5 * 8).view(2, 5, 8)}
 
 
 def test_another_number_of_heads_is_noticed() -> None:
-    plan = autoplan.plan(Heads(4), 2, inputs=X, prove="none")
-    other = Heads(2)
-    assert plan.made_for.model == model_hash(Heads(4)) != model_hash(other)
+    plan = autoplan.plan(llama(8), 2, prove="none")
+    other = llama(4)
+    assert plan.made_for.model == model_hash(llama(8)) != model_hash(other)
     said = refusal(plan_to_dict(plan), other)
-    assert "made for other code or other numbers" in said and "Heads --tp 2" in said
+    assert "made for other code or other numbers" in said and "8!*4" in said and "4!*8" in said
 
 
 def test_other_code_with_the_same_weights_is_noticed() -> None:
-    plan = autoplan.plan(Heads(4), 2, inputs=X, prove="none")
-    assert "made for other code or other numbers" in refusal(plan_to_dict(plan), Normed(4))
+    plan = autoplan.plan(Mlp(), 2, inputs=X, prove="none")
+    said = refusal(plan_to_dict(plan), Mixed())
+    assert "made for other code or other numbers" in said and "Mlp --tp 2" in said
 
 
 def test_what_does_not_steer_the_code_changes_nothing() -> None:
-    model = Heads(4)
+    model = Mlp()
     known = model_hash(model)
-    for other in (Heads(4).eval(), Heads(4).double(), Heads(4).to("meta"), Heads(4, scale=0.5)):
+    for other in (Mlp().eval(), Mlp().double(), Mlp().to("meta"), Mlp(scale=0.5)):
         assert model_hash(other) == known
-    model.__class__ = type("Wrapped", (Heads,), {})
-    assert model_hash(model) == known
+    model.__class__ = type("Wrapped", (Mlp,), {})
+    assert model_hash(model) == known and model_hash(Mlp(parts=4)) != known and model_hash(Mixed()) != known
 
 
 def test_a_plan_from_python_that_was_changed_there_is_held_against_the_model_too() -> None:
