@@ -29,7 +29,7 @@ class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList([Part()])
+        self.blocks = nn.ModuleList([Part(), Part()])
         self.register_buffer("shift", torch.ones(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
