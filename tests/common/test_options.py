@@ -24,7 +24,7 @@ WRONG: dict[tuple[Kind, str], tuple[Any, ...]] = {
     (Wish, "sequence_parallel"): ("yes", 1, None, LIST),
     (Wish, "strict"): ("yes", 1, None, LIST),
     (Wish, "prove"): ("x", None, True, LIST),
-    (TensorParallel, "gather_logits"): ("yes", 1, None, LIST),
+    (TensorParallel, "gather_logits"): ("yes", 1, LIST),
     (TensorParallel, "sequence_padding"): ("x", None, True, LIST),
     (TensorParallel, "reproducible_forward"): ("yes", 1, None, LIST),
     (Checkpointing, "blocks"): ("x", 1, None, LIST),
