@@ -201,6 +201,9 @@ def test_what_does_not_steer_the_code_changes_nothing() -> None:
     known = model_hash(model)
     for other in (Mlp().eval(), Mlp().double(), Mlp().to("meta"), Mlp(scale=0.5)):
         assert model_hash(other) == known
+    tokens = llama(4)
+    tokens.config.pad_token_id = 7
+    assert model_hash(tokens) == model_hash(llama(4))
     model.__class__ = type("Wrapped", (Mlp,), {})
     assert model_hash(model) == known and model_hash(Mlp(parts=4)) != known and model_hash(Mixed()) != known
 
