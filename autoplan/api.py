@@ -28,7 +28,7 @@ from autoplan.common.surroundings import plain_surroundings
 from autoplan.decide.written_plans.read import PlanSource, read_source
 from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh
 from autoplan.execute.parallelize import shard_model
-from autoplan.execute.tensor_parallel import check_matches
+from autoplan.execute.tensor_parallel import check_matches, tp_mesh_of
 from autoplan.hf.source import Model, resolve
 from autoplan.hf.stacks import layers
 from autoplan.patches.as_it_was import whole_or_as_it_was
@@ -92,7 +92,7 @@ def plan(
         )
         if isinstance(written, Plan):
             check_matches(module, written)
-            return held_against_model(found, module, written)
+            return held_against_model(module, written, found)
         return proven_plan(found, wish, written, module)
 
 
@@ -136,8 +136,9 @@ def parallelize(
     with whole_or_as_it_was(model):  # making a plan reads the model, but runs its code
         plan = plan if isinstance(plan, Plan) else _plan_for_mesh(model, dims, plan, check, options.strict)
         dims.check_experts(plan.tp_size, plan.ep_size)
+        tp_mesh_of(mesh, plan, dims.names)
         if check:
-            plan = held_against_model(resolve(model), model, plan)
+            plan = held_against_model(model, plan)
             refuse_disproven(plan)
         if options.strict:
             refuse_unproven(plan)

@@ -58,6 +58,7 @@ class Conventions:
     Words. `targets` is the argument that makes a forward compute a loss; `target_words` are in the names of all such
     arguments. `loss`, `logits` and `hidden`: what outputs are called. `cache_switch` asks a forward for a cache.
     `rate_words` are in the names of numbers that turn random draws on, `rate_suffix` ends those of dropouts.
+    `idle_words` are in the names of settings that say nothing of how a forward computes.
     `saving` is the method that writes a checkpoint.
     `own_checkpointing`: the attribute that says that the library checkpoints a module itself, and the method that
     ends it. `ends`: methods that return the input table and the output head. `hook_marks`: attributes by which a module
@@ -78,6 +79,7 @@ class Conventions:
     cache_switch: str
     rate_words: tuple[str, ...]
     rate_suffix: str
+    idle_words: tuple[str, ...]
     saving: str
     own_checkpointing: tuple[str, str]
     ends: tuple[str, str]

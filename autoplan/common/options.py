@@ -25,10 +25,12 @@ __all__ = [
     "TensorParallel",
     "Wish",
     "check_expert_size",
+    "check_ranks",
 ]
 
 Request: TypeAlias = "bool | str | Callable[[str, nn.Module], bool | str]"
 
+MOST_RANKS = 1 << 16
 PROOFS = ("graph", "ranks", "none")
 TRIAL_SECONDS = 300.0  # most trials take a few; one that looks for wrong cuts tries up to 32 plans
 MODES = ("block", "submodule", "selective")  # of checkpointing
@@ -53,8 +55,7 @@ class Wish:
     trial_seconds: float = TRIAL_SECONDS
 
     def __post_init__(self) -> None:
-        if not _is_count(self.tp_size):
-            raise AutoplanError(f"tp_size is {self.tp_size!r}", hint="give a whole number from 1 on")
+        check_ranks("tp_size", self.tp_size)
         check_expert_size(self.tp_size, self.ep_size)
         _yes_or_no(self, "sequence_parallel", "strict")
         _choose("prove", self.prove, PROOFS)
@@ -232,10 +233,15 @@ class Keywords(TypedDict, total=False):
     strict: bool
 
 
+def check_ranks(name: str, size: Any) -> None:
+    """Raise unless so many ranks can be meant."""
+    if not _is_count(size) or size > MOST_RANKS:
+        raise AutoplanError(f"{name} is {size!r}", hint=f"give a whole number from 1 to {MOST_RANKS}")
+
+
 def check_expert_size(tp_size: int, ep_size: int) -> None:
     """Raise unless experts lie on the ranks of tp, or nothing else is split."""
-    if not _is_count(ep_size):
-        raise AutoplanError(f"ep_size is {ep_size!r}", hint="give a whole number from 1 on")
+    check_ranks("ep_size", ep_size)
     if ep_size > 1 and tp_size > 1 and ep_size != tp_size:
         raise AutoplanError(
             f"ep_size={ep_size} with tp_size={tp_size}: experts live on the ranks of tp, or on ranks of their own",

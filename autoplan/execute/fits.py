@@ -23,6 +23,7 @@ __all__ = ["check_fits", "made_anew", "made_with", "model_hash", "with_made_for"
 
 _SHOWN = 3
 _DIGITS = 16
+_DEPTH = 6  # of lists and mappings in each other
 
 
 def with_made_for(plan: Plan, model: nn.Module) -> Plan:
@@ -53,13 +54,18 @@ def model_hash(model: nn.Module) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
 
 
-def _whole_numbers(values: Any) -> Any:
+def _steers(name: str) -> bool:
+    return not name.startswith("_") and not any(word in name for word in conventions().idle_words)
+
+
+def _whole_numbers(values: Any, depth: int = _DEPTH) -> Any:
     """The whole numbers in a mapping, by name, and those in lists and mappings below it."""
-    if isinstance(values, Mapping):
-        found = {str(name): _whole_numbers(value) for name, value in values.items() if not str(name).startswith("_")}
+    if depth and isinstance(values, Mapping):
+        below = {str(name): value for name, value in values.items() if _steers(str(name))}
+        found = {name: _whole_numbers(value, depth - 1) for name, value in below.items()}
         return {name: value for name, value in found.items() if value not in (None, {}, [])}
-    if isinstance(values, list | tuple):
-        items = [_whole_numbers(value) for value in values]
+    if depth and isinstance(values, list | tuple):
+        items = [_whole_numbers(value, depth - 1) for value in values]
         return items if any(item is not None for item in items) else None
     return values if isinstance(values, int) and not isinstance(values, bool) else None
 
@@ -83,9 +89,12 @@ def made_with(plan: Plan) -> str:
 
 
 def made_anew(plan: Plan) -> str:
-    """The command that does it."""
+    """The command that does it, and the line of Python."""
     size = f"--tp {plan.tp_size}" + (f" --ep {plan.ep_size}" if plan.ep_size > 1 else "")
-    return f"autoplan plan {plan.model} {size}{' --sequence-parallel' * plan.sequence_parallel} -o FILE"
+    return (
+        f"autoplan plan {plan.model} {size}{' --sequence-parallel' * plan.sequence_parallel} -o FILE, or in Python "
+        f"autoplan.plan(model, {plan.tp_size}).save(FILE)"
+    )
 
 
 def _other_code(model: nn.Module, plan: Plan) -> Iterator[str]:

@@ -67,6 +67,7 @@ TRANSFORMERS = Conventions(
     cache_switch="use_cache",
     rate_words=("drop", "noise", "jitter"),
     rate_suffix="dropout",
+    idle_words=("token_id", "label2id", "id2label"),
     saving="save_pretrained",
     own_checkpointing=("gradient_checkpointing", "gradient_checkpointing_disable"),
     ends=("get_input_embeddings", "get_output_embeddings"),

@@ -71,6 +71,7 @@ class _Before:
     tensors: list[_Tensor] = field(default_factory=list)
     random: torch.Tensor = field(default_factory=lambda: torch.get_rng_state())
     cuda: torch.Tensor | None = None
+    gradients: bool = field(default_factory=torch.is_grad_enabled)
 
     @staticmethod
     def of(model: nn.Module) -> _Before:
@@ -87,6 +88,7 @@ class _Before:
             module.put_back()
         for tensor in self.tensors:
             tensor.put_back()
+        torch.set_grad_enabled(self.gradients)
         torch.set_rng_state(self.random)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda)

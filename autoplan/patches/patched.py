@@ -20,6 +20,7 @@ from types import CellType
 from typing import Any, NamedTuple, Protocol
 
 from autoplan.common.errors import AutoplanError
+from autoplan.patches.alone import Alone
 
 __all__ = ["Hold", "Patch", "Place", "hold", "note_holds", "patched"]
 
@@ -92,8 +93,7 @@ class Hold:
 
     def release(self) -> None:
         """Put back what nobody else needs. A second time does nothing."""
-        with _lock:
-            _leave(self)
+        _alone.run(lambda: _leave(self))
         _clear_up()
 
     def until_gone(self, owner: Any) -> None:
@@ -102,7 +102,7 @@ class Hold:
 
 
 _noted = threading.local()  # by whom, of this thread
-_lock = threading.Lock()
+_alone = Alone()
 _standing: dict[tuple[str, int, str], _Standing] = {}
 _ended: deque[Hold] = deque()  # by garbage collection, and not yet cleared up
 
@@ -142,7 +142,7 @@ def note_holds(notes: Notes) -> None:
 
 
 def _fill(mine: Hold, patch: Patch, places: Iterable[Place], together: bool) -> None:
-    with _lock:
+    def fill() -> None:
         try:
             for one in list(_standing.values()) if together else ():
                 if one.key[0] == patch.name:
@@ -152,6 +152,9 @@ def _fill(mine: Hold, patch: Patch, places: Iterable[Place], together: bool) -> 
         except BaseException:
             _leave(mine)
             raise
+
+    ran = _alone.run(fill)
+    assert ran, "places are found without replacing anything"
     _clear_up()
 
 
@@ -203,15 +206,10 @@ def _end_later(mine: Hold) -> None:
 
 
 def _clear_up() -> None:
-    while _ended:
-        mine = False
-        try:
-            mine = _lock.acquire(blocking=False)
-            while mine and _ended:
-                _leave(_ended[0])
-                _ended.popleft()
-        finally:
-            if mine:
-                _lock.release()
-        if not mine:
-            return
+    def leave() -> None:
+        while _ended:
+            _leave(_ended[0])
+            _ended.popleft()
+
+    while _ended and _alone.run(leave, wait=False):
+        pass

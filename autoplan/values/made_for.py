@@ -48,5 +48,5 @@ class MadeFor:
     versions: tuple[Version, ...] = ()
     forwards: tuple[ForwardCode, ...] = ()
     sizes: tuple[Sizes, ...] = ()
-    model: str = field(default="", compare=False)
-    content: str = field(default="", compare=False)
+    model: str = field(default="", compare=False, repr=False)
+    content: str = field(default="", compare=False, repr=False)

@@ -31,6 +31,7 @@ def steering(plan: Plan) -> dict[str, Any]:
         ],
         "layers": [plain(stack) for stack in plan.layers],
         "runtime": plain(plan.runtime, brief=True),
+        "packed": plain(plan.packed, brief=True),
         "made_for": {"forwards": plain(made_for.forwards), "sizes": plain(made_for.sizes)},
     }
 

@@ -259,7 +259,7 @@ def test_mesh_dims_by_name(sizes: Any, mesh_dims: Any, tp: int, data: Any) -> No
         ({"dp": 2}, {"prefetch": -1}, "prefetch=-1"),
         ({"dp": 2}, {"frozen": "melt"}, "frozen='melt'"),
         ({"dp": 2}, {"activation_checkpointing": "all"}, "activation_checkpointing='all'"),
-        ({"dp": 2}, {"reshard_after_forward": 3}, "factor of 2"),
+        ({"dp": 2}, {"reshard_after_forward": 3}, "no groups of 3"),
     ],
 )
 def test_what_cannot_be_done_is_refused_and_nothing_is_touched(sizes: Any, options: Any, said: str) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from mesh_toys import deep, ids, model_of, plan_of
+import torch
+from mesh_toys import WIDTH, Part, deep, ids, model_of, plan_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -19,23 +19,41 @@ from autoplan.values import Plan
 
 __all__ = ["HOW", "KINDS", "apply_to", "build_of", "mesh_for", "plan_for", "whole"]
 
-KINDS = ("toy", "mixtral", "bamba", "llava")
+KINDS = ("small", "toy", "mixtral", "bamba", "llava")
 HOW = ("tp", "tp, dp", "tp, checkpointing", "tp, dp, checkpointing")
+
+
+class Small(nn.Module):
+    """Few modules, so that every line can be tried."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Part(), Part()])
+        self.register_buffer("shift", torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x + self.shift
+
+
+MADE: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "small": (Small, {"x": torch.linspace(-1, 1, 30 * WIDTH).view(6, 5, WIDTH)}),
+    "toy": (lambda: deep(depth=1), {"ids": ids(), "use_cache": False}),
+}
 
 
 @cache
 def plan_for(kind: str) -> Plan:
-    if kind != "toy":
+    if kind not in MADE:
         return plan_of(kind, 2)
-    inputs = {"ids": ids(), "use_cache": False}
-    return draft_plan(resolve(deep(depth=1), inputs=inputs), Wish(2)).plan
+    build, inputs = MADE[kind]
+    return draft_plan(resolve(build(), inputs=inputs), Wish(2)).plan
 
 
 def build_of(kind: str) -> Callable[[], nn.Module]:
-    if kind != "toy":
-        return lambda: model_of(kind)
-    model = deep(depth=1)
-    return lambda: copy.deepcopy(model)
+    return MADE[kind][0] if kind in MADE else lambda: model_of(kind)
 
 
 def mesh_for(how: str) -> DeviceMesh:

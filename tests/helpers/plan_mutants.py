@@ -11,8 +11,10 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
+from mesh_toys import clone, model_of
 from torch import nn
 
 from autoplan.check.audit import edited
@@ -21,13 +23,17 @@ from autoplan.check.prove import proven_plan
 from autoplan.check.verify.sharded import check_sharding
 from autoplan.check.verify.sharding import sharding_of
 from autoplan.common.errors import AutoplanError
+from autoplan.common.options import Wish
 from autoplan.decide.written_plans.plan_file import plan_from_dict, plan_to_dict
 from autoplan.execute.tensor_parallel import check_matches
 from autoplan.hf.source import resolve
 from autoplan.values import INSTRUCTIONS, Plan
 from autoplan.values.steering import steering
 
-__all__ = ["Outcome", "Subject", "mutant", "try_mutants"]
+__all__ = ["SUBJECTS", "Outcome", "Subject", "mutant", "outcome_of", "subject", "try_mutants"]
+
+# dense, fused q, k and v, tied, encoder and decoder, experts, a hybrid, sequence parallel
+SUBJECTS = ("llama", "phi3", "gpt2", "t5", "mixtral", "bamba", "llama, sequence parallel")
 
 Place = tuple[Any, ...]
 _NUMBERS = (-1, 0, 1, 2, 3, 4, 7, 64, 10**6, 10**40, -(10**12), 0.5, float("nan"), True, None, "2")
@@ -56,6 +62,15 @@ class Subject:
         self.data = plan_to_dict(self.plan)
         self.model = self.build()
         self.exact: dict[str, bool] = {}
+
+
+@cache
+def subject(name: str) -> Subject:
+    """One of SUBJECTS, planned for two ranks."""
+    kind, _, sequence = name.partition(", ")
+    wish = Wish(2, sequence_parallel=bool(sequence))
+    made = clone(kind)
+    return Subject(name, lambda: model_of(kind), dict(made.entries), proven_plan(resolve(model_of(kind)), wish))
 
 
 # ------------------------------------------------------------------------------------------------ how files are edited
@@ -233,7 +248,7 @@ def try_mutants(subject: Subject, count: int, seed: int) -> Outcome:
             warnings.simplefilter("ignore")
             for number in range(count):
                 data = mutant(subject.data, chance)
-                kind, why = _outcome(subject, data)
+                kind, why = outcome_of(subject, data)
                 outcome.counts[kind] += 1
                 if kind in ("raw", "wrong", "unclear"):
                     outcome.problems.append(f"{subject.name} #{number} is {kind}: {why}")
@@ -247,7 +262,7 @@ def _remembered(derive: Callable[..., Plan]) -> Callable[..., Plan]:
     known: dict[str, Plan | AutoplanError] = {}
 
     def derived(source: Any, wish: Any, choices: Any, module: Any) -> Plan:
-        key = f"{id(module)} {wish} {choices}"
+        key = f"{wish} {choices}"
         if key not in known:
             try:
                 known[key] = derive(source, wish, choices, module)
@@ -261,7 +276,8 @@ def _remembered(derive: Callable[..., Plan]) -> Callable[..., Plan]:
     return derived
 
 
-def _outcome(subject: Subject, data: dict[str, Any]) -> tuple[str, str]:
+def outcome_of(subject: Subject, data: dict[str, Any]) -> tuple[str, str]:
+    """How the data of a file ends, and why."""
     try:
         plan = plan_from_dict(data)
     except AutoplanError as error:
@@ -269,8 +285,9 @@ def _outcome(subject: Subject, data: dict[str, Any]) -> tuple[str, str]:
     except Exception:  # noqa: BLE001 - that is what is looked for
         return "raw", traceback.format_exc(limit=-3)
     try:
-        source = resolve(subject.model, inputs=dict(subject.entries))
-        plan = edited.held_against_model(source, subject.model, plan)
+        if plan.ranks != subject.plan.ranks:  # `parallelize` compares them with the mesh first
+            return "refused on apply", ""
+        plan = edited.held_against_model(subject.model, plan)
         refuse_disproven(plan)
         check_matches(subject.model, plan)
     except AutoplanError as error:
@@ -287,8 +304,6 @@ def _clear(kind: str, error: AutoplanError) -> tuple[str, str]:
 
 def _run(subject: Subject, plan: Plan) -> tuple[str, str]:
     """Run what was accepted on simulated ranks, each different plan once."""
-    if plan.ranks != subject.plan.ranks:
-        return ("exact", "") if plan.ranks == 1 else ("refused on apply", "")  # the mesh has another size
     key = repr(steering(plan))
     if key not in subject.exact:
         try:

@@ -21,7 +21,7 @@ from autoplan.common.options import Wish
 from autoplan.decide.plan.chosen import choices_of_plan
 from autoplan.execute.fits import made_anew, made_with, model_hash
 from autoplan.execute.tensor_parallel import check_matches
-from autoplan.hf.source import Source
+from autoplan.hf.source import Source, resolve
 from autoplan.values import Plan
 from autoplan.values.steering import digest, steering
 
@@ -30,7 +30,7 @@ __all__ = ["held_against_model"]
 _SHOWN = 3
 
 
-def held_against_model(source: Source, model: nn.Module, plan: Plan) -> Plan:
+def held_against_model(model: nn.Module, plan: Plan, source: Source | None = None) -> Plan:
     """The plan, if nothing has changed since it was made, or if what is made now is the same; raises else.
 
     One that was put together in Python says nothing of how it was made, and passes.
@@ -42,6 +42,7 @@ def held_against_model(source: Source, model: nn.Module, plan: Plan) -> Plan:
         return plan
     check_matches(model, plan)
     try:
+        source = resolve(model) if source is None else source
         wish = Wish(plan.tp_size, plan.ep_size, plan.sequence_parallel)
         derived = proven_plan(source, wish, choices_of_plan(plan), source.module())
     except AutoplanError as error:

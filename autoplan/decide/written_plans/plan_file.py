@@ -37,7 +37,7 @@ from autoplan.common.decode import decode
 from autoplan.common.errors import AutoplanError, PlanFileError
 from autoplan.common.files.plain import NotPlain, read_plain
 from autoplan.common.files.write import write_whole
-from autoplan.common.options import check_expert_size
+from autoplan.common.options import check_expert_size, check_ranks
 from autoplan.values import UNKNOWN, Plan, replace
 from autoplan.values.plain import plain
 
@@ -95,9 +95,8 @@ def plan_from_dict(data: Any, where: str = "plan") -> Plan:
             hint="the file may be cut short; make the plan again, or take the file from its source once more",
         )
     plan: Plan = decode(Plan, {key: value for key, value in data.items() if key != "autoplan"}, where)
-    if plan.tp_size < 1:
-        raise PlanFileError(f"{where}: tp_size is {plan.tp_size}; it must be 1 or more", hint="make the plan again")
     try:
+        check_ranks("tp_size", plan.tp_size)
         check_expert_size(plan.tp_size, plan.ep_size)
     except AutoplanError as error:
         raise PlanFileError(f"{where}: {error.message}", hint=error.hint) from error

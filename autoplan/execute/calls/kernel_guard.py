@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
@@ -21,12 +21,13 @@ from torch.distributed.tensor import DTensor
 
 from autoplan.common.errors import PlanMismatchError
 from autoplan.execute.parameters.held import record_of
+from autoplan.patches.alone import Alone
 from autoplan.patches.kernels import KERNEL_GUARDS, OptionalKernel, optional_kernels
 from autoplan.patches.patched import Hold, Place, hold
 
 __all__ = ["guard_kernels"]
 
-_lock = threading.Lock()  # simulated ranks are threads
+_alone = Alone()  # simulated ranks are threads
 
 
 class _Guard:
@@ -63,8 +64,9 @@ class _Guard:
     def _taken(self, values: Iterable[Any]) -> nn.Module | None:
         """The planned layer whose parameter is handed over, or a view of it: it lies in the same memory."""
         given = {_memory(value) for value in values if isinstance(value, torch.Tensor)} - {0}  # 0: it holds nothing
-        with _lock:
-            planned = [module for module in self.planned if record_of(module) is not None]  # or it was put back
+        planned: list[nn.Module] = []
+        _alone.run(lambda: planned.extend(self.planned))
+        planned = [module for module in planned if record_of(module) is not None]  # or it was put back
         own = ((module, p) for module in planned for p in module._parameters.values() if p is not None)
         return next((module for module, parameter in own if _memory(parameter) in given), None)
 
@@ -82,18 +84,24 @@ def guard_kernels(model: nn.Module, planned: Iterable[nn.Module], undo: list[Cal
     mine = list(planned)
     for kernel in optional_kernels(model) if mine else ():
         if kernel.installed:
-            key = id(kernel.home), kernel.name
-            with _lock:
-                guard = _guards.get(key)
-                if guard is None:
-                    guard = _guards[key] = _Guard(kernel)
-                guard.planned.update(mine)
+            guard = _guard_of(kernel, mine)
             kept = hold(KERNEL_GUARDS, [Place(kernel.home, kernel.name, guard.instead_of)])
             kept.until_gone(model)
-            undo.append(functools.partial(_release, guard, mine, kept))
+            undo.append(partial(_release, guard, mine, kept))
+
+
+def _guard_of(kernel: OptionalKernel, mine: list[nn.Module]) -> _Guard:
+    """The guard that stands before a kernel, or a new one, which now knows of these layers."""
+    found: list[_Guard] = []
+
+    def find() -> None:
+        found.append(_guards.setdefault((id(kernel.home), kernel.name), _Guard(kernel)))
+        found[0].planned.update(mine)
+
+    _alone.run(find)
+    return found[0]
 
 
 def _release(guard: _Guard, planned: list[nn.Module], kept: Hold) -> None:
-    with _lock:
-        guard.planned.difference_update(planned)
+    _alone.run(partial(guard.planned.difference_update, planned))
     kept.release()

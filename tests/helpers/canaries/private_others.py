@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -43,6 +44,14 @@ def _config_keeps(name: str, value: str) -> Callable[[], bool]:
         return known and getattr(config, name) == value
 
     return check
+
+
+def _owned() -> bool:
+    """Only the thread that has it says so."""
+    lock = threading.RLock()
+    free = lock._is_owned()
+    with lock:
+        return (free, lock._is_owned()) == (False, True)
 
 
 def _record_registry() -> bool:
@@ -169,5 +178,10 @@ OTHERS = (
         "concurrent.futures.ProcessPoolExecutor._processes",
         "a process of an audit that takes too long is ended",
         lambda: hasattr(ProcessPoolExecutor(1), "_processes"),
+    ),
+    Private(
+        "threading.RLock._is_owned",
+        "a lock is given back also by a thread that was interrupted while it gave it back",
+        _owned,
     ),
 )

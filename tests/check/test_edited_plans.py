@@ -1,0 +1,215 @@
+"""A plan that was edited, or made for another model, is what follows from the model or is refused before it changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from interrupts import fake_world
+from mesh_toys import mesh_of
+from plan_mutants import SUBJECTS, outcome_of, subject, try_mutants
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import autoplan
+from autoplan.check.audit import edited
+from autoplan.common.errors import AutoplanError, PlanMismatchError
+from autoplan.decide.written_plans.plan_file import plan_from_dict, plan_to_dict
+from autoplan.execute.fits import model_hash
+from autoplan.values import UNKNOWN, Plan
+from autoplan.values.steering import digest
+
+QUICK = ("llama", "phi3", "bamba", "llama, sequence parallel")
+
+
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SUBJECTS if name not in QUICK)]
+)
+def test_random_mutants_are_refused_or_exact(name: str) -> None:
+    """tests/fuzz/edited_plans.py tries thousands."""
+    outcome = try_mutants(subject(name), 40, seed=1)
+    assert outcome.problems == []
+    assert outcome.counts["refused on load"] and outcome.counts["refused on apply"] and outcome.counts["exact"]
+
+
+# ------------------------------------------------------------------------------------------------ by hand
+
+Edit = Callable[[dict[str, Any]], Any]
+
+
+def rule_of(data: dict[str, Any], part: str) -> dict[str, Any]:
+    return next(one for one in data["runtime"]["parameters"] if part in one["pattern"])
+
+
+def instruction(data: dict[str, Any], **wanted: Any) -> dict[str, Any]:
+    return next(
+        one
+        for one in data["runtime"]["instructions"]
+        if all(str(value) in str(one.get(name)) for name, value in wanted.items())
+    )
+
+
+EDITS: dict[str, Edit] = {
+    "no sum after the mlp": lambda d: d["runtime"]["instructions"].remove(
+        instruction(d, do="AllReduce", pattern="mlp")
+    ),
+    "a sum twice": lambda d: d["runtime"]["instructions"].append(copy.deepcopy(instruction(d, do="AllReduce"))),
+    "no gradient sum": lambda d: d["runtime"]["instructions"].remove(instruction(d, do="AllReduceGradient")),
+    "a mean for a sum": lambda d: instruction(d, do="AllReduce", pattern="mlp").update(do="MeanOverRanks"),
+    "a sum elsewhere": lambda d: instruction(d, do="AllReduce", pattern="mlp").update(
+        pattern="model.layers.*.mlp.up_proj"
+    ),
+    "a sum of one block": lambda d: instruction(d, do="AllReduce", pattern="mlp").update(
+        pattern="model.layers.0.mlp.down_proj"
+    ),
+    "a weight left whole": lambda d: d["runtime"]["parameters"].remove(rule_of(d, "up_proj")),
+    "rows for columns": lambda d: rule_of(d, "down_proj").update(dim=0),
+    "two layouts swapped": lambda d: rule_of(d, "q_proj").update(layout=rule_of(d, "o_proj")["layout"] + "*1"),
+    "finer heads": lambda d: rule_of(d, "q_proj").update(layout="16!*4"),
+    "a gradient not summed": lambda d: rule_of(d, "k_proj").update(gradient="sum"),
+    "an entry's style": lambda d: d["entries"][1].update(style="replicate"),
+    "an entry lost": lambda d: d["entries"].pop(),
+    "sequence parallel": lambda d: d.update(sequence_parallel=True),
+    "no head split": lambda d: d["runtime"].update(
+        instructions=[one for one in d["runtime"]["instructions"] if one["do"] != "SplitLogits"]
+    ),
+    "a block less": lambda d: d["layers"][0]["fqns"].pop(),
+    "no made_for": lambda d: (d.pop("made_for"), d["runtime"]["instructions"].pop()),
+    "no content": lambda d: (d["made_for"].pop("content"), d["runtime"]["instructions"].pop()),
+}
+
+
+def refusal(data: dict[str, Any], model: nn.Module) -> str:
+    """What the error says; the model is untouched."""
+    with fake_world(2), pytest.raises(AutoplanError) as error:
+        autoplan.parallelize(model, mesh_of(tp=2), plan_from_dict(data))
+    assert autoplan.applied(model) is None
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_plan_is_refused(name: str) -> None:
+    made = subject("llama")
+    data = copy.deepcopy(made.data)
+    EDITS[name](data)
+    said = refusal(data, made.build())
+    assert "plan" in said
+    if "was edited" in said:
+        assert "LlamaForCausalLM --tp 2 " in said and "autoplan.plan(model, 2)" in said and "follow" in said
+
+
+def test_without_the_second_derivation_an_edit_is_silently_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edited, "held_against_model", lambda model, plan: plan)
+    made = subject("llama")
+    data = copy.deepcopy(made.data)
+    EDITS["no gradient sum"](data)
+    assert outcome_of(made, data)[0] == "wrong"
+
+
+def test_texts_may_be_edited() -> None:
+    made = subject("llama")
+    data = copy.deepcopy(made.data)
+    data["entries"][0]["reason"] = "because I say so"
+    data["model"] = "our llama"
+    plan = plan_from_dict(data)
+    assert edited.held_against_model(made.model, plan) is plan
+
+
+def test_a_file_that_does_not_say_what_it_was_is_derived_once_more() -> None:
+    made = subject("llama")
+    data = copy.deepcopy(made.data)
+    del data["made_for"]
+    plan = plan_from_dict(data)
+    assert plan.made_for.content == UNKNOWN
+    found = edited.held_against_model(made.model, plan)
+    assert found is not plan and found.runtime == made.plan.runtime and found.proof.ok
+
+
+def test_a_plan_put_together_in_python_passes() -> None:
+    made = subject("llama")
+    plan = Plan("mine", 2, runtime=made.plan.runtime)
+    assert edited.held_against_model(made.model, plan) is plan
+
+
+def test_a_plan_survives_its_file() -> None:
+    for name in QUICK:
+        plan = subject(name).plan
+        again = plan_from_dict(plan_to_dict(plan))
+        assert again.made_for.content == plan.made_for.content == digest(again) and again == plan
+
+
+def test_reading_an_edited_file_as_a_source_holds_it_against_the_model_too(tmp_path: Any) -> None:
+    made = subject("llama")
+    path = tmp_path / "plan.yaml"
+    made.plan.save(path)
+    assert autoplan.plan(made.build(), 2, source=path) == made.plan
+    lines = path.read_text().replace("do: AllReduce,", "do: MeanOverRanks,")
+    path.write_text(lines)
+    with pytest.raises(PlanMismatchError, match="was edited since it was made.*MeanOverRanks"):
+        autoplan.plan(made.build(), 2, source=path)
+
+
+# ------------------------------------------------------------------------------------------------ another model
+
+
+def llama(heads: int) -> Any:
+    """The same weights with other heads: no shape tells."""
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 64}
+    return AutoModelForCausalLM.from_config(LlamaConfig(num_attention_heads=heads, num_key_value_heads=heads, **sizes))
+
+
+class Mlp(nn.Module):
+    def __init__(self, scale: float = 1.0, parts: int = 2) -> None:
+        super().__init__()
+        self.scale, self.parts = scale, parts
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu()) * self.scale
+
+
+class Mixed(Mlp):
+    """Code that reads the whole width, in a forward of which no call is rewritten."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).softmax(-1)) * self.scale
+
+
+X = {"x": torch.linspace(-1, 1, 2 * 5 * 8).view(2, 5, 8)}
+
+
+def test_another_number_of_heads_is_noticed() -> None:
+    plan = autoplan.plan(llama(8), 2, prove="none")
+    other = llama(4)
+    assert plan.made_for.model == model_hash(llama(8)) != model_hash(other)
+    said = refusal(plan_to_dict(plan), other)
+    assert "made for other code or other numbers" in said and "8!*4" in said and "4!*8" in said
+
+
+def test_other_code_with_the_same_weights_is_noticed() -> None:
+    plan = autoplan.plan(Mlp(), 2, inputs=X, prove="none")
+    said = refusal(plan_to_dict(plan), Mixed())
+    assert "made for other code or other numbers" in said and "Mlp --tp 2" in said
+
+
+def test_what_does_not_steer_the_code_changes_nothing() -> None:
+    model = Mlp()
+    known = model_hash(model)
+    for other in (Mlp().eval(), Mlp().double(), Mlp().to("meta"), Mlp(scale=0.5)):
+        assert model_hash(other) == known
+    tokens = llama(4)
+    tokens.config.pad_token_id = 7
+    assert model_hash(tokens) == model_hash(llama(4))
+    model.__class__ = type("Wrapped", (Mlp,), {})
+    assert model_hash(model) == known and model_hash(Mlp(parts=4)) != known and model_hash(Mixed()) != known
+
+
+def test_a_plan_from_python_that_was_changed_there_is_held_against_the_model_too() -> None:
+    made = subject("llama")
+    runtime = replace(made.plan.runtime, instructions=made.plan.runtime.instructions[1:])
+    with pytest.raises(PlanMismatchError, match="was edited"):
+        edited.held_against_model(made.model, replace(made.plan, runtime=runtime))
