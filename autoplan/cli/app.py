@@ -31,6 +31,8 @@ from autoplan.cli.shared import (
     TpSize,
     Trust,
     emit,
+    ended_on_request,
+    flushed,
     note,
     progress,
 )
@@ -282,16 +284,39 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without × or → still gets the table
+    code = FAILED
+    with ended_on_request():
+        try:
+            code = _answer(arguments)
+        except AutoplanError as error:
+            note(f"error: {error}")
+        except KeyboardInterrupt:
+            note("interrupted")
+        except Exception:  # a bug of ours must not exit with 1, which means findings
+            note(f"{traceback.format_exc()}error: this is a bug in autoplan; the lines above say where")
+    sys.exit(flushed(code))
+
+
+_USAGE: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
+_INTERRUPTED = 130  # what typer makes of Ctrl-C
+
+
+def _answer(arguments: Sequence[str] | None) -> int:
+    """Run a command; what typer would print and exit with by itself is an exit code of ours."""
     try:
-        app(args=arguments, prog_name="autoplan")
-    except AutoplanError as error:
-        note(f"error: {error}")
-    except KeyboardInterrupt:
-        note("interrupted")
-    except Exception:  # a bug of ours must not exit with 1, which means findings
-        traceback.print_exc()
-        note("error: this is a bug in autoplan; the lines above say where")
-    sys.exit(FAILED)
+        code = app(args=arguments, prog_name="autoplan", standalone_mode=False)
+    except typer.Abort:
+        raise KeyboardInterrupt from None
+    except _USAGE as error:
+        error.show()
+        return FAILED
+    except SystemExit as ended:  # typer's answer to a pipe that nobody reads any more
+        return OK if isinstance(ended.__context__, BrokenPipeError) else FAILED
+    except OSError as error:
+        raise AutoplanError(f"it cannot be written: {error.strerror or error}") from error
+    if code == _INTERRUPTED:
+        raise KeyboardInterrupt
+    return code if isinstance(code, int) else OK
 
 
 def _make_plan(

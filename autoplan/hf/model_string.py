@@ -10,7 +10,6 @@ import difflib
 import importlib
 import os
 import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from autoplan.common.errors import SourceError
 from autoplan.common.files.plain import NotPlain, read_plain
+from autoplan.common.importing import importable_here
 from autoplan.hf.config_limits import check_config
 from autoplan.hf.type_rules import open_fields
 
@@ -174,20 +174,14 @@ def _from_builder(module_name: str, function_name: str) -> Found:
 
 
 def _import_builder(module_name: str, function_name: str, what: str) -> Any:
-    here = os.getcwd()
-    added = here not in sys.path and "" not in sys.path
-    if added:
-        sys.path.insert(0, here)
     try:
-        module = importlib.import_module(module_name)
+        with importable_here():
+            module = importlib.import_module(module_name)
     except Exception as error:  # importing runs the user's code
         raise SourceError(
             f"{what}: importing {module_name!r} raised {type(error).__name__}: {error}",
             hint="write 'package.module:builder'; the module must import from here",
         ) from error
-    finally:
-        if added:
-            sys.path.remove(here)
     builder: Any = module
     for part in function_name.split("."):
         builder = getattr(builder, part, None)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from autoplan.common.errors import AutoplanError
 
-__all__ = ["RankError", "RankTimeout", "one_compute_thread"]
+__all__ = ["RankError", "RankLost", "RankNotStarted", "RankTimeout", "one_compute_thread"]
 
 
 class RankError(AutoplanError):
@@ -17,6 +18,23 @@ class RankError(AutoplanError):
         text = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
         super().__init__(f"rank {rank} of {world_size} raised {text}")
         self.rank, self.cause = rank, cause
+
+
+class RankLost(AutoplanError):
+    """A rank's process ended without an answer: nothing is known of the plan."""
+
+    def __init__(self, rank: int, world_size: int, exit_code: int | None) -> None:
+        killed = exit_code is not None and exit_code < 0
+        how = f"was killed by {signal.Signals(-exit_code).name}" if killed and exit_code else f"ended with {exit_code}"
+        super().__init__(
+            f"rank {rank} of {world_size} {how} before it had an answer, so nothing is known of the plan",
+            hint="was there memory enough? A script that starts ranks needs `if __name__ == '__main__':`, too",
+        )
+        self.rank, self.exit_code = rank, exit_code
+
+
+class RankNotStarted(AutoplanError):
+    """A rank's process could not take over what it was sent: nothing is known of the plan."""
 
 
 class RankTimeout(AutoplanError):

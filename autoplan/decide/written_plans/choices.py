@@ -161,6 +161,11 @@ def _agreed(found: list[Choice], name: str, plan: str) -> Choice:
 
 def check_style(style: str, pattern: str, plan: str, aliases: dict[str, str] | None = None) -> str:
     """The canonical name of a style. Raises with what is known."""
+    if not isinstance(style, str):
+        raise ChoiceError(
+            f"{plan}: {pattern!r} has the style {str(style)[:80]!r}, which is no style's name",
+            hint=f"known styles: {', '.join(CUTS)}",
+        )
     name = (aliases or {}).get(style, style)
     if name not in CUTS:
         close = nearest(style, (*CUTS, *(aliases or {})))

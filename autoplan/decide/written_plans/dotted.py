@@ -8,11 +8,13 @@ and calling run a stranger's code, which may raise anything: what it raises is t
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from autoplan.common.importing import importable_here
 from autoplan.decide.written_plans.choices import ChoiceError
 from autoplan.values import Plan
 
@@ -27,7 +29,8 @@ def looks_dotted(text: str) -> bool:
 
 def plan_at(path: str, model: Any, sequence_parallel: bool = False) -> Mapping[str, Any] | Plan:
     """The dict or Plan that a dotted path leads to."""
-    value = _value_at(path)
+    with importable_here():
+        value = _value_at(path)
     called = ""
     if callable(value) and not isinstance(value, Mapping):
         try:
@@ -64,9 +67,11 @@ def _value_at(path: str) -> Any:
 
 
 def _exists(module: str) -> bool:
+    if module in sys.modules:  # `__main__` is, and has no spec
+        return True
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # a parent that is missing, or is no package
+    except (ModuleNotFoundError, ValueError):  # a parent that is missing, or is no package
         return False
 
 

@@ -51,6 +51,8 @@ def hf_plan(model: nn.Module, name: str) -> Choices:
     for prefix, module in model.named_modules():
         for origin, plan in _plans_of(module):
             for key, style in plan.items():
+                if not isinstance(key, str):
+                    raise ChoiceError(f"{origin} has the key {key!r}, which is no path", hint="keys are module paths")
                 found[f"{prefix}.{key}" if prefix else key] = (style, origin)
     if not found:
         raise ChoiceError(
