@@ -64,7 +64,7 @@ def audit_source(source: Any, plan: Any, tp_size: int, settings: Settings = DEFA
     """`audit` for a source that is already resolved. Without `run` nothing is tried on ranks."""
     start = time.perf_counter()
     subject = subject_of(source, plan, tp_size, settings, run=run)
-    findings = sorted(_findings(subject), key=lambda finding: _ORDER[finding.level])
+    findings = sorted(_findings(subject), key=lambda finding: (_ORDER[finding.level], finding.is_consequence))
     held, possible = held_bytes(subject)
     numbers = subject.numbers
     return Report(

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from autoplan.common.files.plain import NotPlain, read_plain
 from autoplan.common.patterns import matches
-from autoplan.decide.written_plans.choices import ChoiceError
+from autoplan.decide.written_plans.choices import ChoiceError, check_key
 from autoplan.decide.written_plans.deepspeed import is_deepspeed, read_deepspeed
 from autoplan.decide.written_plans.dotted import looks_dotted, plan_at
 from autoplan.decide.written_plans.handwritten import plan_by_id
@@ -138,9 +138,8 @@ def _of_mapping(data: Mapping[str, Any], name: str, model: Any) -> ForeignPlan:
         names = [parameter for parameter, _ in model.named_parameters(remove_duplicate=False)]
         choices = read_deepspeed(data, name, names)
         return ForeignPlan(name, "deepspeed", tuple(Line(c.pattern, c.style, c.written) for c in choices), data)
-    odd = next((key for key in data if not isinstance(key, str)), None)
-    if odd is not None:
-        raise ChoiceError(f"{name} has the key {odd!r}, which is no path", hint="keys are module paths with *")
+    for key in data:
+        check_key(key, name)
     if any(type(style).__name__ == "PlannedModel" for style in data.values()):
         raise ChoiceError(f"{name} is the export of an autoplan Plan", hint="audit the Plan itself, or its plan file")
     objects = any(not isinstance(style, str) for style in data.values())
