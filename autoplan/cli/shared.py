@@ -17,6 +17,7 @@ import typer
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.files.write import write_whole
+from autoplan.common.stages import watched
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -135,11 +136,15 @@ def ended_on_request() -> Iterator[None]:
 
 @contextmanager
 def progress(text: str) -> Iterator[None]:
-    """A spinner on stderr while something slow runs; silent where nobody watches."""
+    """On stderr, while something slow runs: what it is doing, and for how long; silent where nobody watches."""
     if not sys.stderr.isatty():
         yield
         return
     from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    with Console(stderr=True).status(text):
-        yield
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task(text, total=None)
+        with watched(lambda stage: shown.update(task, description=f"{text}: {stage}")):
+            yield

@@ -2,8 +2,8 @@
 
     python tests/fuzz --count N --seed S
 
-A file here is a fuzzer if it can be run by itself (`if __name__ == "__main__":`); its last line of output is its counts,
-`name=… cases=… clear=… exact=… raw=… slow=… wrong=… hangs=…`, or other words for what may happen and must not (`half=…`).
+A file here is a fuzzer if it can be run by itself (`if __name__ == "__main__":`); its last line of output is its
+counts, `name=… cases=… clear=… exact=… raw=… slow=… wrong=… hangs=…`, or other words for what may happen (`half=…`).
 Without --count each runs as many cases as it likes. The exit code is 1 if anything happened that must not.
 """
 

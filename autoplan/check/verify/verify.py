@@ -24,6 +24,7 @@ from autoplan.check.verify.sharding import mesh_of, sharding_of
 from autoplan.check.verify.sizes import Sizes
 from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import best_match, matches
+from autoplan.decide.plan.whole_blocks import whole_blocks
 from autoplan.decide.written_plans.choices import Choices
 from autoplan.values import Boundary, CallRewrite, Capabilities, Finding, Plan, Report, SplitLogits
 
@@ -110,7 +111,7 @@ def verify_source(
 
         how: Any = {"exact": report.ok, "engine": engine, "mesh": mesh}
         details["rounding"] = measure_rounding(clone.model, clone.entries, applied, **how)
-    findings = [*report.findings, *findings]
+    findings = [*report.findings, *findings, *whole_blocks(plan or applied)]
     return replace(report, ok=not any(f.level == "error" for f in findings), findings=tuple(findings), details=details)
 
 

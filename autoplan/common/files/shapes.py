@@ -12,7 +12,13 @@ from typing import Any
 
 __all__ = ["misshapen"]
 
-_NAMES: dict[type, str] = {type(None): "null", str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+_NAMES: dict[type, str] = {
+    type(None): "null",
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+}
 
 
 def misshapen(value: Any, shape: Any, where: str = "") -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from autoplan.common.patterns import is_under, matches
 from autoplan.values import Finding, Plan
 
-__all__ = ["whole_blocks"]
+__all__ = ["BLOCKS", "whole_blocks"]
+
+BLOCKS = "blocks"  # what findings call it
 
 
 def whole_blocks(plan: Plan) -> tuple[Finding, ...]:
@@ -19,7 +21,7 @@ def whole_blocks(plan: Plan) -> tuple[Finding, ...]:
     legal = ", ".join(map(str, plan.legal_tp))
     hint = f"sizes that divide every axis: {legal}" if plan.legal_tp else "choose another size"
     text = f"no block is split at tp={plan.ranks}, only {split}: every rank computes all {len(blocks)} blocks"
-    return (Finding("blocks", "warn", "", text, hint),)
+    return (Finding(BLOCKS, "warn", "", text, hint),)
 
 
 def _inside(pattern: str, block: str) -> bool:

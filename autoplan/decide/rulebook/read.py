@@ -134,7 +134,10 @@ class Rule:
 def load_rules(folder: Path | None = None) -> tuple[Rule, ...]:
     """All role rules, ordered by id: the order of files never decides anything."""
     place = (folder or rules_folder()) / "roles"
-    rules = tuple(parse_rule(read_text(path, _REFUSAL, BYTES["toml"]), path.stem) for path in sorted(place.glob("*.toml"), key=_id))
+    rules = tuple(
+        parse_rule(read_text(path, _REFUSAL, BYTES["toml"]), path.stem)
+        for path in sorted(place.glob("*.toml"), key=_id)
+    )
     known = {rule.id for rule in rules}
     for rule in rules:
         for other in rule.beats:

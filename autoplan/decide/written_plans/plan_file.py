@@ -33,7 +33,7 @@ from typing import Any
 import yaml
 
 from autoplan.common.consistent import inconsistencies
-from autoplan.common.decode import decode
+from autoplan.common.files.decode import decode
 from autoplan.common.errors import AutoplanError, PlanFileError
 from autoplan.common.files.plain import NotPlain, read_plain
 from autoplan.common.files.write import write_whole

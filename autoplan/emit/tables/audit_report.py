@@ -47,7 +47,9 @@ def audit_view(report: Report) -> RenderableType:
         lines += [Padding(Text("Findings", "bold"), (1, 0, 0, 0)), *findings_view(causes)]
     if consequences:
         lines.append(Padding(Text("What follows", "bold"), (1, 0, 0, 0)))
-        lines += [Padding(Text(f"{finding.message}: {_sentence(finding.proof)}"), (0, 0, 0, 2)) for finding in consequences]
+        lines += [
+            Padding(Text(f"{finding.message}: {_sentence(finding.proof)}"), (0, 0, 0, 2)) for finding in consequences
+        ]
     return Group(*lines)
 
 
