@@ -21,8 +21,8 @@ from autoplan.common.stages import stage
 from autoplan.decide.plan.chosen import fitting, plan_chosen, solve_chosen
 from autoplan.decide.plan.experts import expert_findings, experts_of
 from autoplan.decide.plan.folding import same_in_like_blocks
-from autoplan.decide.plan.whole_blocks import whole_blocks
 from autoplan.decide.plan.packed import refuse_parted_blocks, with_packed
+from autoplan.decide.plan.whole_blocks import whole_blocks
 from autoplan.decide.written_plans.choices import Choices
 from autoplan.decide.written_plans.constraints import same_in_folded_blocks
 from autoplan.execute.fits import with_made_for

@@ -249,7 +249,9 @@ def prove_ranks(source: Source, plan: Plan) -> Plan:
     tp_size, ep_size = (min(size, _TINY_TP) for size in (plan.tp_size, plan.ep_size))
     how: Any = {"sequence_parallel": plan.sequence_parallel}
     report = verify_source(source, written, tp_size=tp_size, ep_size=ep_size, **how)
-    found = tuple(finding for finding in report.findings if finding.check != BLOCKS)  # of its own size, the draft said it
+    found = tuple(
+        finding for finding in report.findings if finding.check != BLOCKS
+    )  # of its own size, the draft said it
     checked = tuple(report.details.get("checked", ()))
     text = f"largest gradient error {max(report.gradients.values(), default=0.0):.1e}"
     wrong = tuple(dict.fromkeys(plan.proof.wrong + _found_wrong(Trial(), report.findings)))

@@ -23,6 +23,8 @@ __all__ = [
     "Request",
     "TensorParallel",
     "Wish",
+    "check_argument",
+    "check_count",
     "check_expert_size",
 ]
 
@@ -50,8 +52,7 @@ class Wish:
     prove: str = "graph"
 
     def __post_init__(self) -> None:
-        if not _is_count(self.tp_size):
-            raise AutoplanError(f"tp_size is {self.tp_size!r}", hint="give a whole number from 1 on")
+        check_count("tp_size", self.tp_size)
         check_expert_size(self.tp_size, self.ep_size)
         _yes_or_no(self, "sequence_parallel", "strict")
         _choose("prove", self.prove, PROOFS)
@@ -225,13 +226,26 @@ class Keywords(TypedDict, total=False):
 
 def check_expert_size(tp_size: int, ep_size: int) -> None:
     """Raise unless experts lie on the ranks of tp, or nothing else is split."""
-    if not _is_count(ep_size):
-        raise AutoplanError(f"ep_size is {ep_size!r}", hint="give a whole number from 1 on")
+    check_count("ep_size", ep_size)
     if ep_size > 1 and tp_size > 1 and ep_size != tp_size:
         raise AutoplanError(
             f"ep_size={ep_size} with tp_size={tp_size}: experts live on the ranks of tp, or on ranks of their own",
             hint=f"legal are ep_size=1 (experts are cut inside), ep_size={tp_size}, and any ep_size with tp_size=1",
         )
+
+
+def check_argument(name: str, value: Any, kinds: type | tuple[type, ...], hint: str) -> None:
+    """Raise if an argument is of another kind; a bool is no number here."""
+    wanted = kinds if isinstance(kinds, tuple) else (kinds,)
+    if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
+        shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}..."
+        raise AutoplanError(f"{name} is {shown}, a {type(value).__name__}", hint=hint)
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise unless it is a whole number from 1 on."""
+    if not _is_count(value):
+        raise AutoplanError(f"{name} is {value!r}", hint="give a whole number from 1 on")
 
 
 def _choose(name: str, value: Any, known: tuple[str, ...]) -> None:

@@ -17,8 +17,8 @@ class Finding:
     """One thing a check has to say. `message` and `hint` are for people; code that tells findings apart asks `kind`.
 
     "not-comparable": the unsharded model's own numbers are NaN. "cannot-run": the sharded model raised.
-    "wrong-numbers": it ran, and computed something else. `places`: every pattern that it is about, where `where` names several, or only
-    the first of them.
+    "wrong-numbers": it ran, and computed something else. `places`: every pattern that it is about, where `where` names
+    several, or only the first of them.
     """
 
     check: str

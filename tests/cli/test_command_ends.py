@@ -40,7 +40,9 @@ def build():
 def command(*arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "timeout": 200, "env": environment, **how}
-    code = "import sys; sys.path.remove(''); from autoplan.cli.app import main; main(sys.argv[1:])"  # as the script does
+    code = (
+        "import sys; sys.path.remove(''); from autoplan.cli.app import main; main(sys.argv[1:])"  # as the script does
+    )
     return subprocess.run([sys.executable, "-c", code, *arguments], text=True, **how)
 
 

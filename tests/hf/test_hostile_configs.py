@@ -35,7 +35,10 @@ CASES: dict[str, tuple[Any, str]] = {
     "a text config that is text": ({**LLAVA, "text_config": "llama"}, "text_config must be a mapping"),
     "a number of many digits": ('{"model_type": "llama", "hidden_size": ' + "9" * 5000 + "}", "5,000 digits"),
     "nested": ("[" * 10_000, "nested"),
-    "layers of a part": ({**LLAVA, "text_config": {**LLAMA, "num_hidden_layers": 10**9}}, "text_config.num_hidden_layers"),
+    "layers of a part": (
+        {**LLAVA, "text_config": {**LLAMA, "num_hidden_layers": 10**9}},
+        "text_config.num_hidden_layers",
+    ),
 }
 
 

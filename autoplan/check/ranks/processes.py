@@ -126,7 +126,7 @@ def _refuse_lost(pipes: list[Connection], processes: list[Any], answered: set[in
     deadline = time.monotonic() + _LAST_WORDS
     while rest and (ready := wait(list(rest), max(0.0, deadline - time.monotonic()))):
         for pipe in ready:
-            rank = rest.pop(pipe)  # type: ignore[arg-type,call-overload]
+            rank = rest.pop(pipe)  # type: ignore[call-overload]
             try:
                 pipes[rank].recv_bytes()
             except EOFError:

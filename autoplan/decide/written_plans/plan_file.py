@@ -33,11 +33,11 @@ from typing import Any
 import yaml
 
 from autoplan.common.consistent import inconsistencies
-from autoplan.common.files.decode import decode
 from autoplan.common.errors import AutoplanError, PlanFileError
+from autoplan.common.files.decode import decode
 from autoplan.common.files.plain import NotPlain, read_plain
 from autoplan.common.files.write import write_whole
-from autoplan.common.options import check_expert_size
+from autoplan.common.options import check_argument, check_expert_size
 from autoplan.values import UNKNOWN, Plan, replace
 from autoplan.values.plain import plain
 
@@ -126,6 +126,7 @@ def check_suffix(path: str | PathLike[str]) -> None:
 
 def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
     """Write `plan` to `path`, as YAML or JSON by its suffix."""
+    check_argument("the plan file", path, (str, PathLike), "give its path")
     target = Path(path)
     write = _writer_for(target)
     write_whole(target, write(plan_to_dict(plan)), PlanFileError)
@@ -133,6 +134,7 @@ def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
 
 def load_plan(path: str | PathLike[str]) -> Plan:
     """Read a plan file. Nothing in it is executed."""
+    check_argument("the plan file", path, (str, PathLike), "give its path")
     source = Path(path)
     _writer_for(source)  # or no plan file can have this name
     data = read_plain(source, _REFUSAL)
