@@ -7,11 +7,11 @@ torch is imported by the commands that need it, when they run: `--help` and `--v
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 from collections.abc import Sequence
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -138,8 +138,8 @@ def explain(
 def verify(
     model: Model,
     tp: TpSize = 2,
-    plan_file: Annotated[
-        Path | None, typer.Option("--plan", metavar="FILE", help="Check this plan instead of making one.")
+    written: Annotated[
+        str | None, typer.Option("--plan", metavar="PLAN", help="Check this plan instead of making one.")
     ] = None,
     engine: Annotated[Engine, typer.Option(help="Ranks as threads, or as processes that talk over gloo.")] = (
         Engine.threads
@@ -160,10 +160,17 @@ def verify(
 ) -> None:
     """Prove a plan on simulated ranks: outputs, loss, every gradient, checkpoint, optimizer steps."""
     import autoplan
-    from autoplan.decide.written_plans.plan_file import load_plan
+    from autoplan.decide.written_plans.plan_file import load_plan, names_plan_file
     from autoplan.emit.tables.terminal import report_view
 
-    loaded = None if plan_file is None else load_plan(plan_file)
+    if written is None:
+        loaded = None
+    elif names_plan_file(written):
+        loaded = load_plan(written)
+    else:
+        loaded = _make_plan(
+            model, tp, written, "none", trust_remote_code, ep=ep or 1, sequence_parallel=sequence_parallel
+        )
     options: dict[str, Any] = {"tp_size": tp} if mesh is None else {"mesh": mesh}
     options |= {"engine": engine.value, "trust_remote_code": trust_remote_code, "rounding": rounding}
     options |= {"sequence_parallel": sequence_parallel} | ({} if ep is None else {"ep_size": ep})
@@ -312,8 +319,10 @@ def _answer(arguments: Sequence[str] | None) -> int:
         return FAILED
     except SystemExit as ended:  # typer's answer to a pipe that nobody reads any more
         return OK if isinstance(ended.__context__, BrokenPipeError) else FAILED
-    except OSError as error:
-        raise AutoplanError(f"it cannot be written: {error.strerror or error}") from error
+    except OSError as error:  # typer's own output: help, version
+        if error.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):
+            raise
+        raise AutoplanError(f"stdout cannot be written: {error.strerror}") from error
     if code == _INTERRUPTED:
         raise KeyboardInterrupt
     return code if isinstance(code, int) else OK

@@ -31,7 +31,7 @@ CASES: dict[str, tuple[Any, str]] = {
     "a million experts": ({**LLAMA, "model_type": "mixtral", "num_local_experts": 10**6}, "num_local_experts"),
     "many of both": ({**LLAMA, "num_hidden_layers": 4000, "num_local_experts": 8000}, "32,000,000 modules"),
     "a wide model": ({**LLAMA, "hidden_size": 10**12}, "hidden_size is 1,000,000,000,000"),
-    "no heads": ({**LLAMA, "num_attention_heads": 0, "num_key_value_heads": 0}, ""),
+    "no heads": ({**LLAMA, "num_attention_heads": 0, "num_key_value_heads": 0}, "cannot be"),
     "a text config that is text": ({**LLAVA, "text_config": "llama"}, "text_config must be a mapping"),
     "a number of many digits": ('{"model_type": "llama", "hidden_size": ' + "9" * 5000 + "}", "5,000 digits"),
     "nested": ("[" * 10_000, "nested"),

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
-from autoplan.common.files.plain import NotPlain, read_plain
+from autoplan.common.files.plain import NotPlain, is_file, read_plain
 from autoplan.common.patterns import matches
 from autoplan.decide.written_plans.choices import ChoiceError, check_key
 from autoplan.decide.written_plans.deepspeed import is_deepspeed, read_deepspeed
@@ -95,7 +95,7 @@ def read_foreign(source: Any, model: Any, name: str) -> ForeignPlan | str:
         return text
     if text == "hf":
         return _of_transformers(model, name)
-    if Path(text).is_file():
+    if is_file(text):
         return _of_file(Path(text), model)
     if plan_by_id(text) is not None:
         return text

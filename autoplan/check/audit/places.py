@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from autoplan.common.errors import AutoplanError
-from autoplan.common.files.plain import NotPlain, read_text
+from autoplan.common.files.plain import NotPlain, is_file, read_text
 from autoplan.decide.written_plans.dotted import looks_dotted
 
 __all__ = ["lines_of", "plan_file_of"]
@@ -20,7 +20,7 @@ def plan_file_of(plan: str) -> str:
 
     A dotted path was imported when the plan was read.
     """
-    if Path(plan).is_file():
+    if is_file(plan):
         return Path(plan).as_posix()
     parts = plan.replace(":", ".").split(".") if looks_dotted(plan) else []
     for length in range(len(parts) - 1, 0, -1):

@@ -54,7 +54,10 @@ def parse_mesh(text: str | Mapping[str, int] | MeshSizes) -> MeshSizes:
     """
     if isinstance(text, MeshSizes):
         return text
-    pairs = dict(_pair(part, text) for part in text.split(",")) if isinstance(text, str) else dict(text)
+    listed = [_pair(part, text) for part in text.split(",")] if isinstance(text, str) else list(text.items())
+    pairs = dict(listed)
+    if len(pairs) < len(listed):
+        raise AutoplanError(f"mesh {text!r} names a dim twice", hint="write it as dp=2,tp=2")
     for name, size in pairs.items():
         if name not in NAMES or not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise AutoplanError(f"mesh {text!r}: {name}={size}", hint=f"sizes from 1 on, for {', '.join(NAMES)}")

@@ -37,7 +37,7 @@ def plan_at(path: str, model: Any, sequence_parallel: bool = False) -> Mapping[s
             value, called = _called(value, path, model, sequence_parallel), "() returned"
         except ChoiceError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ChoiceError(f"{path} raises when it is called: {_said(error)}", hint="fix it first") from error
     if isinstance(value, (Mapping, Plan)):
         return value
@@ -57,7 +57,7 @@ def _value_at(path: str) -> Any:
             value = import_module(name)
         except ImportError as error:
             raise ChoiceError(f"{path}: importing {name} failed: {error}", hint="install what it needs") from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ChoiceError(f"{path} raises on import: {_said(error)}", hint=f"fix {name} first") from error
         return _attribute(value, name, parts[length:], path)
     raise ChoiceError(
@@ -103,7 +103,7 @@ def _called(function: Callable[..., Any], path: str, model: Any, sequence_parall
     return function(*list(offered.values())[: len(required)])
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 

@@ -35,7 +35,7 @@ import yaml
 from autoplan.common.consistent import inconsistencies
 from autoplan.common.errors import AutoplanError, PlanFileError
 from autoplan.common.files.decode import decode
-from autoplan.common.files.plain import NotPlain, read_plain
+from autoplan.common.files.plain import NotPlain, is_folder, read_plain
 from autoplan.common.files.write import write_whole
 from autoplan.common.options import check_argument, check_expert_size
 from autoplan.values import UNKNOWN, Plan, replace
@@ -116,7 +116,7 @@ def _anew(data: dict[str, Any]) -> str:
 
 def names_plan_file(name: str | PathLike[str]) -> bool:
     """Is this the name of a plan file, there or not, rather than of a model?"""
-    return Path(name).suffix.lower() in _WRITERS and not Path(name).is_dir()
+    return Path(name).suffix.lower() in _WRITERS and not is_folder(name)
 
 
 def check_suffix(path: str | PathLike[str]) -> None:

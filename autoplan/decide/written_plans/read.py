@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.common.errors import PlanMismatchError
-from autoplan.common.files.plain import NotPlain, read_plain
+from autoplan.common.files.plain import NotPlain, is_file, read_plain
 from autoplan.common.patterns import matches
 from autoplan.decide.plan.chosen import choices_of_plan
 from autoplan.decide.written_plans.choices import Choice, ChoiceError, Choices, check_key
@@ -88,7 +88,7 @@ class _Reader:
             return self._as_asked(hf_plan(self.model, self.name))
         if text in ("auto", "handwritten"):
             return self._handwritten(wanted=text == "handwritten")
-        if Path(text).is_file():
+        if is_file(text):
             return self._of_file(Path(text))
         chosen = plan_by_id(text)
         if chosen is not None:
