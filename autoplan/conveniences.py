@@ -69,6 +69,7 @@ def _to_hf(plan: Plan, model: Any, *, old: bool, drop: bool) -> dict[str, str]:
 def _export(plan: Plan, target: str, model: Any, *, drop: bool) -> str:
     from autoplan.emit.exports.export import Surroundings, export
 
+    check_argument("target", target, str, "give a system's name; `autoplan export --help` lists them")
     if model is None:
         return export(plan, target, Surroundings(), drop=drop)
     from autoplan.emit.exports.surroundings import surroundings

@@ -65,7 +65,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {
     "load_weights(model)": (lambda odd: autoplan.load_weights(odd, "/"), NONE),
     "load_weights(folder)": (lambda odd: autoplan.load_weights(MODEL, odd), NONE),
     "clip_gradients(source)": (lambda odd: autoplan.clip_gradients(odd, 1.0), NONE),
-    "clip_gradients(max_norm)": (lambda odd: autoplan.clip_gradients(MODEL, odd), NONE[3:]),
+    "clip_gradients(max_norm)": (lambda odd: autoplan.clip_gradients(MODEL, odd), (-1, *NONE[3:])),
     "global_norm(source)": (autoplan.global_norm, NONE),
     "global_norm(norm_type)": (lambda odd: autoplan.global_norm(MODEL, odd), (-1, *NONE[3:])),
     "to_local": (autoplan.to_local, NONE),

@@ -89,6 +89,8 @@ def clip_gradients(
     Returns the norm before. Collective, as `global_norm` is.
     """
     check_argument("max_norm", max_norm, (int, float, torch.Tensor), "give a number")
+    if not isinstance(max_norm, torch.Tensor) and not max_norm >= 0:
+        raise AutoplanError(f"max_norm={max_norm!r}", hint="give a number from 0 on")
     given = _given(source)
     norm = global_norm(given, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
