@@ -40,7 +40,7 @@ Model: TypeAlias = nn.Module | PretrainedConfig | ExportedProgram | str
 
 # What a model class raises on a config that it cannot be built from.
 CANNOT_BUILD: tuple[type[Exception], ...] = (ValueError, TypeError, AttributeError, RuntimeError, LookupError)
-CANNOT_BUILD += (ArithmeticError, AssertionError, MemoryError)
+CANNOT_BUILD += (ArithmeticError, AssertionError, MemoryError, ImportError)
 
 _SMALL = 30_000_000  # parameters up to which a module is its own tiny clone
 _RUNS_IN_SECONDS = 60_000_000
@@ -274,7 +274,7 @@ def _build(cls: type, config: PretrainedConfig, attention: str | None) -> Any:
             return cls._from_config(config, **keywords)  # type: ignore[attr-defined]
     except SourceError:
         raise
-    except (*CANNOT_BUILD, ImportError) as error:
+    except CANNOT_BUILD as error:
         raise SourceError(
             f"{cls.__name__} cannot be built from its config: {type(error).__name__}: {error}",
             hint="fix the config, or build the model yourself and pass it",
