@@ -23,7 +23,7 @@ SPREAD ?= -n 2 --dist loadfile
 # Libraries that take our plans. Automodel comes without what it needs itself: only its way of reading plans is run.
 HOSTS  ?= nemo-automodel
 
-.PHONY: help demo test test-all test-hosts lint format types docs bench wheel clean
+.PHONY: help demo test test-all test-hosts lint format types docs fuzz bench wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+: .*## ' Makefile | sed 's/:.*## /\t/' | expand -t 14
@@ -72,6 +72,9 @@ types: $(VENV)/dev  ## mypy
 
 docs: $(VENV)/dev  ## pages of every public function, under build/docs
 	$(BIN)/python -m pdoc autoplan '!autoplan\.(?!testing)' --no-show-source -o build/docs
+
+fuzz: $(VENV)/dev  ## hostile files and plans, spoilt in many ways: COUNT= cases each, SEED=
+	$(BIN)/python tests/fuzz $(if $(COUNT),--count $(COUNT)) --seed $(or $(SEED),0)
 
 bench: $(VENV)/dev  ## measure planning, import and build; asserts nothing
 	$(BIN)/python tests/benchmarks/planning_time.py

@@ -21,7 +21,7 @@ from autoplan.check.audit.edited import held_against_model
 from autoplan.check.audit.gate import refuse_disproven, refuse_unproven, refuse_wrong, warn_unproven
 from autoplan.check.prove import proven_plan
 from autoplan.common.errors import AutoplanError
-from autoplan.common.options import TRIAL_SECONDS, Keywords, Options, Wish
+from autoplan.common.options import TRIAL_SECONDS, Keywords, Options, Wish, check_argument
 from autoplan.common.requirements import check_versions
 from autoplan.common.rules_folder import with_rules
 from autoplan.common.surroundings import plain_surroundings
@@ -130,6 +130,7 @@ def parallelize(
 
     `options` holds the same as the keywords, as one value (`autoplan.Options`).
     """
+    check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
     options = _options(options, keywords)
     _refuse_no_module(model, check)
     dims = read_mesh(mesh, mesh_dims)

@@ -14,6 +14,7 @@ from os import PathLike
 from typing import Any
 
 from autoplan.common.conventions import conventions, hand_in
+from autoplan.common.options import check_argument
 from autoplan.hf.conventions import TRANSFORMERS
 from autoplan.values import Change, Plan, Report
 from autoplan.values.conveniences import provide
@@ -36,12 +37,14 @@ def _report_text(report: Report) -> str:
 def _explain(plan: Plan, path: str) -> str:
     from autoplan.emit.explain import explain
 
+    check_argument("path", path, str, "give the path of a module or a parameter, or a pattern")
     return explain(plan, path)
 
 
 def _diff(plan: Plan, other: Plan) -> tuple[Change, ...]:
     from autoplan.emit.differences import diff
 
+    check_argument("other", other, Plan, "give another plan, such as autoplan.load_plan(path)")
     return diff(plan, other)
 
 
@@ -66,6 +69,7 @@ def _to_hf(plan: Plan, model: Any, *, old: bool, drop: bool) -> dict[str, str]:
 def _export(plan: Plan, target: str, model: Any, *, drop: bool) -> str:
     from autoplan.emit.exports.export import Surroundings, export
 
+    check_argument("target", target, str, "give a system's name; `autoplan export --help` lists them")
     if model is None:
         return export(plan, target, Surroundings(), drop=drop)
     from autoplan.emit.exports.surroundings import surroundings

@@ -17,10 +17,12 @@ from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_any, capture_fake
 from autoplan.common.errors import CaptureError, IndivisibleError
 from autoplan.common.options import Wish
+from autoplan.common.stages import stage
 from autoplan.decide.plan.chosen import fitting, plan_chosen, solve_chosen
 from autoplan.decide.plan.experts import expert_findings, experts_of
 from autoplan.decide.plan.folding import same_in_like_blocks
 from autoplan.decide.plan.packed import refuse_parted_blocks, with_packed
+from autoplan.decide.plan.whole_blocks import whole_blocks
 from autoplan.decide.written_plans.choices import Choices
 from autoplan.decide.written_plans.constraints import same_in_folded_blocks
 from autoplan.execute.fits import with_made_for
@@ -60,7 +62,9 @@ def draft_plan(
     """
     module = source.module() if module is None else module
     capabilities = wanted_capabilities(wish) if capabilities is None else capabilities
+    stage("recording a run of the model")
     captured = capture_source(source, module, choices)
+    stage("deciding what is split")
     stacks = layers(module, causal=calls_causal(captured.trace))
     blocks = tuple(stack.fqns for stack in stacks) if capabilities.sequence else None
     packed = source.packed(module)
@@ -78,6 +82,7 @@ def draft_plan(
     found = sequence_findings(solution) if capabilities.sequence else ()
     if wish.ep_size > 1 and capabilities.experts:
         found += expert_findings(made, solution)
+    found += whole_blocks(made)
     made = replace(made, findings=made.findings + found, made_for=replace(made.made_for, content=digest(made)))
     return Draft(made, captured.trace, choices)
 

@@ -22,8 +22,10 @@ from autoplan.common.dtypes import inputs_in, tried_dtypes, working_dtype
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import Wish
 from autoplan.common.patterns import is_under, matches
+from autoplan.common.stages import stage
 from autoplan.decide.plan.chosen import choices_of_plan, solve_chosen
 from autoplan.decide.plan.experts import experts_of
+from autoplan.decide.plan.whole_blocks import BLOCKS
 from autoplan.decide.written_plans.choices import Choices
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import Source
@@ -75,11 +77,13 @@ def proven_plan(source: Source, wish: Wish, choices: Choices | None = None, modu
     module = source.module() if module is None else module
     if wish.prove == "none" or wish.ranks == 1:
         return draft_plan(source, wish, choices=choices, module=module).plan
+    stage("trying a tiny clone on simulated ranks")
     settled = settle_capabilities(
         source, wanted_capabilities(wish), wish.tp_size, wish.ep_size, choices, Budget(wish.trial_seconds)
     )
     draft = draft_plan(source, wish, choices=choices, capabilities=settled.capabilities, module=module)
     made = replace(draft.plan, findings=draft.plan.findings + settled.findings)
+    stage("proving the plan on the graph of a tiny clone")
     proof = prove_graph(source, made, draft.trace, draft.choices, settled.trial)
     made = replace(made, proof=proof.proof, findings=made.findings + proof.findings, entries=proof.stamp(made.entries))
     return prove_ranks(source, made) if wish.prove == "ranks" else made
@@ -260,6 +264,7 @@ def prove_ranks(source: Source, plan: Plan) -> Plan:
         text = f"verify could not run: {error.message}"
         proof = replace(plan.proof, ok=False, text=text)
         return replace(plan, proof=proof, findings=(*plan.findings, Finding("proof", "warn", "", text, error.hint)))
+    found = tuple(one for one in report.findings if one.check != BLOCKS)  # of its own size the draft has said it
     checked = tuple(report.details.get("checked", ()))
     text = f"largest gradient error {max(report.gradients.values(), default=0.0):.1e}"
     wrong = tuple(dict.fromkeys(plan.proof.wrong + _found_wrong(Trial(), report.findings)))
@@ -268,4 +273,4 @@ def prove_ranks(source: Source, plan: Plan) -> Plan:
     stamp = f"ranks at tp={_TINY_TP}" if proof.ok else _UNPROVEN
     unseen = [entry for entry in plan.entries if plan.proof.ok and entry.proof == _UNPROVEN]
     entries = tuple(entry if entry in unseen else replace(entry, proof=stamp) for entry in plan.entries)
-    return replace(plan, proof=proof, findings=plan.findings + report.findings, entries=entries)
+    return replace(plan, proof=proof, findings=plan.findings + found, entries=entries)

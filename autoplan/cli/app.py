@@ -7,11 +7,11 @@ torch is imported by the commands that need it, when they run: `--help` and `--v
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 from collections.abc import Sequence
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -31,6 +31,8 @@ from autoplan.cli.shared import (
     TpSize,
     Trust,
     emit,
+    ended_on_request,
+    flushed,
     note,
     progress,
 )
@@ -140,8 +142,8 @@ def explain(
 def verify(
     model: Model,
     tp: TpSize = 2,
-    plan_file: Annotated[
-        Path | None, typer.Option("--plan", metavar="FILE", help="Check this plan instead of making one.")
+    written: Annotated[
+        str | None, typer.Option("--plan", metavar="PLAN", help="Check this plan instead of making one.")
     ] = None,
     engine: Annotated[Engine, typer.Option(help="Ranks as threads, or as processes that talk over gloo.")] = (
         Engine.threads
@@ -162,10 +164,17 @@ def verify(
 ) -> None:
     """Prove a plan on simulated ranks: outputs, loss, every gradient, checkpoint, optimizer steps."""
     import autoplan
-    from autoplan.decide.written_plans.plan_file import load_plan
+    from autoplan.decide.written_plans.plan_file import load_plan, names_plan_file
     from autoplan.emit.tables.terminal import report_view
 
-    loaded = None if plan_file is None else load_plan(plan_file)
+    if written is None:
+        loaded = None
+    elif names_plan_file(written):
+        loaded = load_plan(written)
+    else:
+        loaded = _make_plan(
+            model, tp, written, "none", trust_remote_code, ep=ep or 1, sequence_parallel=sequence_parallel
+        )
     options: dict[str, Any] = {"tp_size": tp} if mesh is None else {"mesh": mesh}
     options |= {"engine": engine.value, "trust_remote_code": trust_remote_code, "rounding": rounding}
     options |= {"sequence_parallel": sequence_parallel} | ({} if ep is None else {"ep_size": ep})
@@ -286,16 +295,41 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without × or → still gets the table
+    code = FAILED
+    with ended_on_request():
+        try:
+            code = _answer(arguments)
+        except AutoplanError as error:
+            note(f"error: {error}")
+        except KeyboardInterrupt:
+            note("interrupted")
+        except Exception:  # a bug of ours must not exit with 1, which means findings
+            note(f"{traceback.format_exc()}error: this is a bug in autoplan; the lines above say where")
+    sys.exit(flushed(code))
+
+
+_USAGE: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
+_INTERRUPTED = 130  # what typer makes of Ctrl-C
+
+
+def _answer(arguments: Sequence[str] | None) -> int:
+    """Run a command; what typer would print and exit with by itself is an exit code of ours."""
     try:
-        app(args=arguments, prog_name="autoplan")
-    except AutoplanError as error:
-        note(f"error: {error}")
-    except KeyboardInterrupt:
-        note("interrupted")
-    except Exception:  # a bug of ours must not exit with 1, which means findings
-        traceback.print_exc()
-        note("error: this is a bug in autoplan; the lines above say where")
-    sys.exit(FAILED)
+        code = app(args=arguments, prog_name="autoplan", standalone_mode=False)
+    except typer.Abort:
+        raise KeyboardInterrupt from None
+    except _USAGE as error:
+        error.show()
+        return FAILED
+    except SystemExit as ended:  # typer's answer to a pipe that nobody reads any more
+        return OK if isinstance(ended.__context__, BrokenPipeError) else FAILED
+    except OSError as error:  # typer's own output: help, version
+        if error.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):
+            raise
+        raise AutoplanError(f"stdout cannot be written: {error.strerror}") from error
+    if code == _INTERRUPTED:
+        raise KeyboardInterrupt
+    return code if isinstance(code, int) else OK
 
 
 def _make_plan(

@@ -80,9 +80,12 @@ def audit(
 
 def _sarif(report: Report, plan: str) -> dict[str, Any]:
     from autoplan.check.audit.checks import CHECKS
+    from autoplan.check.audit.places import lines_of, plan_file_of
     from autoplan.emit.tables.audit_report import sarif
 
-    return sarif(report, {check.name: check.about for check in CHECKS}, plan)
+    file = plan_file_of(plan)
+    lines = lines_of(file, report.details["verdicts"])
+    return sarif(report, {check.name: check.about for check in CHECKS}, file or plan, lines)
 
 
 def _all_hf(tp: int, mapping: list[str] | None, only: list[str] | None, as_json: bool, output: Any) -> int:
@@ -117,4 +120,4 @@ def compare(
     with progress(f"comparing {a} and {b} for {model} at tp {tp}"):
         report = compare_plans(resolve(model, trust_remote_code=trust_remote_code), a, b, tp)
     emit(report_view(report, model), report.to_dict(), as_json, output)
-    raise typer.Exit(OK if report.ok else FINDINGS)
+    raise typer.Exit(FINDINGS if report.findings else OK)

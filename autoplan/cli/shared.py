@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autoplan.common.errors import AutoplanError
+from autoplan.common.files.write import write_whole
+from autoplan.common.stages import watched
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -30,6 +35,8 @@ __all__ = [
     "TpSize",
     "Trust",
     "emit",
+    "ended_on_request",
+    "flushed",
     "note",
     "progress",
 ]
@@ -69,26 +76,75 @@ def emit(view: RenderableType | str, data: Any, as_json: bool, output: Path | No
     shown = view if isinstance(view, str) else plain_text(view)
     text = json.dumps(data, indent=2, ensure_ascii=False) if as_json else shown
     if output is None:
-        print(text)
+        with _to_stdout():
+            print(text)
+            sys.stdout.flush()
         return
-    try:
-        output.write_text(f"{text}\n", encoding="utf-8")
-    except OSError as error:
-        raise AutoplanError(f"{output} cannot be written: {error.strerror}", hint="choose another path") from error
+    write_whole(output, f"{text}\n")
     note(f"written to {output}")
 
 
 def note(text: str) -> None:
-    print(text, file=sys.stderr)
+    with suppress(OSError):  # who closed stderr wants to hear nothing
+        print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _to_stdout() -> Iterator[None]:
+    """A reader that has enough (`| head`) is no error; a full disk is one."""
+    try:
+        yield
+    except OSError as error:
+        _silence()
+        if not isinstance(error, BrokenPipeError):
+            raise AutoplanError(f"stdout cannot be written: {error.strerror}", hint="make room, or use -o") from error
+
+
+def flushed(code: int) -> int:
+    """The exit code once all that was printed is out."""
+    try:
+        with _to_stdout():
+            sys.stdout.flush()
+    except AutoplanError as error:
+        note(f"error: {error}")
+        return FAILED
+    return code
+
+
+def _silence() -> None:
+    """What is still in stdout's buffer goes nowhere, rather than fail again when Python ends."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def ended_on_request() -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does: no process and no half-written file is left."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
 def progress(text: str) -> Iterator[None]:
-    """A spinner on stderr while something slow runs; silent where nobody watches."""
+    """On stderr, while something slow runs: what it is doing, and for how long; silent where nobody watches."""
     if not sys.stderr.isatty():
         yield
         return
     from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    with Console(stderr=True).status(text):
-        yield
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task(text, total=None)
+        with watched(lambda stage: shown.update(task, description=f"{text}: {stage}")):
+            yield

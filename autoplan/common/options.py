@@ -24,6 +24,8 @@ __all__ = [
     "Request",
     "TensorParallel",
     "Wish",
+    "check_argument",
+    "check_count",
     "check_expert_size",
     "check_ranks",
 ]
@@ -247,6 +249,20 @@ def check_expert_size(tp_size: int, ep_size: int) -> None:
             f"ep_size={ep_size} with tp_size={tp_size}: experts live on the ranks of tp, or on ranks of their own",
             hint=f"legal are ep_size=1 (experts are cut inside), ep_size={tp_size}, and any ep_size with tp_size=1",
         )
+
+
+def check_argument(name: str, value: Any, kinds: type | tuple[type, ...], hint: str) -> None:
+    """Raise if an argument is of another kind; a bool is no number here."""
+    wanted = kinds if isinstance(kinds, tuple) else (kinds,)
+    if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
+        shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}..."
+        raise AutoplanError(f"{name} is {shown}, a {type(value).__name__}", hint=hint)
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise unless it is a whole number from 1 on."""
+    if not _is_count(value):
+        raise AutoplanError(f"{name} is {value!r}", hint="give a whole number from 1 on")
 
 
 def _choose(name: str, value: Any, known: tuple[str, ...]) -> None:

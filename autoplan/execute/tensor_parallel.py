@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.common.layout import chunk
+from autoplan.common.options import check_argument
 from autoplan.common.patterns import matches, nearest
 from autoplan.execute.calls.kernel_guard import guard_kernels
 from autoplan.execute.collectives import RankGroup
@@ -71,6 +72,7 @@ class Applied:
 
 def applied(model: nn.Module) -> Applied | None:
     """The record of what `parallelize` did to a model, or None."""
+    check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
     return model.__dict__.get(_RECORD)
 
 

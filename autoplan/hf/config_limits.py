@@ -1,8 +1,8 @@
 """A config before anything is built from it: are its values of the right kinds, and its sizes not absurd?
 
-A config is somebody's file. Classes of configs and models trust it: a `model_type` that is a list, a negative width or a
-billion layers end in an error from deep inside, or do not end at all. What can be told from the values is told first;
-what can only be told by building is counted while it is built.
+A config is somebody's file. Classes of configs and models trust it: a `model_type` that is a list, a negative width or
+a billion layers end in an error from deep inside, or do not end at all. What can be told from the values is told
+first; what can only be told by building is counted while it is built.
 """
 
 from __future__ import annotations

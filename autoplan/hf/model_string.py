@@ -10,7 +10,6 @@ import difflib
 import importlib
 import os
 import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,8 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from autoplan.common.errors import SourceError
-from autoplan.common.files.plain import NotPlain, read_plain
+from autoplan.common.files.plain import NotPlain, is_folder, read_plain
+from autoplan.common.importing import importable_here
 from autoplan.hf.config_limits import check_config
 from autoplan.hf.type_rules import open_fields
 
@@ -50,7 +50,7 @@ def from_string(text: str, *, trust_remote_code: bool = False) -> Found:
         raise SourceError(
             "the model string is empty", hint="give a folder, 'package.module:builder', a type or a hub id"
         )
-    if Path(text).expanduser().is_dir():
+    if is_folder(text):
         return _from_folder(Path(text).expanduser(), trust_remote_code)
     left, colon, right = text.partition(":")
     if colon and left in CONFIG_MAPPING and hasattr(transformers, right):
@@ -156,7 +156,7 @@ def _from_builder(module_name: str, function_name: str) -> Found:
     builder = _import_builder(module_name, function_name, what)
     try:
         made = builder()
-    except Exception as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise SourceError(
             f"{what}() raised {type(error).__name__}: {error}", hint="it is called without arguments"
         ) from error
@@ -174,24 +174,21 @@ def _from_builder(module_name: str, function_name: str) -> Found:
 
 
 def _import_builder(module_name: str, function_name: str, what: str) -> Any:
-    here = os.getcwd()
-    added = here not in sys.path and "" not in sys.path
-    if added:
-        sys.path.insert(0, here)
     try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs the user's code
+        with importable_here():
+            module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # importing runs the user's code
         raise SourceError(
             f"{what}: importing {module_name!r} raised {type(error).__name__}: {error}",
             hint="write 'package.module:builder'; the module must import from here",
         ) from error
-    finally:
-        if added:
-            sys.path.remove(here)
     builder: Any = module
     for part in function_name.split("."):
         builder = getattr(builder, part, None)
     if not callable(builder):
+        if builder is not None:
+            kind = type(builder).__name__
+            raise SourceError(f"{what} is a {kind}", hint="name a function that returns the model")
         near = difflib.get_close_matches(function_name, [n for n in vars(module) if not n.startswith("_")], 3)
         raise SourceError(
             f"{what}: {module_name} has no function {function_name!r}",

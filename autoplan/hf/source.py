@@ -23,6 +23,7 @@ from autoplan.capture.copies import copied
 from autoplan.capture.derive_inputs import Recipe, recipe_for
 from autoplan.common.dtypes import cast_numbers
 from autoplan.common.errors import SourceError
+from autoplan.common.options import check_argument
 from autoplan.common.random_values import BUILDING, fill_meta, randomise, untouched_randomness
 from autoplan.hf.adapters import settings_of, wrap
 from autoplan.hf.catalogue import class_name_of
@@ -38,8 +39,8 @@ __all__ = ["Model", "Source", "resolve"]
 Model: TypeAlias = nn.Module | PretrainedConfig | ExportedProgram | str
 
 # What a model class raises on a config that it cannot be built from.
-CANNOT_BUILD = (ValueError, TypeError, AttributeError, RuntimeError, LookupError, ArithmeticError, AssertionError)
-CANNOT_BUILD += (MemoryError,)
+CANNOT_BUILD: tuple[type[Exception], ...] = (ValueError, TypeError, AttributeError, RuntimeError, LookupError)
+CANNOT_BUILD += (ArithmeticError, AssertionError, MemoryError, ImportError)
 
 _SMALL = 30_000_000  # parameters up to which a module is its own tiny clone
 _RUNS_IN_SECONDS = 60_000_000
@@ -198,6 +199,9 @@ def resolve(
     inputs: Mapping[str, Any] | None = None,
 ) -> Source:
     """Find out what `model` is. Raises SourceError, with what was tried, when it is nothing that can be built."""
+    if inputs is not None:
+        check_argument("inputs", inputs, Mapping, "give a mapping: argument of the forward -> example")
+    check_argument("trust_remote_code", trust_remote_code, bool, "choose True or False")
     if isinstance(model, str):
         found = from_string(model, trust_remote_code=trust_remote_code)
         if found.module is not None:
@@ -270,7 +274,7 @@ def _build(cls: type, config: PretrainedConfig, attention: str | None) -> Any:
             return cls._from_config(config, **keywords)  # type: ignore[attr-defined]
     except SourceError:
         raise
-    except (*CANNOT_BUILD, ImportError) as error:
+    except CANNOT_BUILD as error:
         raise SourceError(
             f"{cls.__name__} cannot be built from its config: {type(error).__name__}: {error}",
             hint="fix the config, or build the model yourself and pass it",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from autoplan.analyse.picture.blocks import Blocks, find_blocks
 from autoplan.analyse.picture.stack_kinds import kind_of
+from autoplan.common.options import check_argument
 from autoplan.values import Stack, Trace
 from autoplan.values.module_tree import ModuleTree
 
@@ -22,8 +23,11 @@ def layers(model: nn.Module, trace: Trace | None = None, *, causal: frozenset[st
     With a `trace`, blocks are ordered and counted as they were called; without, as they are defined. `causal` are
     modules that called a causal attention (`calls_causal`).
     """
+    from torch import nn
+
     from autoplan.hf.module_tree import module_tree
 
+    check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
     return stacks_of(module_tree(model), trace, causal)
 
 

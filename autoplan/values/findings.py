@@ -16,8 +16,9 @@ __all__ = ["Finding", "Report", "Score", "Scoreboard", "Shipped", "Traffic", "Ve
 class Finding:
     """One thing a check has to say. `message` and `hint` are for people; code that tells findings apart asks `kind`.
 
-    "not-comparable": the unsharded model's own numbers are NaN. "cannot-run": the sharded model raised. `places`: every
-    pattern that it is about, where `where` names several, or only the first of them.
+    "not-comparable": the unsharded model's own numbers are NaN. "cannot-run": the sharded model raised.
+    "wrong-numbers": it ran, and computed something else. `places`: every pattern that it is about, where `where` names
+    several, or only the first of them.
     """
 
     check: str
@@ -27,13 +28,18 @@ class Finding:
     hint: str = ""
     bytes: int = 0
     proof: str = ""
-    kind: Literal["", "not-comparable", "cannot-run"] = ""
+    kind: Literal["", "not-comparable", "cannot-run", "wrong-numbers"] = ""
     places: tuple[str, ...] = ()
 
     @property
     def about(self) -> tuple[str, ...]:
         """The patterns of modules or parameters that it is about."""
         return self.places or ((self.where,) if self.where else ())
+
+    @property
+    def is_consequence(self) -> bool:
+        """Does it say what running a plan showed, rather than what is wrong with it?"""
+        return self.kind in ("cannot-run", "wrong-numbers")
 
 
 @dataclass(frozen=True)

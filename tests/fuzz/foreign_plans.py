@@ -37,8 +37,6 @@ PLANS: tuple[dict[str, Any], ...] = (STYLES, SPECS, {"tensor_parallel": {"autotp
 KEYS = ("(a+)+$", "(.*.*)*x", ".*" * 30, "(" * 200, "*a" * 40, "*" * 60, "a{9999}{9999}", "[", "(?P<x>a)(?P<x>b)", "\\")
 
 
-
-
 def make(chance: random.Random) -> tuple[str, Any]:
     """How the plan is handed over, and the plan."""
     tree = spoil(chance.choice(PLANS), chance)

@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def _deep(depth: int) -> Any:
 
 # What a value may turn into; functions, so that no case shares a list with another.
 VALUES: tuple[Callable[[], Any], ...] = tuple(
-    (lambda value: lambda: copy.deepcopy(value))(value)
+    partial(copy.deepcopy, value)
     for value in (
         *(None, True, False, 0, 1, -1, -5, 2, 3, 7, 10**9, 10**18, -(10**9), 10**30, 0.5, -1.5, 1e308),
         *(float("inf"), float("nan"), "", "x", "llama", "*", "a.b.*", "[", "\x00", "\n", "ü" * 9, "x" * 5000, "\u2028"),
@@ -203,14 +204,39 @@ def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
-    f"{name}: &{name} [{','.join(['*' + before] * 10)}]\n"
-    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+    f"{name}: &{name} [{','.join(['*' + before] * 10)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
 PIECES = (
     *("[" * 10_000, "{" * 10_000, "- " * 5_000, '{"a":' * 10_000, "9" * 5_000, "a" + ".a" * 20_000 + " = 1\n"),
     *(BOMB, "&a [*a]", "x: &x {y: *x}", "!!python/object/apply:os.system [ls]", "!!set {1, 2}", "1: 2", "? [1]\n: 2\n"),
-    *("2020-01-01", "1979-05-27T07:32:00Z", "x = 1979-05-27\n", "\x00", "\x85", "\t", "\ufeff", "\\ud800", "%YAML 9\n---\n"),
-    *("--- 1\n--- 2\n", "<<: {a: 1}\n", "yes: no\n", "[[x]]\n", '"""', "'", '"', "{", "}", "]", ":", ",", "#", "=", "-1"),
+    *(
+        "2020-01-01",
+        "1979-05-27T07:32:00Z",
+        "x = 1979-05-27\n",
+        "\x00",
+        "\x85",
+        "\t",
+        "\ufeff",
+        "\\ud800",
+        "%YAML 9\n---\n",
+    ),
+    *(
+        "--- 1\n--- 2\n",
+        "<<: {a: 1}\n",
+        "yes: no\n",
+        "[[x]]\n",
+        '"""',
+        "'",
+        '"',
+        "{",
+        "}",
+        "]",
+        ":",
+        ",",
+        "#",
+        "=",
+        "-1",
+    ),
     *("1e999", "0x" + "f" * 300, "NaN", "1:30:20", "x" * 100_000, "\n" * 1000, "*a", "&a ", "! ", "|\n", "\\", "null"),
 )
 

@@ -28,7 +28,7 @@ PURE = (
     "common/errors",
     "common/patterns",
     "common/rules_folder",
-    "common/decode",
+    "common/files/decode",
     "version",
     "common/conventions",
     "hf/conventions",

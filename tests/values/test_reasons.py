@@ -7,7 +7,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from autoplan.common.decode import decode
+from autoplan.common.files.decode import decode
 from autoplan.values import ParameterFact, Replicated
 from autoplan.values.plain import plain
 from autoplan.values.reasons import REASONS, DoesNotDivide, GradientSummed, OfDim, Reason, ResidualStream, sentence

@@ -20,12 +20,14 @@ from autoplan.check.audit.subject import Settings, Subject
 from autoplan.check.audit.trial import Trial, try_on_ranks
 from autoplan.check.audit.verdicts import held_bytes, unsplit_share, verdicts
 from autoplan.common.errors import AutoplanError, PlanMismatchError
+from autoplan.common.options import check_count
 from autoplan.decide.plan.experts import experts_of
 from autoplan.values import Capabilities, Finding, Plan, Report
 
 __all__ = ["audit", "audit_source", "subject_of"]
 
 DEFAULT = Settings()
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 _ORDER = {"error": 0, "warn": 1, "note": 2}
 
 
@@ -55,16 +57,26 @@ def audit(
     """
     from autoplan.hf.source import resolve
 
+    _check_arguments(tokens, gradient_norm, dtype)
     source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
     settings = Settings(tokens, layers, gradient_norm, dtype)
     return audit_source(source, plan, tp_size, settings)
+
+
+def _check_arguments(tokens: Any, gradient_norm: Any, dtype: Any) -> None:
+    """Refuse what is of another kind before anything is built."""
+    check_count("tokens", tokens)
+    if gradient_norm is not None and not callable(gradient_norm):
+        raise AutoplanError(f"gradient_norm={gradient_norm!r}", hint="give a function (model, mesh) -> number")
+    if dtype is not None and (not isinstance(dtype, str) or dtype not in DTYPES):
+        raise AutoplanError(f"dtype={dtype!r}", hint=f"choose one of {', '.join(DTYPES)}")
 
 
 def audit_source(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAULT, *, run: bool = True) -> Report:
     """`audit` for a source that is already resolved. Without `run` nothing is tried on ranks."""
     start = time.perf_counter()
     subject = subject_of(source, plan, tp_size, settings, run=run)
-    findings = sorted(_findings(subject), key=lambda finding: _ORDER[finding.level])
+    findings = sorted(_findings(subject), key=lambda finding: (_ORDER[finding.level], finding.is_consequence))
     held, possible = held_bytes(subject)
     numbers = subject.numbers
     return Report(
@@ -109,8 +121,7 @@ def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAUL
     from autoplan.hf.stacks import layers
     from autoplan.planning import capture_source
 
-    if not isinstance(tp_size, int) or tp_size < 1:
-        raise AutoplanError(f"tp_size is {tp_size!r}", hint="give a whole number from 1 on")
+    check_count("tp_size", tp_size)
     module = source.module()
     foreign = _read(source, plan, module, tp_size)
     captured = capture_source(source, module)

@@ -14,7 +14,10 @@ __all__ = ["compare_plans"]
 
 
 def compare_plans(source: Any, a: Any, b: Any, tp_size: int) -> Report:
-    """Compare two plans (in any form that `audit` takes). The report is ok when both cut alike and neither is wrong."""
+    """Compare two plans (in any form that `audit` takes). The report is ok when neither is wrong.
+
+    `details["differ"]` counts the weights that they cut otherwise, and `details["verdict"]` says it in a word.
+    """
     one, other = (subject_of(source, plan, tp_size) for plan in (a, b))
     groups: dict[tuple[str, str], list[Weight]] = {}
     alike = 0
@@ -23,14 +26,16 @@ def compare_plans(source: Any, a: Any, b: Any, tp_size: int) -> Report:
             alike += 1
         else:
             groups.setdefault((_cut(left.said), _cut(right.said)), []).append(left)
-    findings = [_wrong(subject) for subject in (one, other) if subject.is_wrong]
-    findings += [_difference(cuts, weights, one) for cuts, weights in groups.items()]
+    wrong = [_wrong(subject) for subject in (one, other) if subject.is_wrong]
+    findings = wrong + [_difference(cuts, weights, one) for cuts, weights in groups.items()]
+    verdict = "wrong" if wrong else "they differ" if groups else "alike"
     return Report(
-        ok=not findings,
+        ok=not wrong,
         findings=tuple(findings),
         tp_size=tp_size,
         details={
             "model": one.name,
+            "verdict": verdict,
             "a": _side(one),
             "b": _side(other),
             "alike": alike,

@@ -13,9 +13,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
-from autoplan.common.files.plain import NotPlain, read_plain
+from autoplan.common.files.plain import NotPlain, is_file, read_plain
 from autoplan.common.patterns import matches
-from autoplan.decide.written_plans.choices import ChoiceError
+from autoplan.decide.written_plans.choices import ChoiceError, check_key
 from autoplan.decide.written_plans.deepspeed import is_deepspeed, read_deepspeed
 from autoplan.decide.written_plans.dotted import looks_dotted, plan_at
 from autoplan.decide.written_plans.handwritten import plan_by_id
@@ -95,7 +95,7 @@ def read_foreign(source: Any, model: Any, name: str) -> ForeignPlan | str:
         return text
     if text == "hf":
         return _of_transformers(model, name)
-    if Path(text).is_file():
+    if is_file(text):
         return _of_file(Path(text), model)
     if plan_by_id(text) is not None:
         return text
@@ -138,9 +138,8 @@ def _of_mapping(data: Mapping[str, Any], name: str, model: Any) -> ForeignPlan:
         names = [parameter for parameter, _ in model.named_parameters(remove_duplicate=False)]
         choices = read_deepspeed(data, name, names)
         return ForeignPlan(name, "deepspeed", tuple(Line(c.pattern, c.style, c.written) for c in choices), data)
-    odd = next((key for key in data if not isinstance(key, str)), None)
-    if odd is not None:
-        raise ChoiceError(f"{name} has the key {odd!r}, which is no path", hint="keys are module paths with *")
+    for key in data:
+        check_key(key, name)
     if any(type(style).__name__ == "PlannedModel" for style in data.values()):
         raise ChoiceError(f"{name} is the export of an autoplan Plan", hint="audit the Plan itself, or its plan file")
     objects = any(not isinstance(style, str) for style in data.values())

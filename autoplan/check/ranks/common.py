@@ -6,6 +6,7 @@ In a file below both and their face.
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 
 from autoplan.common.errors import AutoplanError
 
-__all__ = ["Budget", "BudgetSpent", "RankError", "RankTimeout", "one_compute_thread"]
+__all__ = ["Budget", "BudgetSpent", "RankError", "RankLost", "RankNotStarted", "RankTimeout", "one_compute_thread"]
 
 
 class RankError(AutoplanError):
@@ -23,6 +24,23 @@ class RankError(AutoplanError):
         text = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
         super().__init__(f"rank {rank} of {world_size} raised {text}")
         self.rank, self.cause = rank, cause
+
+
+class RankLost(AutoplanError):
+    """A rank's process ended without an answer: nothing is known of the plan."""
+
+    def __init__(self, rank: int, world_size: int, exit_code: int | None) -> None:
+        killed = exit_code is not None and exit_code < 0
+        how = f"was killed by {signal.Signals(-exit_code).name}" if killed and exit_code else f"ended with {exit_code}"
+        super().__init__(
+            f"rank {rank} of {world_size} {how} before it had an answer, so nothing is known of the plan",
+            hint="was there memory enough? A script that starts ranks needs `if __name__ == '__main__':`, too",
+        )
+        self.rank, self.exit_code = rank, exit_code
+
+
+class RankNotStarted(AutoplanError):
+    """A rank's process could not take over what it was sent: nothing is known of the plan."""
 
 
 class RankTimeout(AutoplanError):

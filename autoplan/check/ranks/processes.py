@@ -11,6 +11,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import sys
 import tempfile
@@ -26,13 +27,16 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-from autoplan.check.ranks.common import RankError, RankTimeout
+from autoplan.check.ranks.common import RankError, RankLost, RankNotStarted, RankTimeout
 from autoplan.common.errors import AutoplanError
+from autoplan.common.importing import from_here
 from autoplan.hf.processes import PRELOADED
 from autoplan.patches.kernels import on_reference_path
 
 __all__ = ["start_and_collect"]
 
+_GRACE = 5.0  # seconds in which a rank may end by itself
+_LAST_WORDS = 1.0  # seconds after a failure in which another rank may turn out to have been lost
 _PRELOADED = ["torch", "torch.distributed.tensor", PRELOADED]
 
 
@@ -45,24 +49,28 @@ def start_and_collect(target: Callable[..., Any], args: tuple[Any, ...], world_s
             f"{getattr(target, '__qualname__', target)!r} cannot be sent to other processes: {error}",
             hint="use functions at the top of a module (a lambda in a model cannot be sent), or engine='threads'",
         ) from error
-    context = _context()
+    context, places = _context(), from_here()
     with tempfile.TemporaryDirectory(prefix="autoplan-ranks-") as folder:
         processes, pipes = [], []
         try:
             for rank in range(world_size):
                 receiving, sending = context.Pipe(duplex=False)
                 process = context.Process(
-                    target=_rank_main, args=(rank, world_size, folder, timeout, job, sending), daemon=True
+                    target=_rank_main, args=(rank, world_size, folder, timeout, job, places, sending), daemon=True
                 )
                 process.start()
                 sending.close()
                 processes.append(process)
                 pipes.append(receiving)
-            return _collect(pipes, timeout)
+            return _collect(pipes, processes, timeout)
         finally:
             for process in processes:
                 process.terminate()
-                process.join()
+            for process in processes:
+                process.join(_GRACE)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
 
 
 def _context() -> Any:
@@ -73,7 +81,7 @@ def _context() -> Any:
     return context
 
 
-def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
+def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> list[Any]:
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout
     while len(results) < len(pipes):
@@ -91,7 +99,7 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
             try:
                 ok, when, payload = _unpacked(pipes[rank].recv_bytes())
             except EOFError:
-                ok, when, payload = False, time.monotonic(), "nothing: its process ended without a word (killed?)"
+                raise _lost(rank, processes) from None
             if isinstance(payload, bytes):
                 payload = pickle.loads(payload)
             if ok:
@@ -99,12 +107,35 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
             else:
                 failed.append((when, rank, payload))
         if failed:
+            _refuse_lost(pipes, processes, {*results, *(rank for _, rank, _ in failed)})
             _, rank, cause = min(failed, key=lambda failure: failure[:2])
+            if isinstance(cause, RankNotStarted):
+                raise cause
             raise RankError(rank, len(pipes), cause)
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _rank_main(rank: int, world_size: int, folder: str, timeout: float, job: bytes, pipe: Connection) -> None:
+def _lost(rank: int, processes: list[Any]) -> RankLost:
+    processes[rank].join(_GRACE)
+    return RankLost(rank, len(processes), processes[rank].exitcode)
+
+
+def _refuse_lost(pipes: list[Connection], processes: list[Any], answered: set[int]) -> None:
+    """Raise if a rank is gone without a word: then what others saw, a broken connection, is its consequence."""
+    rest = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in answered}
+    deadline = time.monotonic() + _LAST_WORDS
+    while rest and (ready := wait(list(rest), max(0.0, deadline - time.monotonic()))):
+        for pipe in ready:
+            rank = rest.pop(pipe)  # type: ignore[call-overload]
+            try:
+                pipes[rank].recv_bytes()
+            except EOFError:
+                raise _lost(rank, processes) from None
+
+
+def _rank_main(
+    rank: int, world_size: int, folder: str, timeout: float, job: bytes, places: list[str], pipe: Connection
+) -> None:
     """The whole life of one rank's process.
 
     What happened is told before the group is left: the others fail as soon as a rank hangs up, and the first to report
@@ -112,6 +143,8 @@ def _rank_main(rank: int, world_size: int, folder: str, timeout: float, job: byt
     """
     import torch.distributed as dist
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller, who ends this process
+    sys.path[:] = places
     try:
         result = _run(rank, world_size, folder, timeout, job)
         message = _packed((True, time.monotonic(), result))
@@ -163,6 +196,18 @@ def _unpacked(sent: bytes) -> Any:
     return torch.load(io.BytesIO(sent), weights_only=False)
 
 
+def _taken_over(job: bytes) -> Any:
+    """What is to be run; its classes are imported anew here, and importing runs code of the user's."""
+    try:
+        return _unpacked(job)
+    except Exception as error:
+        name = f" {error.name!r}" if isinstance(error, ImportError) and error.name else ""
+        raise RankNotStarted(
+            f"a rank's process cannot import{name} what the model is made of: {type(error).__name__}: {error}",
+            hint="the module must import in a new process (put its folder on PYTHONPATH), or use engine='threads'",
+        ) from error
+
+
 def _sendable(error: BaseException) -> bytes | str:
     """The error itself if it survives the journey, else its text; torch's own errors and many users' do not."""
     text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
@@ -184,7 +229,7 @@ def _run(rank: int, world_size: int, folder: str, timeout: float, job: bytes) ->
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
     dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=timeout))
-    target, args = _unpacked(job)
+    target, args = _taken_over(job)
     with on_reference_path():
         result = target(rank, *args)
     dist.barrier()  # nobody leaves while another still needs it

@@ -69,6 +69,8 @@ def scoreboard(
         raise AutoplanError(f"checks={checks!r}", hint=f"choose one of {', '.join(CHECK_SETS)}")
     if tp_size < 2 or jobs < 1:
         raise AutoplanError(f"tp_size={tp_size}, jobs={jobs}", hint="at least 2 ranks and 1 job")
+    if not 0 < timeout < float("inf"):
+        raise AutoplanError(f"timeout={timeout!r}", hint="give a number of seconds above 0")
     if any(length < 2 for length in lengths):
         raise AutoplanError(f"lengths={tuple(lengths)}", hint="sequences of at least 2 positions")
     check_expert_size(tp_size, ep_size)

@@ -54,9 +54,12 @@ def parse_mesh(text: str | Mapping[str, int] | MeshSizes) -> MeshSizes:
     """
     if isinstance(text, MeshSizes):
         return text
-    pairs = dict(_pair(part, text) for part in text.split(",")) if isinstance(text, str) else dict(text)
+    listed = [_pair(part, text) for part in text.split(",")] if isinstance(text, str) else list(text.items())
+    pairs = dict(listed)
+    if len(pairs) < len(listed):
+        raise AutoplanError(f"mesh {text!r} names a dim twice", hint="write it as dp=2,tp=2")
     for name, size in pairs.items():
-        if name not in NAMES or size < 1:
+        if name not in NAMES or not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise AutoplanError(f"mesh {text!r}: {name}={size}", hint=f"sizes from 1 on, for {', '.join(NAMES)}")
     if pairs.get("tp", 1) > 1 and pairs.get("ep", 1) > 1:
         raise AutoplanError(
@@ -69,6 +72,6 @@ def parse_mesh(text: str | Mapping[str, int] | MeshSizes) -> MeshSizes:
 
 def _pair(part: str, text: Any) -> tuple[str, int]:
     name, _, size = part.partition("=")
-    if not size.strip().isdigit():
+    if not size.strip().isdecimal() or len(size) > 9:
         raise AutoplanError(f"mesh {text!r} is not understood at {part!r}", hint="write it as dp=2,tp=2")
     return name.strip(), int(size)

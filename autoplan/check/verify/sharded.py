@@ -19,6 +19,7 @@ from autoplan.capture.copies import copied
 from autoplan.check.ranks.common import Budget
 from autoplan.check.ranks.run import Engine, RankError, RankTimeout, one_compute_thread, run_processes, run_ranks
 from autoplan.common.errors import AutoplanError, OutsideError
+from autoplan.common.stages import stage
 from autoplan.hf.processes import note_what_is_collected
 from autoplan.patches.kernels import where_it_runs
 from autoplan.values import Finding, Report
@@ -119,6 +120,7 @@ def _check(
     from autoplan.check.verify.sensitivity import tolerance_of
 
     subject = _prepared(model, entries, others)
+    stage("running the tiny clone unsharded")
     reference, absent = _reference(subject, wanted)
     job = _Job(subject, sharding, tp_size, tuple(reference), tuple((dims or {"tp": tp_size}).items()))
     ranks, findings = _observe_all(job, engine, mesh, budget)
@@ -254,6 +256,7 @@ def _observe_all(job: _Job, engine: Engine, mesh: Any, budget: Budget) -> tuple[
     """What every rank saw. A check that raises becomes a finding and the others are run without it."""
     findings: list[Finding] = []
     while job.checks:
+        stage(f"running it on {job.ranks} simulated ranks: {', '.join(job.checks)}")
         try:
             return _run(job, engine, mesh, min(_TIMEOUT, budget.left)), findings
         except (CheckFailed, RankError, RankTimeout) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from autoplan.common.options import check_expert_size
+from autoplan.common.options import check_count, check_expert_size
 from autoplan.values import Plan
 
 __all__ = ["Sizes"]
@@ -21,6 +21,9 @@ class Sizes:
     @staticmethod
     def of(tp_size: int, ep_size: int | None, plan: Plan | None) -> Sizes:
         """As given; else as in a plan, at this many ranks."""
+        check_count("tp_size", tp_size)
+        if ep_size is not None:
+            check_count("ep_size", ep_size)
         if plan is not None and plan.ep_size > 1:
             return Sizes(tp_size, tp_size) if plan.tp_size > 1 else Sizes(1, ep_size or max(tp_size, 2))
         check_expert_size(tp_size, ep_size or 1)

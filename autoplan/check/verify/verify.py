@@ -24,8 +24,10 @@ from autoplan.check.verify.sharded import CHECK_NAMES, check_sharding
 from autoplan.check.verify.sharding import mesh_of, sharding_of
 from autoplan.check.verify.sizes import Sizes
 from autoplan.common.errors import AutoplanError
+from autoplan.common.options import check_argument
 from autoplan.common.patterns import best_match, matches
 from autoplan.common.surroundings import plain_surroundings
+from autoplan.decide.plan.whole_blocks import whole_blocks
 from autoplan.decide.written_plans.choices import Choices
 from autoplan.values import Boundary, CallRewrite, Capabilities, Finding, Plan, Report, SplitLogits
 
@@ -68,9 +70,25 @@ def verify(
     """
     from autoplan.hf.source import resolve
 
+    _check_arguments(plan, mesh, checks, {"sequence_parallel": sequence_parallel, "rounding": rounding})
     source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
     how: Any = {"mesh": mesh, "engine": engine, "checks": checks, "rounding": rounding}
     return verify_source(source, plan, tp_size, ep_size=ep_size, sequence_parallel=sequence_parallel, **how)
+
+
+def _check_arguments(plan: Any, mesh: Any, checks: Any, switches: Mapping[str, Any]) -> None:
+    """Refuse what is of another kind before anything is built."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if plan is not None:
+        hint = "give what autoplan.plan returned, or autoplan.load_plan(path)"
+        check_argument("plan", plan, Plan, hint)
+    if mesh is not None:
+        check_argument("mesh", mesh, (str, Mapping, DeviceMesh), 'give a device mesh, or "dp=2,tp=2"')
+    if checks is not None:
+        check_argument("checks", checks, (list, tuple, set, frozenset), f"give some of {', '.join(CHECK_NAMES)}")
+    for name, value in switches.items():
+        check_argument(name, value, bool, "choose True or False")
 
 
 def verify_source(
@@ -119,7 +137,7 @@ def verify_source(
 
         how: Any = {"exact": report.ok, "engine": engine, "mesh": mesh}
         details["rounding"] = measure_rounding(clone.model, clone.entries, applied, **how)
-    findings = [*report.findings, *findings]
+    findings = [*report.findings, *findings, *whole_blocks(plan or applied)]
     return replace(report, ok=not any(f.level == "error" for f in findings), findings=tuple(findings), details=details)
 
 

@@ -21,7 +21,8 @@ import yaml
 from autoplan.common.errors import AutoplanError
 from autoplan.common.files.yaml_values import YamlReader
 
-__all__ = ["BYTES", "NotPlain", "Notation", "notation_of", "parse_plain", "read_plain", "read_text"]
+__all__ = ["BYTES", "NotPlain", "Notation", "is_file", "is_folder", "notation_of", "parse_plain", "read_plain"]
+__all__ += ["read_text"]
 
 Notation = Literal["yaml", "json", "toml"]
 
@@ -49,6 +50,22 @@ class NotPlain:
 
     def name(self, path: object) -> str:
         return f"{self.what} {path}".strip()
+
+
+def is_file(text: str | PathLike[str]) -> bool:
+    """Is there a file of this name? What can be no name (too long, say) is none."""
+    try:
+        return Path(text).is_file()
+    except OSError:
+        return False
+
+
+def is_folder(text: str | PathLike[str]) -> bool:
+    """Is there a folder of this name?"""
+    try:
+        return Path(text).expanduser().is_dir()
+    except (OSError, RuntimeError):  # "~nobody" has no home
+        return False
 
 
 def notation_of(path: str | PathLike[str]) -> Notation:

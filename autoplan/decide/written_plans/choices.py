@@ -14,7 +14,7 @@ from typing import Literal
 from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import fold_names, matches, nearest
 
-__all__ = ["CUTS", "Choice", "ChoiceError", "Choices", "Cut", "check_style"]
+__all__ = ["CUTS", "Choice", "ChoiceError", "Choices", "Cut", "check_key", "check_style"]
 
 Cut = Literal["out", "in", "rows", "width", "any", "whole", "nothing"]
 
@@ -159,8 +159,24 @@ def _agreed(found: list[Choice], name: str, plan: str) -> Choice:
     return first
 
 
+_LONGEST_KEY = 500
+
+
+def check_key(key: object, plan: str) -> None:
+    """Raise on a key of a plan that can be no path of a module."""
+    if not isinstance(key, str):
+        raise ChoiceError(f"{plan} has the key {key!r}, which is no path", hint="keys are module paths with *")
+    if len(key) > _LONGEST_KEY:
+        raise ChoiceError(f"{plan} has a key of {len(key):,} characters: {key[:60]}…", hint="keys are module paths")
+
+
 def check_style(style: str, pattern: str, plan: str, aliases: dict[str, str] | None = None) -> str:
     """The canonical name of a style. Raises with what is known."""
+    if not isinstance(style, str):
+        raise ChoiceError(
+            f"{plan}: {pattern!r} has the style {str(style)[:80]!r}, which is no style's name",
+            hint=f"known styles: {', '.join(CUTS)}",
+        )
     name = (aliases or {}).get(style, style)
     if name not in CUTS:
         close = nearest(style, (*CUTS, *(aliases or {})))

@@ -8,11 +8,13 @@ and calling run a stranger's code, which may raise anything: what it raises is t
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from autoplan.common.importing import importable_here
 from autoplan.decide.written_plans.choices import ChoiceError
 from autoplan.values import Plan
 
@@ -27,14 +29,15 @@ def looks_dotted(text: str) -> bool:
 
 def plan_at(path: str, model: Any, sequence_parallel: bool = False) -> Mapping[str, Any] | Plan:
     """The dict or Plan that a dotted path leads to."""
-    value = _value_at(path)
+    with importable_here():
+        value = _value_at(path)
     called = ""
     if callable(value) and not isinstance(value, Mapping):
         try:
             value, called = _called(value, path, model, sequence_parallel), "() returned"
         except ChoiceError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ChoiceError(f"{path} raises when it is called: {_said(error)}", hint="fix it first") from error
     if isinstance(value, (Mapping, Plan)):
         return value
@@ -54,7 +57,7 @@ def _value_at(path: str) -> Any:
             value = import_module(name)
         except ImportError as error:
             raise ChoiceError(f"{path}: importing {name} failed: {error}", hint="install what it needs") from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ChoiceError(f"{path} raises on import: {_said(error)}", hint=f"fix {name} first") from error
         return _attribute(value, name, parts[length:], path)
     raise ChoiceError(
@@ -64,9 +67,11 @@ def _value_at(path: str) -> Any:
 
 
 def _exists(module: str) -> bool:
+    if module in sys.modules:  # `__main__` is, and has no spec
+        return True
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # a parent that is missing, or is no package
+    except (ModuleNotFoundError, ValueError):  # a parent that is missing, or is no package
         return False
 
 
@@ -98,7 +103,7 @@ def _called(function: Callable[..., Any], path: str, model: Any, sequence_parall
     return function(*list(offered.values())[: len(required)])
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 

@@ -33,11 +33,11 @@ from typing import Any
 import yaml
 
 from autoplan.common.consistent import inconsistencies
-from autoplan.common.decode import decode
 from autoplan.common.errors import AutoplanError, PlanFileError
-from autoplan.common.files.plain import NotPlain, read_plain
+from autoplan.common.files.decode import decode
+from autoplan.common.files.plain import NotPlain, is_folder, read_plain
 from autoplan.common.files.write import write_whole
-from autoplan.common.options import check_expert_size, check_ranks
+from autoplan.common.options import check_argument, check_expert_size, check_ranks
 from autoplan.values import UNKNOWN, Plan, replace
 from autoplan.values.plain import plain
 
@@ -115,7 +115,7 @@ def _anew(data: dict[str, Any]) -> str:
 
 def names_plan_file(name: str | PathLike[str]) -> bool:
     """Is this the name of a plan file, there or not, rather than of a model?"""
-    return Path(name).suffix.lower() in _WRITERS and not Path(name).is_dir()
+    return Path(name).suffix.lower() in _WRITERS and not is_folder(name)
 
 
 def check_suffix(path: str | PathLike[str]) -> None:
@@ -125,6 +125,7 @@ def check_suffix(path: str | PathLike[str]) -> None:
 
 def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
     """Write `plan` to `path`, as YAML or JSON by its suffix."""
+    check_argument("the plan file", path, (str, PathLike), "give its path")
     target = Path(path)
     write = _writer_for(target)
     write_whole(target, write(plan_to_dict(plan)), PlanFileError)
@@ -132,6 +133,7 @@ def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
 
 def load_plan(path: str | PathLike[str]) -> Plan:
     """Read a plan file. Nothing in it is executed."""
+    check_argument("the plan file", path, (str, PathLike), "give its path")
     source = Path(path)
     _writer_for(source)  # or no plan file can have this name
     data = read_plain(source, _REFUSAL)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoplan.common.errors import PlanMismatchError
-from autoplan.common.files.plain import NotPlain, read_plain
+from autoplan.common.files.plain import NotPlain, is_file, read_plain
 from autoplan.common.patterns import matches
 from autoplan.decide.plan.chosen import choices_of_plan
-from autoplan.decide.written_plans.choices import Choice, ChoiceError, Choices
+from autoplan.decide.written_plans.choices import Choice, ChoiceError, Choices, check_key
 from autoplan.decide.written_plans.deepspeed import is_deepspeed, read_deepspeed
 from autoplan.decide.written_plans.dotted import looks_dotted, plan_at
 from autoplan.decide.written_plans.handwritten import find_plan, load_plans, plan_by_id
@@ -88,7 +88,7 @@ class _Reader:
             return self._as_asked(hf_plan(self.model, self.name))
         if text in ("auto", "handwritten"):
             return self._handwritten(wanted=text == "handwritten")
-        if Path(text).is_file():
+        if is_file(text):
             return self._of_file(Path(text))
         chosen = plan_by_id(text)
         if chosen is not None:
@@ -104,9 +104,8 @@ class _Reader:
 
     def of_dict(self, data: Mapping[str, Any], name: str, *, by_position: bool) -> Choices:
         """A dict of styles, of names of styles, or of both."""
-        odd = next((key for key in data if not isinstance(key, str)), None)
-        if odd is not None:
-            raise ChoiceError(f"{name} has the key {odd!r}, which is no path", hint="keys are module paths with *")
+        for key in data:
+            check_key(key, name)
         lines: list[Choice] = []
         unread: list[str] = []
         for key, style in data.items():

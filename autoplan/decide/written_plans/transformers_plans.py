@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan.common.conventions import conventions
 from autoplan.common.patterns import matches
-from autoplan.decide.written_plans.choices import Choice, ChoiceError, Choices, check_style
+from autoplan.decide.written_plans.choices import Choice, ChoiceError, Choices, check_key, check_style
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,6 +51,7 @@ def hf_plan(model: nn.Module, name: str) -> Choices:
     for prefix, module in model.named_modules():
         for origin, plan in _plans_of(module):
             for key, style in plan.items():
+                check_key(key, origin)
                 found[f"{prefix}.{key}" if prefix else key] = (style, origin)
     if not found:
         raise ChoiceError(

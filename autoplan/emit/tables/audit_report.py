@@ -15,6 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from autoplan.common.patterns import is_under
 from autoplan.emit.tables.terminal import findings_view
 from autoplan.emit.words import bytes_text
 from autoplan.values import Finding, Report
@@ -41,9 +42,29 @@ def audit_view(report: Report) -> RenderableType:
         table.add_row(Text(word, _COLOURS[word]), Text(pattern, "cyan"))
     if table.row_count:
         lines += [Padding(Text("Entries", "bold"), (1, 0, 0, 0)), table]
-    if report.findings:
-        lines += [Padding(Text("Findings", "bold"), (1, 0, 0, 0)), *findings_view(report.findings)]
+    causes, consequences = _by_cause(report)
+    if causes:
+        lines += [Padding(Text("Findings", "bold"), (1, 0, 0, 0)), *findings_view(causes)]
+    if consequences:
+        lines.append(Padding(Text("What follows", "bold"), (1, 0, 0, 0)))
+        lines += [
+            Padding(Text(f"{finding.message}: {_sentence(finding.proof)}"), (0, 0, 0, 2)) for finding in consequences
+        ]
     return Group(*lines)
+
+
+def _by_cause(report: Report) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
+    """What is wrong with the plan, and what running it showed; the latter is a finding itself where no cause is."""
+    causes = tuple(finding for finding in report.findings if not finding.is_consequence)
+    if not any(finding.level == "error" for finding in causes):
+        return report.findings, ()
+    return causes, tuple(finding for finding in report.findings if finding.is_consequence)
+
+
+def _sentence(text: str) -> str:
+    """The first line of what was raised, cut short."""
+    line = next(iter(text.splitlines()), "")
+    return line if len(line) <= 160 else f"{line[:157]}..."
 
 
 def _summary(report: Report) -> str:
@@ -78,23 +99,37 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def sarif(report: Report, checks: Mapping[str, str], artifact: str = "plan") -> dict[str, Any]:
-    """For code-review tools. `checks` are names and documentation; `artifact` is the file the plan came from."""
+def sarif(
+    report: Report, checks: Mapping[str, str], artifact: str = "plan", lines: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """For code-review tools. `checks` are names and documentation; `artifact` is the file the plan came from.
+
+    `lines`: the line of that file on which each pattern of the plan stands.
+    """
     names = list(checks)
     rules = [
         {"id": name, "shortDescription": {"text": text.splitlines()[0]}, "fullDescription": {"text": text}}
         for name, text in checks.items()
     ]
-    results = [_result(finding, names, artifact) for finding in report.findings]
+    results = [_result(finding, names, artifact, _line_of(finding, lines or {})) for finding in report.findings]
     driver = {"name": "autoplan", "version": __version__, "rules": rules}
     properties = {"model": report.details["model"], "tp_size": report.tp_size, "verdicts": report.details["verdicts"]}
     run = {"tool": {"driver": driver}, "results": results, "properties": properties}
     return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}
 
 
-def _result(finding: Finding, names: list[str], artifact: str) -> dict[str, Any]:
+def _line_of(finding: Finding, lines: Mapping[str, int]) -> int:
+    """The line of the entry that a finding is about; the first line where it is about no single one."""
+    for place in (place.strip() for about in finding.about for place in about.split(",")):
+        found = [p for p in lines if p == place or is_under(p, place) or is_under(place, p)]
+        if found:
+            return lines[max(found, key=lambda pattern: (pattern == place, len(pattern)))]
+    return 1
+
+
+def _result(finding: Finding, names: list[str], artifact: str, line: int) -> dict[str, Any]:
     text = ". ".join(filter(None, (finding.message, finding.proof, finding.hint and f"To fix: {finding.hint}")))
-    places = [{"physicalLocation": {"artifactLocation": {"uri": artifact}, "region": {"startLine": 1}}}]
+    places = [{"physicalLocation": {"artifactLocation": {"uri": artifact}, "region": {"startLine": line}}}]
     if finding.where:
         places[0]["logicalLocations"] = [{"fullyQualifiedName": finding.where}]  # type: ignore[assignment]
     result: dict[str, Any] = {

@@ -60,7 +60,8 @@ def plan_view(plan: Plan) -> RenderableType:
 def report_view(report: Report, title: str = "") -> RenderableType:
     """The outcome of a check: verdict first, then what was compared, then the findings."""
     title = title or str(report.details.get("model", "report"))
-    verdict = ("passed", "bold green") if report.ok else ("failed", "bold red")
+    said = str(report.details.get("verdict") or ("passed" if report.ok else "failed"))
+    verdict = (said, "bold green" if report.ok else "bold red")
     facts = _table("what", "value", header=False)
     if report.forward is not None:
         facts.add_row("forward", f"off by {report.forward:.1e}")
@@ -69,7 +70,7 @@ def report_view(report: Report, title: str = "") -> RenderableType:
         largest = f"the largest error {report.gradients[worst]:.1e} at {worst}"
         facts.add_row("gradients", f"{len(report.gradients)} compared, {largest}")
     for name, value in report.details.items():
-        if (value or value == 0) and (text := _detail(value)):
+        if name != "verdict" and (value or value == 0) and (text := _detail(value)):
             facts.add_row(name.replace("_", " "), text)
     lines: list[RenderableType] = [Text.assemble((title, "bold"), f" · tp {report.tp_size} · ", verdict)]
     if facts.row_count:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
+from autoplan.common.options import check_argument
 from autoplan.execute.collectives import RankGroup, all_reduce, mesh_device
 from autoplan.execute.parameters.held import Held, held_parameters
 from autoplan.execute.parameters.local_views import reading_locally
@@ -34,6 +35,7 @@ def unshard(model: nn.Module) -> Iterator[nn.Module]:
 
     Parameters that tensor parallelism split stay split: code of the model reads them as it does in its forward.
     """
+    check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     with ExitStack() as stack:
         for unit in units:
@@ -46,6 +48,7 @@ def unshard(model: nn.Module) -> Iterator[nn.Module]:
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's piece of a DTensor; any other tensor as it is."""
+    check_argument("tensor", tensor, torch.Tensor, "give a tensor")
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -85,6 +88,9 @@ def clip_gradients(
 
     Returns the norm before. Collective, as `global_norm` is.
     """
+    check_argument("max_norm", max_norm, (int, float, torch.Tensor), "give a number")
+    if not isinstance(max_norm, torch.Tensor) and not max_norm >= 0:
+        raise AutoplanError(f"max_norm={max_norm!r}", hint="give a number from 0 on")
     given = _given(source)
     norm = global_norm(given, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
@@ -105,6 +111,7 @@ def clip_gradients(
 
 
 def _check(norm_type: float) -> None:
+    check_argument("norm_type", norm_type, (int, float), "give a positive number, or float('inf')")
     if not norm_type > 0:
         raise AutoplanError(f"norm_type={norm_type!r}", hint="give a positive number, or float('inf')")
 

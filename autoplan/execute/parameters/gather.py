@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autoplan.common.options import check_argument
 from autoplan.execute.collectives import RankGroup, all_reduce
 from autoplan.execute.parameters.held import held_parameters
 from autoplan.execute.parameters.state_dict import whole_tensor
@@ -23,6 +24,7 @@ def full_tensors(model: nn.Module, grads: bool = False) -> dict[str, torch.Tenso
 
     Collective: every rank of the mesh must call it. A gradient that only some ranks have counts as zero on the others.
     """
+    check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
     found = list(held_parameters(model))
     owners = {id(parameter): parameter for _, parameter, _ in found}
     present = _present(list(owners.values())) if grads else [True] * len(owners)

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
+from autoplan.common.options import check_argument
 from autoplan.execute.collectives import RankGroup, all_reduce, copy_to_ranks
 
 __all__ = ["Columns", "Ranks", "columns_of", "plain", "row_entropy", "row_sums", "wide"]
@@ -55,6 +56,10 @@ class Columns:
 
 def columns_of(logits: torch.Tensor, group: Ranks | None = None, vocabulary: int | None = None) -> Columns:
     """Logits as they leave a model (a DTensor split in its last dim, or whole), or columns with group and size."""
+    check_argument("logits", logits, torch.Tensor, "give logits as they leave a model, or one rank's columns of them")
+    if not logits.ndim or not logits.is_floating_point():
+        shown = f"logits of shape {list(logits.shape)} in {logits.dtype}"
+        raise AutoplanError(shown, hint="give floating point numbers, [..., vocabulary]")
     if isinstance(logits, DTensor):
         return _of_dtensor(logits)
     if vocabulary is None and group is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
+from autoplan.common.options import check_argument
 from autoplan.execute.collectives import mesh_device
 from autoplan.execute.parameters.buffers import rebuilt_passing_tensors
 from autoplan.execute.parameters.held import Held, plain_name, record_of
@@ -38,6 +40,8 @@ def load_weights(model: nn.Module, folder: str | Path, *, strict: bool = True) -
     Returns the missing and unexpected names, which `strict` makes an error; what is missing stays as it was. Shapes
     must agree in any case.
     """
+    check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
+    check_argument("folder", folder, (str, PathLike), "give the folder that holds the .safetensors files")
     files = CheckpointFiles(folder)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -32,13 +32,14 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
         yield Finding(NAME, "error", "", said, hint, proof=broken[0].message, kind="cannot-run")
     elif outputs:
         text = f"outputs are wrong {ranks} ({', '.join(f.where for f in outputs[:3])})"
-        yield Finding(NAME, "error", "", text, "see the other findings", proof=_worst(outputs))
+        yield Finding(NAME, "error", "", text, "see the other findings", proof=_worst(outputs), kind="wrong-numbers")
     else:
         names = [finding.where for finding in errors]
         places = tuple(fold_names(names))
         text = f"outputs are exact and {len(names)} gradients are wrong {ranks}"
-        hint = "see the other findings"
-        yield Finding(NAME, "error", ", ".join(places[:6]), text, hint, proof=_worst(errors), places=places)
+        hint, proof = "see the other findings", _worst(errors)
+        where = ", ".join(places[:6])
+        yield Finding(NAME, "error", where, text, hint, proof=proof, kind="wrong-numbers", places=places)
 
 
 def _worst(errors: list[Finding]) -> str:
