@@ -18,6 +18,7 @@ from autoplan.execute.data_parallel.fsdp import shard_data_parallel
 from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh
 from autoplan.execute.parameters.optimizer_state import mark_parameters
 from autoplan.execute.tensor_parallel import apply_plan, record, tp_mesh_of, undo_all
+from autoplan.execute.weights.save import take_saving
 from autoplan.values import Plan
 
 __all__ = ["shard_model"]
@@ -48,4 +49,5 @@ def shard_model(
         if dims.data is not None:
             shard_data_parallel(model, dims.data, plan.layers, options.data)
         mark_parameters(model)
+        take_saving(model)
     return model
