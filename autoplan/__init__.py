@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     )
     from autoplan.execute.vocabulary.sampling import vocab_parallel_argmax, vocab_parallel_sample
     from autoplan.execute.weights.load import load_weights
+    from autoplan.execute.weights.save import save_weights
+    from autoplan.frameworks import hand_over
     from autoplan.hf.stacks import layers
 
 __all__ = [
@@ -58,12 +60,14 @@ __all__ = [
     "full_tensors",
     "gather_logits",
     "global_norm",
+    "hand_over",
     "layers",
     "load_plan",
     "load_weights",
     "parallelize",
     "plan",
     "register_plan",
+    "save_weights",
     "to_local",
     "unshard",
     "verify",
@@ -87,12 +91,14 @@ _HOMES = {
     "full_tensors": "autoplan.execute.parameters.gather",
     "gather_logits": "autoplan.execute.vocabulary.choice",
     "global_norm": "autoplan.execute.data_parallel.gradients",
+    "hand_over": "autoplan.frameworks",
     "layers": "autoplan.hf.stacks",
     "load_plan": "autoplan.decide.written_plans.plan_file",
     "load_weights": "autoplan.execute.weights.load",
     "parallelize": "autoplan.api",
     "plan": "autoplan.api",
     "register_plan": "autoplan.decide.written_plans.handwritten",
+    "save_weights": "autoplan.execute.weights.save",
     "to_local": "autoplan.execute.data_parallel.gradients",
     "unshard": "autoplan.execute.data_parallel.gradients",
     "verify": "autoplan.check.verify.verify",

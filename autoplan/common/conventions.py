@@ -9,15 +9,17 @@ holds a name of the library, and a second library would be a second value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    import os
+
     import torch
     from torch import nn
 
-__all__ = ["CheckpointNames", "Conventions", "Conversion", "conventions", "hand_in"]
+__all__ = ["CheckpointNames", "CheckpointWriter", "Conventions", "Conversion", "conventions", "hand_in"]
 
 
 class Conversion(Protocol):
@@ -52,6 +54,22 @@ class CheckpointNames:
 
 
 @dataclass(frozen=True)
+class CheckpointWriter:
+    """How the tensors of a model are written.
+
+    `groups`: names whose tensors are converted together. `convert`: the tensors of a group as a checkpoint holds them.
+    `settings` writes what lies beside the weights into a folder, for a class; None where nothing does. `copies`: names
+    of tied tensors that are left to the other name; `left_out`: names that are never written.
+    """
+
+    groups: Callable[[Iterable[str]], list[tuple[str, ...]]]
+    convert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+    settings: Callable[[str | os.PathLike[str], type], None] | None = None
+    copies: frozenset[str] = frozenset()
+    left_out: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class Conventions:
     """The words and the ways of one library.
 
@@ -66,9 +84,10 @@ class Conventions:
     whose mathematics runs on fake tensors too.
 
     Ways. `config_of`: the library's config of a module, None if it has none. `builder_of`: how another module of a
-    class, with the config of a model, is built. `checkpoint_names`: see there. `shipped_plan`: the plan that comes with
-    a model. `is_base`: is this the class that all models of the library descend from? `is_transposed_linear`: does a
-    module multiply by its weight (and not by the weight transposed, as a linear layer does)?
+    class, with the config of a model, is built. `checkpoint_names` and `checkpoint_writer` (of original names or
+    not): see there. `shipped_plan`: the plan that comes with a model. `is_base`: is this the class that all models of
+    the library descend from? `is_transposed_linear`: does a module multiply by its weight (and not by the weight
+    transposed, as a linear layer does)?
     """
 
     targets: str
@@ -88,6 +107,7 @@ class Conventions:
     config_of: Callable[[nn.Module], Any]
     builder_of: Callable[[type, nn.Module], Callable[[], nn.Module] | None]
     checkpoint_names: Callable[[nn.Module], CheckpointNames]
+    checkpoint_writer: Callable[[nn.Module, bool], CheckpointWriter]
     shipped_plan: Callable[[Any], Mapping[str, str]]
     is_base: Callable[[type], bool]
     is_transposed_linear: Callable[[nn.Module], bool]

@@ -29,6 +29,7 @@ from autoplan.execute.parameters.optimizer_state import stop_following
 from autoplan.execute.parameters.shard import mesh_device, prepare_parameters
 from autoplan.execute.randomness.dropout import SharedRandomness
 from autoplan.execute.reproducible import make_reproducible
+from autoplan.execute.weights.save import leave_saving
 from autoplan.patches.as_it_was import whole_or_as_it_was
 from autoplan.values import (
     Boundary,
@@ -182,6 +183,7 @@ def undo_all(model: nn.Module) -> None:
 
 def _undo(model: nn.Module, undo: list[Callable[[], None]]) -> None:
     stop_following(model)
+    leave_saving(model)
     _roll_back(undo)
     model.__dict__.pop(_RECORD, None)
 

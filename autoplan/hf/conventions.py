@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from autoplan.common.conventions import CheckpointNames, Conventions
+from autoplan.common.conventions import CheckpointNames, CheckpointWriter, Conventions
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,6 +42,12 @@ def _checkpoint_names(model: nn.Module) -> CheckpointNames:
     from autoplan.hf.checkpoints import checkpoint_names
 
     return checkpoint_names(model)
+
+
+def _checkpoint_writer(model: nn.Module, original: bool) -> CheckpointWriter:
+    from autoplan.hf.saving import checkpoint_writer
+
+    return checkpoint_writer(model, original)
 
 
 def _shipped_plan(model: Any) -> Mapping[str, str]:
@@ -76,6 +82,7 @@ TRANSFORMERS = Conventions(
     config_of=_config_of,
     builder_of=_builder_of,
     checkpoint_names=_checkpoint_names,
+    checkpoint_writer=_checkpoint_writer,
     shipped_plan=_shipped_plan,
     is_base=_is_base,
     is_transposed_linear=_is_transposed_linear,

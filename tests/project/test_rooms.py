@@ -31,6 +31,7 @@ ROOMS: dict[str, tuple[str, ...] | None] = {
     "planning": None,
     "check": None,
     "api": None,
+    "frameworks": None,
     "testing": ("values", "common", "check"),
     "conveniences": None,
     "the package": None,

@@ -90,7 +90,8 @@ class _Saved:
             rows[self.held.dim] = self.held.rows[self.held.group.rank]
         if isinstance(self.tensor, DTensor):
             mesh = self.tensor.device_mesh
-            for mesh_dim, placement in enumerate(self.tensor.placements[:-1]):  # what FSDP2 cut further
+            cut_further = self.tensor.placements if self.held is None else self.tensor.placements[:-1]
+            for mesh_dim, placement in enumerate(cut_further):  # by FSDP2
                 dim = getattr(placement, "dim", None)
                 if dim is not None:
                     held = rows.get(dim, range(self.shape[dim]))
@@ -101,6 +102,8 @@ class _Saved:
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a tensor that could not be read by pieces."""
         if self.held is None:
+            for dim, rows in self.rows().items():
+                whole = whole.narrow(dim, rows[0], len(rows)) if len(rows) else whole.narrow(dim, 0, 0)
             return whole
         if isinstance(self.tensor, DTensor):
             return local_piece(whole, self.held, self.tensor.device_mesh, self.tensor.placements)

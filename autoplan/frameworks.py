@@ -1,0 +1,71 @@
+"""Hand a sharded model to a training framework: its own class, with what it does to models done the sharded way."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from autoplan.common.errors import AutoplanError
+from autoplan.execute.data_parallel.gradients import clip_gradients
+from autoplan.execute.tensor_parallel import applied
+from autoplan.execute.weights.load import load_weights
+from autoplan.execute.weights.save import save_weights
+from autoplan.execute.weights.training_state import load_optimizer, save_optimizer
+from autoplan.hf.training import Sharded, accelerator_class, trainer_class
+
+__all__ = ["hand_over"]
+
+Host = TypeVar("Host", bound=type)
+
+
+def hand_over(host: Host, model: nn.Module | None = None) -> Host:
+    """A Trainer or an Accelerator that takes a model as `parallelize` left it: no DDP, and whole checkpoints.
+
+    `host` is the class: transformers' `Trainer` or one that descends from it, or accelerate's `Accelerator`, which
+    needs the `model` at once. The result is used in its place:
+
+        trainer = autoplan.hand_over(Trainer)(model, args, train_dataset=data)
+        trainer.train(resume_from_checkpoint=True)
+
+        accelerator = autoplan.hand_over(Accelerator, model)()
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    Checkpoints hold the unsharded model's weights, as `save_pretrained` writes them, and the optimizer's state by names
+    of parameters: a run may go on at another tp size. Every rank saves and loads.
+    """
+    names = {cls.__name__ for cls in host.__mro__}
+    made: Any = None
+    if "Trainer" in names:
+        made = trainer_class(host, _SHARDED)
+    elif "Accelerator" in names:
+        if model is None or _sizes(model) is None:
+            raise AutoplanError(
+                "an Accelerator must know the sharded model before it is made",
+                hint="hand_over(Accelerator, model), after autoplan.parallelize(model, ...)",
+            )
+        made = accelerator_class(host, _SHARDED, model)
+    if made is None:
+        raise AutoplanError(f"{host.__name__} is neither a Trainer nor an Accelerator")
+    found: Host = made
+    return found
+
+
+def _sizes(model: nn.Module) -> tuple[int, int, int] | None:
+    known = applied(getattr(model, "_orig_mod", model))
+    if known is None:
+        return None
+    return (*known.data_parallel, max(known.plan.tp_size, known.plan.ep_size))
+
+
+def _load(model: nn.Module, folder: str | os.PathLike[str]) -> Any:
+    return load_weights(getattr(model, "_orig_mod", model), str(folder))
+
+
+def _clip(model: nn.Module, norm: float) -> torch.Tensor:
+    return clip_gradients(model, norm)
+
+
+_SHARDED = Sharded(_sizes, save_weights, _load, save_optimizer, load_optimizer, _clip)

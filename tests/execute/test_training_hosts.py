@@ -1,0 +1,31 @@
+"""transformers' Trainer and accelerate train a sharded model, save it, and go on from what they saved."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+
+from autoplan.check.ranks.run import run_processes
+
+if find_spec("accelerate") is None:
+    pytest.skip("NOT TRIED: accelerate is absent; `make test-hosts` installs it", allow_module_level=True)
+
+from training_hosts import alone, built, trained
+
+pytestmark = [pytest.mark.hosts, pytest.mark.gloo]
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp_shard": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
+def test_trained_saved_and_resumed(sizes: dict[str, int], tmp_path: Path) -> None:
+    wanted = {steps: alone(steps) for steps in (1, 2)}
+    for found in run_processes(trained, (sizes, tmp_path, wanted), prod(sizes.values())):
+        assert set(found) >= {"trained 1", "trained 2", "resumed", "accelerate from 0", "accelerate from 2"}
+        assert max(found.values()) < 2e-6, found  # losses are reported in float32
+    for folder in ("saved", "accelerate"):
+        state = type(built()).from_pretrained(tmp_path / folder, dtype=torch.float64).state_dict()
+        weights = wanted[2 if folder == "saved" else 1]
+        assert all(float((state[name] - value).abs().max()) < 1e-7 for name, value in weights.items())

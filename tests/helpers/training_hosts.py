@@ -1,0 +1,160 @@
+"""Train a sharded model in transformers' Trainer and under accelerate, on ranks that are gloo processes.
+
+Both read from the environment who they are, so ranks say so first. What is trained is small, in float64, on batches
+whose order does not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mesh_toys import mesh_of
+from torch import nn
+
+import autoplan
+from autoplan.hf.source import resolve
+
+STEPS, BATCH, LENGTH = 4, 4, 6
+
+
+def built(model_type: str = "llama") -> Any:
+    torch.manual_seed(0)
+    return resolve(model_type).tiny(dtype=torch.float64, experts="batched_mm")
+
+
+def other() -> Any:
+    """Other weights: what is resumed must come from the checkpoint."""
+    model = built()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    return model
+
+
+class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Random tokens."""
+
+    def __init__(self) -> None:
+        self.ids = torch.randint(1, 100, (STEPS * BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, at: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[at], "labels": self.ids[at]}
+
+
+def alone(accumulate: int = 1) -> dict[str, torch.Tensor]:
+    """The weights that the unsharded model has after all steps."""
+    model = built().train()
+    optimizer = optimizer_of(model)
+    for step in range(0, len(Texts()), BATCH * accumulate):
+        ids = Texts().ids[step : step + BATCH * accumulate]
+        model(input_ids=ids, labels=ids).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def announce(rank: int, size: int) -> None:
+    """What torchrun would have said."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+    os.environ.update({name: str(value) for name, value in told.items()})
+    torch.set_num_threads(1)
+
+
+def trainer_of(model: Any, folder: Path, accumulate: int, **options: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    replicas, shards = autoplan.applied(model).data_parallel
+    arguments = TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=BATCH // (replicas * shards), num_train_epochs=1,
+        per_device_eval_batch_size=BATCH // (replicas * shards), gradient_accumulation_steps=accumulate,
+        lr_scheduler_type="constant", max_grad_norm=0.5, save_strategy="steps", save_steps=2, report_to=[],
+        use_cpu=True, ddp_backend="gloo", train_sampling_strategy="sequential", disable_tqdm=True, logging_steps=1,
+        logging_strategy="no", **options,
+    )  # fmt: skip
+    hosted = autoplan.hand_over(Trainer)
+    return hosted(model, arguments, train_dataset=Texts(), eval_dataset=Texts(), optimizers=(optimizer_of(model), None))
+
+
+def worst(model: nn.Module, wanted: dict[str, torch.Tensor]) -> float:
+    found = autoplan.full_tensors(model)
+    return max(float((found[name] - value).abs().max()) for name, value in wanted.items())
+
+
+def trained(rank: int, sizes: dict[str, int], folder: Path, wanted: dict[int, Any]) -> dict[str, Any]:
+    """How far Trainer comes, with and without accumulation, and when it goes on from a checkpoint."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    announce(rank, dist.get_world_size())
+    mesh, found = mesh_of(**sizes), {}
+    plan = autoplan.plan(built(), sizes.get("tp", 1), prove="none")
+    for accumulate in (1, 2):
+        model = autoplan.parallelize(built(), mesh, plan)
+        trainer = trainer_of(model, folder / str(accumulate), accumulate)
+        assert type(trainer).__name__ == "Trainer"
+        trainer.train()
+        found[f"trained {accumulate}"] = worst(model, wanted[accumulate])
+        loss = trainer.evaluate()["eval_loss"]
+        found[f"loss {accumulate}"] = abs(loss - evaluated(wanted[accumulate]))
+    trainer.save_model(str(folder / "saved"))
+    model = autoplan.parallelize(other(), mesh, plan)
+    trainer_of(model, folder / "1", 1).train(resume_from_checkpoint=str(folder / "1" / "checkpoint-2"))
+    found["resumed"] = worst(model, wanted[1])
+    AcceleratorState._reset_state(True), PartialState._reset_state()
+    found |= accelerated(rank, mesh, plan, folder, wanted[1])
+    return found
+
+
+def evaluated(weights: dict[str, torch.Tensor]) -> float:
+    model = built().eval()
+    model.load_state_dict(weights)
+    with torch.no_grad():
+        ids = Texts().ids
+        return float(sum(model(input_ids=part, labels=part).loss for part in ids.split(BATCH)) / STEPS)
+
+
+def accelerated(rank: int, mesh: Any, plan: Any, folder: Path, wanted: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """A loop under accelerate: saved half way, and gone on with by another model."""
+    from accelerate import Accelerator
+
+    found = {}
+    for model, begin in ((built(), 0), (other(), 2)):
+        model = autoplan.parallelize(model, mesh, plan)
+        replicas, shards = autoplan.applied(model).data_parallel
+        accelerator = autoplan.hand_over(Accelerator, model)(cpu=True)
+        loader = torch.utils.data.DataLoader(Texts(), batch_size=BATCH // (replicas * shards))
+        model, optimizer, loader = accelerator.prepare(model.train(), optimizer_of(model), loader)
+        if begin:
+            accelerator.load_state(str(folder / "state"))
+        for step, batch in enumerate(loader):
+            if step < begin:
+                continue
+            accelerator.backward(model(**batch).loss)
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                accelerator.save_state(str(folder / "state"))
+        found[f"accelerate from {begin}"] = worst(model, wanted)
+    bare = accelerator.unwrap_model(model)
+    bare.save_pretrained(
+        folder / "accelerate", is_main_process=accelerator.is_main_process, save_function=accelerator.save,
+        state_dict=accelerator.get_state_dict(model),
+    )  # fmt: skip
+    return found
