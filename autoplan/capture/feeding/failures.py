@@ -31,7 +31,7 @@ _RANKS = (
     re.compile(r"len\(dims\) = (\d+)"),
     re.compile(r"expected (\d) dims. Received"),
     re.compile(r"[Ee]xpected (?:input to be |a |an? input of )?(\d)-?D(?:imensional)?\b"),
-    re.compile(r"(?:must be|be a|expects? a?|only supports?) (\d)-?[dD]\b"),
+    re.compile(r"(?:must be|be a|expects? a?|only supports?|needs|requires?) (\d)-?[dD]\b"),
 )
 _TOO_MANY = re.compile(r"not (?:supported|implemented) for (\d)D")
 _DIM_RANGE = re.compile(r"Dimension out of range \(expected to be in range of \[-?\d+, \d+\], but got (-?\d+)\)")

@@ -31,7 +31,7 @@ from autoplan.common.random_values import untouched_randomness
 
 __all__ = ["Search", "Step"]
 
-_MOST_TRIES, _MOST_SECONDS = 240, 25.0
+_MOST_TRIES, _MOST_SECONDS = 200, 20.0
 _MOST_CHILDREN = 24
 _PATIENCE = 8  # tries for a result that is finite
 _MOST_ELEMENTS = 2_000_000  # of all arguments together
