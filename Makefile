@@ -23,7 +23,11 @@ SPREAD ?= -n 2 --dist loadfile
 # Libraries that take our plans. Automodel comes without what it needs itself: only its way of reading plans is run.
 HOSTS  ?= nemo-automodel
 
-.PHONY: help demo test test-all test-hosts lint format types docs fuzz bench wheel clean
+# Code bases whose models are planned without help, and what they import. Each comes without what it needs itself: torch
+# stays as it is.
+WILD   ?= $(shell sed 's/\#.*//' tests/outside/wild/packages.txt)
+
+.PHONY: help demo test test-all test-hosts test-wild lint format types docs fuzz bench wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+: .*## ' Makefile | sed 's/:.*## /\t/' | expand -t 14
@@ -58,6 +62,10 @@ test-all: $(VENV)/dev  ## run every test
 
 test-hosts: $(VENV)/hosts  ## run what needs other libraries: models under PEFT, plans in Automodel's hands
 	$(BIN)/python -m pytest -m hosts
+
+test-wild: $(VENV)/dev  ## plan and verify models of other code bases, without inputs; build/wild.jsonl keeps the lines
+	@for one in $(WILD); do $(PIP) --no-deps $$one || echo "NOT INSTALLED: $$one; its models are listed so"; done
+	$(BIN)/python tests/outside/wild/sweep.py
 
 lint: $(VENV)/dev  ## ruff, without changing anything
 	$(BIN)/ruff check .

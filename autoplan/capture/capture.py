@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autoplan.capture.dry_run import quiet
+from autoplan.capture.dry_run import SMALL, quiet
 from autoplan.capture.fold import fold
 from autoplan.capture.idle_experts import with_idle_members
 from autoplan.capture.known_values import KnownValues
@@ -108,8 +108,12 @@ def capture_hollow(model: nn.Module, entries: dict[str, dict[str, Any]]) -> Capt
     problem: CaptureError | None = None
     for folding in _MODEL_COPIES:
         copy = fold(model, _hollow, fold=folding)
-        if sum(p.numel() for p in copy.module.parameters()) > _MOST_REAL:
+        size = sum(p.numel() for p in copy.module.parameters())
+        if size > _MOST_REAL:
             break
+        if size <= SMALL:
+            _fill_out(copy.module)
+        _settle_experts(copy.module)
         copy.module.eval()
         try:
             with untouched_randomness():
@@ -163,6 +167,13 @@ def capture_fake(
             problem = problem or error
     assert problem is not None
     raise problem
+
+
+@torch.no_grad()
+def _fill_out(module: nn.Module) -> None:
+    """Storage for every number: some kernels take no repeated rows."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.contiguous()
 
 
 def _faker(mode: FakeTensorMode) -> Any:

@@ -25,6 +25,7 @@ from torch import nn
 
 from autoplan.capture.outside import remember_original
 from autoplan.common.errors import AutoplanError
+from autoplan.common.nested import flatten_tensors
 
 __all__ = ["Rebinding", "copied", "holds_weights"]
 
@@ -37,11 +38,30 @@ _PLAIN_CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque, bytearray
 
 def copied(model: Model) -> Model:
     """A deep copy of the model, functions that reach it included."""
-    memo: dict[int, Any] = {}
-    new = copy.deepcopy(model, memo)
+    memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in _results(model)}
+    try:
+        new = copy.deepcopy(model, memo)
+    except AutoplanError:
+        raise
+    except Exception as error:  # any object may refuse in any way
+        raise AutoplanError(
+            f"a copy of {type(model).__name__} is needed to run it safely, and it cannot be copied: "
+            f"{type(error).__name__}: {error}",
+            hint="what holds files, threads or generators can be made in its forward, or be left out of a copy by "
+            "__deepcopy__",
+        ) from error
     Rebinding(memo).everything()
     remember_original(new, model)
     return new
+
+
+def _results(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors that a run has left in the model, with their history: deepcopy takes none. The old `weight_norm` and
+    `spectral_norm` keep such a weight, and make it anew at each call."""
+    for module in model.modules():
+        for _, tensor in flatten_tensors(vars(module)):
+            if not tensor.is_leaf:
+                yield tensor
 
 
 class Rebinding:

@@ -238,6 +238,8 @@ class _VisitRecorder:
 
     def __enter__(self) -> None:
         for name, module in self.recording.modules.items():
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks: what it does is its caller's
+                continue
             names = signature_names(module)
             self.handles.append(module.register_forward_pre_hook(self._enter(name, names), with_kwargs=True))
             self.handles.append(module.register_forward_hook(self._leave(), with_kwargs=True, always_call=True))

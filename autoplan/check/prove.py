@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from autoplan.analyse.solve import Solution
@@ -29,6 +30,7 @@ from autoplan.decide.plan.whole_blocks import BLOCKS
 from autoplan.decide.written_plans.choices import Choices
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import Source
+from autoplan.patches.process_group import alone
 from autoplan.planning import draft_plan, wanted_capabilities
 from autoplan.values import Capabilities, Entry, Finding, LocalExperts, Plan, Proof, Trace, Trial
 
@@ -74,7 +76,15 @@ def proven_plan(source: Source, wish: Wish, choices: Choices | None = None, modu
     The trial comes first because it says what the draft may use. `wish.prove` "ranks" adds all that
     verify does; "none" leaves a draft.
     """
-    module = source.module() if module is None else module
+    with alone() as asked:
+        made = _proven(source, wish, choices, source.module() if module is None else module)
+    if not asked or not dist.is_initialized():
+        return made
+    text = f"the model calls torch.distributed itself ({', '.join(sorted(asked))}): planned as if it were alone"
+    return replace(made, findings=(*made.findings, Finding("distributed", "note", "", text)))
+
+
+def _proven(source: Source, wish: Wish, choices: Choices | None, module: nn.Module) -> Plan:
     if wish.prove == "none" or wish.ranks == 1:
         return draft_plan(source, wish, choices=choices, module=module).plan
     stage("trying a tiny clone on simulated ranks")

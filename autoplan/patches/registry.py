@@ -12,6 +12,7 @@ from autoplan.patches.double_precision import DOUBLE_PRECISION
 from autoplan.patches.kernels import KERNEL_GUARDS, REFERENCE_PATH
 from autoplan.patches.optimizers import OPTIMIZERS
 from autoplan.patches.patched import Patch
+from autoplan.patches.process_group import PROCESS_GROUP
 from autoplan.patches.simulated_ranks import GENERATOR, WORLD
 from autoplan.patches.uncached import UNCACHED
 
@@ -26,4 +27,5 @@ PATCHES: tuple[Patch, ...] = (
     DOUBLE_PRECISION,
     WORLD,
     GENERATOR,
+    PROCESS_GROUP,
 )

@@ -32,9 +32,10 @@ WAVE = Want("float", (_B, "samples"))
 NONE = Want("none")
 POINTS = Want("float", (_B, _L, 3))
 
+_EDGES = r"edge.*ind|edge.*list|^adj_t$"
 # By words in the name, the first that is found: what it usually is, the likeliest first.
 _BY_NAME: tuple[tuple[str, tuple[Want, ...]], ...] = (
-    (r"edge.*ind|edge.*list|^adj_t$", (Want("ids", (2, "edges"), "nodes"),)),
+    (_EDGES, (Want("ids", (2, "edges"), "nodes"),)),
     (r"adj", (Want("unit", (_B, _L, _L)), Want("unit", ("nodes", "nodes")), Want("ids", (2, "edges"), "nodes"))),
     (r"edge", (Want("float", ("edges",)), Want("float", ("edges", _W)), Want("float", (_B, _L, _L, _W)))),
     (r"mask", (MASK, Want("bool", (_B, 1, _S, _S)), Want("bool", (_L, _L)), Want("unit", (_B, _L)), NONE)),
@@ -100,8 +101,16 @@ class Arguments:
         """The first state: the likeliest of each argument that must be given."""
         wants = []
         for number, parameter in enumerate(self.required):
-            wants.append((parameter.name, next(usual(parameter, model, number == 0))))
+            wants.append((parameter.name, next(self.usual(parameter, model, number == 0))))
         return State(tuple(wants))
+
+    def usual(self, parameter: inspect.Parameter, model: nn.Module, first: bool = False) -> Iterator[Want]:
+        """What such an argument usually is, the likeliest first. A graph has nodes, and no batch."""
+        graph = any(re.search(_EDGES, p.name) for p in self.required)
+        if graph and first:
+            yield from (_of_nodes(want) for want in first_layer_wants(model) if len(want.shape) == 2)
+            yield Want("float", ("nodes", _W))
+        yield from (_of_nodes(want) if graph else want for want in usual(parameter, model, first))
 
     def find(self, name: str) -> inspect.Parameter | None:
         return next((p for p in (*self.required, *self.optional) if p.name == name), None)
@@ -116,11 +125,17 @@ def usual(parameter: inspect.Parameter, model: nn.Module, first: bool = False) -
     seen = set()
     named = next((wants for words, wants in _BY_NAME if re.search(words, parameter.name.lower())), ())
     layers = tuple(first_layer_wants(model))
-    told = named[:1] + layers if not first or named and named[0].kind != "float" else layers[:1] + named
-    for want in (*told, *layers, *named, *_USUAL) if first else (*named, *_USUAL, *layers):
+    seen_first = layers[:1] if not named or named[0] in (PICTURE, FILM, WAVE) else named[:1]
+    for want in (*seen_first, *layers, *named, *_USUAL) if first else (*named, *_USUAL, *layers):
         if want not in seen:
             seen.add(want)
             yield want
+
+
+def _of_nodes(want: Want) -> Want:
+    if want.shape[:1] != (_B,) or len(want.shape) > 3:
+        return want
+    return dataclasses.replace(want, shape=("nodes", *want.shape[1:][-1:]) if want.kind != "ids" else ("nodes",))
 
 
 def _annotated(annotation: Any) -> Want | None:

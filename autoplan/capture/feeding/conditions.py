@@ -56,6 +56,12 @@ def _compared(
             for path in paths if is_number(rank) else ():
                 yield from of_rank(state, path, rank)
         return
+    if any(ast.unparse(side).startswith("len(") for side in (left, right)) and is_number(one) and is_number(other):
+        for path in paths:
+            leaf = state.at(path)
+            for more in (other - one, one - other) if leaf is not None else ():
+                yield from of_rank(state, path, len(leaf.shape) + more)
+        return
     if isinstance(left, ast.BinOp) and isinstance(left.op, ast.Mod):
         have, factor = _value(place, left.left), _value(place, left.right)
         if is_number(have) and is_number(factor):

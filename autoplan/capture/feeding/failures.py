@@ -31,8 +31,9 @@ _RANKS = (
     re.compile(r"len\(dims\) = (\d+)"),
     re.compile(r"expected (\d) dims. Received"),
     re.compile(r"[Ee]xpected (?:input to be |a |an? input of )?(\d)-?D(?:imensional)?\b"),
-    re.compile(r"(?:must be|be a|expects? a?|only supports?) (\d)-?[dD]\b"),
+    re.compile(r"(?:must be|be a|expects? a?|only supports?|needs|requires?) (\d)-?[dD]\b"),
 )
+_TOO_MANY = re.compile(r"not (?:supported|implemented) for (\d)D")
 _DIM_RANGE = re.compile(r"Dimension out of range \(expected to be in range of \[-?\d+, \d+\], but got (-?\d+)\)")
 _DTYPE = re.compile(
     r"dtype|scalar type|Long|Int\b|Float|Double|floating|index tensor|data type|must be (?:long|int|float)"
@@ -79,7 +80,7 @@ class Failure:
 
 def proposals(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[Proposal]:
     """Other states, the most telling first."""
-    for found in (_consumer, _condition, _none, _keys, _rank, _pattern, _dtype, _range, _sizes, _larger):
+    for found in (_other, _consumer, _condition, _none, _keys, _rank, _pattern, _dtype, _range, _sizes, _larger):
         why = f"{type(failure.error).__name__}: {failure.first_line[:120]}"
         for state in found(failure, arguments, model):
             yield state, why
@@ -105,6 +106,20 @@ def _consumer(failure: Failure, arguments: Arguments, model: torch.nn.Module) ->
             yield from _sized(one, path, demand)
         if not tensor.is_floating_point():
             yield from floating
+
+
+def _other(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    """A layer got what other layers made, and it does not fit: another argument may be meant for it."""
+    call = failure.watch.failed
+    demand = demand_of(call) if call is not None else None
+    if demand is None or not isinstance(demand.tensor, torch.Tensor) or is_direct(demand.tensor):
+        return
+    for parameter in arguments.optional[:4]:
+        if not failure.state.holds(parameter.name):
+            for want in arguments.usual(parameter, model):
+                if want.is_tensor:
+                    yield failure.state.with_want((parameter.name,), want)
+                    break
 
 
 def _as_ids(state: State, path: Path, leaf: Want, demand: Demand) -> Iterator[State]:
@@ -162,7 +177,7 @@ def _given(failure: Failure, arguments: Arguments, model: torch.nn.Module, name:
     parameter = arguments.find(name)
     if parameter is None:
         return
-    for place, want in enumerate(usual(parameter, model)):
+    for place, want in enumerate(arguments.usual(parameter, model)):
         if place >= most:
             return
         now = dict(failure.state.wants).get(name)
@@ -232,6 +247,8 @@ def _rank(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Ite
             ranks += [int(found) for found in pattern.findall(text)]
         if re.search(r"number of dimensions|must have .*dim", text):
             ranks += [now + 1, now - 1]
+        if _TOO_MANY.search(text):
+            ranks += [now - 1, now + 1]
         for rank in dict.fromkeys(ranks):
             yield from of_rank(state, path, rank, _first_channels(model, rank))
             yield from of_rank(state, path, rank)
@@ -288,7 +305,7 @@ def _dtype(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> It
 def _range(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
     """Ids that are too large, or a sequence that is longer than a table of positions."""
     if not isinstance(failure.error, IndexError | RuntimeError) or not re.search(
-        r"out of (?:range|bounds)|smaller than num_classes|must be .*less than", failure.text
+        r"out of (?:range|bounds)|smaller than num_classes|must be .*less than|larger than|interval", failure.text
     ):
         return
     state = failure.state
@@ -311,7 +328,7 @@ def _sizes(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> It
     numbers = list(dict.fromkeys([*(n for pair in products for n in reversed(pair)), *numbers]))
     state, paths = failure.state, failure.paths
     sizes = {n for path in paths if (leaf := state.at(path)) for n in leaf.sizes(state.sizes)[1:]}
-    pairs = [(have, want) for have in numbers for want in numbers if have != want]
+    pairs = [(have, want) for have in numbers for want in numbers if have != want and want > 1]
     pairs.sort(key=lambda pair: (pair[0] not in sizes, numbers.index(pair[0])))
     for have, want in pairs[:12]:
         yield from resized(state, paths, have, want)
@@ -329,10 +346,10 @@ def _usual(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> It
         parameter = arguments.find(name)
         if parameter is None:
             continue
-        for want in usual(parameter, model, parameter is arguments.required[0] if arguments.required else False):
+        for want in arguments.usual(parameter, model, parameter in arguments.required[:1]):
             yield failure.state.with_want((name,), want), f"{'it' if number == 0 else 'such'} is usually so"
     for parameter in arguments.optional:
         if not failure.state.holds(parameter.name) and parameter.name in failure.text:
-            for want in list(usual(parameter, model))[:3]:
+            for want in list(arguments.usual(parameter, model))[:3]:
                 yield failure.state.with_want((parameter.name,), want), "the message names it"
     yield from ((state, "larger") for state in larger(failure.state, failure.paths))

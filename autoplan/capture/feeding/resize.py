@@ -102,7 +102,12 @@ def of_rank(state: State, path: Path, rank: int, channels: int = 0) -> Iterator[
     if leaf is None or rank == len(leaf.shape) or not 0 <= rank <= 6:
         return
     kind = leaf.kind if leaf.kind != "ids" or rank < 4 else "float"
-    for shape in _shapes(rank, channels, leaf):
+    shapes: list[Iterable[int | str]] = list(_shapes(rank, channels, leaf))
+    if len(path) > 1:  # what is in a list comes one by one, without a batch
+        shapes = [*(shape[1:] for shape in _shapes(rank + 1, channels, leaf)), *shapes]
+    if leaf.shape[:1] == ("nodes",):
+        shapes = [("nodes" if size == "batch" else size for size in shape) for shape in shapes]
+    for shape in map(tuple, shapes):
         yield state.with_want(path, replace(leaf, kind=kind, shape=shape))
 
 
@@ -113,6 +118,8 @@ def _shapes(rank: int, channels: int, leaf: Want) -> Iterator[tuple[int | str, .
         yield ("batch",)[:rank]
     elif rank == 2:
         yield from (("batch", size) for size in ([channels] if channels else ["length", last]))
+    elif rank == 3 and "samples" in leaf.shape:
+        yield from (("batch", size, "samples") for size in ([channels] if channels else [1, 2]))
     elif rank == 3:
         wide = channels or last
         yield from (("batch", "length", wide), ("batch", wide, "length"))

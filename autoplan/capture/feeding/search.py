@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoplan.capture.dry_run import SMALL, depends_on_data, own, quiet, with_storage, without_storage
-from autoplan.capture.feeding.arguments import Arguments, usual
+from autoplan.capture.feeding.arguments import Arguments
 from autoplan.capture.feeding.failures import Failure, proposals
 from autoplan.capture.feeding.wants import BATCH, State
 from autoplan.capture.feeding.watch import Watch
@@ -31,11 +31,19 @@ from autoplan.common.random_values import untouched_randomness
 
 __all__ = ["Search", "Step"]
 
-_MOST_TRIES, _MOST_SECONDS = 240, 25.0
+_MOST_TRIES, _MOST_SECONDS = 200, 20.0
 _MOST_CHILDREN = 24
+_PATIENCE = 8  # tries for a result that is finite
 _MOST_ELEMENTS = 2_000_000  # of all arguments together
 _MOST_MORE = 30  # tries for arguments that may be left out
 _WORTH = 0.001  # of the weights: what is less needs no further argument
+
+
+class _NotFiniteError(ValueError):
+    """A run that came to its end, with infinities or what is no number."""
+
+
+_NOT_FINITE = "_NotFiniteError: its result is not finite"
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,8 @@ class Search:
     def _first(self, start: State, most: int) -> Step | None:
         """Best first: from the state that came farthest, what its failure tells."""
         waiting: list[tuple[int, int, int, State, str]] = [(0, 0, next(self.count), start, "the likeliest")]
-        tries = 0
+        tries, patience = 0, _PATIENCE
+        unset: Step | None = None
         while waiting and tries < most and self._in_time():
             _, _, _, state, why = heapq.heappop(waiting)
             if state in self.seen:
@@ -106,9 +115,14 @@ class Search:
             step, tries = self._try(state, why), tries + 1
             if not step.failed:
                 return step
+            if step.failed == _NOT_FINITE:  # of weights that nobody has set, no input makes finite numbers
+                unset = unset or step
+                patience -= 1
+                if patience < 0:
+                    return replace(unset, failed="")
             for rank, (child, reason) in enumerate(self._children()):
                 heapq.heappush(waiting, (-step.reached, rank, next(self.count), child, reason))
-        return None
+        return None if unset is None else replace(unset, failed="")
 
     def _children(self) -> Iterator[tuple[State, str]]:
         """What the last failure tells."""
@@ -138,8 +152,8 @@ class Search:
 
     def _with_more(self, step: Step, parameter: Any, unread: int, weights: dict[str, int]) -> Step:
         """With an argument that may be left out, where with it more weights are read."""
-        for want in itertools.islice(usual(parameter, self.model), 2):
-            found = self._first(step.state.with_want((parameter.name,), want), _MOST_MORE // 2)
+        for want in itertools.islice(self.arguments.usual(parameter, self.model), 2):
+            found = self._first(step.state.with_want((parameter.name,), want), _MOST_MORE)
             if found is not None and sum(n for name, n in weights.items() if name not in found.read) < unread:
                 return self._all_rows(found)
         return step
@@ -153,7 +167,17 @@ class Search:
                 wider = state.with_want(path, replace(leaf, below=rows))
                 if not self._try(wider, f"its table has {rows} rows").failed:
                     state = wider
-        return replace(step, state=state)
+        return replace(step, state=self._as_floats(state))
+
+    def _as_floats(self, state: State) -> State:
+        """Whole numbers that look nothing up are floats, where those run too."""
+        rows = self._last.rows
+        for path, leaf in state.leaves():
+            if leaf.kind in ("ids", "bool") and path not in rows:
+                floats = state.with_want(path, replace(leaf, kind="float"))
+                if not self._try(floats, "it looks nothing up").failed:
+                    state = floats
+        return state
 
     def _try(self, state: State, why: str) -> Step:
         """One run. Deterministic, since what it draws is seeded."""
@@ -201,7 +225,7 @@ class Search:
             return ValueError("it reads no weight")
         tensors = [tensor for _, tensor in flatten_tensors(result) if tensor.is_floating_point()]
         if any(not torch.isfinite(tensor).all() for tensor in tensors if tensor.numel() < 10_000_000):
-            return ValueError("its result is not finite")
+            return _NotFiniteError("its result is not finite")
         return None
 
     def _twin_for(self, state: State) -> tuple[FakeTensorMode | None, nn.Module]:

@@ -22,6 +22,7 @@ Path = tuple[str | int, ...]  # the argument, then keys and places inside it
 BATCH = "batch"
 # No two alike, so that a size tells what it is the size of.
 SIZES = {BATCH: 2, "length": 10, "width": 16, "side": 32, "frames": 8, "samples": 4096, "nodes": 9, "edges": 14}
+_LARGEST = 70_000  # of one dim: more is no example
 _TENSORS = ("ids", "float", "unit", "bool", "complex", "lengths", "zeros")
 
 
@@ -137,7 +138,7 @@ class State:
     def with_dim(self, path: Path, dim: int, size: int) -> Iterator[State]:
         """One dim of another size: for all that share its name, or for this argument alone."""
         want = self.at(path)
-        if want is None or size < 1 or size > 1_000_000:
+        if want is None or size < 1 or size > _LARGEST:
             return
         now = want.shape[dim]
         if isinstance(now, str) and now != BATCH:

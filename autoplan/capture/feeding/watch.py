@@ -24,7 +24,7 @@ __all__ = ["FailedCall", "Watch", "is_direct", "origin", "outside_torch"]
 
 _ORIGIN, _DIRECT = "_fed_from", "_fed_itself"
 _TORCH = str(File(torch.__file__).parent)
-_HERE = str(File(__file__).parent)
+_HERE = str(File(__file__).parents[2])
 _LARGEST = 50_000_000  # numbers in a tensor: a guess that makes more is no example
 
 

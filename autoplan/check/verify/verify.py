@@ -12,6 +12,7 @@ the same of the same modules is checked as well. A plan that a person wrote is a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from autoplan.common.patterns import best_match, matches
 from autoplan.common.surroundings import plain_surroundings
 from autoplan.decide.plan.whole_blocks import whole_blocks
 from autoplan.decide.written_plans.choices import Choices
+from autoplan.patches.process_group import alone
 from autoplan.values import Boundary, CallRewrite, Capabilities, Finding, Plan, Report, SplitLogits
 
 __all__ = [
@@ -73,7 +75,8 @@ def verify(
     _check_arguments(plan, mesh, checks, {"sequence_parallel": sequence_parallel, "rounding": rounding})
     source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
     how: Any = {"mesh": mesh, "engine": engine, "checks": checks, "rounding": rounding}
-    return verify_source(source, plan, tp_size, ep_size=ep_size, sequence_parallel=sequence_parallel, **how)
+    with alone() if mesh is None or isinstance(mesh, str | Mapping) else nullcontext():
+        return verify_source(source, plan, tp_size, ep_size=ep_size, sequence_parallel=sequence_parallel, **how)
 
 
 def _check_arguments(plan: Any, mesh: Any, checks: Any, switches: Mapping[str, Any]) -> None:

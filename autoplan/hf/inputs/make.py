@@ -24,7 +24,7 @@ from autoplan.capture.feeding.wants import SIZES
 from autoplan.common.errors import CaptureError
 from autoplan.hf.inputs.from_config import make_entries
 
-__all__ = ["Entries", "core_of", "entries_for", "make_inputs"]
+__all__ = ["Entries", "core_of", "entries_for", "make_inputs", "users_entries"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def make_inputs(
     A `recipe` has two sizes: its first for the usual batch and length, else the other.
     """
     if inputs is not None:
-        return Entries(_users_entries(inputs))
+        return Entries(users_entries(inputs))
     core = core_of(model)
     config = config or (core.config if core is not None else None)
     if config is not None:
@@ -96,7 +96,7 @@ def core_of(model: nn.Module) -> PreTrainedModel | None:
     return core if passes_on or core.main_input_name in {parameter.name for parameter in taken} else None
 
 
-def _users_entries(inputs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def users_entries(inputs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """`{argument: value}` is one entry; `{entry: {argument: value}}` is as many as it says.
 
     An entry with the key "@module" calls that part in place of the model (`called.py`).

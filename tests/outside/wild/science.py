@@ -114,7 +114,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ),
     "rtdl/FTTransformer": ft_transformer,
     "tab-transformer-pytorch/FTTransformer": partial(tab_transformer, "FTTransformer"),
-    "tab-transformer-pytorch/TabTransformer": partial(tab_transformer, "TabTransformer"),
+    "tab-transformer-pytorch/TabTransformer": partial(tab_transformer, "TabTransformer", mlp_act=nn.ReLU()),
     "deepctr-torch/DeepFM": partial(deepctr, "DeepFM"),
     "deepctr-torch/AutoInt": partial(deepctr, "AutoInt"),
     "iTransformer/iTransformer": i_transformer,

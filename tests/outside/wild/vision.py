@@ -22,6 +22,12 @@ def torchvision(name: str, **fields: object) -> nn.Module:
     return torchvision.models.get_model(name, weights=None, **fields)
 
 
+def torchvision_vit(**fields: object) -> nn.Module:
+    from torchvision.models import VisionTransformer
+
+    return VisionTransformer(num_classes=10, **fields)
+
+
 def vit_pytorch(module: str, name: str, **fields: object) -> nn.Module:
     import importlib
 
@@ -123,7 +129,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "timm/maxvit": partial(timm, "maxvit_rmlp_pico_rw_256", img_size=64),
     "timm/eva": partial(timm, "eva02_tiny_patch14_224", img_size=56, depth=2),
     "torchvision/vit": partial(
-        torchvision, "vit_b_16", image_size=32, num_layers=2, hidden_dim=64, num_heads=4, mlp_dim=128, num_classes=10
+        torchvision_vit, image_size=32, patch_size=8, num_layers=2, hidden_dim=64, num_heads=4, mlp_dim=128
     ),
     "torchvision/swin": partial(torchvision, "swin_t", num_classes=10),
     "torchvision/resnet": partial(torchvision, "resnet18"),

@@ -1,0 +1,149 @@
+"""Unfamiliar forwards are fed without help, in two sizes; where that fails, one message says all that is known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from unfamiliar import MODELS, Cannot
+
+import autoplan
+from autoplan.capture.derive_inputs import recipe_for
+from autoplan.capture.feeding.consumers import demand_of
+from autoplan.capture.feeding.failures import Failure
+from autoplan.capture.feeding.resize import resized
+from autoplan.capture.feeding.wants import State, Want
+from autoplan.capture.feeding.watch import Watch
+from autoplan.common.errors import CaptureError
+
+FIXED = {"Needed"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_call_is_found_and_another_size(name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    recipe = recipe_for(model)
+    for other in (False, True):
+        model(**recipe.draw(model, 0, other=other))
+    assert recipe.other is not None and recipe.other.sizes["batch"] == 3 or name in ("Graph", "Several"), recipe.fed()
+
+
+def test_paths_that_depend_on_size_show() -> None:
+    model = MODELS["Windows"]()
+    recipe = recipe_for(model)
+    sides = {recipe.draw(model, 0, other=other)["x"].shape[-1] > 32 for other in (False, True)}
+    assert sides == {False, True}
+
+
+def test_the_same_numbers_again_and_no_others_touched() -> None:
+    model = MODELS["Denoiser"]().eval()
+    before = torch.get_rng_state()
+    first, second = (recipe_for(model).draw(model, 0) for _ in range(2))
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("name", ["Patches", "Denoiser", "Batch"])
+def test_the_plan_keeps_and_prints_what_it_rests_on(name: str, tmp_path) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    plan = autoplan.plan(model, 2)
+    assert plan.entries and plan.proof.ok, plan
+    assert [one.argument for one in plan.fed] and "Fed, as it was derived" in str(plan)
+    plan.save(tmp_path / "plan.yaml")
+    assert autoplan.load_plan(tmp_path / "plan.yaml").fed == plan.fed
+    assert autoplan.verify(model, plan, tp_size=2, checks=("forward", "second_shape")).ok
+
+
+def test_what_is_given_is_not_derived() -> None:
+    model = MODELS["Configured"]().eval()
+    assert not autoplan.plan(model, 2, inputs={"x": torch.randn(2, 4, 6)}).fed
+
+
+def test_one_message_where_nothing_will_do() -> None:
+    with pytest.raises(CaptureError) as caught:
+        autoplan.plan(Cannot(), 2)
+    text = str(caught.value)
+    assert "Cannot.forward(request)" in text
+    assert "unfamiliar.py" in text and 'request.decode("utf-8")' in text
+    assert "inputs={'request': torch." in caught.value.hint
+
+
+# What torch says when it fails, from the installed torch: each must still tell.
+
+
+@pytest.mark.parametrize(
+    ("layer", "given", "asked"),
+    [
+        (lambda: F.linear, Want("float", ("batch", 5)), Want("float", ("batch", 7))),
+        (lambda: F.embedding, Want("float", ("batch", "length")), Want("ids", ("batch", "length"), 7)),
+    ],
+)
+def test_a_consumer_says_what_it_wants(layer, given: Want, asked: Want) -> None:
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(7, 7))
+
+        def forward(self, x):
+            return layer()(x, self.weight)
+
+    failure = _failure(One(), State((("x", given),)))
+    demand = demand_of(failure.watch.failed)
+    assert demand is not None and demand.kind == asked.kind
+    recipe = recipe_for(One())
+    assert recipe.state.at(("x",)) is not None
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        pytest.param(lambda m, x: m.lift(x.permute(0, 2, 3, 1)), id="permute"),
+        pytest.param(lambda m, x: m.lift(torch.einsum("bchw->bhwc", x)), id="einsum"),
+        pytest.param(lambda m, x: m.lift(x.size(3) * x[:, :, 0, 0]), id="index"),
+        pytest.param(
+            lambda m, x: m.lift(F.interpolate(x, scale_factor=2, mode="bilinear").mean((2, 3))), id="scaled"
+        ),
+        pytest.param(lambda m, x: m.lift(x.view(x.shape[0], 5, -1).mean(2)), id="view"),
+        pytest.param(lambda m, x: m.lift(torch.cat([x, x], 1)[..., :5] + torch.ones(8, 5)), id="broadcast"),
+    ],
+)
+def test_failures_tell(forward) -> None:
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lift = nn.Linear(5, 4)
+
+        def forward(self, x):
+            return forward(self, x)
+
+    recipe_for(One())
+
+
+def test_sizes_are_found_by_their_number() -> None:
+    state = State((("x", Want("float", ("batch", 3, "side", "side"))),))
+    sides = [one.sizes["side"] for one in resized(state, [("x",)], 16, 9) if one.sizes["side"] != 32]
+    assert 24 in sides  # sixteen patches are four by four: nine are three by three
+
+
+def test_it_stops() -> None:
+    class Never(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lift = nn.Linear(5, 4)
+
+        def forward(self, x):
+            raise RuntimeError(f"never {tuple(x.shape)}")
+
+    with pytest.raises(CaptureError, match="tries"):
+        recipe_for(Never())
+
+
+def _failure(model: nn.Module, state: State) -> Failure:
+    watch = Watch(model)
+    values = state.draw(0, torch.float32)
+    with pytest.raises(Exception) as caught, watch.over(values):  # noqa: B017, PT011 - which one is the layer's business
+        model(**values)
+    return Failure(state, caught.value, watch)
