@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from autoplan.values.quantised import PackedWeight
 
 __all__ = ["CheckpointNames", "Conventions", "Conversion", "conventions", "hand_in"]
 
@@ -67,7 +70,8 @@ class Conventions:
     Ways. `config_of`: the library's config of a module, None if it has none. `builder_of`: how another module of a
     class, with the config of a model, is built. `checkpoint_names`: see there. `shipped_plan`: the plan that comes with
     a model. `is_base`: is this the class that all models of the library descend from? `is_transposed_linear`: does a
-    module multiply by its weight (and not by the weight transposed, as a linear layer does)?
+    module multiply by its weight (and not by the weight transposed, as a linear layer does)? `stored_weights`: the
+    quantised weights in a folder, asked with its keys, what tells the shape of one, and what reads one.
     """
 
     targets: str
@@ -89,6 +93,10 @@ class Conventions:
     shipped_plan: Callable[[Any], Mapping[str, str]]
     is_base: Callable[[type], bool]
     is_transposed_linear: Callable[[nn.Module], bool]
+    stored_weights: Callable[
+        [Path, tuple[str, ...], Callable[[str], tuple[int, ...]], Callable[[str], torch.Tensor]],
+        tuple[PackedWeight, ...],
+    ]
 
     def is_rate(self, name: str) -> bool:
         """Does a number of this name turn random draws on?"""

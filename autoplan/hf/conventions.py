@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
+    from autoplan.values.quantised import PackedWeight
+
 __all__ = ["TRANSFORMERS"]
 
 
@@ -42,6 +44,12 @@ def _checkpoint_names(model: nn.Module) -> CheckpointNames:
     from autoplan.hf.checkpoints import checkpoint_names
 
     return checkpoint_names(model)
+
+
+def _stored_weights(*what: Any) -> tuple[PackedWeight, ...]:
+    from autoplan.hf.quantised.checkpoint import stored_weights
+
+    return stored_weights(*what)
 
 
 def _shipped_plan(model: Any) -> Mapping[str, str]:
@@ -78,4 +86,5 @@ TRANSFORMERS = Conventions(
     shipped_plan=_shipped_plan,
     is_base=_is_base,
     is_transposed_linear=_is_transposed_linear,
+    stored_weights=_stored_weights,
 )
