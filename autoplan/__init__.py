@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from autoplan.decide.written_plans.plan_file import load_plan
     from autoplan.execute.data_parallel.gradients import clip_gradients, global_norm, to_local, unshard
     from autoplan.execute.parameters.gather import full_tensors
+    from autoplan.execute.quantised.modules import packed_model
     from autoplan.execute.tensor_parallel import Applied, applied
     from autoplan.execute.vocabulary.losses import (
         vocab_parallel_cross_entropy,
@@ -58,6 +59,7 @@ __all__ = [
     "layers",
     "load_plan",
     "load_weights",
+    "packed_model",
     "parallelize",
     "plan",
     "to_local",
@@ -85,6 +87,7 @@ _HOMES = {
     "layers": "autoplan.hf.stacks",
     "load_plan": "autoplan.decide.written_plans.plan_file",
     "load_weights": "autoplan.execute.weights.load",
+    "packed_model": "autoplan.execute.quantised.modules",
     "parallelize": "autoplan.api",
     "plan": "autoplan.api",
     "to_local": "autoplan.execute.data_parallel.gradients",

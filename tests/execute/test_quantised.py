@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 from packing import random_parts
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
 
-from autoplan.common.errors import SourceError
+import autoplan
+from autoplan.check.ranks.run import run_ranks
+from autoplan.common.errors import PlanMismatchError, SourceError
 from autoplan.common.layout import Layout
+from autoplan.common.patterns import matches
 from autoplan.execute.quantised.files import DequantisedFiles
 from autoplan.execute.quantised.formats import dequantise
 from autoplan.hf.quantised.groups import Method
@@ -162,10 +166,155 @@ def test_files_that_no_config_announces(tmp_path: Path) -> None:
 
 def test_a_companion_is_absent(tmp_path: Path) -> None:
     saved(METHODS["gptq"], SHAPES, tmp_path)
-    from safetensors.torch import load_file
-
     state = load_file(tmp_path / "model.safetensors")
     del state["model.layers.0.q_proj.scales"]
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(SourceError, match="q_proj.scales is absent"):
         stored(tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------- models, on ranks
+
+
+def tiny(data: dict[str, Any], **sizes: int) -> Any:
+    from transformers import LlamaConfig
+
+    base = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8,
+            "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 96}  # fmt: skip
+    config = LlamaConfig(**(base | sizes), architectures=["LlamaForCausalLM"])
+    config.quantization_config = data
+    return config
+
+
+def experts(data: dict[str, Any]) -> Any:
+    from transformers import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        hidden_size=64, intermediate_size=128, moe_intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=32, num_experts=4, num_experts_per_tok=2, vocab_size=96,
+        architectures=["Qwen3MoeForCausalLM"],
+    )  # fmt: skip
+    config._experts_implementation = "eager"
+    config.quantization_config = data
+    return config
+
+
+def latent(data: dict[str, Any]) -> Any:
+    from transformers import DeepseekV3Config
+
+    config = DeepseekV3Config(
+        hidden_size=64, intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, q_lora_rank=32,
+        kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32, first_k_dense_replace=1,
+        vocab_size=96, architectures=["DeepseekV3ForCausalLM"],
+    )  # fmt: skip
+    config._experts_implementation = "eager"
+    config.quantization_config = data
+    return config
+
+
+def built(config: Any, device: str = "cpu") -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        return getattr(transformers, config.architectures[0])._from_config(config, dtype=torch.float32).eval()
+
+
+def checkpoint(config: Any, made: autoplan.Plan, folder: Path) -> dict[str, torch.Tensor]:
+    """A quantised checkpoint of a model as public ones are (an entry for each expert); the plain numbers by name."""
+    torch.manual_seed(1)
+    whole, state, plain = built(config), {}, {}
+    names = {name: parameter for name, parameter in whole.named_parameters()}
+    described = {name: weight for weight in made.packed for name in names if matches(weight.name, name)}
+    for name, parameter in names.items():
+        if name not in described:
+            state[name] = plain[name] = parameter.detach()
+        elif len(parameter.shape) == 2:
+            state |= _stored(Plain(name, tuple(parameter.shape)), described[name], plain)
+        else:
+            state |= _listed(name, described[name], plain)
+    save_file({key: value.contiguous() for key, value in state.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config.quantization_config}))
+    return plain
+
+
+def _stored(plain: Plain, described: PackedWeight, numbers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    weight = packed_weight(plain, described.scheme)
+    parts = random_parts(weight)
+    scales = {n for n, p in parts.items() if n.endswith(("scale_inv", "_scale", "scales")) and p.dtype.itemsize > 1}
+    scaled = {name: part / 16 if name in scales else part for name, part in parts.items()}
+    numbers[plain.name] = dequantise(weight, scaled, weight.shape)
+    return {f"{weight.owner}.{name}": part for name, part in scaled.items()}
+
+
+def _listed(name: str, described: PackedWeight, numbers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    owner, parameter = name.rsplit(".", 1)
+    count, rows, columns = described.shape
+    apart = ("gate_proj", "up_proj") if parameter == "gate_up_proj" else ("down_proj",)
+    state: dict[str, torch.Tensor] = {}
+    for expert in range(count):
+        for one in apart:
+            plain = Plain(f"{owner}.{expert}.{one}.weight", (rows // len(apart), columns))
+            state |= _stored(plain, described, numbers)
+    pieces = [torch.cat([numbers.pop(f"{owner}.{e}.{one}.weight") for one in apart]) for e in range(count)]
+    numbers[name] = torch.stack(pieces)
+    return state
+
+
+MODELS = {"dense": tiny, "experts": experts, "latent": latent}
+LOADED = ["fp8 blocks", "awq", "gptq", "gptq act order", "ct packed, zero points", "ct fp8 channel"]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("name", ["fp8 blocks", "awq", "ct packed"])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_plain_model_is_filled_from_a_quantised_checkpoint(kind: str, name: str, tp: int, tmp_path: Path) -> None:
+    config = MODELS[kind](METHODS[name])
+    made = autoplan.plan(config, tp_size=tp, prove="none")
+    plain = checkpoint(config, made, tmp_path)
+
+    def rank_body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))
+        model = autoplan.parallelize(built(config, "meta"), mesh, made)
+        result = autoplan.load_weights(model, tmp_path, dequantise=True)
+        assert not result.missing_keys and not result.unexpected_keys
+        found = autoplan.full_tensors(model)
+        for key, value in plain.items():
+            assert torch.equal(found[key], value.float()), key
+
+    run_ranks(rank_body, tp)
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_packed_model_runs_sharded(name: str, tmp_path: Path) -> None:
+    """Every rank holds its packed pieces, computes what the whole computes, and saves what it loaded."""
+    config = tiny(METHODS[name])
+    made = autoplan.plan(config, tp_size=2, prove="none")
+    checkpoint(config, made, tmp_path)
+    whole = autoplan.packed_model(built(config, "meta"), made)
+    autoplan.load_weights(whole, tmp_path)
+    ids = torch.arange(12).view(2, 6)
+    expected, stored = whole(ids).logits.detach(), load_file(tmp_path / "model.safetensors")
+    assert torch.isfinite(expected).all()
+
+    def rank_body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = autoplan.packed_model(built(config, "meta"), made)
+        model = autoplan.parallelize(model, mesh, made, gather_logits=True)
+        result = autoplan.load_weights(model, tmp_path)
+        assert not result.missing_keys and not result.unexpected_keys
+        torch.testing.assert_close(model(ids).logits.detach(), expected, rtol=1e-4, atol=1e-4)
+        for key, value in autoplan.full_tensors(model).items():
+            assert value.dtype == stored[key].dtype and torch.equal(value.float(), stored[key].float()), key
+
+    run_ranks(rank_body, 2)
+
+
+def test_only_a_method_that_can_be_computed_is_packed() -> None:
+    config = tiny(METHODS["bnb nf4"])
+    with pytest.raises(PlanMismatchError, match="bitsandbytes"):
+        autoplan.packed_model(built(config, "meta"), autoplan.plan(config, 2, prove="none"))
+    config.quantization_config = None
+    with pytest.raises(PlanMismatchError, match="no quantised weights"):
+        autoplan.packed_model(built(config, "meta"), autoplan.plan(config, 2, prove="none"))
