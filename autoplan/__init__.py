@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from autoplan.decide.written_plans.plan_file import load_plan
     from autoplan.execute.data_parallel.gradients import clip_gradients, global_norm, to_local, unshard
     from autoplan.execute.parameters.gather import full_tensors
+    from autoplan.execute.quantised.modules import packed_model
     from autoplan.execute.tensor_parallel import Applied, applied
     from autoplan.execute.vocabulary.choice import gather_logits
     from autoplan.execute.vocabulary.losses import (
@@ -64,6 +65,7 @@ __all__ = [
     "layers",
     "load_plan",
     "load_weights",
+    "packed_model",
     "parallelize",
     "plan",
     "register_plan",
@@ -95,6 +97,7 @@ _HOMES = {
     "layers": "autoplan.hf.stacks",
     "load_plan": "autoplan.decide.written_plans.plan_file",
     "load_weights": "autoplan.execute.weights.load",
+    "packed_model": "autoplan.execute.quantised.modules",
     "parallelize": "autoplan.api",
     "plan": "autoplan.api",
     "register_plan": "autoplan.decide.written_plans.handwritten",

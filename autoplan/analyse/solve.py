@@ -48,6 +48,7 @@ from autoplan.values import (
 )
 from autoplan.values.reasons import (
     AxisWhole,
+    InsideQuantisedBlock,
     NeedsRewriting,
     NothingToSplit,
     OfDim,
@@ -77,6 +78,7 @@ class Solution:
     sequence_parallel: bool = False
     sequence_notes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # on a written plan, where there is one
+    parted: tuple[ClassFact, ...] = ()  # classes that would be cut inside a block of a quantised weight
     experts_inside: tuple[tuple[str, Reason], ...] = ()  # modules whose experts could not be placed apart, and why
     shards: Shards | None = field(default=None, compare=False, repr=False)
 
@@ -111,6 +113,7 @@ def solve(
     refusals: list[AxisWhole] = []
     done = _settle(trace, flow, axes, tp, refusals, scoped, demands)
     legal = legal_sizes(trace, axes, done.choice, done.tried, demands.packed)
+    parted = tuple(_parted_facts(trace, axes, done))
     wanted = products_to_gather(trace, axes, done.shards, tp, done.choice.indivisible, demands)
     if wanted:
         axes = infer_axes(trace, frozenset(wanted))
@@ -119,7 +122,7 @@ def solve(
     sequence = (
         place_sequence(done.shards, flow, done.placement, sequence_stacks) if sequence_stacks is not None else None
     )
-    return _solution(trace, flow, done, tp, refusals, sequence, legal)
+    return replace(_solution(trace, flow, done, tp, refusals, sequence, legal), parted=parted)
 
 
 def _settle(
@@ -134,6 +137,7 @@ def _settle(
     """Choose, place, solve; refuse and choose again, until nothing is refused."""
     refused = demands.refused(trace, axes)
     blocked: dict[Term, Term | None] = {}
+    inside: dict[Term, InsideQuantisedBlock] = {}
     order: tuple[Term, ...] = ()
     for _ in range(_ROUNDS):
         special = vocabularies(trace, axes) | gathered_leaves(trace, axes)
@@ -143,6 +147,7 @@ def _settle(
         parted = parted_blocks(shards, demands.packed)
         if parted:
             refused.update(parted)
+            inside |= parted
             refusals += [AxisWhole(leaf.size, why) for leaf, why in parted.items()]
             blocked |= {leaf: choice.partners.get(leaf) for leaf in parted}
             continue
@@ -152,12 +157,12 @@ def _settle(
         found = scope(shards, flow, placement, edits)
         blamed = _blame(shards, flow, placement, found, scoped)
         if not blamed:
-            return _Round(axes, choice, shards, placement, edits, found, Tried(order, blocked))
+            return _Round(axes, choice, shards, placement, edits, found, Tried(order, blocked, inside))
         for leaf, why in blamed.items():
             refused[leaf] = why
             refusals.append(AxisWhole(leaf.size, why))
     shards = Shards(trace, axes, {}, tp)
-    return _Round(axes, Choice(), shards, Placement(), Edits(), Scope(), Tried(order, blocked))
+    return _Round(axes, Choice(), shards, Placement(), Edits(), Scope(), Tried(order, blocked, inside))
 
 
 def _outputs(trace: Trace) -> tuple[tuple[Any, ...], ...]:
@@ -280,6 +285,13 @@ def _class_facts(trace: Trace, done: _Round, ids: dict[Term, int]) -> Iterator[C
         split = leaf in done.choice.marks
         reason = None if split else done.choice.reasons.get(leaf)
         yield ClassFact(number, leaf.size, frozenset(map(str, leaf.events)), places, split, reason)
+
+
+def _parted_facts(trace: Trace, axes: Axes, done: _Round) -> Iterator[ClassFact]:
+    found = occurrences(trace, axes)
+    for number, (leaf, why) in enumerate(done.tried.why.items()):
+        places = tuple((trace.tensors[t].names[0], d) for t, dims in found.get(leaf, {}).items() for d in sorted(dims))
+        yield ClassFact(number, leaf.size, frozenset(map(str, leaf.events)), places, False, why)
 
 
 def _parameter_facts(

@@ -52,6 +52,10 @@ def audit(
     only: Annotated[
         list[str] | None, typer.Option(metavar="TYPE", help="With --all-hf: only this model type; repeatable.")
     ] = None,
+    quantised: Annotated[
+        str | None,
+        typer.Option(metavar="METHOD", help="With --all-hf: at which tp do the blocks of this method part (fp8, awq)?"),
+    ] = None,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
     as_sarif: Annotated[bool, typer.Option("--sarif", help="Print SARIF 2.1.0, for code review.")] = False,
@@ -61,6 +65,10 @@ def audit(
     """Hold a plan against the model: what is wrong, with proof; what costs more than it needs; what is dead."""
     if as_json + as_sarif + as_markdown > 1:
         raise AutoplanError("--json, --sarif and --markdown exclude each other", hint="choose one")
+    if quantised and not all_hf:
+        raise AutoplanError("--quantised goes with --all-hf", hint="a single model says in its config how it is stored")
+    if quantised:
+        raise typer.Exit(_all_quantised(quantised, mapping, only, as_json, output))
     if all_hf:
         raise typer.Exit(_all_hf(tp, mapping, only, as_json, output))
     if model is None:
@@ -101,6 +109,19 @@ def _all_hf(tp: int, mapping: list[str] | None, only: list[str] | None, as_json:
     plain = [row.to_dict() for row in rows]
     emit(wild_view(plain), plain, as_json, output)
     return FINDINGS if any(row.verdict.is_bad for row in rows) else OK
+
+
+def _all_quantised(method: str, mapping: list[str] | None, only: list[str] | None, as_json: bool, output: Any) -> int:
+    from autoplan.check.audit.shipped_plans import MAPPINGS
+    from autoplan.check.audit.shipped_quantised import audit_quantised
+
+    rows = audit_quantised(
+        method, mapping or MAPPINGS, only=only or (), progress=lambda done, total, row: note(f"{done}/{total} {row}")
+    )
+    broken = [row for row in rows if row.sizes]
+    text = "\n".join([*map(str, rows), f"{len(broken)} of {len(rows)} shipped plans part blocks of {method}"])
+    emit(text, [row.to_dict() for row in rows], as_json, output)
+    return FINDINGS if broken else OK
 
 
 def compare(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
+
+    from autoplan.values.quantised import PackedWeight
 
 __all__ = ["CheckpointNames", "CheckpointWriter", "Conventions", "Conversion", "conventions", "hand_in"]
 
@@ -87,7 +90,8 @@ class Conventions:
     class, with the config of a model, is built. `checkpoint_names` and `checkpoint_writer` (of original names or
     not): see there. `shipped_plan`: the plan that comes with a model. `is_base`: is this the class that all models of
     the library descend from? `is_transposed_linear`: does a module multiply by its weight (and not by the weight
-    transposed, as a linear layer does)?
+    transposed, as a linear layer does)? `stored_weights`: the quantised weights in a folder, asked with its keys, what
+    tells the shape of one, and what reads one.
     """
 
     targets: str
@@ -111,6 +115,10 @@ class Conventions:
     shipped_plan: Callable[[Any], Mapping[str, str]]
     is_base: Callable[[type], bool]
     is_transposed_linear: Callable[[nn.Module], bool]
+    stored_weights: Callable[
+        [Path, tuple[str, ...], Callable[[str], tuple[int, ...]], Callable[[str], torch.Tensor]],
+        tuple[PackedWeight, ...],
+    ]
 
     def is_rate(self, name: str) -> bool:
         """Does a number of this name turn random draws on?"""

@@ -27,6 +27,7 @@ from autoplan.execute.hooks.install import ModuleWork, install, install_root
 from autoplan.execute.hooks.running import Running
 from autoplan.execute.parameters.optimizer_state import stop_following
 from autoplan.execute.parameters.shard import mesh_device, prepare_parameters
+from autoplan.execute.quantised.rules import is_stored_packed, stored_rules
 from autoplan.execute.randomness.dropout import SharedRandomness
 from autoplan.execute.reproducible import make_reproducible
 from autoplan.execute.weights.save import leave_saving
@@ -195,11 +196,16 @@ def _roll_back(undo: list[Callable[[], None]]) -> None:
 
 def parameter_rules(model: nn.Module, plan: Plan) -> dict[str, ParameterRule | None]:
     """The rule of every parameter and split buffer by full name; every pattern must mean something."""
-    names = [n for n, _ in model.named_parameters(remove_duplicate=False)]
-    names += [n for n, _ in model.named_buffers(remove_duplicate=False)]
+    tensors = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    names, stored = list(tensors), stored_rules(tensors, plan)
     found: dict[str, ParameterRule | None] = {}
     for rule in plan.runtime.parameters:
         hits = [rule.pattern] if rule.pattern in names else [n for n in names if matches(rule.pattern, n)]
+        if not hits and is_stored_packed(rule.pattern, plan, stored):
+            continue
         if not hits:
             close = nearest(rule.pattern, names)
             raise PlanMismatchError(
@@ -209,7 +215,7 @@ def parameter_rules(model: nn.Module, plan: Plan) -> dict[str, ParameterRule | N
         for name in hits:
             if name not in found or rule.pattern == name:
                 found[name] = rule
-    return found
+    return {**found, **stored}
 
 
 def _module_names(pattern: str, modules: dict[str, nn.Module]) -> list[str]:

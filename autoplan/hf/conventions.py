@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
+    from autoplan.values.quantised import PackedWeight
+
 __all__ = ["TRANSFORMERS"]
 
 
@@ -48,6 +50,12 @@ def _checkpoint_writer(model: nn.Module, original: bool) -> CheckpointWriter:
     from autoplan.hf.saving import checkpoint_writer
 
     return checkpoint_writer(model, original)
+
+
+def _stored_weights(*what: Any) -> tuple[PackedWeight, ...]:
+    from autoplan.hf.quantised.checkpoint import stored_weights
+
+    return stored_weights(*what)
 
 
 def _shipped_plan(model: Any) -> Mapping[str, str]:
@@ -86,4 +94,5 @@ TRANSFORMERS = Conventions(
     shipped_plan=_shipped_plan,
     is_base=_is_base,
     is_transposed_linear=_is_transposed_linear,
+    stored_weights=_stored_weights,
 )

@@ -71,7 +71,12 @@ class Source:
 
     def packed(self, module: nn.Module) -> tuple[PackedWeight, ...]:
         """What a checkpoint holds in place of the weights of `module`, where the config says that it is quantised."""
-        return quantised_weights(self.config, module)
+        config = self.config
+        if config is None and self._adapted:
+            assert self.given is not None
+            inside: Any = self.given
+            config = inside.get_base_model().config
+        return quantised_weights(config, module)
 
     @cached_property
     def can_shrink(self) -> bool:

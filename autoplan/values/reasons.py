@@ -163,7 +163,7 @@ class InsideScaledBlock(Reason):
 
 @dataclass(frozen=True)
 class InsideQuantisedBlock(Reason):
-    """Another tp size may remove it. `size`: of the dim of `weight` that is stored in blocks."""
+    """Another tp size may remove it. `size`: of the dim of `weight` (a pattern) that is stored in blocks."""
 
     weight: str
     size: int
@@ -173,7 +173,8 @@ class InsideQuantisedBlock(Reason):
     def __str__(self) -> str:
         held = f"{self.size / self.ranks:g} of {self.size}"
         parts = self.size / self.ranks / self.block
-        return f"at tp={self.ranks} a rank would hold {held}, {parts:g} quantised blocks of {self.block}"
+        said = f"{parts:g} quantised blocks of {self.block} in {self.weight}"
+        return f"at tp={self.ranks} a rank would hold {held}, {said}"
 
 
 @dataclass(frozen=True)

@@ -65,10 +65,10 @@ def test_published_sizes_are_refused_with_ways_out(name: str, tp: int, numbers: 
     made = plan(config, tp)
     assert tp not in made.legal_tp and tp // 2 in (*made.legal_tp, 1)
     found = [finding for finding in made.findings if finding.check == "quantised" and finding.level == "warn"]
-    assert any(numbers in finding.message and finding.bytes for finding in found)
+    assert any(numbers in finding.message and "ways out" in finding.hint for finding in found)
     whole = [item for item in made.replicated for why in item.why
              if isinstance(why, OfDim) and isinstance(why.why, InsideQuantisedBlock)]  # fmt: skip
-    assert whole, "what stays whole says so"
+    assert bool(whole) == any(finding.bytes for finding in found), "what stays whole says so"
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b-fp8", "qwen3-coder-480b-a35b-fp8", "minimax-m2.5-fp8"])
@@ -82,7 +82,7 @@ def test_experts_apart_is_a_way_out(name: str) -> None:
 def test_scales_are_cut_with_their_weight() -> None:
     made = plan(published("deepseek-r1-fp8"), 8)
     cut = {w.name: {t.name: (t.shape, t.segment) for t in w.tensors} for w in made.packed}
-    assert cut["model.layers.*.mlp.experts.gate_up_proj"] == {
+    assert cut["model.layers.3.mlp.experts.gate_up_proj"] == {
         "gate_up_proj": ((256, 4096, 7168), "1:2048!|2048!"),
         "gate_up_proj_scale_inv": ((256, 32, 56), "1:16!|16!"),
     }

@@ -66,6 +66,7 @@ PUBLIC = (
     "layers",
     "load_plan",
     "load_weights",
+    "packed_model",
     "parallelize",
     "plan",
     "to_local",

@@ -11,6 +11,7 @@ from autoplan.analyse.splits.choose import Choice, occurrences, weights_of
 from autoplan.analyse.splits.packed import Packed, fits_blocks, marks_at
 from autoplan.axes.terms import Term
 from autoplan.values import Trace
+from autoplan.values.reasons import InsideQuantisedBlock
 
 __all__ = ["Tried", "legal_sizes"]
 
@@ -20,10 +21,12 @@ class Tried:
     """The candidates in the order in which they were tried first, and those that were given up at this size.
 
     `blocked`: axes that would be cut inside a block of a quantised weight, each with the axis that splits on within it.
+    `why`: where that would be.
     """
 
     order: tuple[Term, ...] = ()
     blocked: Mapping[Term, Term | None] = field(default_factory=dict)
+    why: Mapping[Term, InsideQuantisedBlock] = field(default_factory=dict)
 
 
 def legal_sizes(trace: Trace, axes: Axes, choice: Choice, tried: Tried, packed: Packed) -> tuple[int, ...]:

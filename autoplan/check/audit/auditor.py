@@ -144,6 +144,7 @@ def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAUL
         right=right,
         ran_at_full_size=trial.full_size,
         extra={"clone": trial.tiny, "thawed": trial.thawed},
+        packed=source.packed(module),
     )
 
 

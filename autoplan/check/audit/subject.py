@@ -23,8 +23,9 @@ from autoplan.common.patterns import fold_names
 from autoplan.decide.plan.folding import Names, starred
 from autoplan.decide.written_plans.choices import CUTS
 from autoplan.values import Finding, ParameterFact, Plan, Report, Stack
+from autoplan.values.quantised import PackedWeight
 
-__all__ = ["Level", "Said", "Settings", "Subject", "Weight"]
+__all__ = ["Level", "Said", "Settings", "Subject", "Weight", "plain_rows", "said_by"]
 
 Level = Literal["error", "warn", "note"]
 
@@ -91,6 +92,7 @@ class Subject:
     ran_at_full_size: bool = False
     right: Plan | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    packed: tuple[PackedWeight, ...] = ()  # what is stored in place of weights, where the model is quantised
 
     # -------------------------------------------------------------------------------------------- the model
 
@@ -133,7 +135,7 @@ class Subject:
         for name in names:
             line = self.plan.line_for(name)
             if line is not None:
-                return self._cut(line, name, fact)
+                return said_by(self.plan, line, name, fact.shape, self.modules, self.tp_size)
         return Said(None)
 
     def _said_by_ours(self, names: tuple[str, ...], fact: ParameterFact) -> Said:
@@ -147,34 +149,6 @@ class Subject:
         layout = Layout.parse(rule.layout)
         rows = tuple(layout.rows(rank, self.tp_size) for rank in range(self.tp_size))
         return Said(line, rule.dim, 1, rows)
-
-    def _cut(self, line: Line, name: str, fact: ParameterFact) -> Said:
-        dim, parts = self._dim(line, name, fact)
-        if dim is None:
-            return Said(line)
-        rows = _plain_rows(fact.shape[dim], parts, self.tp_size)
-        return Said(line, dim, parts, rows)
-
-    def _dim(self, line: Line, name: str, fact: ParameterFact) -> tuple[int | None, int]:
-        """Which dim a style of this dialect cuts of this parameter, and in how many packed parts."""
-        cut, rank = CUTS.get(line.style, "whole"), len(fact.shape)
-        parts = 2 if line.style.startswith("packed_") and rank > 1 else 1
-        is_bias = rank == 1
-        if not rank or cut in ("whole", "nothing", "any"):
-            return None, 1
-        if cut in ("rows", "width"):
-            return (0 if cut == "rows" else rank - 1), parts
-        table = self._is_table(name)
-        if cut == "out":
-            return (0 if is_bias else 1 if table else rank - 2), parts
-        if is_bias and name.endswith("bias"):
-            return None, 1
-        return (0 if table else rank - 1), parts
-
-    def _is_table(self, name: str) -> bool:
-        """torch's styles take an embedding's rows for its input: row-wise cuts dim 0."""
-        owner = self.modules.get(name.rpartition(".")[0])
-        return self.plan.dialect == "torch" and any(c.__name__ == "Embedding" for c in type(owner).__mro__)
 
     def wanted_rows(self, weight: Weight) -> tuple[tuple[int, ...], ...]:
         """The rows that analysis gives each rank."""
@@ -269,8 +243,39 @@ def few(patterns: Sequence[str]) -> str:
     return ", ".join(patterns[:3]) + (f" and {len(patterns) - 3} more" if len(patterns) > 3 else "")
 
 
+def said_by(
+    plan: ForeignPlan, line: Line, name: str, shape: tuple[int, ...], modules: Mapping[str, Any], tp: int
+) -> Said:
+    """What a line of a foreign plan does to a parameter of this shape."""
+    dim, parts = _dim(plan, line, name, shape, modules)
+    if dim is None:
+        return Said(line)
+    return Said(line, dim, parts, plain_rows(shape[dim], parts, tp))
+
+
+def _dim(
+    plan: ForeignPlan, line: Line, name: str, shape: tuple[int, ...], modules: Mapping[str, Any]
+) -> tuple[int | None, int]:
+    """Which dim a style of this dialect cuts of this parameter, and in how many packed parts."""
+    cut, rank = CUTS.get(line.style, "whole"), len(shape)
+    parts = 2 if line.style.startswith("packed_") and rank > 1 else 1
+    is_bias = rank == 1
+    if not rank or cut in ("whole", "nothing", "any"):
+        return None, 1
+    if cut in ("rows", "width"):
+        return (0 if cut == "rows" else rank - 1), parts
+    owner = modules.get(name.rpartition(".")[0])
+    # torch's styles take an embedding's rows for its input: row-wise cuts dim 0.
+    table = plan.dialect == "torch" and any(c.__name__ == "Embedding" for c in type(owner).__mro__)
+    if cut == "out":
+        return (0 if is_bias else 1 if table else rank - 2), parts
+    if is_bias and name.endswith("bias"):
+        return None, 1
+    return (0 if table else rank - 1), parts
+
+
 @lru_cache(maxsize=1024)
-def _plain_rows(size: int, parts: int, tp: int) -> tuple[tuple[int, ...], ...]:
+def plain_rows(size: int, parts: int, tp: int) -> tuple[tuple[int, ...], ...]:
     """The rows of each rank when a dim is cut in consecutive pieces, each of `parts` equal parts by itself."""
     step = -(-size // parts)
     return tuple(

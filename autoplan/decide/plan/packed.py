@@ -37,7 +37,7 @@ class WayOut:
         said = {
             "experts apart": f"ep_size={self.size} (whole experts on different ranks)",
             "smaller tp": f"tp_size={self.size}",
-            "whole": "leave them whole (strict=False)",
+            "whole": "leave them whole or gather (strict=False)",
         }
         return f"{said[self.kind]}: {self.bytes / 2**20:,.1f} MiB of them per rank"
 
@@ -48,9 +48,9 @@ def packed_in_trace(packed: tuple[PackedWeight, ...], trace: Trace) -> dict[str,
     found: dict[str, tuple[PackedWeight, ...]] = {}
     for fold_name, everywhere in _expanded(trace):
         weights = dict.fromkeys(by_name[name] for name in everywhere if name in by_name)
-        alike = {replace(weight, name=""): weight for weight in weights}
+        alike = dict.fromkeys(replace(weight, name=starred(weight.name)) for weight in weights)
         if alike:
-            found[fold_name] = tuple(alike.values())
+            found[fold_name] = tuple(alike)
     return found
 
 
@@ -162,27 +162,35 @@ def refuse_parted_blocks(name: str, solution: Solution, packed: tuple[PackedWeig
     """Raise where a size would part a block of a quantised weight, with the ways out."""
     parted = list(_parted(solution))
     for _, why in parted[:1]:
-        alike = [one for one, other in parted if starred(other.weight) == starred(why.weight)]
+        alike = [one for one, other in parted if other.weight == why.weight]
         legal = ", ".join(map(str, solution.legal_tp))
         ways = "; ".join(map(str, ways_out(alike, solution, packed)))
-        raise IndivisibleError(
-            f"{name}: {why.weight}: {why}", hint=f"sizes that part no block: {legal}. Ways out, in order: {ways}"
-        )
+        raise IndivisibleError(f"{name}: {why}", hint=f"sizes that part no block: {legal}. Ways out, in order: {ways}")
 
 
 def _findings(plan: Plan, solution: Solution, packed: tuple[PackedWeight, ...], names: Names) -> Iterator[Finding]:
     yield Finding(_CHECK, "note", "", _said(packed))
-    alike: dict[tuple[str, InsideQuantisedBlock], list[ClassFact]] = {}
+    alike: dict[InsideQuantisedBlock, list[ClassFact]] = {}
     for fact, why in _parted(solution):
-        alike.setdefault((starred(why.weight), replace(why, weight="")), []).append(fact)
-    for (where, why), facts in alike.items():
-        held = (name for fact in facts for name, _ in fact.parameters if starred(name) == where)
+        alike.setdefault(why, []).append(fact)
+    for why, facts in alike.items():
+        held = (name for fact in facts for name, _ in fact.parameters if starred(name) == why.weight)
         weights = [name for one in held for name in names.expand(one)]
         found = ways_out(facts, solution, packed)
-        text = f"{why}; stays whole with what shares its cut"
+        whole = _bytes_whole(facts, solution, packed)
+        text = f"{why}; " + ("it stays whole with what shares its cut" if whole else "products are cut and gathered")
         ways = "; ".join(str(way) for way in found if way.kind != "whole")
         for pattern in fold_names(weights, names.parameters):
-            yield Finding(_CHECK, "warn", pattern, text, f"ways out, in order: {ways}", found[-1].bytes)
+            yield Finding(_CHECK, "warn", pattern, text, f"ways out, in order: {ways}", whole)
+
+
+def _bytes_whole(facts: Sequence[ClassFact], solution: Solution, packed: tuple[PackedWeight, ...]) -> int:
+    """Of the weights in question, what every rank holds in the end."""
+    names = Names(solution.trace)
+    cut = {name for fact in solution.parameters if fact.dim is not None for name in fact.names}
+    own = {name for fact in facts for name, _ in fact.parameters if name not in cut}
+    held = {name for one in own for name in names.expand(one)}
+    return sum(weight.bytes for weight in packed if weight.name in held)
 
 
 def _said(packed: tuple[PackedWeight, ...]) -> str:
@@ -194,6 +202,6 @@ def _said(packed: tuple[PackedWeight, ...]) -> str:
 
 
 def _parted(solution: Solution) -> Iterator[tuple[ClassFact, InsideQuantisedBlock]]:
-    for fact in solution.classes:
+    for fact in solution.parted:
         if isinstance(fact.reason, InsideQuantisedBlock):
             yield fact, fact.reason

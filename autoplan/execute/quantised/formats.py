@@ -130,9 +130,9 @@ def _awq(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Te
     numbers, zeros = (_awq_bits(parts[_named(weight, name)], bits) for name in ("qweight", "qzeros"))
     scales = parts[_named(weight, "scales")]
     inputs = numbers.shape[-2]
-    spread = {name: _spread(x, (inputs,), {-2: weight.scheme.value("group") or inputs})
-              for name, x in (("zeros", zeros), ("scales", scales))}  # fmt: skip
-    return ((numbers - spread["zeros"]) * spread["scales"]).transpose(-1, -2)
+    group = weight.scheme.value("group") or inputs
+    zeros, scales = (x.repeat_interleave(group, -2).narrow(-2, 0, inputs) for x in (zeros, scales))
+    return ((numbers - zeros) * scales).transpose(-1, -2)
 
 
 def _awq_bits(packed: torch.Tensor, bits: int) -> torch.Tensor:

@@ -28,21 +28,24 @@ from autoplan.execute.collectives import mesh_device
 from autoplan.execute.parameters.buffers import rebuilt_passing_tensors
 from autoplan.execute.parameters.held import Held, plain_name, record_of
 from autoplan.execute.parameters.state_dict import local_piece
+from autoplan.execute.quantised.files import DequantisedFiles
 from autoplan.execute.weights.files import CheckpointFiles
 from autoplan.execute.weights.key_matching import Matched, match_keys, refuse_unmatched
 
 __all__ = ["load_weights"]
 
 
-def load_weights(model: nn.Module, folder: str | Path, *, strict: bool = True) -> _IncompatibleKeys:
+def load_weights(
+    model: nn.Module, folder: str | Path, *, strict: bool = True, dequantise: bool = False
+) -> _IncompatibleKeys:
     """Fill `model`, on meta or holding numbers already, from the safetensors files in `folder`.
 
     Returns the missing and unexpected names, which `strict` makes an error; what is missing stays as it was. Shapes
-    must agree in any case.
+    must agree in any case. `dequantise` fills a plain model from a quantised checkpoint, block by block.
     """
     check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
     check_argument("folder", folder, (str, PathLike), "give the folder that holds the .safetensors files")
-    files = CheckpointFiles(folder)
+    files = DequantisedFiles(folder) if dequantise else CheckpointFiles(folder)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # its root keeps whole parameters between forwards

@@ -170,7 +170,7 @@ def _names(said: Any) -> tuple[str, ...]:
 
 
 def _bits(data: Mapping[str, Any], known: tuple[int, ...]) -> int:
-    bits = int(data["bits"] if "bits" in data else data["w_bit"])
+    bits = int(data["w_bit"] if "w_bit" in data else data["bits"])
     if bits not in known:
         raise SourceError(f"weights of {bits} bits are not described", hint=f"those of {known} bits are")
     return bits
@@ -178,7 +178,7 @@ def _bits(data: Mapping[str, Any], known: tuple[int, ...]) -> int:
 
 def _group(data: Mapping[str, Any]) -> int:
     """How many inputs share a scale; 0: all of them."""
-    group = int(data["group_size"] if "group_size" in data else data["q_group_size"])
+    group = int(data["q_group_size"] if "q_group_size" in data else data["group_size"])
     if group < 1 and group != -1:
         raise SourceError(f"group_size is {group}", hint="a group has at least one input; -1: all of them")
     return max(group, 0)

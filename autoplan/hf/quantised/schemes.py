@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -19,11 +19,11 @@ from autoplan.common.errors import SourceError
 from autoplan.common.rules_folder import rules_folder
 from autoplan.values.quantised import PackedDim, PackedTensor, PackedWeight, Scheme
 
-__all__ = ["Plain", "packed_weight", "scheme_of"]
+__all__ = ["Plain", "announced", "packed_weight", "plain_shape", "scheme_of"]
 
 Values = Mapping[str, int | str | bool]
 _DIM = re.compile(r"(whole )?(out\*in|out|in)(?:/(\d+)(?:\*(\d+))?)?")
-_KEYS = {"title", "tensors"}
+_KEYS = {"title", "tensors", "transposed_stacks"}
 _TENSOR_KEYS = {"name", "dtype", "dims", "when", "stacked"}
 _SIZES = {"uint8": 1, "int8": 1, "int32": 4, "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4,
           "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1}  # fmt: skip
@@ -74,6 +74,45 @@ def packed_weight(plain: Plain, scheme: Scheme) -> PackedWeight:
     return PackedWeight(plain.name, scheme, plain.shape, tuple(tensors), plain.rows, plain.contracted, plain.segments)
 
 
+def announced(keys: Iterable[str], scheme: Scheme | None = None) -> Iterator[tuple[str, str, str]]:
+    """(key, module, parameter) for each key that only packed weights have: those of a scheme, or of any."""
+    files, known = _files(rules_folder()), dict.fromkeys(keys)
+    for data in [files[scheme.id]] if scheme is not None else list(files.values()):
+        first = data["tensors"][0]["name"]
+        pattern = _announcing(data)
+        for key in known:
+            match = pattern.fullmatch(key)
+            if match is None:
+                continue
+            parameter = match.groupdict().get("weight") or "weight"
+            if f"{match['owner']}.{first.format(weight=parameter)}" in known:
+                yield key, match["owner"], parameter
+
+
+def _announcing(data: Mapping[str, Any]) -> re.Pattern[str]:
+    names = [one["name"] for one in data["tensors"] if one["name"] != "{weight}" and "when" not in one]
+    own = re.escape(names[0]).replace(r"\{weight\}", r"(?P<weight>[A-Za-z]\w*?)")
+    return re.compile(rf"(?P<owner>.+)\.{own}")
+
+
+def plain_shape(
+    name: str, scheme: Scheme, stacked: bool, shape: Callable[[str], tuple[int, ...]]
+) -> tuple[tuple[int, ...], bool]:
+    """The shape of the plain weight, by that of the first stored tensor; is what is contracted before the rest?"""
+    data, values = _files(rules_folder())[scheme.id], dict(scheme.values)
+    first = data["tensors"][0]
+    stored = shape(_name(first["name"], Plain(name, ())))
+    lead, sizes = (stored[:1], stored[1:]) if stacked else ((), stored)
+    found = {}
+    for said, size in zip(first["dims"], sizes, strict=False):
+        match = _DIM.fullmatch(str(said).format_map(values))
+        if match is not None:
+            found[match[2]] = size // int(match[4] or 1) * int(match[3] or 1)
+    transposed = stacked and bool(data.get("transposed_stacks"))
+    own = (found["in"], found["out"]) if transposed else (found["out"], found["in"])
+    return (*lead, *own), transposed
+
+
 def _name(said: str, plain: Plain) -> str:
     """After the name of the module."""
     parameter = plain.name.rpartition(".")[2]
@@ -109,7 +148,8 @@ def _files(folder: Path) -> dict[str, dict[str, Any]]:
             data = tomllib.loads(path.read_text("utf-8"))
         except tomllib.TOMLDecodeError as error:
             raise SourceError(f"{path}: {error}", hint="fix the TOML") from error
-        odd = set(data) ^ _KEYS | {key for one in data.get("tensors", ()) for key in set(one) - _TENSOR_KEYS}
+        missing = {"title", "tensors"} - set(data)
+        odd = missing | set(data) - _KEYS | {key for one in data.get("tensors", ()) for key in set(one) - _TENSOR_KEYS}
         if odd:
             raise SourceError(f"{path}: unknown or missing {', '.join(sorted(odd))}", hint="see rules/quantised")
         found[path.stem] = data

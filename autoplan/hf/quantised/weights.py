@@ -6,6 +6,7 @@ to what is left as it is (the head, tied tables, what a config names) is taken o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = ["quantised_weights"]
 # Where the blocks of language models are, for methods that quantise nothing else and do not say which.
 _BLOCKS = ("model.language_model.layers", "model.layers", "model.decoder.layers", "transformer.h", "gpt_neox.layers",
            "language_model.model.layers", "language_model.layers", "backbone.layers", "layers", "h")  # fmt: skip
+_ADAPTER = re.compile(r"\.lora_|\.modules_to_save\.")  # adapters are plain
 _EXPERTS = ("0.gate_proj", "0.up_proj", "0.down_proj", "0.w1", "0.w2", "0.w3")  # what checkpoints call their linears
 
 
@@ -50,6 +52,8 @@ def _weights(model: nn.Module, method: Method) -> Iterator[tuple[Plain, Scheme]]
     blocks = _blocks(model, method) if method.in_blocks else ()
     seen: set[int] = set()
     for path, module in model.named_modules():
+        if _ADAPTER.search(path):
+            continue
         for plain, parameter in _plain_weights(path, module):
             names = _names(path, plain.stacked)
             if id(parameter) in seen or skips(names):

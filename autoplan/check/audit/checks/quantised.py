@@ -2,8 +2,9 @@
 
 A quantised weight comes with tensors that describe it: one scale for a block of 128 × 128, a zero point for a group of
 64 columns. Cut the weight inside a block, or cut it and leave the scales whole, and numbers are rescaled by the wrong
-block. Weight, scale and zero point are one unit. Companions are recognised by shape: along a dim they have the weight's
-size divided by a block size.
+block. Weight, scale and zero point are one unit. Where the config says how weights are stored, arithmetic proves what
+parts; in other models companions are recognised by shape: along a dim they have the weight's size divided by a block
+size.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from autoplan.check.audit.stored import partings
 from autoplan.check.audit.subject import Level, Said, Subject
 from autoplan.values import Finding
 
 NAME = "quantised"
+_WAYS_OUT = "place experts whole on different ranks, use fewer ranks, or leave it whole: autoplan.plan says which"
 
 
 def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
+    yield from _parted(subject)
     groups: dict[tuple[str, str, str], list[str]] = {}
     for module, held in subject.modules.items():
         tensors = {**held._parameters, **held._buffers}
@@ -38,6 +42,19 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
         text = f"{modules[0]}: {problem}"
         yield Finding(NAME, _level(subject), pattern, text, f"cut the weight and {other} as one unit, between blocks",
                       proof=subject.proof() if subject.is_wrong else "")  # fmt: skip
+
+
+def _parted(subject: Subject) -> Iterator[Finding]:
+    """What the config says is stored, held against what the plan cuts."""
+    if subject.plan.plan is not None:
+        return  # ours cuts stored tensors with their weight
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for one in partings(subject.plan, subject.packed, subject.modules, subject.tp_size):
+        alike.setdefault((one.line.pattern, one.message, one.proof), []).append(one.weight)
+    for (pattern, message, proof), names in alike.items():
+        text = f"{subject.folded(names)}: {message}"
+        size = sum(weight.bytes for weight in subject.packed if weight.name in names)
+        yield Finding(NAME, "error", pattern, text, _WAYS_OUT, size, proof)
 
 
 def _level(subject: Subject) -> Level:

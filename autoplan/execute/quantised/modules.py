@@ -1,0 +1,103 @@
+"""A model whose weights are stored packed: modules hold the tensors of the checkpoint, and compute with plain numbers.
+
+The problem: kernels that multiply packed weights need a GPU and the package of their method. What they compute is
+defined without them: the product with the numbers that packed tensors stand for. So each module that has a quantised
+weight gets a subclass of its own class in which the weight's name is a property that makes these numbers when the
+module's code reads it. Its parameters are the packed tensors, under the names that checkpoints have for them, frozen:
+they are sharded, loaded, saved and wrapped like any others, and gradients pass through to the input and to adapters.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoplan.common.errors import PlanMismatchError
+from autoplan.common.patterns import matches
+from autoplan.execute.quantised.formats import DEQUANTISED, dequantise
+from autoplan.patches.classes import give_class
+from autoplan.values import Plan
+from autoplan.values.quantised import PackedTensor, PackedWeight
+
+__all__ = ["packed_model"]
+
+_STORED = "_autoplan_stored"
+
+
+def packed_model(model: nn.Module, plan: Plan) -> nn.Module:
+    """Give `model`, in place, the packed tensors that `plan` says its weights are stored as; they have no numbers yet.
+
+    `model` is the plain one that the plan was made for, best on meta. `load_weights` fills it, before or after
+    `parallelize`.
+    """
+    chosen = _chosen(model, plan)
+    for module, weights in chosen:
+        stored: dict[str, tuple[PackedWeight, torch.dtype]] = {}
+        for weight in weights:
+            old = module._parameters.pop(weight.parameter)
+            assert old is not None
+            stored[weight.parameter] = (weight, old.dtype)
+            for tensor in weight.tensors:
+                empty = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=old.device)
+                module._parameters[tensor.name] = nn.Parameter(empty, requires_grad=False)
+        module.__dict__[_STORED] = stored
+        kind: type = type(module)
+        give_class(module, _stored_class(kind, tuple(stored)))
+    return model
+
+
+def _chosen(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, list[PackedWeight]]]:
+    """The modules with their packed weights. Raises before anything is changed."""
+    if not plan.packed:
+        raise PlanMismatchError("the plan knows of no quantised weights", hint="plan a config with quantization_config")
+    found = []
+    parted = [weight for weight in plan.packed if any("." in tensor.name for tensor in weight.tensors)]
+    unknown = next((w for w in plan.packed if w.scheme.id not in DEQUANTISED or w in parted), None)
+    if unknown is not None:
+        raise PlanMismatchError(
+            f"{unknown.name} is stored as {unknown.scheme.title}, which only its own package computes with",
+            hint="build the model with that package, or fill a plain one with load_weights(…, dequantise=True)",
+        )
+    for path, module in model.named_modules():
+        weights = []
+        for name, parameter in module._parameters.items():
+            own = f"{path}.{name}" if path else name
+            weight = next((one for one in plan.packed if matches(one.name, own)), None)
+            if weight is None or parameter is None:
+                continue
+            if tuple(parameter.shape) != weight.shape:
+                raise PlanMismatchError(
+                    f"{path}.{name} has the shape {list(parameter.shape)}, where the plan has {list(weight.shape)}"
+                )
+            weights.append(weight)
+        if weights:
+            found.append((module, weights))
+    return found
+
+
+@cache
+def _stored_class(cls: type, names: tuple[str, ...]) -> Any:
+    return type(cls)(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__,
+                                             **{name: property(_reader(name)) for name in names}})  # fmt: skip
+
+
+def _reader(name: str) -> Any:
+    def read(module: nn.Module) -> torch.Tensor:
+        weight, dtype = module.__dict__[_STORED][name]
+        parts = {tensor.name: getattr(module, tensor.name) for tensor in weight.tensors}
+        return dequantise(weight, parts, _local_shape(weight, parts[weight.tensors[0].name])).to(dtype)
+
+    return read
+
+
+def _local_shape(weight: PackedWeight, first: torch.Tensor) -> tuple[int, ...]:
+    """Of the plain piece that a rank's tensors stand for: the first of them has room for whole numbers only."""
+    shape = list(weight.shape)
+    tensor: PackedTensor = weight.tensors[0]
+    for place, dim in enumerate(tensor.dims):
+        if len(dim.of) == 1:
+            shape[dim.of[0]] = first.shape[place] * dim.factor // dim.each
+    return tuple(shape)

@@ -1,0 +1,116 @@
+"""What the files of a quantised checkpoint hold: which tensors are one weight, by the config that lies beside them.
+
+The config says how modules are stored, the files say which tensors there are. Where the two contradict each other
+nothing is guessed: tensors that nobody announced, announced ones that are absent, and other shapes are an error each.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from autoplan.common.errors import SourceError
+from autoplan.hf.quantised.groups import Method, named
+from autoplan.hf.quantised.methods import method_of
+from autoplan.hf.quantised.schemes import Plain, announced, packed_weight, plain_shape
+from autoplan.values.quantised import PackedTensor, PackedWeight, Scheme
+
+__all__ = ["stored_weights"]
+
+Shape = Callable[[str], tuple[int, ...]]
+_OPTIONAL = ("activation_scale", "input_scale", "input_global_scale", "weight_shape", "g_idx")
+
+
+def stored_weights(
+    folder: Path, keys: tuple[str, ...], shape: Shape, read: Callable[[str], Any]
+) -> tuple[PackedWeight, ...]:
+    """The packed weights of a folder, by the names that plain ones would have in it."""
+    data = _quantization_config(folder)
+    if data is None:
+        odd = next((key for key, _, _ in announced(keys)), None)
+        if odd is not None:
+            raise SourceError(
+                f"{folder} holds quantised weights ({odd}), but its config.json has no quantization_config",
+                hint="fetch the config.json that belongs to these files",
+            )
+        return ()
+    method = method_of(data)
+    found = tuple(_weights(folder, method, keys, shape, read))
+    if not found:
+        raise SourceError(
+            f"the config.json in {folder} says quantization method {method.name!r}, but its files hold none of its "
+            "tensors",
+            hint="fetch the files that belong to this config.json, or delete its quantization_config",
+        )
+    return found
+
+
+def _quantization_config(folder: Path) -> dict[str, Any] | None:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise SourceError(
+            f"{folder} has no config.json, which says how its weights are quantised", hint="copy it there"
+        )
+    config = json.loads(path.read_text("utf-8"))
+    parts = (config, *(value for value in config.values() if isinstance(value, dict)))
+    return next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
+
+
+def _weights(
+    folder: Path, method: Method, keys: tuple[str, ...], shape: Shape, read: Callable[[str], Any]
+) -> Iterator[PackedWeight]:
+    known = set(keys)
+    schemes = dict.fromkeys(
+        scheme for group in method.groups for scheme in (group.of(False), group.of(True)) if scheme is not None
+    )
+    for scheme in schemes:
+        for key, owner, parameter in announced(keys, scheme):
+            stacked = parameter != "weight"
+            if _scheme(method, owner, stacked) == scheme:
+                plain = _plain(f"{owner}.{parameter}", scheme, stacked, known, shape, read)
+                yield _checked(folder, packed_weight(plain, scheme), key, known, shape)
+
+
+def _scheme(method: Method, owner: str, stacked: bool) -> Scheme | None:
+    for group in method.groups:
+        if not group.names or any(named(pattern, owner) for pattern in group.names):
+            return group.of(stacked)
+    return None
+
+
+def _plain(
+    name: str, scheme: Scheme, stacked: bool, known: set[str], shape: Shape, read: Callable[[str], Any]
+) -> Plain:
+    state = next((key for key in known if key.startswith(f"{name}.quant_state.")), None)
+    if state is not None:
+        said = json.loads(bytes(read(state).tolist()).decode("utf-8"))
+        return Plain(name, tuple(said["shape"]))
+    sizes, transposed = plain_shape(name, scheme, stacked, lambda own: shape(f"{name.rpartition('.')[0]}.{own}"))
+    return Plain(name, sizes, transposed)
+
+
+def _checked(folder: Path, weight: PackedWeight, key: str, known: set[str], shape: Shape) -> PackedWeight:
+    """The weight with those of its tensors that are there; all but a few must be, with the shapes they should have."""
+    kept: list[PackedTensor] = []
+    for tensor in weight.tensors:
+        own = f"{weight.owner}.{tensor.name}"
+        if own not in known:
+            if tensor.name.endswith(_OPTIONAL):
+                continue
+            raise SourceError(
+                f"{folder}: {key} belongs to a weight stored as {weight.scheme.title}, but {own} is absent",
+                hint="complete the download, or fetch the config.json that belongs to these files",
+            )
+        found = shape(own)
+        if found != tensor.shape and not (prod(found) == prod(tensor.shape) == 1):
+            raise SourceError(
+                f"{folder}: {own} has the shape {list(found)}, where {list(tensor.shape)} belongs to a weight of "
+                f"{list(weight.shape)} stored as {weight.scheme.title}",
+                hint="does the config.json belong to these files?",
+            )
+        kept.append(tensor)
+    return replace(weight, tensors=tuple(kept))

@@ -1,0 +1,320 @@
+"""Quantised weights at run time: what ranks read of a packed checkpoint is, put together, the whole, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packing import random_parts
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+
+import autoplan
+from autoplan.check.ranks.run import run_ranks
+from autoplan.common.errors import PlanMismatchError, SourceError
+from autoplan.common.layout import Layout
+from autoplan.common.patterns import matches
+from autoplan.execute.quantised.files import DequantisedFiles
+from autoplan.execute.quantised.formats import dequantise
+from autoplan.hf.quantised.groups import Method
+from autoplan.hf.quantised.methods import method_of
+from autoplan.hf.quantised.schemes import Plain, packed_weight
+from autoplan.values.quantised import PackedWeight
+
+
+def compressed(format: str, bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, **more}
+    groups = {"a": {"targets": ["Linear"], "format": format, "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": groups, "ignore": ["lm_head"]}
+
+
+def torchao(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"quant_method": "torchao", "quant_type": {"default": {"_type": kind, "_data": fields}}}
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+METHODS: dict[str, dict[str, Any]] = {
+    "fp8 blocks": {"quant_method": "fp8", "weight_block_size": [32, 32]},
+    "fp8 tensor": {"quant_method": "fp8", "weight_block_size": None},
+    "fp8 rows": {"quant_method": "fbgemm_fp8"},
+    "mxfp8": {"quant_method": "mxfp8"},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
+    "gptq": GPTQ,
+    "gptq 2 bits": GPTQ | {"bits": 2},
+    "gptq 3 bits": GPTQ | {"bits": 3},
+    "gptq 8 bits, one group": GPTQ | {"bits": 8, "group_size": -1},
+    "gptq act order": GPTQ | {"desc_act": True},
+    "gptq v2": GPTQ | {"checkpoint_format": "gptq_v2"},
+    "bnb nf4": NF4,
+    "bnb int8": {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    "ct fp8 channel": compressed("float-quantized", 8, "float", "channel"),
+    "ct fp8 tensor": compressed("float-quantized", 8, "float", "tensor"),
+    "ct fp8 block": compressed("float-quantized", 8, "float", "block", block_structure=[32, 32]),
+    "ct int8 zero points": compressed("int-quantized", 8, "int", "channel"),
+    "ct packed": compressed("pack-quantized", 4, "int", "group", group_size=32),
+    "ct packed, zero points": compressed("pack-quantized", 4, "int", "group", group_size=32, symmetric=False),
+    "ct packed 8 bits": compressed("pack-quantized", 8, "int", "channel"),
+    "ct nvfp4": compressed("nvfp4-pack-quantized", 4, "float", "tensor_group", group_size=16),
+    "ct mxfp4": compressed("mxfp4-pack-quantized", 4, "float", "group", group_size=32),
+    "torchao int8": torchao("Int8WeightOnlyConfig"),
+    "torchao float8": torchao("Float8WeightOnlyConfig"),
+}
+
+
+def weights_of(method: Method, shapes: dict[str, tuple[int, ...]]) -> list[PackedWeight]:
+    scheme = method.groups[-1].scheme
+    assert scheme is not None
+    return [packed_weight(Plain(name, shape), scheme) for name, shape in shapes.items()]
+
+
+def saved(data: dict[str, Any], shapes: dict[str, tuple[int, ...]], folder: Path) -> dict[str, torch.Tensor]:
+    """A folder with such weights; what they stand for."""
+    torch.manual_seed(0)
+    state, plain = {}, {}
+    for weight in weights_of(method_of(data), shapes):
+        parts = random_parts(weight)
+        plain[weight.name] = dequantise(weight, parts, weight.shape).reshape(weight.shape)
+        state |= {f"{weight.owner}.{name}": part.contiguous() for name, part in parts.items()}
+        if "bnb-4bit" in weight.scheme.id:
+            text = json.dumps({"shape": weight.shape, "blocksize": 64}).encode()
+            state[f"{weight.name}.quant_state.bitsandbytes__nf4"] = torch.tensor(list(text), dtype=torch.uint8)
+    save_file(state, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": data}))
+    return plain
+
+
+SHAPES = {"model.layers.0.q_proj.weight": (256, 128), "model.layers.0.down_proj.weight": (128, 512)}
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_pieces_are_the_whole(name: str, tp: int, tmp_path: Path) -> None:
+    plain = saved(METHODS[name], SHAPES, tmp_path)
+    files = DequantisedFiles(tmp_path)
+    assert sorted(files.keys) == sorted(SHAPES)
+    for key, whole in plain.items():
+        assert files.shape(key) == SHAPES[key]
+        assert torch.isfinite(whole).all() and torch.equal(files.read(key), whole)
+        for dim in (0, 1):
+            size = whole.shape[dim]
+            for text in (f"{size}!", f"8!*{size // 8}", f"{size // 2}!|{size // 2}!", f"2*{size // 2}!"):
+                held = [Layout.parse(text).rows(rank, tp) for rank in range(tp)]
+                pieces = [files.read(key, {dim: rows}) for rows in held]
+                order = torch.tensor([row for rows in held for row in rows])
+                assert torch.equal(torch.cat(pieces, dim), whole.index_select(dim, order)), (key, dim, text)
+
+
+def test_blocks_of_ragged_size(tmp_path: Path) -> None:
+    plain = saved(METHODS["fp8 blocks"], {"a.weight": (72, 40)}, tmp_path)
+    files = DequantisedFiles(tmp_path)
+    assert torch.equal(files.read("a.weight"), plain["a.weight"])
+    assert torch.equal(files.read("a.weight", {0: range(50, 72)}), plain["a.weight"][50:])
+
+
+def test_as_transformers_dequantises_float8(tmp_path: Path) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    (weight,) = weights_of(method_of(METHODS["fp8 blocks"]), {"a.weight": (64, 96)})
+    parts = random_parts(weight)
+    theirs = Fp8Dequantize(None)._dequantize_one(parts["weight"], parts["weight_scale_inv"], torch.bfloat16)
+    assert torch.equal(dequantise(weight, parts, weight.shape).bfloat16(), theirs)
+
+
+def test_as_transformers_dequantises_mxfp4() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    scheme = method_of({"quant_method": "mxfp4"}).groups[0].of(True)
+    assert scheme is not None
+    weight = packed_weight(Plain("experts.down_proj", (3, 64, 32), transposed=True), scheme)
+    parts = random_parts(weight)
+    theirs = convert_moe_packed_tensors(parts["down_proj_blocks"], parts["down_proj_scales"])
+    assert torch.equal(dequantise(weight, parts, weight.shape).bfloat16(), theirs)
+
+
+# ---------------------------------------------------------------------------------------------------------- bad input
+
+
+def stored(folder: Path) -> Any:
+    return DequantisedFiles(folder)
+
+
+def test_scales_of_another_shape(tmp_path: Path) -> None:
+    saved(METHODS["fp8 blocks"], SHAPES, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": METHODS["fp8 blocks"] | {
+        "weight_block_size": [64, 64]}}))  # fmt: skip
+    with pytest.raises(SourceError, match=r"weight_scale_inv has the shape \[8, 4\], where \[4, 2\]"):
+        stored(tmp_path)
+
+
+def test_files_of_another_method(tmp_path: Path) -> None:
+    saved(METHODS["awq"], SHAPES, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": METHODS["fp8 blocks"]}))
+    with pytest.raises(SourceError, match="hold none of its tensors"):
+        stored(tmp_path)
+
+
+def test_files_that_no_config_announces(tmp_path: Path) -> None:
+    saved(METHODS["awq"], SHAPES, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(SourceError, match="no quantization_config"):
+        stored(tmp_path)
+
+
+def test_a_companion_is_absent(tmp_path: Path) -> None:
+    saved(METHODS["gptq"], SHAPES, tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    del state["model.layers.0.q_proj.scales"]
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(SourceError, match="q_proj.scales is absent"):
+        stored(tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------- models, on ranks
+
+
+def tiny(data: dict[str, Any], **sizes: int) -> Any:
+    from transformers import LlamaConfig
+
+    base = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8,
+            "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 96}  # fmt: skip
+    config = LlamaConfig(**(base | sizes), architectures=["LlamaForCausalLM"])
+    config.quantization_config = data
+    return config
+
+
+def experts(data: dict[str, Any]) -> Any:
+    from transformers import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        hidden_size=64, intermediate_size=128, moe_intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=32, num_experts=4, num_experts_per_tok=2, vocab_size=96,
+        architectures=["Qwen3MoeForCausalLM"],
+    )  # fmt: skip
+    config._experts_implementation = "eager"
+    config.quantization_config = data
+    return config
+
+
+def latent(data: dict[str, Any]) -> Any:
+    from transformers import DeepseekV3Config
+
+    config = DeepseekV3Config(
+        hidden_size=64, intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, q_lora_rank=32,
+        kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32, first_k_dense_replace=1,
+        vocab_size=96, architectures=["DeepseekV3ForCausalLM"],
+    )  # fmt: skip
+    config._experts_implementation = "eager"
+    config.quantization_config = data
+    return config
+
+
+def built(config: Any, device: str = "cpu") -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        return getattr(transformers, config.architectures[0])._from_config(config, dtype=torch.float32).eval()
+
+
+def checkpoint(config: Any, made: autoplan.Plan, folder: Path) -> dict[str, torch.Tensor]:
+    """A quantised checkpoint of a model as public ones are (an entry for each expert); the plain numbers by name."""
+    torch.manual_seed(1)
+    whole, state, plain = built(config), {}, {}
+    names = {name: parameter for name, parameter in whole.named_parameters()}
+    described = {name: weight for weight in made.packed for name in names if matches(weight.name, name)}
+    for name, parameter in names.items():
+        if name not in described:
+            state[name] = plain[name] = parameter.detach()
+        elif len(parameter.shape) == 2:
+            state |= _stored(Plain(name, tuple(parameter.shape)), described[name], plain)
+        else:
+            state |= _listed(name, described[name], plain)
+    save_file({key: value.contiguous() for key, value in state.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config.quantization_config}))
+    return plain
+
+
+def _stored(plain: Plain, described: PackedWeight, numbers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    weight = packed_weight(plain, described.scheme)
+    parts = random_parts(weight)
+    scales = {n for n, p in parts.items() if n.endswith(("scale_inv", "_scale", "scales")) and p.dtype.itemsize > 1}
+    scaled = {name: part / 16 if name in scales else part for name, part in parts.items()}
+    numbers[plain.name] = dequantise(weight, scaled, weight.shape)
+    return {f"{weight.owner}.{name}": part for name, part in scaled.items()}
+
+
+def _listed(name: str, described: PackedWeight, numbers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    owner, parameter = name.rsplit(".", 1)
+    count, rows, columns = described.shape
+    apart = ("gate_proj", "up_proj") if parameter == "gate_up_proj" else ("down_proj",)
+    state: dict[str, torch.Tensor] = {}
+    for expert in range(count):
+        for one in apart:
+            plain = Plain(f"{owner}.{expert}.{one}.weight", (rows // len(apart), columns))
+            state |= _stored(plain, described, numbers)
+    pieces = [torch.cat([numbers.pop(f"{owner}.{e}.{one}.weight") for one in apart]) for e in range(count)]
+    numbers[name] = torch.stack(pieces)
+    return state
+
+
+MODELS = {"dense": tiny, "experts": experts, "latent": latent}
+LOADED = ["fp8 blocks", "awq", "gptq", "gptq act order", "ct packed, zero points", "ct fp8 channel"]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("name", ["fp8 blocks", "awq", "ct packed"])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_plain_model_is_filled_from_a_quantised_checkpoint(kind: str, name: str, tp: int, tmp_path: Path) -> None:
+    config = MODELS[kind](METHODS[name])
+    made = autoplan.plan(config, tp_size=tp, prove="none")
+    plain = checkpoint(config, made, tmp_path)
+
+    def rank_body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))
+        model = autoplan.parallelize(built(config, "meta"), mesh, made)
+        result = autoplan.load_weights(model, tmp_path, dequantise=True)
+        assert not result.missing_keys and not result.unexpected_keys
+        found = autoplan.full_tensors(model)
+        for key, value in plain.items():
+            assert torch.equal(found[key], value.float()), key
+
+    run_ranks(rank_body, tp)
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_packed_model_runs_sharded(name: str, tmp_path: Path) -> None:
+    """Every rank holds its packed pieces, computes what the whole computes, and saves what it loaded."""
+    config = tiny(METHODS[name])
+    made = autoplan.plan(config, tp_size=2, prove="none")
+    checkpoint(config, made, tmp_path)
+    whole = autoplan.packed_model(built(config, "meta"), made)
+    autoplan.load_weights(whole, tmp_path)
+    ids = torch.arange(12).view(2, 6)
+    expected, stored = whole(ids).logits.detach(), load_file(tmp_path / "model.safetensors")
+    assert torch.isfinite(expected).all()
+
+    def rank_body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = autoplan.packed_model(built(config, "meta"), made)
+        model = autoplan.parallelize(model, mesh, made, gather_logits=True)
+        result = autoplan.load_weights(model, tmp_path)
+        assert not result.missing_keys and not result.unexpected_keys
+        torch.testing.assert_close(model(ids).logits.detach(), expected, rtol=1e-4, atol=1e-4)
+        for key, value in autoplan.full_tensors(model).items():
+            assert value.dtype == stored[key].dtype and torch.equal(value.float(), stored[key].float()), key
+
+    run_ranks(rank_body, 2)
+
+
+def test_only_a_method_that_can_be_computed_is_packed() -> None:
+    config = tiny(METHODS["bnb nf4"])
+    with pytest.raises(PlanMismatchError, match="bitsandbytes"):
+        autoplan.packed_model(built(config, "meta"), autoplan.plan(config, 2, prove="none"))
+    config.quantization_config = None
+    with pytest.raises(PlanMismatchError, match="no quantised weights"):
+        autoplan.packed_model(built(config, "meta"), autoplan.plan(config, 2, prove="none"))
