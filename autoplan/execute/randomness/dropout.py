@@ -25,7 +25,7 @@ _SEEDS = 2**31 - 1
 
 def proposed_seed() -> int:
     """What a rank proposes, out of its own stream."""
-    return int(torch.randint(_SEEDS, (1,)).item())
+    return random_streams.number_in(torch.randint(_SEEDS, (1,)))
 
 
 class SharedRandomness:
@@ -43,7 +43,7 @@ class SharedRandomness:
         draw = proposed_seed()
         self.outside.append(random_streams.get_state())
         mine = torch.tensor([draw if self.group.rank == 0 else 0], device=self.device)
-        random_streams.manual_seed(int(all_reduce(mine, self.group).item()))
+        random_streams.manual_seed(random_streams.number_in(all_reduce(mine, self.group)))
 
     def end(self) -> None:
         self.switched.clear()

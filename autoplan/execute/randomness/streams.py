@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["State", "Stream", "fork", "get_state", "manual_seed", "set_state"]
+__all__ = ["State", "Stream", "fork", "get_state", "manual_seed", "number_in", "set_state"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,13 @@ def manual_seed(seed: int) -> None:
     torch.random.default_generator.manual_seed(seed)
     if _cuda_in_use():
         torch.cuda.manual_seed(seed)
+
+
+def number_in(tensor: torch.Tensor) -> int:
+    """The one number in a tensor; zero in a dry run, where tensors have shapes only and nothing is drawn."""
+    from torch._subclasses.fake_tensor import is_fake
+
+    return 0 if tensor.is_meta or is_fake(tensor) else int(tensor.item())
 
 
 @contextmanager
