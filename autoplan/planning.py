@@ -50,14 +50,15 @@ def draft_plan(
     choices: Choices | None = None,
     capabilities: Capabilities | None = None,
     module: nn.Module | None = None,
+    captured: Captured | None = None,
 ) -> Draft:
     """Capture, solve and write down, under the choices of a written plan if there is one.
 
-    `capabilities`: what may be used; without them, all that the wish asks for.
+    `capabilities`: what may be used; without them, all that the wish asks for. `captured`: where it is known already.
     """
     module = source.module() if module is None else module
     capabilities = wanted_capabilities(wish) if capabilities is None else capabilities
-    captured = capture_source(source, module, choices)
+    captured = capture_source(source, module, choices) if captured is None else captured
     stacks = layers(module)
     blocks = tuple(stack.fqns for stack in stacks) if capabilities.sequence else None
     solved = partial(solve_source, source, captured, wish, capabilities=capabilities, sequence_stacks=blocks)
