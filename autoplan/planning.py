@@ -55,15 +55,17 @@ def draft_plan(
     choices: Choices | None = None,
     capabilities: Capabilities | None = None,
     module: nn.Module | None = None,
+    captured: Captured | None = None,
 ) -> Draft:
     """Capture, solve and write down, under the choices of a written plan if there is one.
 
-    `capabilities`: what may be used; without them, all that the wish asks for.
+    `capabilities`: what may be used; without them, all that the wish asks for. `captured`: where it is known already.
     """
     module = source.module() if module is None else module
     capabilities = wanted_capabilities(wish) if capabilities is None else capabilities
-    stage("recording a run of the model")
-    captured = capture_source(source, module, choices)
+    if captured is None:
+        stage("recording a run of the model")
+        captured = capture_source(source, module, choices)
     stage("deciding what is split")
     stacks = layers(module, causal=calls_causal(captured.trace))
     blocks = tuple(stack.fqns for stack in stacks) if capabilities.sequence else None

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -54,7 +55,8 @@ def shard_data_parallel(model: nn.Module, mesh: DeviceMesh, stacks: tuple[Stack,
     known = applied(model)
     assert known is not None, "what was done is recorded first"
     units = choose_units(model, stacks, frozen=options.frozen)
-    _wrap(model, mesh, units, options)
+    with unset_fake_temporarily():  # meshes are asked for ranks, which must be numbers
+        _wrap(model, mesh, units, options)
     sizes = (mesh.size(0), mesh.size(1)) if mesh.ndim == 2 else (1, mesh.size())
     names = (*(unit.names for unit in units.units), ("",))
     notes = (*known.notes, *units.notes)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.layout import chunk
@@ -47,7 +48,7 @@ class ExpertsOfARank:
         index = (index - self.own.start).masked_fill(foreign, 0)
         weights = weights.masked_fill(foreign, 0)
         if index.dim() == tokens.dim() == _TOKENS_AND_CHOICES and _counts_are_known(index):
-            rows, choices = _pairs(foreign)
+            rows, choices = _pairs(foreign, share=-(-self.site.experts // len(self.own)))
             self.kept.append((rows, len(tokens)))
             tokens, index, weights = tokens[rows], index[rows, choices, None], weights[rows, choices, None]
         else:
@@ -98,8 +99,14 @@ def _counts_are_known(index: torch.Tensor) -> bool:
     return not (torch.compiler.is_compiling() or index.is_meta or not len(index))
 
 
-def _pairs(foreign: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pairs (token, choice) that stay. Where none does, the first (its weight is zero), so gradients exist."""
+def _pairs(foreign: torch.Tensor, share: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pairs (token, choice) that stay. Where none does, the first (its weight is zero), so gradients exist.
+
+    A dry run has no numbers to count: there every rank's experts get an equal `share` of all pairs.
+    """
+    if is_fake(foreign):
+        even = torch.zeros(-(-foreign.numel() // share), dtype=torch.long, device=foreign.device)
+        return even, even
     rows, choices = (~foreign).nonzero(as_tuple=True)
     if len(rows):
         return rows, choices

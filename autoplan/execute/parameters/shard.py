@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._prims_common import make_contiguous_strides_for
+from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.hooks import RemovableHandle
@@ -223,7 +224,7 @@ def _refuse_parameter(fqn: str, parameter: nn.Parameter) -> None:
         raise AutoplanError(f"{fqn} is a DTensor already", hint="shard the model once, before fully_shard")
     if torch.nn.parameter.is_lazy(parameter):
         raise AutoplanError(f"{fqn} has no shape yet", hint="run the lazy module once")
-    if type(parameter) is not nn.Parameter:
+    if type(parameter) is not nn.Parameter and not is_fake(parameter):
         raise AutoplanError(f"{fqn} is a {type(parameter).__name__}: only plain parameters can be laid on ranks")
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         raise AutoplanError(f"{fqn} has gradient hooks, which would be lost", hint="register them after sharding")
@@ -247,7 +248,11 @@ def _refuse_layout(fqn: str, held: Held, layout: Layout, tp: int) -> None:
 
 def _refuse_differing_ranks(builder: _Builder, model: nn.Module) -> None:
     """Compare a few elements of every parameter across ranks, in one exchange."""
-    real = [(fqn, tensor.detach()) for fqn, tensor in builder.originals if not tensor.is_meta and tensor.numel()]
+    real = [
+        (fqn, tensor.detach())
+        for fqn, tensor in builder.originals
+        if not (tensor.is_meta or is_fake(tensor)) and tensor.numel()
+    ]
     if builder.group.size == 1 or not real:
         return
     samples = [_sample(tensor).to(builder.device) for _, tensor in real]

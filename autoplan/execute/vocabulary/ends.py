@@ -8,7 +8,7 @@ from autoplan.common.layout import chunk
 from autoplan.common.nested import change_input
 from autoplan.execute.collectives import gather_pieces, sum_over_ranks
 from autoplan.execute.executors import Around, At, executes
-from autoplan.execute.vocabulary.split_logits import can_stay_split, split_class
+from autoplan.execute.vocabulary.split_logits import can_stay_split, dressed, split_class
 from autoplan.values import SplitLogits, VocabularyTable
 
 __all__: list[str] = []
@@ -42,6 +42,6 @@ def _head(planned: SplitLogits, at: At) -> Around:
     def leave(output: torch.Tensor) -> torch.Tensor:
         if running.whole_logits or (running.loss and not stays):
             return gather_pieces(output, group, planned.dim, planned.columns)
-        return output.as_subclass(columns) if running.loss else output
+        return dressed(output, columns) if running.loss else output
 
     return Around(leave=leave)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
 
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.layout import chunk
@@ -27,7 +28,7 @@ from autoplan.execute.vocabulary.losses import cross_entropy
 from autoplan.execute.vocabulary.shards import Columns
 from autoplan.ops.records.record import writes_in_place
 
-__all__ = ["SplitLogits", "can_stay_split", "columns_in", "split_class"]
+__all__ = ["SplitLogits", "can_stay_split", "columns_in", "dressed", "split_class"]
 
 
 def can_stay_split(size: int, group: RankGroup) -> bool:
@@ -55,9 +56,23 @@ class SplitLogits(torch.Tensor):
 
 @cache
 def split_class(group: RankGroup, vocabulary: int, dim_from_end: int = -1) -> type[SplitLogits]:
-    """The class of logits that are split so; `local.as_subclass(it)` makes them."""
+    """The class of logits that are split so; `dressed` makes them."""
     names = {"group": group, "vocabulary": vocabulary, "dim_from_end": dim_from_end, "__doc__": SplitLogits.__doc__}
     return type("SplitLogits", (SplitLogits,), names)
+
+
+def dressed(local: torch.Tensor, kind: type[SplitLogits]) -> torch.Tensor:
+    """Columns that behave as whole logits from here on. A fake tensor is a subclass already: it becomes both."""
+    if not isinstance(local, FakeTensor):
+        return local.as_subclass(kind)
+    columns: torch.Tensor = torch.ops.aten.alias(local)
+    columns.__class__ = _without_storage(kind)  # type: ignore[arg-type]
+    return columns
+
+
+@cache
+def _without_storage(kind: type[SplitLogits]) -> type[SplitLogits]:
+    return kind if issubclass(kind, FakeTensor) else type("SplitLogits", (kind, FakeTensor), {"__doc__": kind.__doc__})
 
 
 def columns_in(value: Any, change: Callable[[torch.Tensor, type[SplitLogits]], torch.Tensor]) -> Any:
@@ -140,7 +155,7 @@ def _each_element(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     """Casts and functions of single elements."""
     x = args[0]
     result = func(*map(_raw, args), **kwargs)
-    return result.as_subclass(cls) if isinstance(x, SplitLogits) else result
+    return dressed(result, cls) if isinstance(x, SplitLogits) else result
 
 
 def _arithmetic(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -156,7 +171,7 @@ def _arithmetic(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
         alike = width == 1 and not other.requires_grad  # its gradient would be a part only
         if other.dim() > raw.dim() or not (ours or alike):
             return NotImplemented
-    return func(*map(_raw, args), **kwargs).as_subclass(cls)
+    return dressed(func(*map(_raw, args), **kwargs), cls)
 
 
 def _view(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -173,7 +188,7 @@ def _view(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
         shape[shape.index(-1)] = _whole_shape(cls, x).numel() // known if known else -1
     if shape[-1] != cls.vocabulary:
         return NotImplemented
-    return func(raw, *shape[:-1], raw.shape[-1]).as_subclass(cls)
+    return dressed(func(raw, *shape[:-1], raw.shape[-1]), cls)
 
 
 def _flatten(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -183,7 +198,7 @@ def _flatten(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     raw = _raw(x)
     if cls.dim_from_end != -1 or last % raw.dim() == raw.dim() - 1:
         return NotImplemented
-    return raw.flatten(first, last).as_subclass(cls)
+    return dressed(raw.flatten(first, last), cls)
 
 
 def _item(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -198,7 +213,7 @@ def _item(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     reaches_last = used >= _raw(x).dim() or any(item is Ellipsis for item in items)
     if reaches_last and not (isinstance(items[-1], slice) and items[-1] == slice(None)) and items[-1] is not Ellipsis:
         return NotImplemented
-    return _raw(x)[index].as_subclass(cls)
+    return dressed(_raw(x)[index], cls)
 
 
 def _dims_of(item: Any) -> int:
@@ -215,7 +230,7 @@ def _transpose(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     raw = _raw(args[0])
     one, other, split = args[1] % raw.dim(), args[2] % raw.dim(), cls.dim_from_end % raw.dim()
     at = other if split == one else one if split == other else split
-    return raw.transpose(one, other).as_subclass(split_class(cls.group, cls.vocabulary, at - raw.dim()))
+    return dressed(raw.transpose(one, other), split_class(cls.group, cls.vocabulary, at - raw.dim()))
 
 
 def _permute(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -224,7 +239,7 @@ def _permute(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     raw = _raw(args[0])
     at = [dim % raw.dim() for dim in dims].index(cls.dim_from_end % raw.dim())
-    return raw.permute(*dims).as_subclass(split_class(cls.group, cls.vocabulary, at - raw.dim()))
+    return dressed(raw.permute(*dims), split_class(cls.group, cls.vocabulary, at - raw.dim()))
 
 
 # --------------------------------------------------------------------------------------------------------- the loss

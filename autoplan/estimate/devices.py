@@ -1,0 +1,67 @@
+"""What is known of devices and of the links between them: data in rules/devices/*.toml, each figure with its source."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from autoplan.common.errors import AutoplanError
+from autoplan.common.rules_folder import rules_folder
+
+__all__ = ["Device", "device_names", "load_device"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """One kind of device in one kind of cluster.
+
+    `memory`: bytes. `flops`: dense operations a second by dtype. `bandwidth`: bytes a second of its memory. `inside`,
+    `between`: bytes a second of one rank's link in a node, and between nodes; `latency_*`: seconds of one message.
+    `efficiency`: the share of the peak that matmuls reach. `context`, `communicator`: bytes that a process, and each
+    group of ranks, takes.
+    """
+
+    name: str
+    memory: int
+    flops: Mapping[str, float]
+    bandwidth: float
+    inside: float
+    between: float
+    latency_inside: float
+    latency_between: float
+    per_node: int
+    efficiency: float
+    context: int
+    communicator: int
+    sources: tuple[str, ...] = ()
+
+    def overhead(self, groups: int) -> int:
+        return self.context + groups * self.communicator
+
+
+def device_names() -> list[str]:
+    return sorted(path.stem for path in (rules_folder() / "devices").glob("*.toml"))
+
+
+def load_device(name: str) -> Device:
+    """By name, or from a file of one's own."""
+    path = Path(name) if name.endswith(".toml") else rules_folder() / "devices" / f"{name.lower()}.toml"
+    if not path.is_file():
+        raise AutoplanError(
+            f"no device {name!r} is known", hint=f"choose from {', '.join(device_names())}, or give a .toml of your own"
+        )
+    with path.open("rb") as file:
+        data = tomllib.load(file)
+    try:
+        links, taken = data["links"], data["overhead"]
+        return Device(
+            data["name"], int(data["memory"]), {k: float(v) for k, v in data["flops"].items()},
+            float(data["bandwidth"]),
+            float(links["inside"]), float(links["between"]), float(links["latency_inside"]),
+            float(links["latency_between"]), int(data["per_node"]), float(data["efficiency"]), int(taken["context"]),
+            int(taken["communicator"]), tuple(data["sources"]),
+        )  # fmt: skip
+    except KeyError as error:
+        raise AutoplanError(f"{path} says nothing of {error}", hint="see rules/devices/h100.toml") from error

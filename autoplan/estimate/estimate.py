@@ -1,0 +1,231 @@
+"""What one step costs on one rank of a mesh: memory at its peak, messages, operations, seconds.
+
+estimate ── Steps.at (a recording) ── Walk (memory, messages of data parallelism) ── tally ── step time ── Estimate
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from autoplan.common.errors import AutoplanError
+from autoplan.common.options import Request
+from autoplan.estimate.devices import Device, load_device
+from autoplan.estimate.memory import DataRanks, Walk, held_bytes
+from autoplan.estimate.sharded import UnitSize
+from autoplan.estimate.step import Recorded, Setting, Steps
+from autoplan.estimate.steptime import Load, step_time
+from autoplan.estimate.tape import Message, Worked, expanded
+from autoplan.execute.data_parallel.fsdp import default_precision
+from autoplan.hf.source import Model, resolve
+from autoplan.values import Plan
+from autoplan.values.estimate import Estimate, MemoryParts, Sent
+
+__all__ = ["Asked", "estimate", "estimate_with", "mesh_sizes"]
+
+TRAIN = ("full", "lora", "inference")
+STATES = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "none": 0}  # numbers that an optimizer keeps for each trained
+_BARS = (
+    ("memory", 0.05, "torch's MemTracker on the sharded model without storage; what an allocator wastes is not in it"),
+    ("messages", 0.0, "counted on ranks that talk over gloo"),
+    ("flops", 0.02, "torch's formulas for each op that ran"),
+    ("time", 0.4, "a roofline from data sheets, held against nothing that was measured: `autoplan calibrate`"),
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One question: the mesh, and how the step is run on it. See `estimate`."""
+
+    mesh: tuple[tuple[str, int], ...]
+    batch: int = 1
+    sequence: int = 2048
+    activation_checkpointing: Request = False
+    mp_policy: Any = None
+    optimizer: str = "adamw"
+    train: str = "full"
+    reshard_after_forward: bool | None = None
+    sequence_parallel: bool = False
+    accumulate: int = 1
+    gather_logits: bool = False
+    exact: bool = True  # record at this very batch, rather than read it off two smaller ones
+
+    def __post_init__(self) -> None:
+        if self.train not in TRAIN:
+            raise AutoplanError(f"train={self.train!r}", hint=f"choose one of {', '.join(TRAIN)}")
+        if self.optimizer not in STATES:
+            raise AutoplanError(f"optimizer={self.optimizer!r}", hint=f"choose one of {', '.join(STATES)}")
+        if self.batch < 1 or self.sequence < 2 or self.accumulate < 1:
+            raise AutoplanError(
+                f"batch={self.batch}, sequence={self.sequence}, accumulate={self.accumulate}",
+                hint="a rank takes one sequence of two tokens at least",
+            )
+
+    def size(self, *names: str) -> int:
+        return next((size for name, size in self.mesh if name in names), 1)
+
+    @property
+    def ranks(self) -> int:
+        total = 1
+        for _, size in self.mesh:
+            total *= size
+        return total
+
+    @property
+    def shards(self) -> int:
+        return self.size("dp_shard", "dp", "fsdp", "dp_shard_cp")
+
+    @property
+    def data_parallel(self) -> bool:
+        known = ("dp_shard", "dp", "fsdp", "dp_shard_cp")
+        return self.train != "inference" and any(name in known for name, _ in self.mesh)
+
+
+def mesh_sizes(mesh: DeviceMesh | Mapping[str, int] | str) -> tuple[tuple[str, int], ...]:
+    """("dp_shard", 8), ("tp", 8) of a mesh, of {"dp_shard": 8, "tp": 8}, or of "dp_shard=8,tp=8"."""
+    if isinstance(mesh, DeviceMesh):
+        return tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    if isinstance(mesh, Mapping):
+        return tuple(mesh.items())
+    found = []
+    for part in mesh.split(","):
+        name, _, size = part.partition("=")
+        if not size.strip().isdigit() or int(size) < 1:
+            raise AutoplanError(f"the mesh {mesh!r} has no size for {name!r}", hint="write it like dp_shard=8,tp=8")
+        found.append((name.strip(), int(size)))
+    return tuple(found)
+
+
+def estimate(
+    model: Model | Plan,
+    *,
+    mesh: DeviceMesh | Mapping[str, int] | str,
+    batch: int = 1,
+    sequence: int = 2048,
+    activation_checkpointing: Request = False,
+    mp_policy: MixedPrecisionPolicy | str | bool | None = None,
+    optimizer: str = "adamw",
+    train: str = "full",
+    reshard_after_forward: bool | None = None,
+    sequence_parallel: bool = False,
+    gather_logits: bool = False,
+    accumulate: int = 1,
+    device: str | Device = "h100",
+    plan: Plan | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> Estimate:
+    """Memory, messages, operations and seconds of one step of `model` on one rank of `mesh`. Needs no GPU, no weights.
+
+    `batch`: sequences that a rank takes at once, `accumulate` times a step. `train`: "full", "lora" (of a model that
+    has adapters, or with all else frozen), "inference" (a forward that keeps its keys and values). The other keywords
+    are those of `parallelize`. A step runs on a folded copy without storage: what is estimated is what is run.
+
+    A `Plan` in the place of the model needs `plan.model` to name it: a folder, a type, or a hub id.
+    """
+    given = model if isinstance(model, Plan) else plan
+    found = model.model if isinstance(model, Plan) else model
+    steps = Steps(resolve(found, trust_remote_code=trust_remote_code, inputs=inputs), given, inputs)
+    asked = Asked(mesh_sizes(mesh), batch, sequence, activation_checkpointing, mp_policy, optimizer, train,
+                  reshard_after_forward, sequence_parallel, accumulate, gather_logits)  # fmt: skip
+    return estimate_with(steps, asked, device if isinstance(device, Device) else load_device(device))
+
+
+def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
+    """The estimate from recordings that may be there already."""
+    policy = _policy(asked, steps)
+    recorded = _recorded(steps, asked, policy)
+    data = _data(asked, policy)
+    training = asked.train != "inference"
+    weights = held_bytes(recorded.units, data) + recorded.buffers
+    states = STATES[asked.optimizer] * held_bytes(recorded.units, data, trained=True) if training else 0
+    walk = Walk(recorded.tape, recorded.left_out, recorded.units, data, MemoryParts(weights=weights, optimizer=states),
+                recorded.sizes)  # fmt: skip
+    peak = walk.run()
+    parts = MemoryParts(**{**peak.parts, "overhead": device.overhead(sum(size > 1 for _, size in asked.mesh))})
+    if not training:
+        parts = replace(parts, cache=parts.kept, kept=0)
+    where, phase = peak.where, peak.phase
+    stepping = _optimizer_step(recorded.units, data, weights, states, asked) if training else MemoryParts()
+    stepping = replace(stepping, overhead=parts.overhead)
+    if stepping.total > parts.total:
+        parts, where, phase = stepping, "the optimizer's step", "optimizer"
+    load = _load(recorded)
+    sent = (*load.sent, *walk.messages())
+    sent = tuple(replace(s, number=s.number * asked.accumulate, bytes=s.bytes * asked.accumulate) for s in sent)
+    copies = asked.ranks // (asked.size("tp") * asked.size("ep"))
+    load = replace(load, sent=sent, trained=held_bytes(recorded.units, data, trained=True) if training else 0)
+    return Estimate(
+        model=steps.source.name, mesh=asked.mesh, batch=asked.batch, sequence=asked.sequence, train=asked.train,
+        parts=parts, where=where, phase=phase, messages=sent, flops=load.flops * asked.accumulate,
+        time=step_time(load, device, asked.mesh, asked.accumulate), device=device.name, bars=_BARS,
+        tokens=asked.batch * asked.sequence * asked.accumulate * copies,
+    )  # fmt: skip
+
+
+def _policy(asked: Asked, steps: Steps) -> MixedPrecisionPolicy | None:
+    """FSDP2's policy as `parallelize` settles it: half-precision gradients are summed in float32."""
+    if not asked.data_parallel:
+        return None
+    if isinstance(asked.mp_policy, MixedPrecisionPolicy):
+        return asked.mp_policy
+    if asked.mp_policy:
+        return default_precision()
+    half = any(p.dtype in (torch.bfloat16, torch.float16) for p in steps.module.parameters())
+    return MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)
+
+
+def _recorded(steps: Steps, asked: Asked, policy: MixedPrecisionPolicy | None) -> Recorded:
+    setting = Setting(
+        tp=asked.size("tp"), ep=asked.size("ep"), sequence_parallel=asked.sequence_parallel,
+        checkpointing=asked.activation_checkpointing, gather_logits=asked.gather_logits, batch=asked.batch,
+        sequence=asked.sequence, training=asked.train != "inference", compute=policy.param_dtype if policy else None,
+        output=policy.output_dtype if policy else None,
+    )  # fmt: skip
+    return steps.at(setting) if asked.exact else steps.scaled(setting)
+
+
+def _data(asked: Asked, policy: MixedPrecisionPolicy | None) -> DataRanks:
+    if policy is None:
+        return DataRanks()
+    compute, reduce = policy.param_dtype, policy.reduce_dtype
+    return DataRanks(asked.shards, asked.size("dp_replicate"), True, compute.itemsize if compute else None,
+                     reduce.itemsize if reduce else None, asked.reshard_after_forward)  # fmt: skip
+
+
+def _optimizer_step(
+    units: tuple[UnitSize, ...], data: DataRanks, weights: int, states: int, asked: Asked
+) -> MemoryParts:
+    """While parameters are updated: torch's foreach form keeps one more number for each trained one."""
+    trained = held_bytes(units, data, trained=True)
+    temporary = trained if states else 0
+    return MemoryParts(weights=weights, gradients=trained, optimizer=states, temporary=temporary)
+
+
+def _load(recorded: Recorded) -> Load:
+    """What is computed, moved and sent over tp in one micro-batch, at full depth."""
+    flops: dict[str, int] = {}
+    moved = 0
+    sent: dict[tuple[str, str], list[int]] = {}
+    for _, items, _ in expanded(recorded.tape, recorded.left_out):
+        for item in items:
+            if isinstance(item, Worked):
+                if item.flops:
+                    flops[item.dtype] = flops.get(item.dtype, 0) + item.flops
+                else:
+                    moved += item.bytes
+            elif isinstance(item, Message):
+                found = sent.setdefault((item.dim, item.kind), [0, 0])
+                found[0] += 1
+                found[1] += max(item.sent, item.received)
+    scale = recorded.scale
+    return Load(
+        flops_by_dtype=tuple((name, int(n * scale)) for name, n in flops.items()),
+        moved=int(moved * scale),
+        sent=tuple(Sent(d, k, n, int(size * scale)) for (d, k), (n, size) in sent.items()),
+    )

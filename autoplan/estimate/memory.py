@@ -1,0 +1,269 @@
+"""Memory of one rank through a step: the recording, at full depth, with data parallelism laid over it.
+
+What FSDP2 does around each unit follows from the unit's size: it gathers parameters into one flat buffer and copies
+them out, frees them after the forward, gathers the next unit while a unit's backward runs, and sums gradients from a
+flat buffer that lives until the next one's. (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autoplan.estimate.sharded import Held, UnitSize
+from autoplan.estimate.tape import Changed, Item, LeftOut, Tape, UnitEvent, expanded
+from autoplan.values.estimate import MemoryParts, Sent
+
+__all__ = ["DataRanks", "Peak", "Walk", "held_bytes"]
+
+_KINDS = ("kept", "temporary", "gradient", "communication")
+_KINDS_OF_PART = {"kept": "kept", "temporary": "temporary", "gradient": "gradients", "communication": "communication"}
+
+
+@dataclass(frozen=True)
+class DataRanks:
+    """How parameters are sharded over data-parallel ranks. `compute`, `reduce`: bytes of an element when gathered and
+    when gradients are summed; None: as stored. `reshard`: None frees all units but the last of each stack."""
+
+    shard: int = 1
+    replicate: int = 1
+    on: bool = False
+    compute: int | None = None
+    reduce: int | None = None
+    reshard: bool | None = None
+
+    def padded(self, held: Held) -> int:
+        """Elements of a parameter when every rank holds as many rows as the first."""
+        return -(-held.rows // self.shard) * self.shard * held.row
+
+    def gathered(self, unit: UnitSize) -> int:
+        return sum(self.padded(p) * (self.compute or p.size) for p in unit.parameters)
+
+    def reduced(self, unit: UnitSize) -> int:
+        return sum(self.padded(p) * (self.reduce or self.compute or p.size) for p in unit.parameters if p.trained)
+
+    def gradients(self, unit: UnitSize) -> int:
+        return sum(p.elements * (self.compute or p.size) for p in unit.parameters if p.trained)
+
+    def stored(self, held: Held) -> int:
+        """Bytes of this rank's piece."""
+        return (self.padded(held) // self.shard if self.on else held.elements) * held.size
+
+    def frees(self, unit: UnitSize) -> bool:
+        if unit.name == "":
+            return False
+        return not unit.last if self.reshard is None else self.reshard
+
+
+def held_bytes(units: tuple[UnitSize, ...], data: DataRanks, *, trained: bool = False) -> int:
+    return sum(data.stored(p) for unit in units for p in unit.parameters if p.trained or not trained)
+
+
+@dataclass
+class Peak:
+    """The highest moment so far."""
+
+    total: int = -1
+    parts: dict[str, int] = field(default_factory=dict)
+    where: str = ""
+    phase: str = ""
+
+
+@dataclass
+class _Stretch:
+    """Items between two events of units: what they leave, and their highest moment."""
+
+    net: dict[str, int]
+    highest: int
+    at: dict[str, int]
+    module: str
+
+
+class Walk:
+    """One walk through a step. `sizes`: bytes of each storage of the tape, at the batch that is asked for."""
+
+    def __init__(
+        self, tape: Tape, left_out: LeftOut, units: tuple[UnitSize, ...], data: DataRanks, standing: MemoryParts,
+        sizes: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        self.tape, self.left_out, self.data = tape, left_out, data
+        self.units = {unit.name: unit for unit in units}
+        self.sizes = np.array([s.bytes for s in tape.storages], dtype=np.int64) if sizes is None else sizes
+        self.kinds = np.array([_KINDS.index(s.kind) for s in tape.storages], dtype=np.int64)
+        self.live = {"weights": standing.weights, "optimizer": standing.optimizer, "gradients": 0, "kept": 0,
+                     "temporary": 0, "communication": 0, "unsharded": 0}  # fmt: skip
+        self.peak = Peak()
+        self.gathered: set[str] = set()
+        self.prefetched: set[str] = set()
+        self.pending = 0  # the last forward gather's buffer
+        self.held = 0  # the last reduction's buffer
+        self.order: list[str] = []
+        self.done: set[str] = set()
+        self.sent: dict[tuple[str, str], list[int]] = {}
+        self.cached: dict[int, tuple[tuple[Item, ...], list[_Stretch | UnitEvent]]] = {}
+
+    def run(self) -> Peak:
+        self._check("the model", "forward")
+        for phase, items, block in expanded(self.tape, self.left_out):
+            for step in self._steps(items):
+                if isinstance(step, UnitEvent):
+                    self._event(step, block, phase)
+                else:
+                    self._stretch(step, block, phase)
+        return self.peak
+
+    # ------------------------------------------------------------------------------------------ the recording
+
+    def _steps(self, items: tuple[Item, ...]) -> list[_Stretch | UnitEvent]:
+        known = self.cached.get(id(items))
+        if known is None or known[0] is not items:
+            known = self.cached[id(items)] = (items, list(self._measured(items)))
+        return known[1]
+
+    def _measured(self, items: tuple[Item, ...]) -> Iterator[_Stretch | UnitEvent]:
+        changes: list[Changed] = []
+        for item in items:
+            if isinstance(item, Changed):
+                changes.append(item)
+            elif isinstance(item, UnitEvent):
+                if changes:
+                    yield self._measure(changes)
+                changes = []
+                yield item
+        if changes:
+            yield self._measure(changes)
+
+    def _measure(self, changes: list[Changed]) -> _Stretch:
+        where = np.array([c.storage for c in changes])
+        deltas = self.sizes[where] * np.array([c.sign for c in changes])
+        running = np.cumsum(deltas)
+        top = int(np.argmax(running))
+        kinds = self.kinds[where]
+        net = {_KINDS_OF_PART[k]: int(deltas[kinds == i].sum()) for i, k in enumerate(_KINDS)}
+        at = {_KINDS_OF_PART[k]: int(deltas[: top + 1][kinds[: top + 1] == i].sum()) for i, k in enumerate(_KINDS)}
+        return _Stretch(net, int(running[top]), at, changes[top].module)
+
+    def _stretch(self, step: _Stretch, block: str, phase: str) -> None:
+        total = sum(self.live.values()) + step.highest
+        if total > self.peak.total:
+            parts = {name: size + step.at.get(name, 0) for name, size in self.live.items()}
+            self.peak = Peak(total, parts, _place(block, step.module), phase)
+        for name, size in step.net.items():
+            self.live[name] += size
+
+    def _check(self, where: str, phase: str) -> None:
+        total = sum(self.live.values())
+        if total > self.peak.total:
+            self.peak = Peak(total, dict(self.live), where, phase)
+
+    # ---------------------------------------------------------------------------------------- data parallelism
+
+    def _event(self, event: UnitEvent, block: str, phase: str) -> None:
+        if not self.data.on:
+            return
+        unit = self.units.get(_renamed(event.unit, block))
+        if unit is None or not unit.parameters and unit.name:
+            return
+        if event.phase == "forward":
+            (self._before_forward if event.when == "before" else self._after_forward)(unit)
+        elif event.when == "before":
+            self._before_backward(unit)
+        elif unit.name:
+            self._after_backward(unit)
+        else:
+            for rest in self.units.values():
+                self._after_backward(rest)
+            self._give("unsharded", -self.held)
+            self.held = 0
+
+    def _before_forward(self, unit: UnitSize) -> None:
+        if unit.name in self.gathered:
+            return
+        size = self.data.gathered(unit)
+        self._give("unsharded", size)
+        self._check(f"{unit.name or 'the model'} is gathered", "forward")
+        self._give("unsharded", size - self.pending)
+        self.pending = size
+        self._check(f"{unit.name or 'the model'} is gathered", "forward")
+        self.gathered.add(unit.name)
+        self._count("all-gather", size)
+
+    def _after_forward(self, unit: UnitSize) -> None:
+        self.order.append(unit.name)
+        if self.data.frees(unit):
+            self._free(unit)
+        if not unit.name:
+            self._give("unsharded", -self.pending)
+            self.pending = 0
+
+    def _before_backward(self, unit: UnitSize) -> None:
+        if unit.name not in self.gathered:
+            self._prefetch(unit)
+            size = self.data.gathered(unit)
+            self._give("unsharded", size)
+            self._check(f"{unit.name} is gathered", "backward")
+            self._give("unsharded", -size)
+            self.gathered.add(unit.name)
+            self.prefetched.discard(unit.name)
+        if unit.name in self.order:
+            place = self.order.index(unit.name)
+            if place:
+                self._prefetch(self.units[self.order[place - 1]])
+
+    def _prefetch(self, unit: UnitSize) -> None:
+        if unit.name not in self.gathered and unit.name not in self.prefetched:
+            self._give("unsharded", self.data.gathered(unit))
+            self.prefetched.add(unit.name)
+            self._count("all-gather", self.data.gathered(unit))
+
+    def _after_backward(self, unit: UnitSize) -> None:
+        if unit.name in self.done:
+            return
+        self.done.add(unit.name)
+        if unit.name in self.gathered:
+            self._free(unit)
+        whole, size = self.data.gradients(unit), self.data.reduced(unit)
+        if not size:
+            return
+        self._give("unsharded", size - self.held)
+        self._check(f"gradients of {unit.name or 'the model'} are summed", "backward")
+        self.held = size
+        piece = sum(self.data.stored(p) for p in unit.parameters if p.trained)
+        self._give("gradients", piece - whole)
+        self._count("reduce-scatter", size)
+        if self.data.replicate > 1:
+            self._count("all-reduce", size // self.data.shard, "dp_replicate")
+
+    def _free(self, unit: UnitSize) -> None:
+        self._give("unsharded", -self.data.gathered(unit))
+        self.gathered.discard(unit.name)
+
+    def _give(self, part: str, size: int) -> None:
+        self.live[part] += size
+
+    def _count(self, kind: str, size: int, dim: str = "dp_shard") -> None:
+        if dim == "dp_shard" and self.data.shard == 1:
+            return
+        found = self.sent.setdefault((dim, kind), [0, 0])
+        found[0] += 1
+        found[1] += size
+
+    def messages(self) -> tuple[Sent, ...]:
+        return tuple(Sent(dim, kind, number, size) for (dim, kind), (number, size) in self.sent.items())
+
+
+def _renamed(name: str, block: str) -> str:
+    """The unit of the block that a stretch is said of: in the recording it has the name of the block that stands."""
+    if not block or not name:
+        return name
+    container, _, _ = block.rpartition(".")
+    if not name.startswith(f"{container}."):
+        return name
+    _, _, rest = name[len(container) + 1 :].partition(".")
+    return f"{block}.{rest}" if rest else block
+
+
+def _place(block: str, module: str) -> str:
+    return _renamed(module, block) if module else block or "the model"

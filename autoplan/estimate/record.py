@@ -1,0 +1,279 @@
+"""One step of a sharded copy without storage, written down: what memory comes and goes, what is computed and sent.
+
+The copy runs on fake tensors in a world of fake ranks, so every value has the size that it has on one rank, and what
+autograd keeps for backward is kept here too. A dispatch mode sees each op and each storage that it makes; when the last
+holder of a storage lets go, that is written down too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoplan.capture.consumers import tensors_within
+from autoplan.estimate.flops import flops_of
+from autoplan.estimate.tape import Block, Changed, Item, Message, Storage, Tape, UnitEvent, Worked
+
+__all__ = ["Marks", "record_step"]
+
+_COLLECTIVES = ("_c10d_functional", "c10d", "_dtensor", "c10d_functional")
+_SENDS = {"all_gather_into_tensor": "all-gather", "_allgather_base_": "all-gather", "allgather_": "all-gather",
+          "reduce_scatter_tensor": "reduce-scatter", "_reduce_scatter_base_": "reduce-scatter",
+          "all_reduce": "all-reduce", "all_reduce_": "all-reduce", "allreduce_": "all-reduce",
+          "broadcast_": "broadcast", "all_to_all_single": "all-to-all", "alltoall_base_": "all-to-all"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Modules whose runs are told apart: units of data parallelism, and blocks of folded stacks."""
+
+    units: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (name of the unit, its modules)
+    blocks: tuple[str, ...] = ()
+
+
+@dataclass
+class _Living:
+    bytes: int
+    collective: bool
+    forward: bool
+    gradient: bool = False
+    freed: bool | None = None  # in the forward?
+
+
+@dataclass
+class _Log:
+    """What has been written so far."""
+
+    items: list[Item] = field(default_factory=list)
+    storages: list[_Living] = field(default_factory=list)
+    known: dict[int, int] = field(default_factory=dict)  # id of a living storage -> its number
+    holders: dict[int, Any] = field(default_factory=dict)
+    modules: list[str] = field(default_factory=lambda: [""])
+    forward: bool = True
+    ended: int = 0
+    open: bool = True
+
+    def enter(self, name: str, *_: Any) -> None:
+        self.modules.append(name)
+
+    def leave(self, *_: Any) -> None:
+        if len(self.modules) > 1:
+            self.modules.pop()
+
+    def made(self, tensor: torch.Tensor, collective: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.known:
+            return
+        number = len(self.storages)
+        self.storages.append(_Living(storage.nbytes(), collective, self.forward))
+        self.known[key] = number
+        self.holders[number] = weakref.ref(storage, lambda _: self._freed(key, number))
+        self.items.append(Changed(number, 1, self.modules[-1]))
+
+    def _freed(self, key: int, number: int) -> None:
+        if self.known.get(key) == number:
+            del self.known[key]
+        self.holders.pop(number, None)
+        if self.open:
+            self.storages[number].freed = self.forward
+            self.items.append(Changed(number, -1, self.modules[-1]))
+
+    def gradient_of(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            number = self.known.get(_local(parameter.grad).untyped_storage()._cdata)
+            if number is not None:
+                self.storages[number].gradient = True
+
+    def tape(self) -> Tape:
+        return Tape(tuple(map(_storage, self.storages)), tuple(self.items), self.ended)
+
+
+def _storage(living: _Living) -> Storage:
+    if living.gradient:
+        return Storage(living.bytes, "gradient")
+    if living.forward and living.freed is not True:
+        return Storage(living.bytes, "kept")
+    return Storage(living.bytes, "communication" if living.collective else "temporary")
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+class _Watching(TorchDispatchMode):
+    """Sees every op on local tensors."""
+
+    def __init__(self, log: _Log, groups: Mapping[str, str]) -> None:
+        super().__init__()
+        self.log, self.groups = log, groups
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]  # as it is on a device; without storage torch would make another tensor of it
+        result = func(*args, **kwargs)
+        log, space = self.log, func.namespace
+        collective = space in _COLLECTIVES
+        made = list(tensors_within(result))
+        if collective:
+            self._message(func, args, kwargs, made)
+        for tensor in made:
+            log.made(tensor, collective)
+        if not collective and not func.is_view and made:
+            given = list(tensors_within((args, kwargs)))
+            moved = sum(t.numel() * t.element_size() for t in (*given, *made))
+            dtype = str(made[0].dtype).removeprefix("torch.")
+            log.items.append(Worked(flops_of(func, args, kwargs, result), moved, dtype, log.modules[-1]))
+        return result
+
+    def _message(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor]) -> None:
+        kind = _SENDS.get(func._schema.name.partition("::")[2])
+        if kind is None:
+            return
+        given = list(tensors_within((args, kwargs)))
+        sent = given[-1] if len(given) > 1 else given[0]
+        out = made[0] if made else given[0]
+        group = next((a for a in (*args, *kwargs.values()) if isinstance(a, str) and a in self.groups), "")
+        size = (sent.numel() * sent.element_size(), out.numel() * out.element_size())
+        self.log.items.append(Message(kind, self.groups.get(group, ""), *size, self.log.modules[-1]))
+
+
+class _Passing(torch.autograd.Function):
+    """What goes into a module, as it is; when all its gradients are there, backward has left the module."""
+
+    @staticmethod
+    def forward(ctx: Any, after: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.after = after
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.after()
+        return (None, *gradients)
+
+
+Maker = Callable[[str, str], Item]
+
+
+class _Follower:
+    """The hooks of one module whose runs are told apart: as a block of a stack (outside), as a unit, or as both."""
+
+    def __init__(self, log: _Log, first: list[Maker], last: list[Maker]) -> None:
+        self.log, self.first, self.last = log, first, last
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._write(self.first, "before", "forward")
+        places = [t for t in tensors_within((args, kwargs)) if t.requires_grad and torch.is_grad_enabled()]
+        if not places or not self.first:
+            return None
+        passed = _Passing.apply(lambda: self._write(self.first[::-1], "after", "backward"), *places)
+        others = {id(old): new for old, new in zip(places, passed, strict=True)}
+        return _put(args, others), _put(kwargs, others)
+
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._write(self.last[::-1], "after", "forward")
+        seen: list[bool] = []
+
+        def reached(gradient: torch.Tensor) -> None:
+            if not seen:
+                seen.append(True)
+                self._write(self.last, "before", "backward")
+
+        for tensor in tensors_within(_plain(output)) if self.last else ():
+            if tensor.requires_grad:
+                tensor.register_hook(reached)
+
+    def _write(self, makers: list[Maker], when: str, phase: str) -> None:
+        self.log.items += [made(when, phase) for made in makers]
+
+
+def _plain(output: Any) -> Any:
+    return dict(output) if isinstance(output, Mapping) else output
+
+
+def _put(value: Any, others: Mapping[int, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return others.get(id(value), value)
+    if type(value) in (tuple, list):
+        return type(value)([_put(item, others) for item in value])
+    if type(value) is dict:
+        return {key: _put(item, others) for key, item in value.items()}
+    return value
+
+
+@contextmanager
+def _followed(model: nn.Module, marks: Marks, log: _Log) -> Iterator[None]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    handles: list[Any] = []
+
+    for name, module in {id(m): (n, m) for n, m in reversed(modules.items())}.values():
+        handles.append(module.register_forward_pre_hook(partial(log.enter, name)))
+        handles.append(module.register_forward_hook(log.leave))
+    first = {name: [_block(name)] for name in marks.blocks}
+    last = {name: [_block(name)] for name in marks.blocks}
+    for unit, names in marks.units:
+        first.setdefault(names[0], []).append(_unit(unit))
+        last.setdefault(names[-1], []).append(_unit(unit))
+    for name in sorted({*first, *last}, key=len):
+        follower = _Follower(log, first.get(name, []), last.get(name, []))
+        handles.append(modules[name].register_forward_pre_hook(follower.before, with_kwargs=True, prepend=True))
+        handles.append(modules[name].register_forward_hook(follower.after, with_kwargs=True))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            handles.append(parameter.register_post_accumulate_grad_hook(log.gradient_of))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _unit(name: str) -> Maker:
+    return lambda when, phase: UnitEvent(name, when, phase)  # type: ignore[arg-type]
+
+
+def _block(name: str) -> Maker:
+    return lambda when, phase: Block(name, when, phase)  # type: ignore[arg-type]
+
+
+def record_step(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    marks: Marks,
+    groups: Mapping[str, str],
+    *,
+    loss_of: Callable[[Any], torch.Tensor | None] | None,
+    standing: Iterable[torch.Tensor] = (),
+) -> Tape:
+    """Run one step inside whatever fake mode is on. `loss_of` None: forward only, what it returns is kept.
+
+    `groups`: names of process groups, and the dim of the mesh that each is of. `standing`: tensors that are there
+    before the step.
+    """
+    log = _Log()
+    standing = [*map(_local, model.parameters()), *map(_local, model.buffers()), *tensors_within(inputs), *standing]
+    for tensor in standing:
+        log.known[tensor.untyped_storage()._cdata] = -1
+    with _Watching(log, groups), _followed(model, marks, log):
+        result = model(**inputs)
+        loss = None if loss_of is None else loss_of(result)
+        log.ended, log.forward = len(log.items), False
+        if loss is not None:
+            del log.modules[1:]
+            loss.backward()
+            log.items.append(UnitEvent("", "after", "backward"))
+    log.open = False
+    del result
+    return log.tape()

@@ -1,0 +1,201 @@
+"""A folded copy of a model without storage, sharded by its plan: what a step is recorded on.
+
+Few blocks of each kind are kept, under their own names, so the plan's patterns fit; what the plan says of blocks that
+were left out is said of those that stand for them too. Data parallelism is not applied: it is laid over the recording
+(memory.py), for any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autoplan.capture.fold import fold
+from autoplan.common.options import Checkpointing, Options, TensorParallel
+from autoplan.common.patterns import matches
+from autoplan.estimate.record import Marks
+from autoplan.estimate.tape import LeftOut
+from autoplan.execute.data_parallel.units import choose_units
+from autoplan.execute.parallelize import shard_model
+from autoplan.values import Fold, Plan
+
+__all__ = ["Copy", "Held", "UnitSize", "sharded_copy"]
+
+_GROUPED = "grouped_mm"  # what experts run as on a GPU; the copy for analysis runs another form of the same
+
+
+@dataclass(frozen=True)
+class Held:
+    """One parameter as it lies on a rank of tp: rows of its first dim, elements of each row, and its dtype."""
+
+    name: str
+    rows: int
+    row: int
+    size: int  # bytes of an element as it is stored
+    trained: bool
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.row
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """What a unit of data parallelism holds itself, without units inside it. `last`: of its stack."""
+
+    name: str
+    parameters: tuple[Held, ...]
+    last: bool
+    block: bool
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The sharded copy, its units (those left out too), and how many bytes of buffers it has."""
+
+    module: nn.Module
+    mode: FakeTensorMode
+    marks: Marks
+    units: tuple[UnitSize, ...]
+    left_out: LeftOut
+    buffers: int
+
+
+def sharded_copy(
+    model: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    *,
+    compute_dtype: torch.dtype | None = None,
+    checkpointing: Checkpointing = Checkpointing(),  # noqa: B008 - frozen
+    tensor: TensorParallel = TensorParallel(),  # noqa: B008 - frozen
+    frozen: str = "units",
+    folded: bool = True,
+) -> Copy:
+    """Copy `model` without storage and shard the copy; `model` stays as it is."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    copy = fold(model, _faker(mode, compute_dtype), fold=folded)
+    module = copy.module
+    stored = {name: p.element_size() for name, p in model.named_parameters()}
+    _as_on_a_gpu(module)
+    fitted = _fitted(plan, module)
+    options = Options(tensor=tensor, checkpointing=checkpointing)
+    shard_model(module, mesh, fitted, options)
+    units = choose_units(module, fitted.layers, frozen=frozen)
+    named = [*((unit.names[0], unit.names) for unit in units.units), ("", ("",))]
+    recorded = list(_sizes(module, named, units, stored))
+    left_out = _left_out(model, copy.folds)
+    blocks = tuple(
+        f"{one.container}.{key}" for one in copy.folds for key in module.get_submodule(one.container)._modules
+    )
+    buffers = sum(_local(b).numel() * b.element_size() for b in module.buffers())
+    lasts = {stack.fqns[-1] for stack in plan.layers if stack.fqns}
+    everything = (*recorded, *_units_left_out(recorded, left_out, lasts))
+    return Copy(module, mode, Marks(tuple(named), blocks), everything, left_out, buffers)
+
+
+def _faker(mode: FakeTensorMode, dtype: torch.dtype | None) -> Callable[[torch.Tensor, str], torch.Tensor]:
+    def fake(tensor: torch.Tensor, name: str) -> torch.Tensor:
+        cast = dtype if dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else None
+        with mode:
+            empty = torch.empty(tensor.shape, dtype=cast or tensor.dtype, device="cpu")
+        return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+    return fake
+
+
+def _as_on_a_gpu(module: nn.Module) -> None:
+    from autoplan.common.conventions import conventions
+
+    for part in module.modules():
+        for value in list(vars(part).values()):
+            for setting, _ in conventions().kernel_settings if hasattr(value, "to_dict") else ():
+                if hasattr(value, setting):
+                    setattr(value, setting, _GROUPED)
+
+
+def _fitted(plan: Plan, module: nn.Module) -> Plan:
+    """The plan without what it says of blocks that the copy does not have."""
+    names = dict(module.named_modules(remove_duplicate=False))
+    tensors = [n for n, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())]
+
+    def there(pattern: str) -> bool:
+        return pattern in names or any(matches(pattern, name) for name in names)
+
+    runtime = replace(
+        plan.runtime,
+        parameters=tuple(r for r in plan.runtime.parameters if any(matches(r.pattern, n) for n in tensors)),
+        instructions=tuple(one for one in plan.runtime.instructions if there(one.pattern)),
+        random=tuple(filter(there, plan.runtime.random)),
+        random_whole=tuple(filter(there, plan.runtime.random_whole)),
+    )
+    layers = tuple(replace(stack, fqns=tuple(n for n in stack.fqns if n in names)) for stack in plan.layers)
+    return replace(plan, runtime=runtime, layers=tuple(stack for stack in layers if stack.fqns))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _sizes(
+    module: nn.Module, named: list[tuple[str, tuple[str, ...]]], units: Any, stored: Mapping[str, int]
+) -> Iterator[UnitSize]:
+    modules = dict(module.named_modules(remove_duplicate=False))
+    own = {id(modules[n]) for _, names in named for n in names}
+    kinds = {unit.names[0]: unit for unit in units.units}
+    seen: set[int] = set()
+    for name, names in named:
+        held = []
+        for path in names:
+            for inner, part in _inside(path, modules[path], own):
+                for key, parameter in part._parameters.items():
+                    if parameter is None or id(parameter) in seen:
+                        continue
+                    seen.add(id(parameter))
+                    held.append(_held(f"{inner}.{key}" if inner else key, parameter, stored))
+        kind = kinds.get(name)
+        yield UnitSize(name, tuple(held), kind is None or kind.last, kind is not None and kind.block)
+
+
+def _inside(name: str, module: nn.Module, own: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    yield name, module
+    for key, child in module.named_children():
+        if id(child) not in own:
+            yield from _inside(f"{name}.{key}" if name else key, child, own)
+
+
+def _held(name: str, parameter: torch.Tensor, stored: Mapping[str, int]) -> Held:
+    local = _local(parameter)
+    rows = local.shape[0] if local.dim() else 1
+    row = local.numel() // rows if rows else 0
+    return Held(name, rows, row, stored.get(name, local.element_size()), parameter.requires_grad)
+
+
+def _left_out(model: nn.Module, folds: tuple[Fold, ...]) -> LeftOut:
+    found: dict[str, tuple[tuple[str, str], ...]] = {}
+    for one in folds:
+        stands = dict(one.members)
+        last = ""
+        for key in model.get_submodule(one.container)._modules:
+            if key in stands:
+                pair = (f"{one.container}.{key}", f"{one.container}.{stands[key]}")
+                found[last] = (*found.get(last, ()), pair)
+            else:
+                last = f"{one.container}.{key}"
+    return found
+
+
+def _units_left_out(recorded: list[UnitSize], left_out: LeftOut, lasts: set[str]) -> Iterator[UnitSize]:
+    for pairs in left_out.values():
+        for block, by in pairs:
+            for unit in recorded:
+                if unit.name == by or unit.name.startswith(f"{by}."):
+                    name = block + unit.name[len(by) :]
+                    yield replace(unit, name=name, last=name in lasts)

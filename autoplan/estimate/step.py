@@ -1,0 +1,214 @@
+"""Recordings of one model's step, made when asked for and kept: a sweep over meshes asks for few different ones.
+
+A recording depends on how the model is split (tp, ep, along the sequence), on checkpointing, on dtypes and on
+the batch. It does not depend on data parallelism. Bytes grow evenly with the batch, so two recordings tell all other batches,
+where both did the same in the same order.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autoplan.capture.capture import Captured
+from autoplan.capture.dry_run import depends_on_data, quiet
+from autoplan.capture.known_values import KnownValues
+from autoplan.common.conventions import conventions
+from autoplan.common.errors import AutoplanError, CaptureError
+from autoplan.common.options import Checkpointing, Request, TensorParallel, Wish
+from autoplan.common.random_values import untouched_randomness
+from autoplan.estimate.record import record_step
+from autoplan.estimate.sharded import Copy, UnitSize, sharded_copy
+from autoplan.estimate.tape import Changed, LeftOut, Tape
+from autoplan.estimate.world import fake_mesh
+from autoplan.hf.inputs.make import make_inputs
+from autoplan.hf.source import Source
+from autoplan.patches.kernels import on_reference_path
+from autoplan.planning import capture_source, draft_plan
+from autoplan.values import Plan
+
+__all__ = ["Recorded", "Setting", "Steps"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a recording depends on. `training`: with labels and backward; else a forward that keeps its cache."""
+
+    tp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = False
+    checkpointing: Request = False
+    scope: Any = "all"
+    gather_logits: bool = False
+    batch: int = 1
+    sequence: int = 2048
+    training: bool = True
+    compute: torch.dtype | None = None
+    output: torch.dtype | None = None  # what a mixed-precision policy casts outputs to
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A tape, and what the copy that it was made on holds. `sizes`: bytes of each storage at the batch asked for."""
+
+    tape: Tape
+    left_out: LeftOut
+    units: tuple[UnitSize, ...]
+    buffers: int
+    sizes: Any
+    scale: float = 1.0  # of what is computed and sent, where the tape was made at another batch
+
+
+@dataclass
+class Steps:
+    """All recordings of one model."""
+
+    source: Source
+    given: Plan | None = None
+    inputs: Mapping[str, Any] | None = None
+    plans: dict[tuple[int, int, bool], Plan] = field(default_factory=dict)
+    known: dict[Setting, Recorded] = field(default_factory=dict)
+
+    @cached_property
+    def module(self) -> nn.Module:
+        return self.source.module()
+
+    @cached_property
+    def captured(self) -> Captured:
+        return capture_source(self.source, self.module)
+
+    def plan(self, tp: int, ep: int = 1, sequence_parallel: bool = False) -> Plan:
+        """The plan at these sizes; nothing is proven here."""
+        key = (tp, ep, sequence_parallel)
+        if self.given is not None and (self.given.tp_size, self.given.ep_size) == (tp, ep):
+            return self.given
+        if key not in self.plans:
+            wish = Wish(tp, ep, sequence_parallel, prove="none")
+            self.plans[key] = draft_plan(self.source, wish, module=self.module, captured=self.captured).plan
+        return self.plans[key]
+
+    def at(self, setting: Setting) -> Recorded:
+        """The step, recorded at this very batch."""
+        if setting not in self.known:
+            self.known[setting] = self._record(setting)
+        return self.known[setting]
+
+    def scaled(self, setting: Setting) -> Recorded:
+        """The step at any batch, from the recordings of one and of two sequences where these did the same."""
+        one, two = self.at(replace(setting, batch=1)), self.at(replace(setting, batch=2))
+        if setting.batch <= 2 or not _alike(one.tape, two.tape):
+            return self.at(setting)
+        sizes = one.sizes + (setting.batch - 1) * (two.sizes - one.sizes)
+        return replace(two, sizes=sizes, scale=setting.batch / 2)
+
+    def _record(self, setting: Setting) -> Recorded:
+        plan = self.plan(setting.tp, setting.ep, setting.sequence_parallel)
+        problem: BaseException | None = None
+        for folded in (True, False):
+            for how in ("fake", "known", "supposed"):
+                try:
+                    return self._recorded(setting, plan, folded, how)
+                except AutoplanError:
+                    raise
+                except Exception as error:  # someone else's forward may raise anything
+                    problem = problem or error
+                    if not depends_on_data(error) and how == "supposed":
+                        break
+        raise CaptureError(
+            f"a step of {self.source.name} cannot be run without storage: {type(problem).__name__}: {problem}"[:400],
+            hint="pass inputs={argument: tensor} with which its forward runs",
+        ) from problem
+
+    def _recorded(self, setting: Setting, plan: Plan, folded: bool, how: str) -> Recorded:
+        dim = "ep" if setting.tp == 1 < setting.ep else "tp"
+        checkpointing = Checkpointing(setting.checkpointing, setting.scope)
+        tensor = TensorParallel(gather_logits=setting.gather_logits)
+        given = self._inputs(setting)
+        with fake_mesh({dim: max(setting.tp, setting.ep)}) as mesh, quiet():
+            copy = sharded_copy(
+                self.module, plan, mesh, compute_dtype=setting.compute, checkpointing=checkpointing, tensor=tensor,
+                folded=folded,
+            )  # fmt: skip
+            groups = {mesh.get_group().group_name: dim}
+            with untouched_randomness(), on_reference_path():
+                tape = _run(copy, setting, given, groups, how)
+        sizes = np.array([storage.bytes for storage in tape.storages], dtype=np.int64)
+        return Recorded(tape, copy.left_out, copy.units, copy.buffers, sizes)
+
+    def _inputs(self, setting: Setting) -> dict[str, Any]:
+        """Keyword arguments of one call at this batch and length."""
+        source = self.source
+        users = self.inputs if self.inputs is not None else source.inputs
+        made = make_inputs(
+            self.module, config=source.config, model_type=source.model_type, inputs=users, batch=setting.batch,
+            length=setting.sequence,
+        )  # fmt: skip
+        names = [name for name, entry in made.entries.items() if "@module" not in entry]
+        chosen = next((name for name in ("image", "audio", "video") if name in names), names[0])
+        found = dict(made.entries[chosen])
+        known = conventions()
+        takes = _taken(self.module)
+        if known.cache_switch in takes:
+            found[known.cache_switch] = not setting.training
+        if setting.training and known.targets in takes and known.targets not in found:
+            ids = next((found[n] for n in ("decoder_input_ids", "input_ids") if n in found), None)
+            if isinstance(ids, torch.Tensor):
+                found[known.targets] = ids.clone()
+        return found
+
+
+def _taken(module: nn.Module) -> set[str]:
+    core: Any = module.get_base_model() if hasattr(module, "get_base_model") else module
+    return set(inspect.signature(core.forward).parameters)
+
+
+def _run(copy: Copy, setting: Setting, given: Mapping[str, Any], groups: Mapping[str, str], how: str) -> Tape:
+    copy.module.train(setting.training)
+    mode: Any = copy.mode if how == "fake" else KnownValues(copy.mode, supposing=how == "supposed")
+    with mode:
+        inputs = {name: _own(value, mode, setting.compute) for name, value in given.items()}
+        loss = (lambda result: _loss(result, setting.output)) if setting.training else None
+        with torch.set_grad_enabled(setting.training):
+            return record_step(copy.module, inputs, copy.marks, groups, loss_of=loss)
+
+
+def _own(value: Any, mode: Any, dtype: torch.dtype | None) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+    return mode.admit(value) if isinstance(mode, KnownValues) else _faked(value, mode)
+
+
+def _faked(value: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    return torch.empty(value.shape, dtype=value.dtype)
+
+
+def _loss(result: Any, dtype: torch.dtype | None) -> torch.Tensor | None:
+    """The loss that the model computed, else the sum of what it returned; outputs are cast as FSDP2 casts them."""
+    known = conventions()
+    if dtype is not None and isinstance(result, dict):
+        for name, value in list(result.items()):
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype:
+                result[name] = value.to(dtype)
+    loss = getattr(result, known.loss, None)
+    if isinstance(loss, torch.Tensor) and loss.dim() == 0:
+        return loss
+    outputs = result.values() if isinstance(result, dict) else result if isinstance(result, tuple) else (result,)
+    sums = [t.float().sum() for t in outputs if isinstance(t, torch.Tensor) and t.requires_grad]
+    return sum(sums[1:], sums[0]) if sums else None
+
+
+def _alike(one: Tape, other: Tape) -> bool:
+    """Did both make and free the same storages in the same order?"""
+    first, second = (
+        [(item.storage, item.sign) for item in tape.items if isinstance(item, Changed)] for tape in (one, other)
+    )
+    return first == second and len(one.items) == len(other.items)

@@ -1,0 +1,101 @@
+"""What a step costs on one rank of a mesh, and which meshes there are: values that are printed, compared and saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from autoplan.values.conveniences import done_above
+
+__all__ = ["Estimate", "MemoryParts", "Sent", "StepTime"]
+
+
+@dataclass(frozen=True)
+class MemoryParts:
+    """Bytes of one rank at its peak, by what they are for.
+
+    `kept`: activations that backward needs. `temporary`: values of the moment. `unsharded`: units of data parallelism
+    that are gathered, and buffers of their messages. `cache`: keys and values that decoding keeps. `overhead`: what
+    the device, its libraries and its communicators take.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    kept: int = 0
+    temporary: int = 0
+    unsharded: int = 0
+    communication: int = 0
+    cache: int = 0
+    overhead: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, one.name) for one in fields(self))
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Collectives of one kind over one dim of the mesh in one step of a rank: how many, and the bytes of their whole
+    values (what comes out of a gather, what goes into a reduction)."""
+
+    dim: str
+    kind: str
+    number: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step, all micro-batches and the optimizer. `exposed`: messages that nothing hides."""
+
+    compute: float = 0.0
+    memory: float = 0.0
+    exposed: tuple[tuple[str, float], ...] = ()
+    optimizer: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.memory + self.optimizer + sum(seconds for _, seconds in self.exposed)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One step of one rank. `peak`: bytes; it is reached in `phase` ("forward", "backward", "optimizer") at `where`.
+
+    `flops`: of one step of this rank. `bars`: the relative error that each figure may have, with what it was held
+    against. `tokens`: of one step of all ranks.
+    """
+
+    model: str
+    mesh: tuple[tuple[str, int], ...]
+    batch: int
+    sequence: int
+    train: str
+    parts: MemoryParts
+    where: str
+    phase: str
+    messages: tuple[Sent, ...]
+    flops: int
+    time: StepTime | None = None
+    tokens: int = 0
+    device: str = ""
+    bars: tuple[tuple[str, float, str], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def peak(self) -> int:
+        return self.parts.total
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.time.total if self.time is not None and self.time.total else 0.0
+
+    def __str__(self) -> str:
+        """A table for a terminal."""
+        return str(done_above("Estimate.__str__", self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: what `--json` prints."""
+        data: dict[str, Any] = done_above("Estimate.to_dict", self)
+        return data
