@@ -193,11 +193,10 @@ class Options:
     strict: bool = False
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            if not isinstance(getattr(self, one.name), _GROUPS[one.name]):
-                raise AutoplanError(
-                    f"options.{one.name}={getattr(self, one.name)!r}", hint=f"give {_GROUPS[one.name].__name__}(...)"
-                )
+        for name, group in _GROUPS.items():
+            if not isinstance(getattr(self, name), group):
+                raise AutoplanError(f"options.{name}={getattr(self, name)!r}", hint=f"give {group.__name__}(...)")
+        _yes_or_no(self, "strict")
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> Options:

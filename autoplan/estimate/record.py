@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoplan.capture.consumers import tensors_within
+from autoplan.capture.feeding.consumers import tensors_within
 from autoplan.estimate.flops import flops_of
 from autoplan.estimate.tape import Block, Changed, Item, Message, Storage, Tape, UnitEvent, Worked
 
