@@ -61,6 +61,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {
     "parallelize(mesh)": (lambda odd: autoplan.parallelize(MODEL, odd, PLAN), NONE),
     "parallelize(options)": (lambda odd: autoplan.parallelize(MODEL, None, PLAN, options=odd), ODD),  # type: ignore[arg-type]
     "applied": (autoplan.applied, NONE),
+    "gather_logits": (autoplan.gather_logits, NONE),
     "full_tensors": (autoplan.full_tensors, NONE),
     "load_weights(model)": (lambda odd: autoplan.load_weights(odd, "/"), NONE),
     "load_weights(folder)": (lambda odd: autoplan.load_weights(MODEL, odd), NONE),

@@ -11,6 +11,7 @@ from types import TracebackType
 from torch import nn
 
 from autoplan.common.errors import AutoplanError
+from autoplan.common.options import check_argument
 from autoplan.execute.hooks.running import Running
 from autoplan.execute.tensor_parallel import applied
 
@@ -29,6 +30,7 @@ class gather_logits:  # noqa: N801 - called as a function, as torch.no_grad is
     def __init__(self, model: nn.Module, gather: bool | None = True) -> None:
         if gather not in (None, True, False):
             raise AutoplanError(f"gather={gather!r}", hint="choose True, False or None")
+        check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
         records = [known for module in model.modules() if (known := applied(module)) is not None]
         if not records:
             raise AutoplanError(f"{type(model).__name__} was not sharded", hint="call autoplan.parallelize first")
