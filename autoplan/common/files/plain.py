@@ -34,7 +34,7 @@ _SUFFIXES: dict[str, Notation] = {".yaml": "yaml", ".yml": "yaml", ".json": "jso
 
 # tomllib takes time and memory that grow with the square of the parts of a dotted key.
 _KEY = r"""(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')"""
-_LONG_KEY = re.compile(rf"(?<![A-Za-z0-9_-])(?:(?>{_KEY})[ \t]*+\.[ \t]*+){{32}}")
+_LONG_KEY = re.compile(rf"(?<![A-Za-z0-9_-])(?:(?>{_KEY})\s*+\.\s*+){{32}}")
 
 
 @dataclass(frozen=True)
