@@ -109,3 +109,21 @@ def test_a_pattern_of_many_stars_is_answered_at_once() -> None:
     assert not matches(f"{'*a' * 40}*b", "a" * 200)
     assert matches("a.*b*c.d", "a.xbxc.d") and not matches("a.*.d", "a.b.c.d") and matches("**", "ab")
     assert time.process_time() - start < 0.5
+
+
+def test_no_other_file_parses_what_others_wrote() -> None:
+    """Invariant: common/files reads the text that nobody vouches for; what else parses is listed here."""
+    import re
+
+    import autoplan
+
+    package = Path(autoplan.__file__).parent
+    parsing = re.compile(r"yaml\.(?:safe_)?load\(|json\.loads?\(|tomllib\.loads?\(")
+    found = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if parsing.search(path.read_text("utf-8"))
+    }
+    ours = {"emit/exports/torch_code.py"}  # a plan that the written module itself holds
+    weights = {"execute/weights/files.py"}  # an index may be larger than any plan, and has a reader of its own
+    assert found == {"common/files/plain.py"} | ours | weights

@@ -7,7 +7,6 @@ the plain weight that it stands for, and how many elements of that make one of i
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.common.errors import SourceError
+from autoplan.common.files.plain import NotPlain, read_plain
+from autoplan.common.files.shapes import misshapen
 from autoplan.common.rules_folder import rules_folder
 from autoplan.values.quantised import PackedDim, PackedTensor, PackedWeight, Scheme
 
@@ -144,10 +145,9 @@ def _files(folder: Path) -> dict[str, dict[str, Any]]:
     """All schemes, by the names of their files."""
     found: dict[str, dict[str, Any]] = {}
     for path in sorted((folder / "quantised").glob("*.toml")):
-        try:
-            data = tomllib.loads(path.read_text("utf-8"))
-        except tomllib.TOMLDecodeError as error:
-            raise SourceError(f"{path}: {error}", hint="fix the TOML") from error
+        data = read_plain(path, NotPlain(error=SourceError, hint="fix the TOML"), notation="toml")
+        if problem := misshapen(data, {"tensors": [{}]}):
+            raise SourceError(f"{path}: {problem}", hint="see rules/quantised")
         missing = {"title", "tensors"} - set(data)
         odd = missing | set(data) - _KEYS | {key for one in data.get("tensors", ()) for key in set(one) - _TENSOR_KEYS}
         if odd:
