@@ -26,7 +26,7 @@ from autoplan.decide.plan.whole_blocks import whole_blocks
 from autoplan.decide.written_plans.choices import Choices
 from autoplan.decide.written_plans.constraints import same_in_folded_blocks
 from autoplan.execute.fits import with_made_for
-from autoplan.hf.expert_counts import without_namesakes
+from autoplan.hf.configs.expert_counts import without_namesakes
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import Source
 from autoplan.hf.stacks import calls_causal, layers

@@ -28,7 +28,7 @@ from autoplan.common.options import check_argument
 from autoplan.common.random_values import BUILDING, fill_meta, randomise, untouched_randomness
 from autoplan.hf.adapters import settings_of, wrap
 from autoplan.hf.catalogue import class_name_of
-from autoplan.hf.config_limits import check_config, limited_modules
+from autoplan.hf.configs.limits import check_config, limited_modules
 from autoplan.hf.inputs.make import core_of, users_entries
 from autoplan.hf.model_string import from_string, transformers_class
 from autoplan.hf.quantised.weights import quantised_weights

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autoplan.common.errors import AutoplanError, SourceError
-from autoplan.hf.config_limits import MOST_REGISTERED, check_config, limited_modules
+from autoplan.hf.configs.limits import MOST_REGISTERED, check_config, limited_modules
 from autoplan.hf.source import resolve
 
 LLAMA: dict[str, Any] = {
