@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from autoplan.common.errors import AutoplanError
+from autoplan.common.files.plain import NotPlain, read_plain
 from autoplan.common.rules_folder import rules_folder
 
 __all__ = ["Device", "device_names", "load_device"]
@@ -52,8 +52,7 @@ def load_device(name: str) -> Device:
         raise AutoplanError(
             f"no device {name!r} is known", hint=f"choose from {', '.join(device_names())}, or give a .toml of your own"
         )
-    with path.open("rb") as file:
-        data = tomllib.load(file)
+    data = read_plain(path, NotPlain("device file"), notation="toml")
     try:
         links, taken = data["links"], data["overhead"]
         return Device(

@@ -124,6 +124,6 @@ def test_no_other_file_parses_what_others_wrote() -> None:
         for path in package.rglob("*.py")
         if parsing.search(path.read_text("utf-8"))
     }
-    ours = {"emit/exports/torch_code.py", "estimate/devices.py"}  # a plan in a module that we wrote; our own table
+    ours = {"emit/exports/torch_code.py"}  # a plan in a module that we wrote
     weights = {"execute/weights/files.py", "execute/quantised/files.py", "hf/quantised/checkpoint.py"}  # of checkpoints
     assert found == {"common/files/plain.py"} | ours | weights
