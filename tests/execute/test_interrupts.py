@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from interrupted_models import HOW, apply_to, build_of, mesh_for, whole
-from interrupts import Snapshot, choose_events, fake_world, interrupted_everywhere, lines_of
+from interrupts import Snapshot, choose_events, fake_world, interrupted_everywhere
 from mesh_toys import WIDTH, deep
 from torch import nn
 
@@ -56,7 +57,8 @@ def test_experts_hybrids_and_several_modes_are_whole_or_as_they_were(kind: str, 
 
 
 def test_what_stands_in_other_packages_is_given_back() -> None:
-    """A kernel guard, and whoever listens to new optimizers."""
+    """Whoever listens to new optimizers, for one."""
+    gc.collect()  # models of other tests
     model = deep(depth=1)
     before = torch.optim.Optimizer.__init__
     with pytest.raises(KeyboardInterrupt), as_it_was.whole_or_as_it_was(model):
@@ -123,11 +125,3 @@ def test_an_interrupt_that_is_not_undone_is_noticed(monkeypatch: pytest.MonkeyPa
     choose = of_each_line("tp", 20)
     _, _, problems = interrupted_everywhere(build_of("small"), apply_to("small", "tp"), whole("tp"), choose)
     assert problems
-
-
-def test_the_lines_of_a_run_are_always_the_same() -> None:
-    """Or else the n-th line would not be the one that was counted."""
-    change, build = apply_to("small", "tp"), build_of("small")
-    change(build())
-    one, other = (lines_of(lambda model=model: change(model)) for model in (build(), build()))
-    assert len(one) > 2000 and len(one) == len(other)
