@@ -132,5 +132,7 @@ class Trained(Transformer):
 @pytest.mark.parametrize(("build", "form"), [(Transformer, "absorb"), (Trained, "absorb"), (Trained, "naive")])
 def test_reference_deepseek_is_proven(build: type[Transformer], form: Any) -> None:
     """Under inference mode as published, and with gradients; caches are written in place."""
-    plan = autoplan.plan(build(ModelArgs(n_layers=2, attn_impl=form)), 2, inputs={"tokens": torch.arange(20).view(2, 10)})
+    plan = autoplan.plan(
+        build(ModelArgs(n_layers=2, attn_impl=form)), 2, inputs={"tokens": torch.arange(20).view(2, 10)}
+    )
     assert plan.proof.ok, plan.proof

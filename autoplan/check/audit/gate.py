@@ -69,7 +69,9 @@ def warn_unproven(plan: Plan) -> None:
     if plan.ranks > 1 and not (plan.proof.ok or unasked or plan.proof.failed):
         why, hint = _why_unproven(plan)
         text = f"the plan for {plan.model} at tp={plan.tp_size} is not proven: {why}"
-        warnings.warn(f"{text}\n  → {hint}; check=False applies it without this warning", UnprovenPlanWarning, stacklevel=3)
+        warnings.warn(
+            f"{text}\n  → {hint}; check=False applies it without this warning", UnprovenPlanWarning, stacklevel=3
+        )
 
 
 def _why_unproven(plan: Plan) -> tuple[str, str]:

@@ -98,7 +98,9 @@ def check_sharding(
     simulate, names and sizes, where it has more than the one dim "tp".
     """
     with one_compute_thread(), where_it_runs(model):  # checkpointed blocks run again in backward
-        return _check(model, entries, sharding, tp_size, others or {}, _chosen(checks), engine, mesh, budget or Budget(), dims)
+        return _check(
+            model, entries, sharding, tp_size, others or {}, _chosen(checks), engine, mesh, budget or Budget(), dims
+        )
 
 
 def _check(
