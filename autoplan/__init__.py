@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from autoplan.common.options import Checkpointing, DataParallel, Options, TensorParallel, Wish
     from autoplan.decide.written_plans.plan_file import load_plan
     from autoplan.execute.data_parallel.gradients import clip_gradients, global_norm, to_local, unshard
+    from autoplan.execute.parameters.buffers import rebuild_buffers
     from autoplan.execute.parameters.gather import full_tensors
     from autoplan.execute.tensor_parallel import Applied, applied
     from autoplan.execute.vocabulary.choice import gather_logits
@@ -65,6 +66,7 @@ __all__ = [
     "load_weights",
     "parallelize",
     "plan",
+    "rebuild_buffers",
     "save_weights",
     "to_local",
     "unshard",
@@ -95,6 +97,7 @@ _HOMES = {
     "load_weights": "autoplan.execute.weights.load",
     "parallelize": "autoplan.api",
     "plan": "autoplan.api",
+    "rebuild_buffers": "autoplan.execute.parameters.buffers",
     "save_weights": "autoplan.execute.weights.save",
     "to_local": "autoplan.execute.data_parallel.gradients",
     "unshard": "autoplan.execute.data_parallel.gradients",

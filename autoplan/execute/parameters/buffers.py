@@ -22,13 +22,47 @@ from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.random_values import BUILDING
 from autoplan.execute.parameters.held import plain_name, record_of
+from autoplan.execute.parameters.optimizer_state import mark_parameters
 
-__all__ = ["rebuild_passing_tensors"]
+__all__ = ["rebuild_buffers", "rebuild_passing_tensors"]
+
+
+def rebuild_buffers(model: nn.Module) -> None:
+    """Make a sharded model whole that `to_empty` gave memory: what a distributed checkpoint then does not fill.
+
+    Buffers that no checkpoint holds (rotary frequencies) are computed again, weights that are tied become one again,
+    and parameters know again how they lie. Call it after `model.to_empty(device=...)`, before the weights are loaded
+    and the optimizer is made.
+    """
+    mark_parameters(model)
+    _tie(model)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    wanted = {
+        (path, name): (path, module, name)
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+        if module._buffers.get(name) is not None
+    }
+    _rebuild(model, [*wanted.values(), *(one for one in _passing_meta(model) if one[::2] not in wanted)], device)
+
+
+def _tie(model: nn.Module) -> None:
+    """One parameter under all its names, as before its memory was given."""
+    first: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        record = record_of(module)
+        for name, held in record.parameters.items() if record is not None else ():
+            parameter = module._parameters[name]
+            if parameter is not None:
+                module._parameters[name] = first.setdefault(id(held), parameter)
 
 
 def rebuild_passing_tensors(model: nn.Module, device: torch.device) -> None:
     """Replace every meta tensor that no checkpoint holds: unsaved buffers, and tensors in plain attributes."""
-    wanted = list(_passing_meta(model))
+    _rebuild(model, list(_passing_meta(model)), device)
+
+
+def _rebuild(model: nn.Module, wanted: list[tuple[str, nn.Module, str]], device: torch.device) -> None:
     if not wanted:
         return
     names = sorted(f"{path}.{name}".lstrip(".") for path, _, name in wanted)
