@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from autoplan.decide.written_plans.handwritten import register_plan
     from autoplan.decide.written_plans.plan_file import load_plan
     from autoplan.execute.data_parallel.gradients import clip_gradients, global_norm, to_local, unshard
+    from autoplan.execute.parameters.buffers import rebuild_buffers
     from autoplan.execute.parameters.gather import full_tensors
     from autoplan.execute.quantised.modules import packed_model
     from autoplan.execute.tensor_parallel import Applied, applied
@@ -68,6 +69,7 @@ __all__ = [
     "packed_model",
     "parallelize",
     "plan",
+    "rebuild_buffers",
     "register_plan",
     "save_weights",
     "to_local",
@@ -100,6 +102,7 @@ _HOMES = {
     "packed_model": "autoplan.execute.quantised.modules",
     "parallelize": "autoplan.api",
     "plan": "autoplan.api",
+    "rebuild_buffers": "autoplan.execute.parameters.buffers",
     "register_plan": "autoplan.decide.written_plans.handwritten",
     "save_weights": "autoplan.execute.weights.save",
     "to_local": "autoplan.execute.data_parallel.gradients",

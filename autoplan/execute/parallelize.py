@@ -43,7 +43,7 @@ def shard_model(
         if options.checkpointing.blocks:
             checkpoint_blocks(model, plan.layers, options.checkpointing.blocks, options.checkpointing.scope)
         if dims.data is not None:
-            shard_data_parallel(model, dims.data, plan.layers, options.data)
+            shard_data_parallel(model, dims.data, plan.layers, options.data, kept=dims.stages > 1)
         mark_parameters(model)
         take_saving(model)
     return model

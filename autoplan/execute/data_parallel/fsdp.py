@@ -50,8 +50,12 @@ def _as_they_are(model: nn.Module) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)
 
 
-def shard_data_parallel(model: nn.Module, mesh: DeviceMesh, stacks: tuple[Stack, ...], options: DataParallel) -> None:
-    """Wrap every unit, then the model itself."""
+def shard_data_parallel(
+    model: nn.Module, mesh: DeviceMesh, stacks: tuple[Stack, ...], options: DataParallel, *, kept: bool = False
+) -> None:
+    """Wrap every unit, then the model itself. `kept`: blocks stay gathered unless asked."""
+    if kept and options.reshard_after_forward is None:
+        options = replace(options, reshard_after_forward=False)
     known = applied(model)
     assert known is not None, "what was done is recorded first"
     units = choose_units(model, stacks, frozen=options.frozen)

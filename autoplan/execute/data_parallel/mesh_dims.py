@@ -2,6 +2,10 @@
 
 One mesh carries every kind of parallelism; `parallelize` must take the dims that are its own, leave those of others
 alone and say so, and refuse a name that it cannot place: ranks that nobody uses would train copies in silence.
+
+Two dims are set up elsewhere, and still matter here. Ranks of context parallelism ("cp") hold other parts of the same
+sequences, so their gradients belong together as those of other batches do: FSDP2 shards over both dims, flattened into
+one. Stages of a pipeline ("pp") run several micro-batches in a row, so what they gathered is kept.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 LEFT_ALONE = ("cp", "pp")
 _MADE_WITH = 'make it with init_device_mesh(device, shape, mesh_dim_names=("dp_shard", "tp"))'
+WITH_CONTEXT = "dp_shard_cp"  # what everybody calls the two dims, flattened
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class MeshDims:
     names: dict[str, str]
     notes: tuple[str, ...] = ()
     ep: DeviceMesh | None = None
+    stages: int = 1
 
     @property
     def tp_size(self) -> int:
@@ -85,11 +91,33 @@ def read_mesh(mesh: DeviceMesh, mesh_dims: Mapping[str, str] | None = None) -> M
                 hint="name that dim dp_shard, or add a dp_shard dim (of size 1 will do)",
             )
         replicate = None
-    data = None if shard is None else (mesh[shard] if replicate is None else mesh[(replicate, shard)])
+    data, context = _with_context(mesh, dims, shard, replicate)
     left = [name for name in dims if name in LEFT_ALONE and name not in names.values()]
     notes = tuple(f"mesh dim {name!r} is left alone: its parallelism is set up elsewhere" for name in left)
     tp, ep = (mesh[names[purpose]] if purpose in names else None for purpose in ("tp", "ep"))
-    return MeshDims(tp, data, names, notes, ep)
+    stages = mesh["pp"].size() if "pp" in left else 1
+    return MeshDims(tp, data, names, (*notes, *context), ep, stages)
+
+
+def _with_context(
+    mesh: DeviceMesh, dims: tuple[str, ...], shard: str | None, replicate: str | None
+) -> tuple[DeviceMesh | None, tuple[str, ...]]:
+    """FSDP2's mesh, ranks of context parallelism in it, and a note."""
+    if "cp" not in dims or mesh["cp"].size() == 1 or (shard is not None and shard not in dims):
+        # a dim that was flattened by the caller has it in it
+        return None if shard is None else (mesh[shard] if replicate is None else mesh[(replicate, shard)]), ()
+    together = ("cp",) if shard is None else (shard, "cp")
+    if dims.index(together[0]) + len(together) - 1 != dims.index("cp"):
+        raise AutoplanError(
+            f"the mesh has {together[0]!r} and 'cp' apart (it has {list(dims)}), and gradients are summed over both",
+            hint=f"put 'cp' right after {together[0]!r}, or flatten the dims and name the result: "
+            'mesh_dims={"dp_shard": name}',
+        )
+    told = f"gradients are averaged over {' and '.join(map(repr, together))} together"
+    if shard is None:
+        return mesh["cp"], (told,)
+    flat = mesh[together]._flatten(WITH_CONTEXT)
+    return (flat if replicate is None else DeviceMesh._concatenate([mesh[replicate], flat])), (told,)
 
 
 def _by_purpose(mesh: DeviceMesh, dims: tuple[str, ...], wanted: dict[str, str]) -> dict[str, str]:

@@ -23,8 +23,9 @@ from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.random_values import BUILDING
 from autoplan.execute.parameters.held import plain_name, record_of
+from autoplan.execute.parameters.optimizer_state import mark_parameters
 
-__all__ = ["Rebuilt", "rebuilt_passing_tensors"]
+__all__ = ["Rebuilt", "rebuild_buffers", "rebuilt_passing_tensors"]
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,45 @@ class Rebuilt:
         self.where[self.name] = self.value
 
 
+def rebuild_buffers(model: nn.Module) -> None:
+    """Make a sharded model whole that `to_empty` gave memory: what a distributed checkpoint then does not fill.
+
+    Buffers that no checkpoint holds (rotary frequencies) are computed again, weights that are tied become one again,
+    and parameters know again how they lie. Call it after `model.to_empty(device=...)`, before the weights are loaded
+    and the optimizer is made.
+    """
+    mark_parameters(model)
+    _tie(model)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    wanted = {
+        (path, name): (path, module, name)
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+        if module._buffers.get(name) is not None
+    }
+    passing = [*wanted.values(), *(one for one in _passing_meta(model) if one[::2] not in wanted)]
+    for rebuilt in _rebuilt(model, passing, device):
+        rebuilt.put()
+
+
+def _tie(model: nn.Module) -> None:
+    """One parameter under all its names, as before its memory was given."""
+    first: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        record = record_of(module)
+        for name, held in record.parameters.items() if record is not None else ():
+            parameter = module._parameters[name]
+            if parameter is not None:
+                module._parameters[name] = first.setdefault(id(held), parameter)
+
+
 def rebuilt_passing_tensors(model: nn.Module, device: torch.device) -> list[Rebuilt]:
     """What to put in place of every meta tensor that no checkpoint holds: unsaved buffers, and tensors in plain
     attributes. Nothing of the model changes before it is `put`."""
-    wanted = list(_passing_meta(model))
+    return _rebuilt(model, list(_passing_meta(model)), device)
+
+
+def _rebuilt(model: nn.Module, wanted: list[tuple[str, nn.Module, str]], device: torch.device) -> list[Rebuilt]:
     if not wanted:
         return []
     made: list[Rebuilt] = []
