@@ -103,9 +103,7 @@ def test_a_consumer_says_what_it_wants(layer, given: Want, asked: Want) -> None:
         pytest.param(lambda m, x: m.lift(x.permute(0, 2, 3, 1)), id="permute"),
         pytest.param(lambda m, x: m.lift(torch.einsum("bchw->bhwc", x)), id="einsum"),
         pytest.param(lambda m, x: m.lift(x.size(3) * x[:, :, 0, 0]), id="index"),
-        pytest.param(
-            lambda m, x: m.lift(F.interpolate(x, scale_factor=2, mode="bilinear").mean((2, 3))), id="scaled"
-        ),
+        pytest.param(lambda m, x: m.lift(F.interpolate(x, scale_factor=2, mode="bilinear").mean((2, 3))), id="scaled"),
         pytest.param(lambda m, x: m.lift(x.view(x.shape[0], 5, -1).mean(2)), id="view"),
         pytest.param(lambda m, x: m.lift(torch.cat([x, x], 1)[..., :5] + torch.ones(8, 5)), id="broadcast"),
     ],
