@@ -113,7 +113,7 @@ def of_rank(state: State, path: Path, rank: int, channels: int = 0) -> Iterator[
 
 def _shapes(rank: int, channels: int, leaf: Want) -> Iterator[tuple[int | str, ...]]:
     last = leaf.shape[-1] if len(leaf.shape) > 1 and leaf.shape[-1] not in ("length", "side") else "width"
-    several = [channels] if channels else [last if isinstance(last, int) else 3, 1, 4, "width"]
+    several: list[int | str] = [channels] if channels else [last if isinstance(last, int) else 3, 1, 4, "width"]
     if rank < 2:
         yield ("batch",)[:rank]
     elif rank == 2:
