@@ -34,11 +34,11 @@ def resized(state: State, paths: Iterable[Path], have: int, want: int) -> Iterat
                 yield from state.with_dim(path, dim, want)
             elif leaf.shape[dim] != BATCH:
                 made.append((path, dim, size))
+    for path in paths:
+        yield from _patches(state, path, have, want)
     for path, dim, size in made:
         for better in _made_of(size, have, want):
             yield from state.with_dim(path, dim, better)
-    for path in paths:
-        yield from _patches(state, path, have, want)
 
 
 def _made_of(size: int, have: int, want: int) -> Iterator[int]:
