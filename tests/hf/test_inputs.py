@@ -193,10 +193,8 @@ def test_a_wrong_width_is_named() -> None:
             return self.outer(self.inner(x))
 
     with pytest.raises(CaptureError, match="self.outer") as caught:
-        CaptureError, match=r"x=float \[2, 10, 6\] -> (.|\n)*self.outer|self.outer(.|\n)*x=float \[2, 10, 6\] ->"
-    assert "x=float [2, 10, 6] ->" in str(caught.value)
-    ):
         entries_for(Odd())
+    assert "x=float [2, 10, 6] ->" in str(caught.value)
 
 
 # --------------------------------------------------------------------------------------------- the user's inputs
