@@ -2,7 +2,8 @@
 
 Hooks are left behind when a model is copied to be recorded: they are the user's business (they log, count, collect) and
 must not see runs of ours. But a hook that holds a module or a parameter may compute with it; then it is a part of the
-model's forward like any other, and goes along.
+model's forward like any other, and goes along. So do those of torch that make a weight anew at each call (the old
+`weight_norm` and `spectral_norm`, pruning), which hold no more than its name.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from autoplan.capture.copies import Rebinding, holds_weights
 
 __all__ = ["keep_weight_hooks", "weight_hooks"]
 
+_MAKING_WEIGHTS = "torch.nn.utils."
 _KINDS = {  # and what is noted about them
     "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
     "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -26,7 +28,7 @@ def weight_hooks(module: nn.Module) -> Iterator[tuple[str, int, Any]]:
     """Kind, number and function of each."""
     for kind in _KINDS:
         for number, hook in vars(module)[kind].items():
-            if holds_weights(hook):
+            if holds_weights(hook) or type(hook).__module__.startswith(_MAKING_WEIGHTS):
                 yield kind, number, hook
 
 

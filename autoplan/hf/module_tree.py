@@ -125,7 +125,7 @@ def _widths(module: nn.Module) -> tuple[int | None, int | None]:
 def _class_facts(kind: type[nn.Module]) -> tuple[frozenset[Feed], frozenset[Mask], bool]:
     try:
         arguments = tuple(inspect.signature(kind.forward).parameters)
-    except (TypeError, ValueError):  # forwards written in C or replaced by odd callables have no signature
+    except (TypeError, ValueError, AttributeError):  # written in C, scripted, replaced by odd callables: no signature
         arguments = ()
     inputs = frozenset(ARGUMENTS[name] for name in arguments if name in ARGUMENTS)
     return inputs, frozenset(_masks(kind)), hasattr(kind, WRITES_TEXT)

@@ -163,8 +163,8 @@ def test_what_cannot_be_derived_is_named() -> None:
             super().__init__()
             self.inner = nn.Linear(4, 4)
 
-        def forward(self, record: dict[str, torch.Tensor]) -> torch.Tensor:
-            return self.inner(record["x"])
+        def forward(self, record: object) -> torch.Tensor:
+            return self.inner(record.decode("utf-8"))
 
     class Star(nn.Module):
         def forward(self, *args: torch.Tensor) -> torch.Tensor:
@@ -174,7 +174,7 @@ def test_what_cannot_be_derived_is_named() -> None:
         def forward(self, x: torch.Tensor, /) -> torch.Tensor:
             return x
 
-    with pytest.raises(CaptureError, match=r"'record' of Nested.forward(.|\n)*inputs={'record': ...}"):
+    with pytest.raises(CaptureError, match=r"Nested.forward\(record: object\)(.|\n)*inputs={'record': torch"):
         entries_for(Nested())
     with pytest.raises(CaptureError, match=r"takes \*args only"):
         entries_for(Star())
@@ -192,8 +192,9 @@ def test_a_wrong_width_is_named() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.outer(self.inner(x))
 
-    with pytest.raises(CaptureError, match=r"linear wants float of shape \[2, 2, 6\]"):
+    with pytest.raises(CaptureError, match="self.outer") as caught:
         entries_for(Odd())
+    assert "x=float [2, 10, 6] ->" in str(caught.value)
 
 
 # --------------------------------------------------------------------------------------------- the user's inputs

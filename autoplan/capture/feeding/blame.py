@@ -112,7 +112,7 @@ def places_of(error: BaseException) -> list[Place]:
             spots = list(code.co_positions())
             at = trace.tb_lasti // 2
             spot = spots[at] if 0 <= at < len(spots) else (None,) * 4
-            found.append(Place(trace.tb_frame, trace.tb_lineno, spot))  # type: ignore[arg-type]
+            found.append(Place(trace.tb_frame, trace.tb_lineno, spot))
         trace = trace.tb_next
     return found
 

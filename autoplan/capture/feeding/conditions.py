@@ -59,8 +59,9 @@ def _compared(
     if any(ast.unparse(side).startswith("len(") for side in (left, right)) and is_number(one) and is_number(other):
         for path in paths:
             leaf = state.at(path)
-            for more in (other - one, one - other) if leaf is not None else ():
-                yield from of_rank(state, path, len(leaf.shape) + more)
+            now = len(leaf.shape) if leaf is not None else 0
+            for more in (other - one, one - other):
+                yield from of_rank(state, path, now + more)
         return
     if isinstance(left, ast.BinOp) and isinstance(left.op, ast.Mod):
         have, factor = _value(place, left.left), _value(place, left.right)

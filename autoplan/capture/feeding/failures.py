@@ -138,6 +138,9 @@ def _sized(state: State, path: Path, demand: Demand) -> Iterator[State]:
     if demand.ranks and tensor.dim() not in demand.ranks:
         for rank in demand.ranks:
             yield from of_rank(state, path, len(leaf.shape) + rank - tensor.dim(), channels)
+    if is_direct(tensor) and not tensor.is_floating_point():  # whole numbers were a guess, and so was their shape
+        for rank in demand.ranks[:1]:
+            yield from of_rank(state, path, rank, channels)
     for dim, size in demand.sizes:
         if -tensor.dim() <= dim < tensor.dim() and tensor.shape[dim] != size:
             if is_direct(tensor) and tuple(tensor.shape) == leaf.sizes(state.sizes):
@@ -324,8 +327,8 @@ def _range(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> It
 def _sizes(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
     """Numbers in the message that are sizes of arguments, and what stands beside them."""
     numbers = list(dict.fromkeys(int(n) for n in re.findall(r"(?<![\w.])\d{1,6}(?![\w.]*\d)", failure.text)))[:10]
-    products = [(int(a), int(b)) for a, b in re.findall(r"\((\d+)x(\d+)", failure.text)]
-    numbers = list(dict.fromkeys([*(n for pair in products for n in reversed(pair)), *numbers]))
+    products = [(int(a), int(b)) for a, b in re.findall(r"\(\d+x(\d+) and (\d+)x\d+\)", failure.text)]
+    numbers = list(dict.fromkeys([*(n for pair in products for n in pair), *numbers]))[:12]
     state, paths = failure.state, failure.paths
     sizes = {n for path in paths if (leaf := state.at(path)) for n in leaf.sizes(state.sizes)[1:]}
     pairs = [(have, want) for have in numbers for want in numbers if have != want and want > 1]

@@ -34,11 +34,11 @@ def resized(state: State, paths: Iterable[Path], have: int, want: int) -> Iterat
                 yield from state.with_dim(path, dim, want)
             elif leaf.shape[dim] != BATCH:
                 made.append((path, dim, size))
+    for path in paths:
+        yield from _patches(state, path, have, want)
     for path, dim, size in made:
         for better in _made_of(size, have, want):
             yield from state.with_dim(path, dim, better)
-    for path in paths:
-        yield from _patches(state, path, have, want)
 
 
 def _made_of(size: int, have: int, want: int) -> Iterator[int]:
@@ -113,7 +113,7 @@ def of_rank(state: State, path: Path, rank: int, channels: int = 0) -> Iterator[
 
 def _shapes(rank: int, channels: int, leaf: Want) -> Iterator[tuple[int | str, ...]]:
     last = leaf.shape[-1] if len(leaf.shape) > 1 and leaf.shape[-1] not in ("length", "side") else "width"
-    several = [channels] if channels else [last if isinstance(last, int) else 3, 1, 4, "width"]
+    several: list[int | str] = [channels] if channels else [last if isinstance(last, int) else 3, 1, 4, "width"]
     if rank < 2:
         yield ("batch",)[:rank]
     elif rank == 2:

@@ -141,6 +141,8 @@ class State:
         if want is None or size < 1 or size > _LARGEST:
             return
         now = want.shape[dim]
+        if size < 2 and now in ("length", "side", "samples", "frames"):  # a size of one shows nothing
+            return
         if isinstance(now, str) and now != BATCH:
             yield self.with_size(now, size)
         if now != BATCH or path:

@@ -71,7 +71,9 @@ def tried(name: str) -> Line:
     try:
         report = autoplan.verify(model, plan, tp_size=2, checks=("parameters", "forward", "second_shape"))
     except Exception as error:  # the same
-        return Line(name, "raw error", share, planned, time.process_time() - began, f"{type(error)}: {_line(error)}")
+        outcome = "not verified" if isinstance(error, autoplan.AutoplanError) else "raw error"
+        said = f"{type(error).__name__}: {_line(error)}"
+        return Line(name, outcome, share, planned, time.process_time() - began, said)
     wrong = next((str(f) for f in report.findings if f.level == "error"), "")
     return Line(name, "exact" if report.ok else "wrong", share, planned, time.process_time() - began, wrong[:200])
 
@@ -147,7 +149,7 @@ def _row(line: Line) -> str:
 def summary(lines: list[Line]) -> str:
     """The figures of the whole."""
     run = [line for line in lines if line.outcome != "not installed"]
-    planned = [line for line in run if line.outcome in ("exact", "wrong")]
+    planned = [line for line in run if line.outcome in ("exact", "wrong", "not verified")]
     exact = [line for line in planned if line.outcome == "exact"]
     seconds = sorted(line.plan_seconds for line in run)
     bases = len({line.model.split("/")[0] for line in run})

@@ -135,7 +135,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "torchvision/resnet": partial(torchvision, "resnet18"),
     "torchvision/mobilenet": partial(torchvision, "mobilenet_v3_small"),
     "torchvision/segmentation": partial(torchvision, "lraspp_mobilenet_v3_large", weights_backbone=None),
-    "torchvision/video": partial(torchvision, "r3d_18"),
+    "torchvision/video": partial(torchvision, "mc3_18"),
     "torchvision/raft": partial(torchvision, "raft_small"),
     "vit-pytorch/ViT": partial(vit_pytorch, "vit_pytorch", "ViT", image_size=32, patch_size=8, **_PLAIN),
     "vit-pytorch/SimpleViT": partial(

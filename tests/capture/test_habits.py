@@ -1,0 +1,102 @@
+"""Habits of other code bases: weights made at each call, tensors left by runs, scripted parts, layers without a shape,
+a process group of the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import spectral_norm, weight_norm
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import autoplan
+from autoplan.capture.copies import copied
+from autoplan.common.errors import AutoplanError, CaptureError
+
+
+class Mlp(nn.Module):
+    def __init__(self, first: nn.Module | None = None) -> None:
+        super().__init__()
+        self.first = first or nn.Linear(16, 32)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(self.first(x))))
+
+
+def _split(plan: autoplan.Plan) -> set[str]:
+    return {entry.pattern for entry in plan.entries}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("norm", [weight_norm, spectral_norm])
+@pytest.mark.parametrize("ran", [False, True])
+def test_weights_made_by_a_hook(norm, ran: bool) -> None:
+    torch.manual_seed(0)
+    model = Mlp(norm(nn.Linear(16, 32)))
+    if ran:  # its weight has a history now, and deepcopy takes none
+        model(torch.randn(2, 16))
+    plan = autoplan.plan(model.eval(), 2)
+    assert plan.proof.ok and {"up", "down"} <= _split(plan), plan
+    assert autoplan.verify(model, plan, tp_size=2, checks=("forward",)).ok
+
+
+def test_a_scripted_part_is_recorded_by_what_it_does() -> None:
+    torch.manual_seed(0)
+    model = Mlp(torch.jit.script(nn.Linear(16, 32))).eval()
+    plan = autoplan.plan(model, 2)
+    assert {"up", "down"} <= _split(plan), plan
+    assert not [finding for finding in plan.findings if finding.level == "error"], plan
+
+
+def test_a_layer_without_a_shape_gets_one_in_a_copy() -> None:
+    model = Mlp(nn.LazyLinear(32)).eval()
+    with pytest.raises(CaptureError, match="no shape before its first call") as caught:
+        autoplan.plan(model, 2)
+    assert "inputs=" in caught.value.hint
+    plan = autoplan.plan(model, 2, inputs={"x": torch.randn(2, 10, 16)})
+    assert {"up", "down"} <= _split(plan), plan
+    assert isinstance(model.first, nn.LazyLinear), "the model itself is left as it was"
+
+
+def test_what_cannot_be_copied_is_said() -> None:
+    model = Mlp()
+    with Path(__file__).open() as file, pytest.raises(AutoplanError, match="cannot be copied"):
+        model.file = file
+        copied(model)
+
+
+class Talking(Mlp):
+    """Does its own parallelism where there is a group."""
+
+    def forward(self, x):
+        if dist.is_initialized():
+            assert dist.get_world_size() == 1, "another rank would be waited for"
+            x = x.clone()
+            dist.all_to_all_single(x, x.clone())
+        return super().forward(x)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_model_finds_no_process_group_while_it_is_planned(group: None) -> None:
+    torch.manual_seed(0)
+    asked = dist.is_initialized
+    model = Talking().eval()
+    plan = autoplan.plan(model, 2)
+    assert {"up", "down"} <= _split(plan), plan
+    (found,) = (finding for finding in plan.findings if finding.check == "distributed")
+    assert "is_initialized" in found.message
+    assert autoplan.verify(model, plan, tp_size=2, checks=("forward",)).ok
+    assert dist.is_initialized is asked and dist.get_world_size() == 2
