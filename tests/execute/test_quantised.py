@@ -146,7 +146,7 @@ def test_scales_of_another_shape(tmp_path: Path) -> None:
     saved(METHODS["fp8 blocks"], SHAPES, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": METHODS["fp8 blocks"] | {
         "weight_block_size": [64, 64]}}))  # fmt: skip
-    with pytest.raises(SourceError, match=r"weight_scale_inv has the shape \[8, 4\], where \[4, 2\]"):
+    with pytest.raises(SourceError, match=r"weight_scale_inv has the shape \[4, 16\], where \[2, 8\]"):
         stored(tmp_path)
 
 
@@ -224,7 +224,9 @@ def built(config: Any, device: str = "cpu") -> Any:
 def checkpoint(config: Any, made: autoplan.Plan, folder: Path) -> dict[str, torch.Tensor]:
     """A quantised checkpoint of a model as public ones are (an entry for each expert); the plain numbers by name."""
     torch.manual_seed(1)
-    whole, state, plain = built(config), {}, {}
+    whole, plain = built(config), dict[str, torch.Tensor]()
+    buffers = {name for name, _ in whole.named_buffers()}
+    state = {name: tensor for name, tensor in whole.state_dict().items() if name in buffers}
     names = {name: parameter for name, parameter in whole.named_parameters()}
     described = {name: weight for weight in made.packed for name in names if matches(weight.name, name)}
     for name, parameter in names.items():
@@ -318,3 +320,60 @@ def test_only_a_method_that_can_be_computed_is_packed() -> None:
     config.quantization_config = None
     with pytest.raises(PlanMismatchError, match="no quantised weights"):
         autoplan.packed_model(built(config, "meta"), autoplan.plan(config, 2, prove="none"))
+
+
+# ------------------------------------------------------------------------------------------------- adapters on top
+
+
+@pytest.mark.parametrize("name", ["awq", "fp8 blocks", "ct packed"])
+def test_adapters_on_a_packed_base(name: str, tmp_path: Path) -> None:
+    """QLoRA: the base frozen and packed, adapters plain, their gradients those of the unsharded model."""
+    peft = pytest.importorskip("peft", reason="NOT TRIED: peft is absent; `make test-hosts` installs it")
+    config = tiny(METHODS[name])
+
+    def adapted(device: str) -> Any:
+        wanted = peft.LoraConfig(
+            target_modules=["q_proj", "o_proj", "up_proj", "down_proj"], r=4, init_lora_weights=False
+        )
+        with torch.device(device):
+            return peft.get_peft_model(built(config, device), wanted)
+
+    made = autoplan.plan(adapted("meta"), tp_size=2, prove="none")
+    assert made.packed and not any("lora" in weight.name for weight in made.packed)
+    torch.manual_seed(3)
+    whole = autoplan.packed_model(adapted("meta"), made)
+    state = _random_state(whole)
+    save_file(state, tmp_path / "model.safetensors")
+    ids = torch.arange(12).view(2, 6)
+
+    def step(model: Any) -> dict[str, torch.Tensor]:
+        autoplan.load_weights(model, tmp_path)
+        assert all(p.requires_grad == ("lora_" in n) for n, p in model.named_parameters())
+        model(ids, labels=ids).loss.backward()
+        return {n: g for n, g in autoplan.full_tensors(model, grads=True).items() if g is not None}
+
+    expected = step(whole)
+    assert expected and all("lora_" in name and gradient.abs().max() > 0 for name, gradient in expected.items())
+
+    def rank_body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        found = step(autoplan.parallelize(autoplan.packed_model(adapted("meta"), made), mesh, made))
+        assert found.keys() == expected.keys()
+        for key, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[key], rtol=1e-3, atol=1e-5)
+
+    run_ranks(rank_body, 2)
+
+
+def _random_state(model: Any) -> dict[str, torch.Tensor]:
+    state = {}
+    for name, tensor in model.state_dict().items():
+        if tensor.dtype == torch.float32 and "scale" not in name:
+            state[name] = torch.randn(tensor.shape) / 8
+        elif "scale" in name:
+            state[name] = ((0.5 + torch.rand(tensor.shape)) / 64).to(tensor.dtype)
+        elif tensor.dtype == torch.float8_e4m3fn:
+            state[name] = torch.randn(tensor.shape).to(tensor.dtype)
+        else:
+            state[name] = torch.randint(-(2**31), 2**31 - 1, tensor.shape).to(tensor.dtype)
+    return state

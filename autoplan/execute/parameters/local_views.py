@@ -34,7 +34,7 @@ from autoplan.common.errors import AutoplanError
 from autoplan.execute.collectives import RankGroup, all_reduce, copy_to_ranks
 from autoplan.execute.parameters.held import Held, record_of
 
-__all__ = ["local_view", "reading_locally", "view_class"]
+__all__ = ["local_view", "reading_locally", "stored_tensor", "view_class"]
 
 
 # --------------------------------------------------------------------------------------------------------- the view
@@ -128,7 +128,7 @@ def _view_class(cls: type, names: tuple[str, ...]) -> type:
         "__reduce_ex__": _reduce_to(cls, names),
     }
     namespace.update(_methods_that_read(cls, names))
-    namespace.update((name, _parameter_property(name)) for name in names)
+    namespace.update((name, _parameter_property(name, getattr(cls, name, None))) for name in names)
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = _flat_weights_property()
         namespace["_update_flat_weights"] = _keep_flat_weights
@@ -178,7 +178,17 @@ def _reading_method(method: Callable[..., Any]) -> Callable[..., Any]:
     return read
 
 
-def _parameter_property(name: str) -> property:
+def stored_tensor(module: nn.Module, name: str) -> Any:
+    """What a module keeps under a name, whatever its class makes of that: local while the model runs."""
+    parameter, record = module.__dict__["_parameters"][name], record_of(module)
+    if record is None or not record.reading.inside:
+        return parameter
+    return local_view(parameter, record.parameters.get(name))
+
+
+def _parameter_property(name: str, computed: Any = None) -> property:
+    """`computed`: the property of a class that makes its weight out of what is stored under the same name."""
+
     def read(self: nn.Module) -> Any:
         parameters = self.__dict__["_parameters"]
         if name not in parameters:  # taken out by someone: weight_norm and its like set a plain attribute instead
@@ -190,6 +200,8 @@ def _parameter_property(name: str) -> property:
             return _unrecorded(self, name, parameters[name])
         if not record.reading.inside:
             return parameters[name]
+        if isinstance(computed, property) and computed.fget is not None:
+            return computed.fget(self)
         held = record.parameters.get(name)
         if not torch._C._is_torch_function_mode_enabled():
             return local_view(parameters[name], held)

@@ -141,7 +141,7 @@ def _awq_bits(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _gptq(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
-    """`g_idx` says the group of each input; where groups are in order, this piece has the first of them first."""
+    """`g_idx` says the group of each input; where groups are in order, this piece has those of its inputs."""
     value = weight.scheme.value
     numbers = _bits(parts[_named(weight, "qweight")], value("bits"), -2)
     zeros = _bits(parts[_named(weight, "qzeros")], value("bits"), -1)[..., : numbers.shape[-1]]
@@ -149,7 +149,7 @@ def _gptq(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.T
     scales = parts[_named(weight, "scales")]
     groups = parts[_named(weight, "g_idx")].long()
     if weight.scheme.id == "gptq":
-        groups = groups - groups.min()
+        groups = torch.unique(groups, return_inverse=True)[1]
     if groups.dim() > 1:  # a stack
         found = [s[g] * (n - z[g]) for s, g, n, z in zip(scales, groups, numbers, zeros, strict=True)]
         return torch.stack(found).transpose(-1, -2)
