@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from autoplan.common.options import Checkpointing, DataParallel, Options, TensorParallel, Wish
     from autoplan.decide.written_plans.handwritten import register_plan
     from autoplan.decide.written_plans.plan_file import load_plan
+    from autoplan.estimate.choose import choose
+    from autoplan.estimate.dry_run import dry_run
+    from autoplan.estimate.estimate import estimate
     from autoplan.execute.data_parallel.gradients import clip_gradients, global_norm, to_local, unshard
     from autoplan.execute.parameters.buffers import rebuild_buffers
     from autoplan.execute.parameters.gather import full_tensors
@@ -58,7 +61,10 @@ __all__ = [
     "__version__",
     "applied",
     "audit",
+    "choose",
     "clip_gradients",
+    "dry_run",
+    "estimate",
     "full_tensors",
     "gather_logits",
     "global_norm",
@@ -91,6 +97,9 @@ _HOMES = {
     "Applied": "autoplan.execute.tensor_parallel",
     "applied": "autoplan.execute.tensor_parallel",
     "audit": "autoplan.check.audit",
+    "choose": "autoplan.estimate.choose",
+    "dry_run": "autoplan.estimate.dry_run",
+    "estimate": "autoplan.estimate.estimate",
     "clip_gradients": "autoplan.execute.data_parallel.gradients",
     "full_tensors": "autoplan.execute.parameters.gather",
     "gather_logits": "autoplan.execute.vocabulary.choice",

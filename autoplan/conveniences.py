@@ -18,6 +18,7 @@ from autoplan.common.options import check_argument
 from autoplan.hf.conventions import TRANSFORMERS
 from autoplan.values import Change, Plan, Report
 from autoplan.values.conveniences import provide
+from autoplan.values.estimate import Estimate
 
 __all__ = ["provided"]
 
@@ -83,6 +84,26 @@ def _save(plan: Plan, path: str | PathLike[str]) -> None:
     save_plan(plan, path)
 
 
+def _estimate_text(found: Estimate) -> str:
+    from autoplan.emit.tables.estimate_table import estimate_view
+    from autoplan.emit.tables.terminal import plain_text
+
+    return plain_text(estimate_view(found))
+
+
+def _estimate_to_dict(found: Estimate) -> dict[str, Any]:
+    from autoplan.emit.tables.estimate_table import estimate_to_dict
+
+    return estimate_to_dict(found)
+
+
+def _choice_text(found: Any) -> str:
+    from autoplan.emit.tables.estimate_table import choice_view
+    from autoplan.emit.tables.terminal import plain_text
+
+    return plain_text(choice_view(found))
+
+
 provided: dict[str, Callable[..., Any]] = {
     "Plan.__str__": _plan_text,
     "Plan.explain": _explain,
@@ -93,6 +114,9 @@ provided: dict[str, Callable[..., Any]] = {
     "Plan.export": _export,
     "Plan.save": _save,
     "Report.__str__": _report_text,
+    "Estimate.__str__": _estimate_text,
+    "Estimate.to_dict": _estimate_to_dict,
+    "Choice.__str__": _choice_text,
 }
 provide(provided)
 hand_in(TRANSFORMERS)

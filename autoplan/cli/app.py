@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from autoplan.cli.audit import audit, compare
+from autoplan.cli.estimate import choose, dryrun, estimate
 from autoplan.cli.scoreboard import scoreboard
 from autoplan.cli.shared import (
     FAILED,
@@ -285,6 +286,9 @@ def rules_test(
 app.command()(audit)
 app.command()(compare)
 app.command()(scoreboard)
+app.command()(choose)
+app.command()(estimate)
+app.command()(dryrun)
 
 
 # ------------------------------------------------------------------------------------------------ what commands share

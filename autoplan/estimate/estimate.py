@@ -54,6 +54,7 @@ class Asked:
     accumulate: int = 1
     gather_logits: bool = False
     exact: bool = True  # record at this very batch, rather than read it off two smaller ones
+    updates: bool = True  # look at the optimizer's step as well
 
     def __post_init__(self) -> None:
         if self.train not in TRAIN:
@@ -153,7 +154,7 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     where, phase = peak.where, peak.phase
     stepping = _optimizer_step(recorded.units, data, weights, states, asked) if training else MemoryParts()
     stepping = replace(stepping, overhead=parts.overhead)
-    if stepping.total > parts.total:
+    if asked.updates and stepping.total > parts.total:
         parts, where, phase = stepping, "the optimizer's step", "optimizer"
     load = _load(recorded)
     sent = (*load.sent, *walk.messages())

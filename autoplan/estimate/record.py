@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -145,9 +146,20 @@ class _Watching(TorchDispatchMode):
         given = list(tensors_within((args, kwargs)))
         sent = given[-1] if len(given) > 1 else given[0]
         out = made[0] if made else given[0]
-        group = next((a for a in (*args, *kwargs.values()) if isinstance(a, str) and a in self.groups), "")
+        names = (_group_name(value) for value in (*args, *kwargs.values()))
+        group = next((name for name in names if name in self.groups), "")
         size = (sent.numel() * sent.element_size(), out.numel() * out.element_size())
         self.log.items.append(Message(kind, self.groups.get(group, ""), *size, self.log.modules[-1]))
+
+
+def _group_name(value: Any) -> str:
+    """Of a process group as functional collectives name it, and as others hand it on."""
+    if isinstance(value, torch.ScriptObject):
+        try:
+            return str(ProcessGroup.unbox(value).group_name)
+        except RuntimeError:  # another object: how to reduce, for how long to wait
+            return ""
+    return value if isinstance(value, str) else ""
 
 
 class _Passing(torch.autograd.Function):

@@ -26,7 +26,7 @@ from autoplan.execute.data_parallel.units import choose_units
 from autoplan.execute.parallelize import shard_model
 from autoplan.values import Fold, Plan
 
-__all__ = ["Copy", "Held", "UnitSize", "sharded_copy"]
+__all__ = ["Copy", "Held", "UnitSize", "as_on_a_gpu", "faker", "sharded_copy"]
 
 _GROUPED = "grouped_mm"  # what experts run as on a GPU; the copy for analysis runs another form of the same
 
@@ -81,10 +81,10 @@ def sharded_copy(
 ) -> Copy:
     """Copy `model` without storage and shard the copy; `model` stays as it is."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    copy = fold(model, _faker(mode, compute_dtype), fold=folded)
+    copy = fold(model, faker(mode, compute_dtype), fold=folded)
     module = copy.module
     stored = {name: p.element_size() for name, p in model.named_parameters()}
-    _as_on_a_gpu(module)
+    as_on_a_gpu(module)
     fitted = _fitted(plan, module)
     options = Options(tensor=tensor, checkpointing=checkpointing)
     shard_model(module, mesh, fitted, options)
@@ -101,7 +101,7 @@ def sharded_copy(
     return Copy(module, mode, Marks(tuple(named), blocks), everything, left_out, buffers)
 
 
-def _faker(mode: FakeTensorMode, dtype: torch.dtype | None) -> Callable[[torch.Tensor, str], torch.Tensor]:
+def faker(mode: FakeTensorMode, dtype: torch.dtype | None) -> Callable[[torch.Tensor, str], torch.Tensor]:
     def fake(tensor: torch.Tensor, name: str) -> torch.Tensor:
         cast = dtype if dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else None
         with mode:
@@ -111,7 +111,7 @@ def _faker(mode: FakeTensorMode, dtype: torch.dtype | None) -> Callable[[torch.T
     return fake
 
 
-def _as_on_a_gpu(module: nn.Module) -> None:
+def as_on_a_gpu(module: nn.Module) -> None:
     from autoplan.common.conventions import conventions
 
     for part in module.modules():

@@ -1,8 +1,8 @@
 """Recordings of one model's step, made when asked for and kept: a sweep over meshes asks for few different ones.
 
 A recording depends on how the model is split (tp, ep, along the sequence), on checkpointing, on dtypes and on
-the batch. It does not depend on data parallelism. Bytes grow evenly with the batch, so two recordings tell all other batches,
-where both did the same in the same order.
+the batch. It does not depend on data parallelism. Bytes grow evenly with the batch, so two recordings tell all other
+batches, where both did the same in the same order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from autoplan.patches.kernels import on_reference_path
 from autoplan.planning import capture_source, draft_plan
 from autoplan.values import Plan
 
-__all__ = ["Recorded", "Setting", "Steps"]
+__all__ = ["Recorded", "Setting", "Steps", "inputs_of", "loss_of"]
+
+_IDS = ("decoder_input_ids", "input_ids")
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class Steps:
         dim = "ep" if setting.tp == 1 < setting.ep else "tp"
         checkpointing = Checkpointing(setting.checkpointing, setting.scope)
         tensor = TensorParallel(gather_logits=setting.gather_logits)
-        given = self._inputs(setting)
+        given = inputs_of(self, setting)
         with fake_mesh({dim: max(setting.tp, setting.ep)}) as mesh, quiet():
             copy = sharded_copy(
                 self.module, plan, mesh, compute_dtype=setting.compute, checkpointing=checkpointing, tensor=tensor,
@@ -143,26 +145,27 @@ class Steps:
         sizes = np.array([storage.bytes for storage in tape.storages], dtype=np.int64)
         return Recorded(tape, copy.left_out, copy.units, copy.buffers, sizes)
 
-    def _inputs(self, setting: Setting) -> dict[str, Any]:
-        """Keyword arguments of one call at this batch and length."""
-        source = self.source
-        users = self.inputs if self.inputs is not None else source.inputs
-        made = make_inputs(
-            self.module, config=source.config, model_type=source.model_type, inputs=users, batch=setting.batch,
-            length=setting.sequence,
-        )  # fmt: skip
-        names = [name for name, entry in made.entries.items() if "@module" not in entry]
-        chosen = next((name for name in ("image", "audio", "video") if name in names), names[0])
-        found = dict(made.entries[chosen])
-        known = conventions()
-        takes = _taken(self.module)
-        if known.cache_switch in takes:
-            found[known.cache_switch] = not setting.training
-        if setting.training and known.targets in takes and known.targets not in found:
-            ids = next((found[n] for n in ("decoder_input_ids", "input_ids") if n in found), None)
-            if isinstance(ids, torch.Tensor):
-                found[known.targets] = ids.clone()
-        return found
+
+def inputs_of(steps: Steps, setting: Setting) -> dict[str, Any]:
+    """Keyword arguments of one call at this batch and length."""
+    source, module = steps.source, steps.module
+    users = steps.inputs if steps.inputs is not None else source.inputs
+    made = make_inputs(
+        module, config=source.config, model_type=source.model_type, inputs=users, batch=setting.batch,
+        length=setting.sequence,
+    )  # fmt: skip
+    names = [name for name, entry in made.entries.items() if "@module" not in entry]
+    chosen = next((name for name in ("image", "audio", "video") if name in names), names[0])
+    found = dict(made.entries[chosen])
+    known = conventions()
+    takes = _taken(module)
+    if known.cache_switch in takes:
+        found[known.cache_switch] = not setting.training
+    if setting.training and known.targets in takes and known.targets not in found:
+        ids = next((found[n] for n in _IDS if n in found), None)
+        if isinstance(ids, torch.Tensor):
+            found[known.targets] = ids.clone()
+    return found
 
 
 def _taken(module: nn.Module) -> set[str]:
@@ -175,7 +178,7 @@ def _run(copy: Copy, setting: Setting, given: Mapping[str, Any], groups: Mapping
     mode: Any = copy.mode if how == "fake" else KnownValues(copy.mode, supposing=how == "supposed")
     with mode:
         inputs = {name: _own(value, mode, setting.compute) for name, value in given.items()}
-        loss = (lambda result: _loss(result, setting.output)) if setting.training else None
+        loss = (lambda result: loss_of(result, setting.output)) if setting.training else None
         with torch.set_grad_enabled(setting.training):
             return record_step(copy.module, inputs, copy.marks, groups, loss_of=loss)
 
@@ -191,7 +194,7 @@ def _faked(value: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     return torch.empty(value.shape, dtype=value.dtype)
 
 
-def _loss(result: Any, dtype: torch.dtype | None) -> torch.Tensor | None:
+def loss_of(result: Any, dtype: torch.dtype | None) -> torch.Tensor | None:
     """The loss that the model computed, else the sum of what it returned; outputs are cast as FSDP2 casts them."""
     known = conventions()
     if dtype is not None and isinstance(result, dict):

@@ -7,7 +7,7 @@ from typing import Any
 
 from autoplan.values.conveniences import done_above
 
-__all__ = ["Estimate", "MemoryParts", "Sent", "StepTime"]
+__all__ = ["Estimate", "MemoryParts", "Row", "Sent", "StepTime"]
 
 
 @dataclass(frozen=True)
@@ -99,3 +99,29 @@ class Estimate:
         """Plain data: what `--json` prints."""
         data: dict[str, Any] = done_above("Estimate.to_dict", self)
         return data
+
+
+@dataclass(frozen=True)
+class Row:
+    """One mesh with one way to run on it. `binds`: what is short, or what takes the most time; `missing`: bytes."""
+
+    estimate: Estimate
+    checkpointing: bool | str
+    sequence_parallel: bool
+    reshard: bool | None
+    accumulate: int
+    fits: bool
+    binds: str
+    missing: int = 0
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return {name: size for name, size in self.estimate.mesh if size > 1} or {"dp_shard": 1}
+
+    def __str__(self) -> str:
+        told = [" × ".join(f"{name} {size}" for name, size in self.mesh.items())]
+        told += ["sequence parallel"] if self.sequence_parallel else []
+        told += [f"checkpointing {'blocks' if self.checkpointing is True else self.checkpointing}"] if (
+            self.checkpointing) else []  # fmt: skip
+        told += ["weights kept after forward"] if self.reshard is False else []
+        return ", ".join([*told, f"micro-batch {self.estimate.batch}"])

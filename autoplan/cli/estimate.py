@@ -1,0 +1,126 @@
+"""`autoplan choose`, `autoplan dryrun` and `autoplan estimate`: which mesh, does it fit, and does it run."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from autoplan.cli.shared import FINDINGS, OK, AsJson, Cut, Model, Output, Trust, emit, progress
+from autoplan.common.errors import AutoplanError
+
+__all__ = ["choose", "dryrun", "estimate"]
+
+
+class Train(StrEnum):
+    """What is done with the model."""
+
+    full = "full"
+    lora = "lora"
+    inference = "inference"
+
+
+Mesh = Annotated[str, typer.Option("--mesh", help="Dims and their sizes, such as dp_shard=8,tp=8.")]
+Length = Annotated[int, typer.Option("--sequence", min=2, help="Tokens of one sequence.")]
+Batch = Annotated[int, typer.Option("--batch", min=1, help="Sequences that a rank takes at once.")]
+Gpu = Annotated[str, typer.Option("--gpu", help="One of rules/devices, or a .toml of your own.")]
+Again = Annotated[
+    str, typer.Option("--checkpointing", help="none, block, submodule or selective: what backward computes again.")
+]
+How = Annotated[Train, typer.Option("--train", help="Train all, train adapters, or only run it with its cache.")]
+
+
+def choose(
+    model: Model,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, help="How many GPUs there are.")],
+    memory: Annotated[str | None, typer.Option(help="Of each, such as 80GB; by default the device's.")] = None,
+    gpu: Gpu = "h100",
+    per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of a node; by default the device's.")] = None,
+    sequence: Length = 2048,
+    global_batch: Annotated[int, typer.Option(min=0, help="Sequences a step of all ranks; 0: one for each GPU.")] = 0,
+    train: How = Train.full,
+    row: Annotated[int | None, typer.Option("--explain", min=1, metavar="ROW", help="All about one row.")] = None,
+    script: Annotated[bool, typer.Option("--script", help="Print a program for torchrun instead.")] = False,
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Say which mesh to take for so many GPUs: every legal one, ranked. Exit code 1 where none fits."""
+    import autoplan
+    from autoplan.emit.tables.estimate_table import choice_view, row_to_dict, row_view
+
+    with progress(f"choosing among meshes of {gpus} GPUs for {model}"):
+        found = autoplan.choose(
+            model, gpus=gpus, memory=memory, gpu=gpu, per_node=per_node, sequence=sequence, global_batch=global_batch,
+            train=train.value, trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+    if row is not None and row > len(found.rows):
+        raise AutoplanError(f"there is no row {row}", hint=f"choose 1 to {len(found.rows)}")
+    if script:
+        emit(found.script(), None, False, output)
+    elif row is not None:
+        emit(row_view(found.rows[row - 1]), row_to_dict(found.rows[row - 1]), as_json, output)
+    else:
+        data: dict[str, Any] = {"gpus": gpus, "memory_bytes": found.memory, "fits": found.fits, "enough": found.enough}
+        emit(choice_view(found), data | {"rows": [row_to_dict(one) for one in found.rows]}, as_json, output)
+    raise typer.Exit(OK if found.fits else FINDINGS)
+
+
+def estimate(
+    model: Model,
+    mesh: Mesh,
+    batch: Batch = 1,
+    sequence: Length = 2048,
+    checkpointing: Again = "none",
+    train: How = Train.full,
+    gpu: Gpu = "h100",
+    sequence_parallel: Cut = False,
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Say what one step costs on one rank of a mesh: memory at its peak, messages, time."""
+    import autoplan
+    from autoplan.emit.tables.estimate_table import estimate_view
+
+    with progress(f"estimating {model} on {mesh}"):
+        found = autoplan.estimate(
+            model, mesh=mesh, batch=batch, sequence=sequence, train=train.value, device=gpu,
+            activation_checkpointing=_checkpointing(checkpointing), sequence_parallel=sequence_parallel,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+    emit(estimate_view(found), found.to_dict(), as_json, output)
+
+
+def dryrun(
+    model: Model,
+    mesh: Mesh,
+    rank: Annotated[int, typer.Option(min=0, help="Which rank to be.")] = 0,
+    batch: Batch = 1,
+    sequence: Length = 2048,
+    checkpointing: Again = "none",
+    sequence_parallel: Cut = False,
+    trust_remote_code: Trust = False,
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Run one step of the sharded model at its real size as one rank would, on shapes alone; list every message."""
+    from autoplan.emit.tables.estimate_table import dry_run_to_dict, dry_run_view
+    from autoplan.estimate.dry_run import dry_run
+
+    again = _checkpointing(checkpointing)
+    options: dict[str, Any] = {"activation_checkpointing": again} if again else {}
+    with progress(f"running {model} on {mesh} without storage"):
+        found = dry_run(
+            model, mesh=mesh, rank=rank, batch=batch, sequence=sequence, sequence_parallel=sequence_parallel,
+            trust_remote_code=trust_remote_code, **options,
+        )  # fmt: skip
+    emit(dry_run_view(found), dry_run_to_dict(found), as_json, output)
+
+
+def _checkpointing(text: str) -> bool | str:
+    known: dict[str, bool | str] = {"none": False, "block": True, "submodule": "submodule", "selective": "selective"}
+    if text not in known:
+        raise AutoplanError(f"--checkpointing {text}", hint=f"choose one of {', '.join(known)}")
+    return known[text]

@@ -1,0 +1,162 @@
+"""What a person sees of an estimate, of a choice among meshes, and of a dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autoplan.values.estimate import Estimate, MemoryParts, Row, Sent
+
+__all__ = [
+    "choice_view",
+    "dry_run_to_dict",
+    "dry_run_view",
+    "estimate_to_dict",
+    "estimate_view",
+    "row_to_dict",
+    "row_view",
+    "sent_table",
+]
+
+_NAMES = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer states",
+          "kept": "activations kept for backward", "temporary": "values of the moment",
+          "unsharded": "units gathered, and their buffers", "communication": "messages",
+          "cache": "keys and values", "overhead": "context and communicators"}  # fmt: skip
+_SHOWN = 12
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _mesh(mesh: Iterable[tuple[str, int]]) -> str:
+    return " × ".join(f"{name} {size}" for name, size in mesh if size > 1) or "one rank"
+
+
+def estimate_view(found: Estimate) -> RenderableType:
+    """The stacked peak, where it is, the messages, the time."""
+    bars = {name: (bar, against) for name, bar, against in found.bars}
+    table = Table("on one rank, at the peak", "", "", box=None, pad_edge=False)
+    for part in fields(MemoryParts):
+        size = getattr(found.parts, part.name)
+        if size:
+            share = size / max(found.peak, 1)
+            table.add_row(_NAMES[part.name], _gib(size), "█" * round(30 * share))
+    table.add_row("together", f"{_gib(found.peak)} ± {bars['memory'][0]:.0%}" if bars else _gib(found.peak))
+    head = f"{found.model} on {_mesh(found.mesh)}: micro-batch {found.batch} × {found.sequence} tokens, {found.train}"
+    lines: list[RenderableType] = [Text(head), Text(""), table]
+    lines.append(Text(f"the peak is in the {found.phase}, at {found.where}"))
+    lines += [Text(""), sent_table(found.messages)]
+    if found.time is not None:
+        exposed = "".join(f", {seconds:.2f} s messages over {dim}" for dim, seconds in found.time.exposed)
+        told = f"{found.time.compute:.2f} s operations, {found.time.memory:.2f} s bandwidth of memory{exposed}"
+        bar = f" ± {bars['time'][0]:.0%}" if bars else ""
+        step = f"a step: {found.flops / 1e12:.1f} TFLOP a rank, {found.time.total:.2f} s{bar} on {found.device}"
+        lines += [Text(""), Text(f"{step} ({told}): {found.tokens_per_second:,.0f} tokens a second")]
+    lines += [Text(f"note: {text}") for text in found.notes]
+    return Group(*lines)
+
+
+def sent_table(sent: Iterable[Sent]) -> Table:
+    table = Table("messages of a step over", "", "number", "GiB", box=None, pad_edge=False)
+    for one in sent:
+        table.add_row(one.dim, one.kind, str(one.number), f"{one.bytes / 2**30:.2f}")
+    return table
+
+
+def choice_view(choice: Any) -> RenderableType:
+    """The ranked rows, what the first has over the second, and what the nearest that does not fit would need."""
+    table = Table(
+        "", "mesh", "micro", "checkpointing", "seq.", "GiB", "tokens/s", "what binds", box=None, pad_edge=False
+    )
+    shown = [*choice.rows[:_SHOWN]]
+    if choice.nearest is not None and choice.nearest not in shown:
+        shown.append(choice.nearest)
+    for row in shown:
+        place = choice.rows.index(row) + 1
+        found = row.estimate
+        again = {True: "blocks", False: "none"}.get(row.checkpointing, str(row.checkpointing))
+        kept = ", kept" if row.reshard is False else ""
+        speed = f"{found.tokens_per_second:,.0f}" if row.fits else "does not fit"
+        cells = (_mesh(found.mesh) + kept, f"{found.batch} × {row.accumulate}", again)
+        cut = "cut" if row.sequence_parallel else ""
+        table.add_row(str(place), *cells, cut, f"{found.peak / 2**30:.1f}", speed, row.binds)
+    fitting = sum(row.fits for row in choice.rows)
+    head = f"{choice.source.name} on {choice.gpus} × {choice.device.name} with {_gib(choice.memory)}"
+    lines: list[RenderableType] = [
+        Text(head),
+        Text(f"{fitting} of {len(choice.rows)} ways fit"),
+        Text(""),
+        table,
+        Text(""),
+    ]
+    lines += [Text(text) for text in _reasons(choice)]
+    return Group(*lines)
+
+
+def _reasons(choice: Any) -> Iterable[str]:
+    if choice.fits:
+        first = choice.rows[0]
+        yield f"first: {first}; it is the fastest that fits ({first.binds})"
+    else:
+        more = f"{choice.enough} such GPUs would do" if choice.enough else "no number of such GPUs would do"
+        yield f"nothing fits; {more}"
+    near = choice.nearest
+    if near is not None:
+        yield f"nearest that does not fit: {near}; it needs {_gib(near.missing)} more ({near.binds})"
+    yield from (f"left out: {text}" for text in choice.dropped)
+    yield "memory is within 5 % of what torch tracks; seconds are a roofline, for the order of rows (± 40 %)"
+
+
+def row_view(row: Row) -> RenderableType:
+    fits = "it fits" if row.fits else f"it needs {_gib(row.missing)} more"
+    return Group(Text(f"{row}: {fits}; {row.binds}"), Text(""), estimate_view(row.estimate))
+
+
+def estimate_to_dict(found: Estimate) -> dict[str, Any]:
+    parts = {part.name: getattr(found.parts, part.name) for part in fields(MemoryParts)}
+    time = found.time
+    return {
+        "model": found.model, "mesh": dict(found.mesh), "batch": found.batch, "sequence": found.sequence,
+        "train": found.train, "peak_bytes": found.peak, "parts": parts, "where": found.where, "phase": found.phase,
+        "messages": [{"dim": s.dim, "kind": s.kind, "number": s.number, "bytes": s.bytes} for s in found.messages],
+        "flops": found.flops, "tokens_per_second": found.tokens_per_second, "device": found.device,
+        "seconds": None if time is None else {
+            "total": time.total, "compute": time.compute, "memory": time.memory, "optimizer": time.optimizer,
+            "exposed": dict(time.exposed)},
+        "bars": {name: {"relative": bar, "against": against} for name, bar, against in found.bars},
+        "notes": list(found.notes),
+    }  # fmt: skip
+
+
+def row_to_dict(row: Row) -> dict[str, Any]:
+    return {"mesh": row.mesh, "checkpointing": row.checkpointing, "sequence_parallel": row.sequence_parallel,
+            "reshard_after_forward": row.reshard, "accumulate": row.accumulate, "fits": row.fits, "binds": row.binds,
+            "missing_bytes": row.missing, "estimate": estimate_to_dict(row.estimate)}  # fmt: skip
+
+
+def dry_run_view(found: Any) -> RenderableType:
+    """What came out, and each kind of message with its module, group and bytes."""
+    table = Table("message", "over", "at", "bytes", "times", box=None, pad_edge=False)
+    counted: dict[tuple[str, str, str, int], int] = {}
+    for one in found.messages:
+        key = (one.kind, one.dim, one.module, max(one.sent, one.received))
+        counted[key] = counted.get(key, 0) + 1
+    for (kind, dim, module, size), times in counted.items():
+        table.add_row(kind, dim, module or "backward", f"{size:,}", str(times))
+    shapes = ", ".join(f"{name} {list(shape)}" for name, shape in found.outputs)
+    head = f"{found.model} as rank {found.rank} of {_mesh(found.mesh)}: forward, backward and update ran"
+    held = f"parameters {_gib(found.parameters)}, gradients {_gib(found.gradients)}; outputs: {shapes}"
+    return Group(Text(head), Text(held), Text(""), table, Text(""), sent_table(found.sent))
+
+
+def dry_run_to_dict(found: Any) -> dict[str, Any]:
+    messages = [{"kind": one.kind, "dim": one.dim, "module": one.module, "sent": one.sent, "received": one.received}
+                for one in found.messages]  # fmt: skip
+    return {"model": found.model, "mesh": dict(found.mesh), "rank": found.rank, "outputs": dict(found.outputs),
+            "parameter_bytes": found.parameters, "gradient_bytes": found.gradients, "messages": messages}  # fmt: skip

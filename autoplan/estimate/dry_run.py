@@ -1,0 +1,133 @@
+"""One step of a sharded model at its full size and depth, without storage and without other ranks.
+
+It is a proof of shapes, and the list of every collective that a rank takes part in: what `estimate` counts is counted
+here by running it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autoplan.api import parallelize
+from autoplan.capture.dry_run import quiet
+from autoplan.capture.fold import fold
+from autoplan.capture.known_values import KnownValues
+from autoplan.common.random_values import untouched_randomness
+from autoplan.estimate.estimate import mesh_sizes
+from autoplan.estimate.record import Marks, record_step
+from autoplan.estimate.sharded import as_on_a_gpu, faker
+from autoplan.estimate.step import Setting, Steps, inputs_of, loss_of
+from autoplan.estimate.tape import Message
+from autoplan.estimate.world import fake_mesh
+from autoplan.hf.source import Model, resolve
+from autoplan.patches.kernels import on_reference_path
+from autoplan.values import Plan
+from autoplan.values.estimate import Sent
+
+__all__ = ["DryRun", "dry_run", "group_names", "summed"]
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What came out of one step: shapes, bytes of this rank's parameters, each collective in order."""
+
+    model: str
+    mesh: tuple[tuple[str, int], ...]
+    rank: int
+    outputs: tuple[tuple[str, tuple[int, ...]], ...]
+    parameters: int
+    gradients: int
+    messages: tuple[Message, ...]
+
+    @property
+    def sent(self) -> tuple[Sent, ...]:
+        return summed(self.messages)
+
+
+def group_names(mesh: DeviceMesh) -> dict[str, str]:
+    """Process group -> the dim of the mesh that it is of."""
+    return {mesh.get_group(dim).group_name: dim for dim in mesh.mesh_dim_names or ()}
+
+
+def summed(messages: tuple[Message, ...]) -> tuple[Sent, ...]:
+    """How many of each kind over each dim, with the bytes of their whole values."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for message in messages:
+        one = found.setdefault((message.dim, message.kind), [0, 0])
+        one[0] += 1
+        one[1] += max(message.sent, message.received)
+    return tuple(Sent(dim, kind, number, size) for (dim, kind), (number, size) in found.items())
+
+
+def dry_run(
+    model: Model,
+    *,
+    mesh: Mapping[str, int] | str,
+    rank: int = 0,
+    batch: int = 1,
+    sequence: int = 2048,
+    sequence_parallel: bool = False,
+    plan: Plan | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> DryRun:
+    """Run `parallelize`, a forward, a backward and an optimizer step as rank `rank` of `mesh` would, on shapes alone.
+
+    `options` are those of `parallelize`. Raises what would be raised there.
+    """
+    steps = Steps(resolve(model, trust_remote_code=trust_remote_code, inputs=inputs), plan, inputs)
+    sizes = dict(mesh_sizes(mesh))
+    setting = Setting(sizes.get("tp", 1), sizes.get("ep", 1), sequence_parallel, batch=batch, sequence=sequence)
+    made, keywords = steps.plan(setting.tp, setting.ep, sequence_parallel), inputs_of(steps, setting)
+    problem: Exception | None = None
+    for knowing in (False, True):
+        try:
+            return _run(steps, made, sizes, rank, keywords, options, knowing)
+        except RuntimeError as error:  # its Python asks for numbers: run it again with those that are known
+            problem = problem or error
+    assert problem is not None
+    raise problem
+
+
+def _run(
+    steps: Steps, plan: Plan, sizes: dict[str, int], rank: int, keywords: dict[str, Any], options: dict[str, Any],
+    knowing: bool,
+) -> DryRun:  # fmt: skip
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def loss(result: Any) -> torch.Tensor | None:
+        items = result.items() if isinstance(result, dict) else [("output", result)]
+        shapes.update({name: tuple(value.shape) for name, value in items if isinstance(value, torch.Tensor)})
+        return loss_of(result, None)
+
+    with fake_mesh(sizes, rank) as mesh, quiet(), untouched_randomness(), on_reference_path():
+        model = fold(steps.module, faker(mode, None), fold=False).module
+        as_on_a_gpu(model)
+        parallelize(model, mesh, plan, check=False, **options)
+        model.train()
+        with KnownValues(mode) if knowing else mode:
+            tape = record_step(model, keywords, Marks(), group_names(mesh), loss_of=loss)
+            torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]).step()
+        held = [_local(p) for p in model.parameters()]
+        grown = [_local(p.grad) for p in model.parameters() if p.grad is not None]
+    messages = tuple(item for item in tape.items if isinstance(item, Message))
+    return DryRun(steps.source.name, tuple(sizes.items()), rank, tuple(shapes.items()), _bytes(held), _bytes(grown),
+                  messages)  # fmt: skip
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)

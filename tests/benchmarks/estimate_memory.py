@@ -1,0 +1,201 @@
+"""Estimated peak memory held against torch's MemTracker on the sharded model in fake mode, which runs every layer.
+
+    python -m tests.benchmarks.estimate_memory [CASE]
+
+Real widths and few layers. MemTracker sees no allocator, no context and no kernels of a GPU, so the estimate's overhead
+is left out; both see the same step: gradients and optimizer states as they are from the second step on, the update
+itself not. Beside it stands Megatron-LM's formula (34 + 5·a·s/h without attention's scores: s·b·h·34 bytes a layer,
+over tp) for activations, with the same weights, gradients and states, where it applies.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+
+import autoplan
+from autoplan.capture.dry_run import quiet
+from autoplan.capture.fold import fold
+from autoplan.capture.known_values import KnownValues
+from autoplan.common.random_values import untouched_randomness
+from autoplan.estimate.devices import load_device
+from autoplan.estimate.estimate import Asked, estimate_with
+from autoplan.estimate.sharded import as_on_a_gpu, faker
+from autoplan.estimate.step import Setting, Steps, inputs_of, loss_of
+from autoplan.estimate.world import fake_mesh
+from autoplan.hf.source import resolve
+from autoplan.patches.kernels import on_reference_path
+
+BATCH, SEQUENCE = 1, 1024
+
+
+def _built(name: str, **sizes: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        import transformers
+
+        config = getattr(transformers, f"{name}Config")(**sizes)
+        config.dtype = torch.bfloat16
+        with torch.device("meta"):
+            made: nn.Module = getattr(transformers, _CLASSES.get(name, f"{name}ForCausalLM"))(config).bfloat16()
+        return made
+
+    return build
+
+
+_CLASSES = {"T5": "T5ForConditionalGeneration", "LlavaNext": "LlavaForConditionalGeneration"}
+
+
+def _llava() -> nn.Module:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    text = LlamaConfig(**_LLAMA)
+    vision = CLIPVisionConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=16,
+                              image_size=336, patch_size=14, projection_dim=768)  # fmt: skip
+    config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=32000)
+    with torch.device("meta"):
+        made: nn.Module = LlavaForConditionalGeneration(config).bfloat16()
+    return made
+
+
+_LLAMA: dict[str, Any] = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
+}  # fmt: skip
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "dense": _built("Llama", **_LLAMA),
+    "experts": _built("Mixtral", hidden_size=4096, intermediate_size=14336, num_hidden_layers=4, num_attention_heads=32,
+                      num_key_value_heads=8, vocab_size=32000, num_local_experts=8),
+    "mamba": _built("Bamba", hidden_size=4096, intermediate_size=14336, num_hidden_layers=4, num_attention_heads=32,
+                    num_key_value_heads=8, vocab_size=128000, attn_layer_indices=[2], mamba_n_heads=128,
+                    mamba_d_head=64, mamba_n_groups=1, mamba_d_state=128),
+    "mla": _built("DeepseekV3", hidden_size=7168, intermediate_size=18432, moe_intermediate_size=2048,
+                  num_hidden_layers=4, first_k_dense_replace=2, num_attention_heads=128, num_key_value_heads=128,
+                  vocab_size=129280, n_routed_experts=16, n_group=4, topk_group=2, num_experts_per_tok=8),
+    "encoder-decoder": _built("T5", d_model=1024, d_ff=4096, d_kv=64, num_heads=32, num_layers=4, vocab_size=32128),
+    "multimodal": _llava,
+}  # fmt: skip
+HOW: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "tp 4": ({"tp": 4}, {}),
+    "fsdp 4 × tp 4, blocks again": ({"dp_shard": 4, "tp": 4}, {"activation_checkpointing": True}),
+    "fsdp 8 × tp 2, selective": ({"dp_shard": 8, "tp": 2}, {"activation_checkpointing": "selective"}),
+    "lora, fsdp 4 × tp 4, submodules": ({"dp_shard": 4, "tp": 4}, {"activation_checkpointing": "submodule"}),
+}
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a low-rank update, as adapters are put in."""
+
+    def __init__(self, inner: nn.Linear, rank: int = 16) -> None:
+        super().__init__()
+        self.inner = inner
+        self.down = nn.Linear(inner.in_features, rank, bias=False, device="meta", dtype=inner.weight.dtype)
+        self.up = nn.Linear(rank, inner.out_features, bias=False, device="meta", dtype=inner.weight.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x) + self.up(self.down(x))
+        return out
+
+
+def with_adapters(model: nn.Module) -> nn.Module:
+    """Everything frozen, and adapters at every linear layer but those that Python reads by type or name."""
+    model.requires_grad_(False)
+    for name, part in list(model.named_modules()):
+        for key, child in list(part.named_children()):
+            if type(child) is nn.Linear and key not in ("lm_head", "router", "gate"):
+                setattr(part, key, Adapted(child))
+    return model
+
+
+def referee(steps: Steps, dims: dict[str, int], options: dict[str, Any]) -> int:
+    """MemTracker's peak of a second step, update left out."""
+    setting = Setting(tp=dims["tp"], batch=BATCH, sequence=SEQUENCE)
+    problem: Exception | None = None
+    for how in ("fake", "known"):
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        try:
+            with fake_mesh(dims) as mesh, quiet(), untouched_randomness(), on_reference_path():
+                model = fold(steps.module, faker(mode, None), fold=False).module
+                as_on_a_gpu(model)
+                autoplan.parallelize(model, mesh, steps.plan(dims["tp"]), check=False, **options)
+                model.train()
+                with mode if how == "fake" else KnownValues(mode):
+                    return _tracked(model, inputs_of(steps, setting))
+        except Exception as error:
+            problem = problem or error
+    raise problem or AssertionError
+
+
+def _tracked(model: nn.Module, inputs: dict[str, Any]) -> int:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+
+    def step() -> None:
+        loss = loss_of(model(**inputs), None)
+        assert loss is not None
+        loss.backward()
+
+    step()
+    optimizer.step()
+    optimizer.zero_grad()
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer)
+    with tracker:
+        step()
+    peak = tracker.get_tracker_snapshot("peak")
+    gc.collect()
+    return int(peak[torch.device("cpu")]["Total"])  # on "meta" lie DTensor's questions about shapes: nothing is held
+
+
+def formula(steps: Steps, dims: dict[str, int], model: nn.Module) -> int | None:
+    """Megatron-LM's theory: weights, gradients and states over tp, and 34 bytes for each number of the stream."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "hidden_size") or "dp_shard" in dims:
+        return None
+    held = sum(p.numel() for p in model.parameters()) * 2 * 4 // dims["tp"]
+    return int(held + 34 * BATCH * SEQUENCE * config.hidden_size * config.num_hidden_layers / dims["tp"])
+
+
+def main(wanted: str = "") -> None:
+    table = Table("model", "how", "MemTracker GiB", "estimate GiB", "off by", "formula", "s", "s (est.)", "where")
+    worst = 0.0
+    for name, build in MODELS.items():
+        for lora in (False, True):
+            model = with_adapters(build()) if lora else build()
+            steps = Steps(resolve(model))
+            for how, (dims, options) in HOW.items():
+                if how.startswith("lora") != lora or wanted not in f"{name} {how}":
+                    continue
+                try:
+                    asked = Asked(tuple(dims.items()), batch=BATCH, sequence=SEQUENCE, updates=False, **options)
+                    steps.plan(dims["tp"])
+                    planned = time.time()
+                    found = estimate_with(steps, asked, load_device("h100"))
+                    ours, done = found.peak - found.parts.overhead, time.time()
+                    theirs = referee(steps, dims, options)
+                except Exception as error:
+                    table.add_row(name, how, f"{type(error).__name__}: {str(error)[:150]}")
+                    print(name, how, repr(error)[:600], file=sys.stderr)
+                    continue
+                off = ours / theirs - 1
+                worst = max(worst, abs(off))
+                other = formula(steps, dims, model)
+                said = f"{other / theirs - 1:+.0%}" if other else ""
+                table.add_row(name, how, f"{theirs / 2**30:.3f}", f"{ours / 2**30:.3f}", f"{off:+.2%}", said,
+                              f"{time.time() - done:.1f}", f"{done - planned:.1f}",
+                              f"{found.where}, {found.phase}")  # fmt: skip
+                print(name, how, f"{off:+.2%}", file=sys.stderr, flush=True)
+    Console(width=200).print(table)
+    print(f"worst: {worst:.2%}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
