@@ -1,4 +1,4 @@
-"""Where the rule files are: folders of one's own, then `rules/` of a checkout or `autoplan/_rules` of an installed wheel.
+"""Where rule files are: folders of one's own, then `rules/` of a checkout or `autoplan/_rules` of an installed wheel.
 
 A framework ships rules, plans and inputs beside ours without touching them: `AUTOPLAN_RULES` names its folders
 (separated as in PATH), and `autoplan.plan(…, rules=folder)` one more for a single call. A folder is laid out like ours,

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoplan.capture.feeding.consumers import tensors_within
+from autoplan.common.nested import flatten_tensors
 from autoplan.estimate.flops import flops_of
 from autoplan.estimate.tape import Block, Changed, Item, Message, Storage, Tape, UnitEvent, Worked
 
@@ -289,3 +289,8 @@ def record_step(
     log.open = False
     del result
     return log.tape()
+
+
+def tensors_within(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested tuples, lists and dicts."""
+    return (tensor for _, tensor in flatten_tensors(value))
