@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from interrupted_models import HOW, apply_to, build_of, mesh_for, whole
-from interrupts import Snapshot, choose_events, fake_world, interrupted_everywhere, lines_of
+from interrupts import Snapshot, choose_events, fake_world, interrupted_everywhere
 from mesh_toys import WIDTH, deep
 from torch import nn
 
@@ -125,11 +125,3 @@ def test_an_interrupt_that_is_not_undone_is_noticed(monkeypatch: pytest.MonkeyPa
     choose = of_each_line("tp", 20)
     _, _, problems = interrupted_everywhere(build_of("small"), apply_to("small", "tp"), whole("tp"), choose)
     assert problems
-
-
-def test_the_lines_of_a_run_are_always_the_same() -> None:
-    """Or else the n-th line would not be the one that was counted."""
-    change, build = apply_to("small", "tp"), build_of("small")
-    change(build())
-    one, other = (lines_of(lambda model=model: change(model)) for model in (build(), build()))
-    assert len(one) > 2000 and len(one) == len(other)
