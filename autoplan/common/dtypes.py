@@ -20,7 +20,7 @@ def working_dtype(model: nn.Module, default: torch.dtype = torch.float32) -> tor
 
 
 def tried_dtypes(model: nn.Module) -> tuple[torch.dtype, ...]:
-    """In which a clone is run, the best first: rounding hides least in the widest, and some code runs in its own only."""
+    """In which a clone is run, the best first: rounding hides least in the widest; some code runs in its own only."""
     return tuple(dict.fromkeys((torch.float64, torch.float32, working_dtype(model))))
 
 

@@ -282,7 +282,7 @@ def _head_crossing(tensor: int, flow: CallFlow, shards: Shards) -> Crossing | No
 def output_shapes(trace: Trace, axes: Axes) -> tuple[OutputShape, ...]:
     """Of what the model returns, the dims that weights decide, whatever it is called with.
 
-    Only those that a product with a weight makes: a dim that a table of positions has, too, may be as long as the input.
+    Only those that a product with a weight makes: a dim that a table of positions has may be as long as the input is.
     """
     products = ((op, product_weight(op, axes)) for op in trace.ops)
     made = {find(axes.of(found[0])[found[1]]) for _, found in products if found is not None}
