@@ -91,7 +91,7 @@ def test_shapes_cost_no_collective(calls: int) -> None:
 
         def forward(rank: int) -> int:
             mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-            sharded = autoplan.parallelize(models[rank], mesh, plan)
+            sharded = autoplan.parallelize(models[rank], mesh, plan, check=False)
             with count_collectives() as seen:
                 for _ in range(calls):
                     sharded(**INPUTS)

@@ -284,8 +284,10 @@ def output_shapes(trace: Trace, axes: Axes) -> tuple[OutputShape, ...]:
 
     Only those that a product with a weight makes: a dim that a table of positions has may be as long as the input is.
     """
-    products = ((op, product_weight(op, axes)) for op in trace.ops)
-    made = {find(axes.of(found[0])[found[1]]) for _, found in products if found is not None}
+    made: set[Term] = set()
+    for index, op in enumerate(trace.ops):
+        if index in axes.gathered or product_weight(op, axes) is not None:
+            made.add(find(axes.of(next(refs(op.outputs)))[1 if op.name == "convolution" else -1]))
     shapes: dict[tuple[Any, ...], OutputShape] = {}
     for visit in trace.visits:
         for path, tensor in visit.outputs if visit.module == "" else ():
