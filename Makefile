@@ -45,9 +45,9 @@ $(VENV)/dev: $(VENV)/base
 	@touch $@
 
 $(VENV)/hosts: $(VENV)/dev
-	@echo "installing peft and $(HOSTS)"
-	@$(PIP) --editable '.[peft]' || echo "NOT TRIED: peft could not be installed, its tests are skipped"
-	@$(PIP) --no-deps $(HOSTS) || echo "NOT TRIED: $(HOSTS) could not be installed, its tests are skipped"
+	@echo "installing peft, accelerate and $(HOSTS)"
+	@$(PIP) --editable '.[peft]' accelerate || echo "NOT TRIED: peft and accelerate could not be installed, their tests are skipped"
+	@$(PIP) --no-deps $(HOSTS) || echo "NOT TRIED: $(HOSTS) could not be installed, their tests are skipped"
 	@touch $@
 
 demo: $(VENV)/base  ## plan Llama-3.1-8B's shape at tp 8, then prove it on 2 simulated ranks

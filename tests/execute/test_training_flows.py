@@ -1,7 +1,4 @@
-"""What frameworks do with a sharded model between building and stepping (helpers/training_flows.py), against one device.
-
-And the pages that say so: docs/frameworks.md is written from what ran.
-"""
+"""Flows of real training (helpers/training_flows.py): between building a sharded model and stepping."""
 
 from __future__ import annotations
 

@@ -94,6 +94,13 @@ def _single_layers() -> bool:
     return bool(vars(config)["_heterogeneity_spec"].per_layer_overrides == {1: {"intermediate_size": 8}})
 
 
+def _reversed_conversions() -> bool:
+    """Is the attribute what saving reads, before the conversions of the model's type?"""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return "_weight_conversions" in revert_weight_conversion.__code__.co_consts
+
+
 _TP = "transformers.distributed"
 OTHERS = (
     Private(
@@ -123,6 +130,26 @@ OTHERS = (
         "transformers.core_model_loading.rename_source_key",
         "names in checkpoints are those that transformers would read",
         _has("transformers.core_model_loading.rename_source_key", "source_key"),
+    ),
+    Private(
+        "transformers.core_model_loading.apply_converters",
+        "tensors that one conversion takes together are saved together",
+        _has("transformers.core_model_loading.apply_converters", "source_key"),
+    ),
+    Private(
+        "transformers.core_model_loading.revert_weight_conversion",
+        "tensors are saved as transformers would save them",
+        _has("transformers.core_model_loading.revert_weight_conversion", "model"),
+    ),
+    Private(
+        "transformers.PreTrainedModel._weight_conversions",
+        "what changed names when a model was loaded is reversed when it is saved",
+        _reversed_conversions,
+    ),
+    Private(
+        "transformers.PreTrainedModel._keys_to_ignore_on_save",
+        "tensors that transformers does not save",
+        _has("transformers.PreTrainedModel._keys_to_ignore_on_save"),
     ),
     Private(
         "transformers.PreTrainedModel._from_config",

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
@@ -352,6 +353,16 @@ TORCH = (
         "torch.nn.ModuleList._get_abs_string_index",
         "of many equal blocks few are recorded, found by their old numbers",
         _places_of_blocks,
+    ),
+    Private(
+        "torch.distributed.device_mesh.DeviceMesh._flatten",
+        "FSDP2 shards over data and context parallel ranks as over one dim",
+        lambda: callable(DeviceMesh._flatten),
+    ),
+    Private(
+        "torch.distributed.device_mesh.DeviceMesh._concatenate",
+        "replicas before that dim make a mesh of two",
+        lambda: callable(DeviceMesh._concatenate),
     ),
     Private("torch.nn.RNNBase._flat_weights", "recurrent layers compute with a list of their weights", _flat),
     Private("torch.nn.RNNBase._flat_weights_names", "recurrent layers compute with a list of their weights", _flat),
