@@ -11,7 +11,7 @@ from unfamiliar import MODELS, Cannot
 import autoplan
 from autoplan.capture.derive_inputs import recipe_for
 from autoplan.capture.feeding.consumers import demand_of
-from autoplan.capture.feeding.failures import Failure
+from autoplan.capture.feeding.failure import Failure
 from autoplan.capture.feeding.resize import resized
 from autoplan.capture.feeding.wants import State, Want
 from autoplan.capture.feeding.watch import Watch

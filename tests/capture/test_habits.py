@@ -45,6 +45,7 @@ def test_weights_made_by_a_hook(norm, ran: bool) -> None:
     assert autoplan.verify(model, plan, tp_size=2, checks=("forward",)).ok
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch asks scripted parameters for it
 def test_a_scripted_part_is_recorded_by_what_it_does() -> None:
     torch.manual_seed(0)
     model = Mlp(torch.jit.script(nn.Linear(16, 32))).eval()

@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoplan.capture.dry_run import SMALL, depends_on_data, own, quiet, with_storage, without_storage
 from autoplan.capture.feeding.arguments import Arguments
-from autoplan.capture.feeding.failures import Failure, proposals
+from autoplan.capture.feeding.failure import Failure
+from autoplan.capture.feeding.failures import proposals
 from autoplan.capture.feeding.wants import BATCH, State
 from autoplan.capture.feeding.watch import Watch
 from autoplan.capture.outside import refusing_outsiders

@@ -1,0 +1,160 @@
+"""What the text of an error tells: how many dims, which kind of numbers, which sizes.
+
+Libraries say these in so many ways that a number is taken for what it may be, and tried.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+
+from autoplan.capture.feeding.failure import Failure
+from autoplan.capture.feeding.resize import larger, multiples, of_kind, of_rank, resized
+from autoplan.capture.feeding.wants import State
+
+__all__ = ["UNPACKED", "told_by_message"]
+
+UNPACKED = re.compile(r"values to unpack \(expected (?:at least )?(\d+)(?:, got (\d+))?\)")
+_RANKS = (
+    re.compile(r"len\(dims\) = (\d+)"),
+    re.compile(r"expected (\d) dims. Received"),
+    re.compile(r"[Ee]xpected (?:input to be |a |an? input of )?(\d)-?D(?:imensional)?\b"),
+    re.compile(r"(?:must be|be a|expects? a?|only supports?|needs|requires?) (\d)-?[dD]\b"),
+)
+_TOO_MANY = re.compile(r"not (?:supported|implemented) for (\d)D")
+_DIM_RANGE = re.compile(r"Dimension out of range \(expected to be in range of \[-?\d+, \d+\], but got (-?\d+)\)")
+_DTYPE = re.compile(
+    r"dtype|scalar type|Long|Int\b|Float|Double|floating|index tensor|data type|must be (?:long|int|float)"
+    r"|indices must be"
+)
+_SMALL = re.compile(
+    r"[Kk]ernel size|too small|Padding size|non-?empty|0 elements|zero-size|greater than|at least|[Ll]arger"
+    r"|Sizes of tensors|invalid for input of size|non-zero size|index k out of range|more than 1 value|non-negative"
+    r"|out of bounds"
+)
+
+
+def told_by_message(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
+    """Other states, the most telling first."""
+    yield from _rank(failure, model)
+    yield from _pattern(failure, model)
+    for found in (_dtype, _range, _sizes, _larger):
+        yield from found(failure)
+
+
+def _rank(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
+    """How many dims: what was unpacked, a dim that is not there, a number in the message."""
+    text, state = failure.text, failure.state
+    unpacked = UNPACKED.search(text)
+    for path in failure.paths[:4]:
+        leaf = state.at(path)
+        if leaf is None:
+            continue
+        now, ranks = len(leaf.shape), []
+        if unpacked:
+            wanted = int(unpacked[1])
+            got = int(unpacked[2]) if unpacked[2] else None
+            ranks += [now + wanted - got] if got is not None else [wanted, now - 1]
+            ranks.append(wanted)
+        outside = _DIM_RANGE.search(text)
+        if outside:
+            dim = int(outside[1])
+            ranks += [dim + 1, now + 1] if dim >= 0 else [-dim, now + 1]
+        if re.search(r"too many indices|0-d tensor|0-dim", text):
+            ranks += [now + 1, now + 2]
+        for pattern in _RANKS:
+            ranks += [int(found) for found in pattern.findall(text)]
+        if re.search(r"number of dimensions|must have .*dim", text):
+            ranks += [now + 1, now - 1]
+        if _TOO_MANY.search(text):
+            ranks += [now - 1, now + 1]
+        for rank in dict.fromkeys(ranks):
+            yield from of_rank(state, path, rank, _first_channels(model, rank))
+            yield from of_rank(state, path, rank)
+
+
+def _first_channels(model: torch.nn.Module, rank: int) -> int:
+    kinds = {3: torch.nn.Conv1d, 4: torch.nn.Conv2d, 5: torch.nn.Conv3d}
+    layers = (m for m in model.modules() if rank in kinds and isinstance(m, kinds[rank]))
+    return next((m.in_channels for m in layers if isinstance(m.in_channels, int)), 0)
+
+
+def _pattern(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
+    """Of einops: what its pattern divides must divide, and how many dims it names."""
+    text, state = failure.text, failure.state
+    pattern = re.search(r'pattern "([^"]+?)->', text)
+    shape = re.search(r"Input tensor shape: (?:torch\.Size\()?[\[(]([\d, ]*)[\])]", text)
+    if not pattern or not shape:
+        return
+    got = [int(n) for n in re.findall(r"\d+", shape[1])]
+    sizes = {name: int(n) for name, n in re.findall(r"'(\w+)': (\d+)", text)}
+    groups = re.findall(r"\([^)]*\)|\.\.\.|\S+", pattern[1])
+    if "..." not in groups and len(groups) != len(got):
+        for path in failure.paths[:3]:
+            leaf = state.at(path)
+            if leaf is not None:
+                rank = len(leaf.shape) + len(groups) - len(got)
+                yield from of_rank(state, path, rank, _first_channels(model, rank))
+                yield from of_rank(state, path, rank)
+        return
+    for group, have in zip(groups, got, strict=False):
+        words = re.findall(r"\w+", group)
+        product = 1
+        for word in words:
+            product *= sizes.get(word, int(word) if word.isdigit() else 1)
+        if all(word in sizes or word.isdigit() for word in words) and product != have:
+            yield from resized(state, failure.paths, have, product)
+        elif product > 1 and have % product:
+            yield from multiples(state, failure.paths, have, product)
+
+
+def _dtype(failure: Failure) -> Iterator[State]:
+    """Whole numbers where floats were given, or floats where whole numbers were."""
+    if not _DTYPE.search(failure.text):
+        return
+    asks_ids = re.search(
+        r"index tensor|indices|to have one of the following scalar types: Long|LongTensor", failure.text
+    )
+    order = ("ids", "float", "bool") if asks_ids else ("float", "ids", "bool", "complex")
+    for path in failure.paths[:3]:
+        for kind in order:
+            yield from of_kind(failure.state, path, kind)
+
+
+def _range(failure: Failure) -> Iterator[State]:
+    """Ids that are too large, or a sequence that is longer than a table of positions."""
+    if not isinstance(failure.error, IndexError | RuntimeError) or not re.search(
+        r"out of (?:range|bounds)|smaller than num_classes|must be .*less than|larger than|interval", failure.text
+    ):
+        return
+    state = failure.state
+    limits = [int(n) for n in re.findall(r"with size (\d+)", failure.text)]
+    for path in failure.paths[:3]:
+        leaf = state.at(path)
+        for below in (*limits, 2, 1):
+            if leaf is not None and leaf.kind == "ids" and leaf.below != below:
+                yield from of_kind(state, path, "ids", below)
+    for limit in limits:
+        yield from resized(state, failure.paths, state.sizes["length"], limit)
+    for shorter in (8, 4):
+        yield state.with_size("length", shorter)
+
+
+def _sizes(failure: Failure) -> Iterator[State]:
+    """Numbers in the message that are sizes of arguments, and what stands beside them."""
+    numbers = list(dict.fromkeys(int(n) for n in re.findall(r"(?<![\w.])\d{1,6}(?![\w.]*\d)", failure.text)))[:10]
+    products = [(int(a), int(b)) for a, b in re.findall(r"\(\d+x(\d+) and (\d+)x\d+\)", failure.text)]
+    numbers = list(dict.fromkeys([*(n for pair in products for n in pair), *numbers]))[:12]
+    state, paths = failure.state, failure.paths
+    sizes = {n for path in paths if (leaf := state.at(path)) for n in leaf.sizes(state.sizes)[1:]}
+    pairs = [(have, want) for have in numbers for want in numbers if have != want and want > 1]
+    pairs.sort(key=lambda pair: (pair[0] not in sizes, numbers.index(pair[0])))
+    for have, want in pairs[:12]:
+        yield from resized(state, paths, have, want)
+
+
+def _larger(failure: Failure) -> Iterator[State]:
+    if _SMALL.search(failure.text) or isinstance(failure.error, ZeroDivisionError):
+        yield from larger(failure.state, failure.paths)
