@@ -38,6 +38,10 @@ class CheckpointFiles:
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self._handle(key).get_slice(key).get_shape())
 
+    def dtype(self, key: str) -> str:
+        """As safetensors calls it."""
+        return str(self._handle(key).get_slice(key).get_dtype())
+
     def read(self, key: str, rows: Mapping[int, Sequence[int]] | None = None) -> torch.Tensor:
         """The tensor, or the part of it with these rows along these dims (at most one of them not one range)."""
         if not rows:
