@@ -23,6 +23,9 @@ ALLOWED = {
     ("emit/tables/scoreboard_table.py", "blocks again"): "the heading of a column that is flush right",
 }
 
+# A file of which all is read on purpose -> whose texts they are.
+FOREIGN = {"capture/feeding/messages.py": "errors of torch, einops and unfamiliar models: they say nothing otherwise"}
+
 _MATCHING = frozenset(("match", "search", "fullmatch", "findall", "finditer"))
 _CUTTING = frozenset(("startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition", "split"))
 _READING = _MATCHING | _CUTTING | {"rsplit", "find", "rfind", "index", "count"}
@@ -84,12 +87,15 @@ def found_in(package: Path) -> Iterator[tuple[str, int, str]]:
 
 
 def test_nothing_compares_or_parses_prose() -> None:
-    read = [f"{file}:{line} reads {text!r}" for file, line, text in found_in(PACKAGE) if (file, text) not in ALLOWED]
+    found = [(file, line, text) for file, line, text in found_in(PACKAGE) if (file, text) not in ALLOWED]
+    read = [f"{file}:{line} reads {text!r}" for file, line, text in found if file not in FOREIGN]
     assert not read, "make it a value (values/reasons.py, Finding.kind, a StrEnum):\n" + "\n".join(read)
 
 
 def test_what_is_allowed_is_still_there() -> None:
-    assert {(file, text) for file, _, text in found_in(PACKAGE)} == set(ALLOWED)
+    found = {(file, text) for file, _, text in found_in(PACKAGE)}
+    assert {pair for pair in found if pair[0] not in FOREIGN} == set(ALLOWED)
+    assert {file for file, _ in found if file in FOREIGN} == set(FOREIGN)
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,6 @@ class _NotFiniteError(ValueError):
     """A run that came to its end, with infinities or what is no number."""
 
 
-_NOT_FINITE = "_NotFiniteError: its result is not finite"
-
-
 @dataclass(frozen=True)
 class Step:
     """One try: what changed and why, how far it came, what it failed with and where, in words: frames hold tensors."""
@@ -57,6 +54,7 @@ class Step:
     failed: str = ""
     where: str = ""
     read: frozenset[str] = frozenset()
+    ended: bool = False  # it came to its end, though with numbers that are none
 
 
 @dataclass
@@ -116,7 +114,7 @@ class Search:
             step, tries = self._try(state, why), tries + 1
             if not step.failed:
                 return step
-            if step.failed == _NOT_FINITE:  # of weights that nobody has set, no input makes finite numbers
+            if step.ended:  # of weights that nobody has set, no input makes finite numbers
                 unset = unset or step
                 patience -= 1
                 if patience < 0:
@@ -196,6 +194,7 @@ class Search:
             f"{type(error).__name__}: {failure.first_line[:200]}" if failure is not None else "",
             f"{place.where}: {place.text}" if place is not None else "",
             frozenset(watch.read),
+            isinstance(error, _NotFiniteError),
         )
         self.steps.append(step)
         return step
