@@ -107,7 +107,7 @@ def dryrun(
 ) -> None:
     """Run one step of the sharded model at its real size as one rank would, on shapes alone; list every message."""
     from autoplan.emit.tables.estimate_table import dry_run_to_dict, dry_run_view
-    from autoplan.estimate.dry_run import dry_run
+    from autoplan.forecast.dry_run import dry_run
 
     again = _checkpointing(checkpointing)
     options: dict[str, Any] = {"activation_checkpointing": again} if again else {}

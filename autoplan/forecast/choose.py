@@ -19,10 +19,10 @@ from autoplan.api import parallelize
 from autoplan.check.prove import proven_plan
 from autoplan.common.errors import AutoplanError, IndivisibleError
 from autoplan.common.options import Wish
-from autoplan.estimate.devices import Device, load_device
-from autoplan.estimate.estimate import Asked, estimate_with
-from autoplan.estimate.script import script_text
-from autoplan.estimate.step import Steps
+from autoplan.forecast.devices import Device, load_device
+from autoplan.forecast.estimate import Asked, estimate_with
+from autoplan.forecast.script import script_text
+from autoplan.forecast.step import Steps
 from autoplan.hf.source import Model, Source, resolve
 from autoplan.values import Plan
 from autoplan.values.conveniences import done_above

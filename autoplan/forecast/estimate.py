@@ -15,13 +15,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import Request
-from autoplan.estimate.devices import Device, load_device
-from autoplan.estimate.memory import DataRanks, Walk, held_bytes
-from autoplan.estimate.sharded import UnitSize
-from autoplan.estimate.step import Recorded, Setting, Steps
-from autoplan.estimate.steptime import Load, step_time
-from autoplan.estimate.tape import Message, Worked, expanded
 from autoplan.execute.data_parallel.fsdp import default_precision
+from autoplan.forecast.devices import Device, load_device
+from autoplan.forecast.memory import DataRanks, Walk, held_bytes
+from autoplan.forecast.sharded import UnitSize
+from autoplan.forecast.step import Recorded, Setting, Steps
+from autoplan.forecast.steptime import Load, step_time
+from autoplan.forecast.tape import Message, Worked, expanded
 from autoplan.hf.source import Model, resolve
 from autoplan.values import Plan
 from autoplan.values.estimate import Estimate, MemoryParts, Sent

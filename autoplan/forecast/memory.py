@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoplan.estimate.sharded import Held, UnitSize
-from autoplan.estimate.tape import Changed, Item, LeftOut, Tape, UnitEvent, expanded
+from autoplan.forecast.sharded import Held, UnitSize
+from autoplan.forecast.tape import Changed, Item, LeftOut, Tape, UnitEvent, expanded
 from autoplan.values.estimate import MemoryParts, Sent
 
 __all__ = ["DataRanks", "Peak", "Walk", "held_bytes"]

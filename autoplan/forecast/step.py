@@ -25,10 +25,10 @@ from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError, CaptureError
 from autoplan.common.options import Checkpointing, Request, TensorParallel, Wish
 from autoplan.common.random_values import untouched_randomness
-from autoplan.estimate.record import record_step
-from autoplan.estimate.sharded import Copy, UnitSize, sharded_copy
-from autoplan.estimate.tape import Changed, LeftOut, Tape
-from autoplan.estimate.world import fake_mesh
+from autoplan.forecast.record import record_step
+from autoplan.forecast.sharded import Copy, UnitSize, sharded_copy
+from autoplan.forecast.tape import Changed, LeftOut, Tape
+from autoplan.forecast.world import fake_mesh
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import Source
 from autoplan.patches.kernels import on_reference_path
