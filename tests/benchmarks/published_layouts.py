@@ -1,8 +1,8 @@
-"""Layouts that people published, and what `choose` says of them: do they fit, what place do they have, what is measured.
+"""Layouts that people published, and what `choose` says of them: do they fit, which place have they, what was measured.
 
     python tests/benchmarks/published_layouts.py [NAME]
 
-Those with other dims than ours (pipeline stages, context parallelism) are looked at without them, and the table says so.
+Those with other dims than ours (pipeline stages, context parallelism) are looked at without them; the table says so.
 "Measured" stands where a source gives memory or tokens a second of each GPU: there the estimate is held against GPUs.
 """
 
@@ -110,8 +110,8 @@ def main(wanted: str = "") -> None:
             name, mesh, fits, place_of(one, chosen), f"{found.peak / 2**30:.1f}", f"{one.gib or ''}",
             f"{found.tokens_per_second / gpus:,.0f}", f"{one.speed or ''}", f"{time.time() - started:.0f}", one.note,
         )  # fmt: skip
-        print(name, f"{found.peak / 2**30:.1f}", one.gib, f"{found.tokens_per_second / gpus:,.0f}", one.speed,
-              place_of(one, chosen), f"first: {chosen.rows[0]}", found.where, found.phase, file=sys.stderr, flush=True)  # fmt: skip
+        said = (f"{found.peak / 2**30:.1f}", one.gib, f"{found.tokens_per_second / gpus:,.0f}", one.speed)
+        print(name, *said, place_of(one, chosen), f"first: {chosen.rows[0]}", found.where, file=sys.stderr, flush=True)
     Console(width=200).print(table)
     for name, one in LAYOUTS.items():
         print(f"{name}: {one.source}")

@@ -19,14 +19,14 @@ from autoplan.forecast.choose import Choice, choose, parse_memory
 
 
 def _llama(**sizes: Any) -> LlamaConfig:
-    known = {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 6, "num_attention_heads": 16,
-             "num_key_value_heads": 4, "vocab_size": 32000}  # fmt: skip
+    known = {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 6, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 32000}  # fmt: skip
     return LlamaConfig(**known | sizes, architectures=["LlamaForCausalLM"], dtype=torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
 def chosen() -> Choice:
-    return choose(_llama(), gpus=8, memory="8GB", sequence=1024, global_batch=64)
+    return choose(_llama(), gpus=4, memory="4GB", sequence=512, global_batch=32)
 
 
 def test_rows_that_fit_come_first_and_the_fastest_before_others(chosen: Choice) -> None:
@@ -35,7 +35,7 @@ def test_rows_that_fit_come_first_and_the_fastest_before_others(chosen: Choice) 
     speeds = [row.estimate.tokens_per_second for row in chosen.rows if row.fits]
     assert speeds == sorted(speeds, reverse=True)
     assert all(row.estimate.peak <= chosen.memory for row in chosen.rows if row.fits)
-    assert all(row.estimate.batch * row.accumulate * 8 // row.mesh.get("tp", 1) == 64 for row in chosen.rows)
+    assert all(row.estimate.batch * row.accumulate * 4 // row.mesh.get("tp", 1) == 32 for row in chosen.rows)
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_binds(chosen: Choice) -> None:
@@ -53,7 +53,7 @@ def test_the_choice_is_a_value(chosen: Choice) -> None:
 
 
 def test_nothing_fits() -> None:
-    found = choose(_llama(), gpus=2, memory="2500MB".replace("2500MB", "2.2GB"), sequence=1024)
+    found = choose(_llama(), gpus=2, memory="1.75GB", sequence=1024)
     assert not found.fits and found.enough is not None and found.enough > 2
     with pytest.raises(autoplan.AutoplanError, match="does not fit 2 GPUs"):
         _ = found.best
@@ -88,7 +88,7 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 
 def test_the_script_runs(tmp_path: Path) -> None:
-    config = _llama(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_hidden_layers=2, vocab_size=512)
+    config = _llama(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=512)
     config.dtype = torch.float32
     config.save_pretrained(tmp_path)
     found = choose(str(tmp_path), gpus=2, memory="8GB", sequence=32, global_batch=2, per_node=2)
@@ -101,3 +101,17 @@ def test_the_script_runs(tmp_path: Path) -> None:
     ran = subprocess.run(command, env={**os.environ, **where}, capture_output=True, text=True, timeout=240, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert "step 1 loss" in ran.stdout
+
+
+def test_a_measured_machine_is_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from autoplan.forecast import calibrate
+    from autoplan.forecast.devices import load_device
+
+    monkeypatch.setitem(calibrate._SIZE, "cpu", 128)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    path = tmp_path / "mine.toml"
+    ran = CliRunner().invoke(app, ["calibrate", "--like", "a100", "-o", str(path)])
+    assert ran.exit_code == 0, ran.output
+    mine, like = load_device(str(path)), load_device("a100")
+    assert 0 < mine.flops["bfloat16"] < like.flops["bfloat16"] and mine.inside == like.inside
+    assert choose(_llama(num_hidden_layers=2), gpus=1, memory="8GB", sequence=64, gpu=str(path)).fits
