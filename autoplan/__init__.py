@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from autoplan.common.options import Checkpointing, DataParallel, Options, TensorParallel, Wish
     from autoplan.decide.written_plans.handwritten import register_plan
     from autoplan.decide.written_plans.plan_file import load_plan
-    from autoplan.estimate.choose import choose
-    from autoplan.estimate.dry_run import dry_run
-    from autoplan.estimate.estimate import estimate
     from autoplan.execute.data_parallel.gradients import clip_gradients, global_norm, to_local, unshard
     from autoplan.execute.parameters.buffers import rebuild_buffers
     from autoplan.execute.parameters.gather import full_tensors
@@ -40,6 +37,9 @@ if TYPE_CHECKING:
     from autoplan.execute.vocabulary.sampling import vocab_parallel_argmax, vocab_parallel_sample
     from autoplan.execute.weights.load import load_weights
     from autoplan.execute.weights.save import save_weights
+    from autoplan.forecast.choose import choose
+    from autoplan.forecast.dry_run import dry_run
+    from autoplan.forecast.estimate import estimate
     from autoplan.frameworks import hand_over
     from autoplan.hf.stacks import layers
 
@@ -97,9 +97,9 @@ _HOMES = {
     "Applied": "autoplan.execute.tensor_parallel",
     "applied": "autoplan.execute.tensor_parallel",
     "audit": "autoplan.check.audit",
-    "choose": "autoplan.estimate.choose",
-    "dry_run": "autoplan.estimate.dry_run",
-    "estimate": "autoplan.estimate.estimate",
+    "choose": "autoplan.forecast.choose",
+    "dry_run": "autoplan.forecast.dry_run",
+    "estimate": "autoplan.forecast.estimate",
     "clip_gradients": "autoplan.execute.data_parallel.gradients",
     "full_tensors": "autoplan.execute.parameters.gather",
     "gather_logits": "autoplan.execute.vocabulary.choice",

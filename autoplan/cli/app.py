@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from autoplan.cli.audit import audit, compare
-from autoplan.cli.estimate import choose, dryrun, estimate
+from autoplan.cli.estimate import calibrate, choose, dryrun, estimate
 from autoplan.cli.scoreboard import scoreboard
 from autoplan.cli.shared import (
     FAILED,
@@ -98,7 +98,10 @@ def plan(
     output: Output = None,
 ) -> None:
     """Say how a model is split, and why. -o writes a plan file (.yaml or .json)."""
+    from rich.console import Group
+
     from autoplan.decide.written_plans.plan_file import check_suffix
+    from autoplan.emit.tables.sizes_table import sizes_view
     from autoplan.emit.tables.terminal import plan_view
 
     if output is not None:
@@ -106,7 +109,9 @@ def plan(
     how: dict[str, Any] = {"ep": ep, "sequence_parallel": sequence_parallel, "trial_seconds": trial_seconds}
     made = _make_plan(model, tp, source, prove.value, trust_remote_code, **how)
     if output is None:
-        emit(plan_view(made), made.to_dict(), as_json, None)
+        sizes = sizes_view(made)
+        view = plan_view(made) if sizes is None else Group(plan_view(made), "", sizes)
+        emit(view, made.to_dict(), as_json, None)
     else:
         made.save(output)
         note(f"written to {output}")
@@ -289,6 +294,7 @@ app.command()(scoreboard)
 app.command()(choose)
 app.command()(estimate)
 app.command()(dryrun)
+app.command()(calibrate)
 
 
 # ------------------------------------------------------------------------------------------------ what commands share

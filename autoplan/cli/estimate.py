@@ -10,7 +10,7 @@ import typer
 from autoplan.cli.shared import FINDINGS, OK, AsJson, Cut, Model, Output, Trust, emit, progress
 from autoplan.common.errors import AutoplanError
 
-__all__ = ["choose", "dryrun", "estimate"]
+__all__ = ["calibrate", "choose", "dryrun", "estimate"]
 
 
 class Train(StrEnum):
@@ -107,7 +107,7 @@ def dryrun(
 ) -> None:
     """Run one step of the sharded model at its real size as one rank would, on shapes alone; list every message."""
     from autoplan.emit.tables.estimate_table import dry_run_to_dict, dry_run_view
-    from autoplan.estimate.dry_run import dry_run
+    from autoplan.forecast.dry_run import dry_run
 
     again = _checkpointing(checkpointing)
     options: dict[str, Any] = {"activation_checkpointing": again} if again else {}
@@ -117,6 +117,33 @@ def dryrun(
             trust_remote_code=trust_remote_code, **options,
         )  # fmt: skip
     emit(dry_run_view(found), dry_run_to_dict(found), as_json, output)
+
+
+def calibrate(
+    like: Annotated[str, typer.Option("--like", help="The device whose figures stand where nothing is measured.")],
+    output: Output = None,
+) -> None:
+    """Measure the machine at hand (under torchrun its links too), and write a device file for --gpu."""
+    import os
+
+    import torch
+    import torch.distributed as dist
+
+    from autoplan.forecast.calibrate import device_text, measure
+    from autoplan.forecast.devices import load_device
+
+    known = load_device(like)
+    alone = "WORLD_SIZE" not in os.environ
+    if not alone:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    with progress("measuring matmuls, attention, copies and messages"):
+        text = device_text(measure(), known)
+    if alone or dist.get_rank() == 0:
+        emit(text.rstrip(), None, False, output)
+    if not alone:
+        dist.destroy_process_group()
 
 
 def _checkpointing(text: str) -> bool | str:

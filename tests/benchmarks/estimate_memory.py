@@ -1,6 +1,6 @@
 """Estimated peak memory held against torch's MemTracker on the sharded model in fake mode, which runs every layer.
 
-    python -m tests.benchmarks.estimate_memory [CASE]
+    python tests/benchmarks/estimate_memory.py [CASE]
 
 Real widths and few layers. MemTracker sees no allocator, no context and no kernels of a GPU, so the estimate's overhead
 is left out; both see the same step: gradients and optimizer states as they are from the second step on, the update
@@ -10,31 +10,24 @@ over tp) for activations, with the same weights, gradients and states, where it 
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
 
-import autoplan
-from autoplan.capture.dry_run import quiet
-from autoplan.capture.fold import fold
-from autoplan.capture.known_values import KnownValues
-from autoplan.common.random_values import untouched_randomness
-from autoplan.estimate.devices import load_device
-from autoplan.estimate.estimate import Asked, estimate_with
-from autoplan.estimate.sharded import as_on_a_gpu, faker
-from autoplan.estimate.step import Setting, Steps, inputs_of, loss_of
-from autoplan.estimate.world import fake_mesh
+from autoplan.forecast.devices import load_device
+from autoplan.forecast.estimate import Asked, estimate_with
+from autoplan.forecast.step import Steps
 from autoplan.hf.source import resolve
-from autoplan.patches.kernels import on_reference_path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
+from memory_referee import tracked_peak  # noqa: E402
 
 BATCH, SEQUENCE = 1, 1024
 
@@ -109,50 +102,11 @@ class Adapted(nn.Module):
 def with_adapters(model: nn.Module) -> nn.Module:
     """Everything frozen, and adapters at every linear layer but those that Python reads by type or name."""
     model.requires_grad_(False)
-    for name, part in list(model.named_modules()):
+    for part in list(model.modules()):
         for key, child in list(part.named_children()):
             if type(child) is nn.Linear and key not in ("lm_head", "router", "gate"):
                 setattr(part, key, Adapted(child))
     return model
-
-
-def referee(steps: Steps, dims: dict[str, int], options: dict[str, Any]) -> int:
-    """MemTracker's peak of a second step, update left out."""
-    setting = Setting(tp=dims["tp"], batch=BATCH, sequence=SEQUENCE)
-    problem: Exception | None = None
-    for how in ("fake", "known"):
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        try:
-            with fake_mesh(dims) as mesh, quiet(), untouched_randomness(), on_reference_path():
-                model = fold(steps.module, faker(mode, None), fold=False).module
-                as_on_a_gpu(model)
-                autoplan.parallelize(model, mesh, steps.plan(dims["tp"]), check=False, **options)
-                model.train()
-                with mode if how == "fake" else KnownValues(mode):
-                    return _tracked(model, inputs_of(steps, setting))
-        except Exception as error:
-            problem = problem or error
-    raise problem or AssertionError
-
-
-def _tracked(model: nn.Module, inputs: dict[str, Any]) -> int:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-
-    def step() -> None:
-        loss = loss_of(model(**inputs), None)
-        assert loss is not None
-        loss.backward()
-
-    step()
-    optimizer.step()
-    optimizer.zero_grad()
-    tracker = MemTracker()
-    tracker.track_external(model, optimizer)
-    with tracker:
-        step()
-    peak = tracker.get_tracker_snapshot("peak")
-    gc.collect()
-    return int(peak[torch.device("cpu")]["Total"])  # on "meta" lie DTensor's questions about shapes: nothing is held
 
 
 def formula(steps: Steps, dims: dict[str, int], model: nn.Module) -> int | None:
@@ -180,7 +134,7 @@ def main(wanted: str = "") -> None:
                     planned = time.time()
                     found = estimate_with(steps, asked, load_device("h100"))
                     ours, done = found.peak - found.parts.overhead, time.time()
-                    theirs = referee(steps, dims, options)
+                    theirs = tracked_peak(steps, dims, options, BATCH, SEQUENCE)
                 except Exception as error:
                     table.add_row(name, how, f"{type(error).__name__}: {str(error)[:150]}")
                     print(name, how, repr(error)[:600], file=sys.stderr)

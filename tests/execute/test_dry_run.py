@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 import autoplan
 from autoplan.capture.fold import fold
-from autoplan.estimate.world import fake_mesh
+from autoplan.forecast.world import fake_mesh
 
 
 def _llama(**sizes: Any) -> LlamaConfig:

@@ -32,7 +32,7 @@ ROOMS: dict[str, tuple[str, ...] | None] = {
     "check": None,
     "api": None,
     "frameworks": None,
-    "estimate": None,  # plans for a mesh, and shards a copy without storage as parallelize does
+    "forecast": None,  # plans for a mesh, and shards a copy without storage as parallelize does
     "testing": ("values", "common", "check"),
     "conveniences": None,
     "the package": None,

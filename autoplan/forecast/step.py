@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -25,10 +24,11 @@ from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError, CaptureError
 from autoplan.common.options import Checkpointing, Request, TensorParallel, Wish
 from autoplan.common.random_values import untouched_randomness
-from autoplan.estimate.record import record_step
-from autoplan.estimate.sharded import Copy, UnitSize, sharded_copy
-from autoplan.estimate.tape import Changed, LeftOut, Tape
-from autoplan.estimate.world import fake_mesh
+from autoplan.forecast.program import Program, blended, program_of
+from autoplan.forecast.record import record_step
+from autoplan.forecast.sharded import Copy, UnitSize, sharded_copy
+from autoplan.forecast.tape import LeftOut, Tape
+from autoplan.forecast.world import fake_mesh
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import Source
 from autoplan.patches.kernels import on_reference_path
@@ -59,14 +59,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A tape, and what the copy that it was made on holds. `sizes`: bytes of each storage at the batch asked for."""
+    """A recording, and what the copy that it was made on holds."""
 
-    tape: Tape
+    program: Program
     left_out: LeftOut
     units: tuple[UnitSize, ...]
     buffers: int
-    sizes: Any
-    scale: float = 1.0  # of what is computed and sent, where the tape was made at another batch
 
 
 @dataclass
@@ -105,11 +103,11 @@ class Steps:
 
     def scaled(self, setting: Setting) -> Recorded:
         """The step at any batch, from the recordings of one and of two sequences where these did the same."""
-        one, two = self.at(replace(setting, batch=1)), self.at(replace(setting, batch=2))
-        if setting.batch <= 2 or not _alike(one.tape, two.tape):
+        if setting in self.known or setting.batch <= 2:
             return self.at(setting)
-        sizes = one.sizes + (setting.batch - 1) * (two.sizes - one.sizes)
-        return replace(two, sizes=sizes, scale=setting.batch / 2)
+        one, two = self.at(replace(setting, batch=1)), self.at(replace(setting, batch=2))
+        program = blended(one.program, two.program, setting.batch)
+        return self.at(setting) if program is None else replace(two, program=program)
 
     def _record(self, setting: Setting) -> Recorded:
         plan = self.plan(setting.tp, setting.ep, setting.sequence_parallel)
@@ -142,8 +140,7 @@ class Steps:
             groups = {mesh.get_group().group_name: dim}
             with untouched_randomness(), on_reference_path():
                 tape = _run(copy, setting, given, groups, how)
-        sizes = np.array([storage.bytes for storage in tape.storages], dtype=np.int64)
-        return Recorded(tape, copy.left_out, copy.units, copy.buffers, sizes)
+        return Recorded(program_of(tape), copy.left_out, copy.units, copy.buffers)
 
 
 def inputs_of(steps: Steps, setting: Setting) -> dict[str, Any]:
@@ -207,11 +204,3 @@ def loss_of(result: Any, dtype: torch.dtype | None) -> torch.Tensor | None:
     outputs = result.values() if isinstance(result, dict) else result if isinstance(result, tuple) else (result,)
     sums = [t.float().sum() for t in outputs if isinstance(t, torch.Tensor) and t.requires_grad]
     return sum(sums[1:], sums[0]) if sums else None
-
-
-def _alike(one: Tape, other: Tape) -> bool:
-    """Did both make and free the same storages in the same order?"""
-    first, second = (
-        [(item.storage, item.sign) for item in tape.items if isinstance(item, Changed)] for tape in (one, other)
-    )
-    return first == second and len(one.items) == len(other.items)

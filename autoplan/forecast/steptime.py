@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autoplan.estimate.devices import Device
+from autoplan.forecast.devices import Device
 from autoplan.values.estimate import Sent, StepTime
 
 __all__ = ["Load", "step_time"]

@@ -9,7 +9,7 @@ are arithmetic on it. What does not fit with one sequence and all blocks checkpo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -19,10 +19,10 @@ from autoplan.api import parallelize
 from autoplan.check.prove import proven_plan
 from autoplan.common.errors import AutoplanError, IndivisibleError
 from autoplan.common.options import Wish
-from autoplan.estimate.devices import Device, load_device
-from autoplan.estimate.estimate import Asked, estimate_with
-from autoplan.estimate.script import script_text
-from autoplan.estimate.step import Steps
+from autoplan.forecast.devices import Device, load_device
+from autoplan.forecast.estimate import Asked, estimate_with
+from autoplan.forecast.script import script_text
+from autoplan.forecast.step import Steps
 from autoplan.hf.source import Model, Source, resolve
 from autoplan.values import Plan
 from autoplan.values.conveniences import done_above
@@ -145,7 +145,7 @@ def choose(
     rows = sweep.rows(gpus, global_batch or gpus)
     if not rows and global_batch:
         raise _no_batch(sweep, gpus, global_batch)
-    rows.sort(key=lambda row: (not row.fits, -row.estimate.tokens_per_second if row.fits else row.missing))
+    rows = sweep.settled(rows)
     enough = None if rows and rows[0].fits else sweep.enough(gpus)
     return Choice(source, tuple(rows), gpus, size, device, tuple(sweep.dropped), enough, steps)
 
@@ -173,6 +173,7 @@ class _Sweep:
     optimizer: str
     mp_policy: Any
     dropped: list[str] = field(default_factory=list)
+    asked: dict[int, Asked] = field(default_factory=dict)  # by the id of the estimate that it led to
 
     def tensor_sizes(self, gpus: int) -> list[int]:
         """Legal sizes of tp that divide the GPUs and stay in a node."""
@@ -203,8 +204,8 @@ class _Sweep:
             return []
         each = batch // copies
         if self.train == "inference":
-            return [self._row(Asked((("dp_shard", copies), ("tp", tp)), each, self.sequence, train=self.train), each)]
-        smallest = self._row(self._asked(self._meshes(copies, tp)[0], 1, True, along, None, each), each)
+            return [self._row(Asked((("dp_shard", copies), ("tp", tp)), each, self.sequence, train=self.train))]
+        smallest = self._row(self._asked(self._meshes(copies, tp)[0], 1, True, along, None, each))
         if not smallest.fits:
             return [smallest]
         return list(self._ways(copies, tp, along, each))
@@ -218,7 +219,7 @@ class _Sweep:
                 fitted = False
                 for mesh in self._meshes(copies, tp):
                     for reshard in (None, False) if copies > 1 else (None,):
-                        row = self._row(self._asked(mesh, micro, checkpointing, along, reshard, each), each)
+                        row = self._row(self._asked(mesh, micro, checkpointing, along, reshard, each))
                         fitted = fitted or row.fits
                         yield row
 
@@ -235,13 +236,25 @@ class _Sweep:
             max(1, each // micro), exact=False,
         )  # fmt: skip
 
-    def _row(self, asked: Asked, each: int) -> Row:
+    def _row(self, asked: Asked) -> Row:
         found = estimate_with(self.steps, asked, self.device)
+        self.asked[id(found)] = asked
         missing = max(0, found.peak - self.memory)
         binds = _biggest(found.parts) if missing else _slowest(found)
         said: Any = asked.activation_checkpointing
         return Row(found, said, asked.sequence_parallel, asked.reshard_after_forward, asked.accumulate, not missing,
                    binds, missing)  # fmt: skip
+
+    def settled(self, rows: list[Row]) -> list[Row]:
+        """In order. The batch of the first row is recorded itself, until one that was stays first."""
+        exact: set[int] = set()
+        while True:
+            rows = sorted(rows, key=lambda row: (not row.fits, row.missing, -row.estimate.tokens_per_second))
+            if not rows or not rows[0].fits or id(rows[0]) in exact or rows[0].estimate.batch <= 2:
+                return rows
+            asked = self.asked[id(rows[0].estimate)]
+            rows[0] = self._row(replace(asked, exact=True))
+            exact.add(id(rows[0]))
 
     def enough(self, gpus: int) -> int | None:
         """The smallest power of two times `gpus` on which one sequence a rank fits, all blocks checkpointed."""
@@ -252,7 +265,7 @@ class _Sweep:
                     asked = Asked((("dp_shard", count // tp), ("tp", tp)), 1, self.sequence, train=self.train)
                 else:
                     asked = self._asked(self._meshes(count // tp, tp)[0], 1, True, False, None, 1)
-                if self._row(asked, 1).fits:
+                if self._row(asked).fits:
                     return count
             count *= 2
         return None

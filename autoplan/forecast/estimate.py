@@ -15,16 +15,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import Request
-from autoplan.estimate.devices import Device, load_device
-from autoplan.estimate.memory import DataRanks, Walk, held_bytes
-from autoplan.estimate.sharded import UnitSize
-from autoplan.estimate.step import Recorded, Setting, Steps
-from autoplan.estimate.steptime import Load, step_time
-from autoplan.estimate.tape import Message, Worked, expanded
 from autoplan.execute.data_parallel.fsdp import default_precision
+from autoplan.forecast.devices import Device, load_device
+from autoplan.forecast.memory import DataRanks, Walk, held_bytes
+from autoplan.forecast.sharded import UnitSize
+from autoplan.forecast.step import Recorded, Setting, Steps
+from autoplan.forecast.steptime import Load, step_time
 from autoplan.hf.source import Model, resolve
 from autoplan.values import Plan
-from autoplan.values.estimate import Estimate, MemoryParts, Sent
+from autoplan.values.estimate import Estimate, MemoryParts
 
 __all__ = ["Asked", "estimate", "estimate_with", "mesh_sizes"]
 
@@ -145,8 +144,8 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     training = asked.train != "inference"
     weights = held_bytes(recorded.units, data) + recorded.buffers
     states = STATES[asked.optimizer] * held_bytes(recorded.units, data, trained=True) if training else 0
-    walk = Walk(recorded.tape, recorded.left_out, recorded.units, data, MemoryParts(weights=weights, optimizer=states),
-                recorded.sizes)  # fmt: skip
+    standing = MemoryParts(weights=weights, optimizer=states)
+    walk = Walk(recorded.program, recorded.left_out, recorded.units, data, standing)
     peak = walk.run()
     parts = MemoryParts(**{**peak.parts, "overhead": device.overhead(sum(size > 1 for _, size in asked.mesh))})
     if not training:
@@ -156,11 +155,12 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     stepping = replace(stepping, overhead=parts.overhead)
     if asked.updates and stepping.total > parts.total:
         parts, where, phase = stepping, "the optimizer's step", "optimizer"
-    load = _load(recorded)
-    sent = (*load.sent, *walk.messages())
-    sent = tuple(replace(s, number=s.number * asked.accumulate, bytes=s.bytes * asked.accumulate) for s in sent)
+    sent = tuple(
+        replace(s, number=s.number * asked.accumulate, bytes=s.bytes * asked.accumulate) for s in walk.messages()
+    )
     copies = asked.ranks // (asked.size("tp") * asked.size("ep"))
-    load = replace(load, sent=sent, trained=held_bytes(recorded.units, data, trained=True) if training else 0)
+    trained = held_bytes(recorded.units, data, trained=True) if training else 0
+    load = Load(tuple(walk.flops.items()), walk.moved, sent, trained)
     return Estimate(
         model=steps.source.name, mesh=asked.mesh, batch=asked.batch, sequence=asked.sequence, train=asked.train,
         parts=parts, where=where, phase=phase, messages=sent, flops=load.flops * asked.accumulate,
@@ -206,27 +206,3 @@ def _optimizer_step(
     trained = held_bytes(units, data, trained=True)
     temporary = trained if states else 0
     return MemoryParts(weights=weights, gradients=trained, optimizer=states, temporary=temporary)
-
-
-def _load(recorded: Recorded) -> Load:
-    """What is computed, moved and sent over tp in one micro-batch, at full depth."""
-    flops: dict[str, int] = {}
-    moved = 0
-    sent: dict[tuple[str, str], list[int]] = {}
-    for _, items, _ in expanded(recorded.tape, recorded.left_out):
-        for item in items:
-            if isinstance(item, Worked):
-                if item.flops:
-                    flops[item.dtype] = flops.get(item.dtype, 0) + item.flops
-                else:
-                    moved += item.bytes
-            elif isinstance(item, Message):
-                found = sent.setdefault((item.dim, item.kind), [0, 0])
-                found[0] += 1
-                found[1] += max(item.sent, item.received)
-    scale = recorded.scale
-    return Load(
-        flops_by_dtype=tuple((name, int(n * scale)) for name, n in flops.items()),
-        moved=int(moved * scale),
-        sent=tuple(Sent(d, k, n, int(size * scale)) for (d, k), (n, size) in sent.items()),
-    )

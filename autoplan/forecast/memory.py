@@ -7,18 +7,16 @@ flat buffer that lives until the next one's. (torch/distributed/fsdp/_fully_shar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from autoplan.estimate.sharded import Held, UnitSize
-from autoplan.estimate.tape import Changed, Item, LeftOut, Tape, UnitEvent, expanded
+from autoplan.forecast.depth import expanded
+from autoplan.forecast.program import Program, Stretch
+from autoplan.forecast.sharded import Held, UnitSize
+from autoplan.forecast.tape import LeftOut, UnitEvent
 from autoplan.values.estimate import MemoryParts, Sent
 
 __all__ = ["DataRanks", "Peak", "Walk", "held_bytes"]
 
-_KINDS = ("kept", "temporary", "gradient", "communication")
 _KINDS_OF_PART = {"kept": "kept", "temporary": "temporary", "gradient": "gradients", "communication": "communication"}
 
 
@@ -71,27 +69,14 @@ class Peak:
     phase: str = ""
 
 
-@dataclass
-class _Stretch:
-    """Items between two events of units: what they leave, and their highest moment."""
-
-    net: dict[str, int]
-    highest: int
-    at: dict[str, int]
-    module: str
-
-
 class Walk:
     """One walk through a step. `sizes`: bytes of each storage of the tape, at the batch that is asked for."""
 
     def __init__(
-        self, tape: Tape, left_out: LeftOut, units: tuple[UnitSize, ...], data: DataRanks, standing: MemoryParts,
-        sizes: np.ndarray | None = None,
-    ) -> None:  # fmt: skip
-        self.tape, self.left_out, self.data = tape, left_out, data
+        self, program: Program, left_out: LeftOut, units: tuple[UnitSize, ...], data: DataRanks, standing: MemoryParts
+    ) -> None:
+        self.program, self.left_out, self.data = program, left_out, data
         self.units = {unit.name: unit for unit in units}
-        self.sizes = np.array([s.bytes for s in tape.storages], dtype=np.int64) if sizes is None else sizes
-        self.kinds = np.array([_KINDS.index(s.kind) for s in tape.storages], dtype=np.int64)
         self.live = {"weights": standing.weights, "optimizer": standing.optimizer, "gradients": 0, "kept": 0,
                      "temporary": 0, "communication": 0, "unsharded": 0}  # fmt: skip
         self.peak = Peak()
@@ -102,56 +87,33 @@ class Walk:
         self.order: list[str] = []
         self.done: set[str] = set()
         self.sent: dict[tuple[str, str], list[int]] = {}
-        self.cached: dict[int, tuple[tuple[Item, ...], list[_Stretch | UnitEvent]]] = {}
+        self.flops: dict[str, int] = {}
+        self.moved = 0
 
     def run(self) -> Peak:
         self._check("the model", "forward")
-        for phase, items, block in expanded(self.tape, self.left_out):
-            for step in self._steps(items):
+        for phase, steps, block in expanded(self.program, self.left_out):
+            for step in steps:
                 if isinstance(step, UnitEvent):
                     self._event(step, block, phase)
-                else:
+                elif isinstance(step, Stretch):
                     self._stretch(step, block, phase)
         return self.peak
 
-    # ------------------------------------------------------------------------------------------ the recording
-
-    def _steps(self, items: tuple[Item, ...]) -> list[_Stretch | UnitEvent]:
-        known = self.cached.get(id(items))
-        if known is None or known[0] is not items:
-            known = self.cached[id(items)] = (items, list(self._measured(items)))
-        return known[1]
-
-    def _measured(self, items: tuple[Item, ...]) -> Iterator[_Stretch | UnitEvent]:
-        changes: list[Changed] = []
-        for item in items:
-            if isinstance(item, Changed):
-                changes.append(item)
-            elif isinstance(item, UnitEvent):
-                if changes:
-                    yield self._measure(changes)
-                changes = []
-                yield item
-        if changes:
-            yield self._measure(changes)
-
-    def _measure(self, changes: list[Changed]) -> _Stretch:
-        where = np.array([c.storage for c in changes])
-        deltas = self.sizes[where] * np.array([c.sign for c in changes])
-        running = np.cumsum(deltas)
-        top = int(np.argmax(running))
-        kinds = self.kinds[where]
-        net = {_KINDS_OF_PART[k]: int(deltas[kinds == i].sum()) for i, k in enumerate(_KINDS)}
-        at = {_KINDS_OF_PART[k]: int(deltas[: top + 1][kinds[: top + 1] == i].sum()) for i, k in enumerate(_KINDS)}
-        return _Stretch(net, int(running[top]), at, changes[top].module)
-
-    def _stretch(self, step: _Stretch, block: str, phase: str) -> None:
-        total = sum(self.live.values()) + step.highest
-        if total > self.peak.total:
-            parts = {name: size + step.at.get(name, 0) for name, size in self.live.items()}
-            self.peak = Peak(total, parts, _place(block, step.module), phase)
-        for name, size in step.net.items():
-            self.live[name] += size
+    def _stretch(self, step: Stretch, block: str, phase: str) -> None:
+        total = sum(self.live.values()) + sum(step.at.values())
+        if total > self.peak.total and step.at:
+            parts = dict(self.live)
+            for kind, size in step.at.items():
+                parts[_KINDS_OF_PART[kind]] += int(size)
+            self.peak = Peak(int(total), parts, _place(block, step.module), phase)
+        for kind, size in step.net.items():
+            self.live[_KINDS_OF_PART[kind]] += int(size)
+        for (dim, kind), (number, size) in step.sent.items():
+            self._add(dim, kind, number, int(size))
+        for dtype, flops in step.flops.items():
+            self.flops[dtype] = self.flops.get(dtype, 0) + int(flops)
+        self.moved += int(step.moved)
 
     def _check(self, where: str, phase: str) -> None:
         total = sum(self.live.values())
@@ -246,8 +208,11 @@ class Walk:
     def _count(self, kind: str, size: int, dim: str = "dp_shard") -> None:
         if dim == "dp_shard" and self.data.shard == 1:
             return
+        self._add(dim, kind, 1, size)
+
+    def _add(self, dim: str, kind: str, number: int, size: int) -> None:
         found = self.sent.setdefault((dim, kind), [0, 0])
-        found[0] += 1
+        found[0] += number
         found[1] += size
 
     def messages(self) -> tuple[Sent, ...]:

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.common.nested import flatten_tensors
-from autoplan.estimate.flops import flops_of
-from autoplan.estimate.tape import Block, Changed, Item, Message, Storage, Tape, UnitEvent, Worked
+from autoplan.forecast.flops import flops_of
+from autoplan.forecast.tape import Block, Changed, Item, Message, Storage, Tape, UnitEvent, Worked
 
 __all__ = ["Marks", "record_step"]
 

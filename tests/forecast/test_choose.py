@@ -1,0 +1,117 @@
+"""Choosing a mesh: what fits comes first, what does not says by how much, and the choice can be carried out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+import autoplan
+from autoplan.cli.app import app
+from autoplan.forecast.choose import Choice, choose, parse_memory
+
+
+def _llama(**sizes: Any) -> LlamaConfig:
+    known = {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 6, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 32000}  # fmt: skip
+    return LlamaConfig(**known | sizes, architectures=["LlamaForCausalLM"], dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def chosen() -> Choice:
+    return choose(_llama(), gpus=4, memory="4GB", sequence=512, global_batch=32)
+
+
+def test_rows_that_fit_come_first_and_the_fastest_before_others(chosen: Choice) -> None:
+    fits = [row.fits for row in chosen.rows]
+    assert chosen.fits and fits == sorted(fits, reverse=True)
+    speeds = [row.estimate.tokens_per_second for row in chosen.rows if row.fits]
+    assert speeds == sorted(speeds, reverse=True)
+    assert all(row.estimate.peak <= chosen.memory for row in chosen.rows if row.fits)
+    assert all(row.estimate.batch * row.accumulate * 4 // row.mesh.get("tp", 1) == 32 for row in chosen.rows)
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_binds(chosen: Choice) -> None:
+    near = chosen.nearest
+    assert near is not None and near.missing == near.estimate.peak - chosen.memory > 0
+    assert near.binds.startswith("memory: ")
+
+
+def test_the_choice_is_a_value(chosen: Choice) -> None:
+    text = chosen.script()
+    compile(text, "script", "exec")
+    assert len(text.splitlines()) < 60
+    assert chosen.plan.tp_size == chosen.best.mesh.get("tp", 1)
+    assert str(chosen.rows[0]) in str(chosen)
+
+
+def test_nothing_fits() -> None:
+    found = choose(_llama(), gpus=2, memory="1.75GB", sequence=1024)
+    assert not found.fits and found.enough is not None and found.enough > 2
+    with pytest.raises(autoplan.AutoplanError, match="does not fit 2 GPUs"):
+        _ = found.best
+
+
+def test_sizes_that_cannot_be_are_one_error_with_the_nearest() -> None:
+    with pytest.raises(autoplan.AutoplanError, match="global batch of 3") as caught:
+        choose(_llama(), gpus=16, sequence=128, global_batch=3)
+    assert "nearest that can" in str(caught.value)
+    with pytest.raises(autoplan.AutoplanError, match="no size"):
+        parse_memory("much")
+    assert (parse_memory("80GB"), parse_memory("1GiB"), parse_memory(5)) == (80 * 10**9, 2**30, 5)
+
+
+def test_inference_is_chosen_by_weights_and_cache() -> None:
+    found = choose(_llama(), gpus=4, memory="8GB", sequence=1024, global_batch=4, train="inference")
+    assert found.fits and found.rows[0].estimate.parts.optimizer == 0
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    _llama(num_hidden_layers=3).save_pretrained(tmp_path)
+    arguments = [str(tmp_path), "--gpus", "4", "--memory", "8GB", "--sequence", "256", "--global-batch", "4", "--json"]
+    ran = CliRunner().invoke(app, ["choose", *arguments])
+    data = json.loads(ran.stdout)
+    assert ran.exit_code == 0 and data["fits"] and data["rows"][0]["estimate"]["peak_bytes"] < 8e9
+    ran = CliRunner().invoke(app, ["choose", *arguments[:-1], "--explain", "1"])
+    assert ran.exit_code == 0 and "the peak is in the" in ran.stdout
+    small = [arguments[0], "--gpus", "1", "--memory", "1.2GB", "--sequence", "256"]
+    assert CliRunner().invoke(app, ["choose", *small]).exit_code == 1
+    ran = CliRunner().invoke(app, ["dryrun", str(tmp_path), "--mesh", "dp_shard=16,tp=4", "--sequence", "64"])
+    assert ran.exit_code == 0 and "reduce-scatter" in ran.stdout
+
+
+def test_the_script_runs(tmp_path: Path) -> None:
+    config = _llama(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=512)
+    config.dtype = torch.float32
+    config.save_pretrained(tmp_path)
+    found = choose(str(tmp_path), gpus=2, memory="8GB", sequence=32, global_batch=2, per_node=2)
+    program = tmp_path / "train.py"
+    program.write_text(found.script())
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    where = {"STEPS": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(autoplan.__file__).parents[1])}
+    import os
+
+    ran = subprocess.run(command, env={**os.environ, **where}, capture_output=True, text=True, timeout=240, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert "step 1 loss" in ran.stdout
+
+
+def test_a_measured_machine_is_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from autoplan.forecast import calibrate
+    from autoplan.forecast.devices import load_device
+
+    monkeypatch.setitem(calibrate._SIZE, "cpu", 128)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    path = tmp_path / "mine.toml"
+    ran = CliRunner().invoke(app, ["calibrate", "--like", "a100", "-o", str(path)])
+    assert ran.exit_code == 0, ran.output
+    mine, like = load_device(str(path)), load_device("a100")
+    assert 0 < mine.flops["bfloat16"] < like.flops["bfloat16"] and mine.inside == like.inside
+    assert choose(_llama(num_hidden_layers=2), gpus=1, memory="8GB", sequence=64, gpu=str(path)).fits

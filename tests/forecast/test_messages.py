@@ -1,0 +1,83 @@
+"""Messages that are counted are those that run on real gloo ranks: as many, of the same kinds, over the same dims, of
+as many bytes. All cases in one set of processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import GPT2Config, LlamaConfig, T5Config
+
+import autoplan
+from autoplan.check.ranks.run import run_processes
+from autoplan.forecast.devices import load_device
+from autoplan.forecast.dry_run import dry_run, group_names, summed
+from autoplan.forecast.estimate import Asked, estimate_with
+from autoplan.forecast.record import Marks, record_step
+from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of
+from autoplan.forecast.tape import Message
+from autoplan.hf.source import resolve
+
+_LLAMA = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=5, num_attention_heads=8,
+                     num_key_value_heads=4, vocab_size=256)  # fmt: skip
+_GPT2 = GPT2Config(n_embd=64, n_layer=4, n_head=4, vocab_size=256, n_positions=64)
+_T5 = T5Config(d_model=64, d_ff=96, d_kv=16, num_heads=4, num_layers=3, vocab_size=256)
+CASES: list[tuple[Any, dict[str, int], dict[str, Any]]] = [
+    (_LLAMA, {"tp": 4}, {}),
+    (_LLAMA, {"tp": 4}, {"activation_checkpointing": True}),
+    (_LLAMA, {"dp_shard": 4}, {}),
+    (_LLAMA, {"dp_shard": 2, "tp": 2}, {"activation_checkpointing": True}),
+    (_LLAMA, {"dp_shard": 2, "tp": 2}, {"activation_checkpointing": "selective"}),
+    (_LLAMA, {"dp_shard": 2, "tp": 2}, {"reshard_after_forward": False}),
+    (_LLAMA, {"dp_replicate": 2, "dp_shard": 2}, {}),
+    (_LLAMA, {"tp": 4}, {"gather_logits": True}),
+    (_GPT2, {"tp": 4}, {}),
+    (_GPT2, {"dp_shard": 2, "tp": 2}, {}),
+    (_T5, {"tp": 4}, {}),
+    (_T5, {"dp_shard": 2, "tp": 2}, {"activation_checkpointing": True}),
+]
+BATCH, LENGTH = 2, 16
+Counted = dict[tuple[str, str], tuple[int, int]]
+
+
+def _counted(sent: Any) -> Counted:
+    return {(one.dim, one.kind): (one.number, one.bytes) for one in sent}
+
+
+def on_real_ranks(rank: int) -> list[Counted | str]:
+    """What one rank of a gloo group of four takes part in, for each case."""
+    found: list[Counted | str] = []
+    for config, dims, options in CASES:
+        steps = Steps(resolve(config))
+        torch.manual_seed(0)
+        model = steps.source.model_class._from_config(config)  # type: ignore[union-attr]
+        mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+        autoplan.parallelize(model, mesh, steps.plan(dims.get("tp", 1)), check=False, **options)
+        model.train()
+        setting = Setting(tp=dims.get("tp", 1), batch=BATCH, sequence=LENGTH)
+        inputs = inputs_of(steps, setting)
+        tape = record_step(model, inputs, Marks(), group_names(mesh), loss_of=lambda result: loss_of(result, None))
+        found.append(_counted(summed(tuple(item for item in tape.items if isinstance(item, Message)))))
+    return found
+
+
+@pytest.fixture(scope="module")
+def real() -> list[Counted]:
+    return run_processes(on_real_ranks, (), 4, timeout=300)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_estimated_messages_are_those_that_run(real: list[Counted], case: int) -> None:
+    config, dims, options = CASES[case]
+    asked = Asked(tuple(dims.items()), BATCH, LENGTH, **options)
+    assert _counted(estimate_with(Steps(resolve(config)), asked, load_device("h100")).messages) == real[case]
+
+
+@pytest.mark.parametrize("case", [0, 3, 6])
+def test_a_dry_run_lists_the_same(real: list[Counted], case: int) -> None:
+    config, dims, options = CASES[case]
+    found = dry_run(config, mesh=dims, batch=BATCH, sequence=LENGTH, **options)
+    assert _counted(found.sent) == real[case]
+    assert dict(found.outputs)["logits"] == (BATCH, LENGTH, 256) and found.gradients == found.parameters

@@ -1,0 +1,60 @@
+"""The referee of memory estimates: torch's MemTracker on the sharded model in fake mode, which runs every layer."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+
+import autoplan
+from autoplan.capture.dry_run import quiet
+from autoplan.capture.fold import fold
+from autoplan.capture.known_values import KnownValues
+from autoplan.common.random_values import untouched_randomness
+from autoplan.forecast.sharded import as_on_a_gpu, faker
+from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of
+from autoplan.forecast.world import fake_mesh
+from autoplan.patches.kernels import on_reference_path
+
+
+def tracked_peak(steps: Steps, dims: dict[str, int], options: dict[str, Any], batch: int, sequence: int) -> int:
+    """MemTracker's peak of a second step, update left out."""
+    setting = Setting(tp=dims["tp"], batch=batch, sequence=sequence)
+    problem: Exception | None = None
+    for how in ("fake", "known"):
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        try:
+            with fake_mesh(dims) as mesh, quiet(), untouched_randomness(), on_reference_path():
+                model = fold(steps.module, faker(mode, None), fold=False).module
+                as_on_a_gpu(model)
+                autoplan.parallelize(model, mesh, steps.plan(dims["tp"]), check=False, **options)
+                model.train()
+                with mode if how == "fake" else KnownValues(mode):
+                    return _tracked(model, inputs_of(steps, setting))
+        except Exception as error:
+            problem = problem or error
+    raise problem or AssertionError
+
+
+def _tracked(model: nn.Module, inputs: dict[str, Any]) -> int:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+
+    def step() -> None:
+        loss = loss_of(model(**inputs), None)
+        assert loss is not None
+        loss.backward()
+
+    step()
+    optimizer.step()
+    optimizer.zero_grad()
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer)
+    with tracker:
+        step()
+    peak = tracker.get_tracker_snapshot("peak")
+    gc.collect()
+    return int(peak[torch.device("cpu")]["Total"])  # on "meta" lie DTensor's questions about shapes: nothing is held
