@@ -7,7 +7,7 @@ Its own rules are applied unchanged, where a model is one of its own.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from autoplan.common.conventions import CheckpointNames, conventions
 from autoplan.common.errors import AutoplanError
+from autoplan.hf.quantised.schemes import stored_suffixes
 
 __all__ = ["checkpoint_names"]
 
@@ -60,6 +61,23 @@ def checkpoint_names(model: nn.Module) -> CheckpointNames:
     )
 
 
+def _ends(model: nn.Module) -> frozenset[str]:
+    return frozenset(name.rpartition(".")[2] for name, _ in model.named_parameters())
+
+
+def _for_stored(rule: Any, names: frozenset[str]) -> Iterator[Any]:
+    """A converter for each further tensor that a packed stack of weights has: its scales are merged as it is."""
+    targets = rule._original_target_patterns
+    sources = rule._original_source_patterns
+    if len(targets) != 1 or not all(source.endswith(".weight") for source in sources):
+        return
+    parameter = targets[0].rpartition(".")[2]
+    for suffix in stored_suffixes():
+        if f"{parameter}{suffix}" in names:
+            operations = list(rule.operations)
+            yield rule.copy([source + suffix for source in sources], [targets[0] + suffix], operations=operations)
+
+
 def _rules(model: nn.Module) -> tuple[Callable[[str], tuple[str, str | None]], dict[str, Any]]:
     """How transformers renames a checkpoint key, and its converters by the pattern that calls for them."""
     if not hasattr(type(model), "_from_config"):
@@ -70,5 +88,6 @@ def _rules(model: nn.Module) -> tuple[Callable[[str], tuple[str, str | None]], d
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    converters += [copied for rule in converters for copied in _for_stored(rule, _ends(model))]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     return lambda key: rename_source_key(key, renamings, converters), by_pattern

@@ -20,7 +20,7 @@ from autoplan.common.files.shapes import misshapen
 from autoplan.common.rules_folder import rules_folder
 from autoplan.values.quantised import PackedDim, PackedTensor, PackedWeight, Scheme
 
-__all__ = ["Plain", "announced", "packed_weight", "plain_shape", "scheme_of"]
+__all__ = ["Plain", "announced", "packed_weight", "plain_shape", "scheme_of", "stored_suffixes"]
 
 Values = Mapping[str, int | str | bool]
 _DIM = re.compile(r"(whole )?(out\*in|out|in)(?:/(\d+)(?:\*(\d+))?)?")
@@ -94,6 +94,13 @@ def _announcing(data: Mapping[str, Any]) -> re.Pattern[str]:
     names = [one["name"] for one in data["tensors"] if one["name"] != "{weight}" and "when" not in one]
     own = re.escape(names[0]).replace(r"\{weight\}", r"(?P<weight>[A-Za-z]\w*?)")
     return re.compile(rf"(?P<owner>.+)\.{own}")
+
+
+def stored_suffixes() -> tuple[str, ...]:
+    """What comes after the name of a parameter in those of the further tensors that are stored for it."""
+    names = (one["name"] for data in _files(rules_folder()).values() for one in data["tensors"])
+    found = (name.removeprefix("{weight}") for name in names if name.startswith("{weight}"))
+    return tuple(dict.fromkeys(suffix for suffix in found if suffix and "." not in suffix))
 
 
 def plain_shape(
