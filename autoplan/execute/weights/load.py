@@ -211,7 +211,8 @@ def _misfit(name: str, found: torch.Tensor, wanted: _Saved) -> str:
     if tuple(found.shape) != wanted.shape:
         return f"{name} is {list(found.shape)}, the model wants {list(wanted.shape)}"
     if not _becomes(found.dtype, wanted.tensor.dtype):
-        return f"{name} holds {_said(found.dtype)}, the model wants {_said(wanted.tensor.dtype)}"
+        plain = "" if found.dtype.itemsize > 1 else " (dequantise=True makes plain numbers of packed ones)"
+        return f"{name} holds {_said(found.dtype)}, the model wants {_said(wanted.tensor.dtype)}{plain}"
     return ""
 
 
