@@ -23,14 +23,14 @@ class Alone:
         if self._mine():
             return False
         try:
-            if not self._lock.acquire(blocking=wait):
-                return False
-            work()
-        finally:
             try:
+                if not self._lock.acquire(blocking=wait):
+                    return False
+                work()
+            finally:
                 self._give_back()
-            finally:  # an interrupt came in the line above
-                self._give_back()
+        finally:  # an interrupt came in the line above
+            self._give_back()
         return True
 
     def _mine(self) -> bool:
