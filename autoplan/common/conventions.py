@@ -84,7 +84,8 @@ class Conventions:
     `own_checkpointing`: the attribute that says that the library checkpoints a module itself, and the method that
     ends it. `ends`: methods that return the input table and the output head. `hook_marks`: attributes by which a module
     remembers that the library's hooks are in place. `kernel_settings`: settings that choose a kernel, and the choice
-    whose mathematics runs on fake tensors too.
+    whose mathematics runs on fake tensors too;
+    `kernels_on_gpu`: the choice that a GPU takes.
 
     Ways. `config_of`: the library's config of a module, None if it has none. `builder_of`: how another module of a
     class, with the config of a model, is built. `checkpoint_names` and `checkpoint_writer` (of original names or
@@ -108,6 +109,7 @@ class Conventions:
     ends: tuple[str, str]
     hook_marks: tuple[str, ...]
     kernel_settings: tuple[tuple[str, str], ...]
+    kernels_on_gpu: tuple[tuple[str, str], ...]
     config_of: Callable[[nn.Module], Any]
     builder_of: Callable[[type, nn.Module], Callable[[], nn.Module] | None]
     checkpoint_names: Callable[[nn.Module], CheckpointNames]

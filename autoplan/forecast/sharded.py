@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoplan.capture.fold import fold
+from autoplan.common.conventions import conventions
 from autoplan.common.options import Checkpointing, Options, TensorParallel
 from autoplan.common.patterns import matches
 from autoplan.execute.data_parallel.units import choose_units
@@ -27,8 +28,6 @@ from autoplan.forecast.tape import LeftOut
 from autoplan.values import Fold, Plan
 
 __all__ = ["Copy", "Held", "UnitSize", "as_on_a_gpu", "faker", "sharded_copy"]
-
-_GROUPED = "grouped_mm"  # what experts run as on a GPU; the copy for analysis runs another form of the same
 
 
 @dataclass(frozen=True)
@@ -112,13 +111,12 @@ def faker(mode: FakeTensorMode, dtype: torch.dtype | None) -> Callable[[torch.Te
 
 
 def as_on_a_gpu(module: nn.Module) -> None:
-    from autoplan.common.conventions import conventions
-
+    """Let experts run as they do on a GPU; the copy for analysis runs another form of the same."""
     for part in module.modules():
         for value in list(vars(part).values()):
-            for setting, _ in conventions().kernel_settings if hasattr(value, "to_dict") else ():
+            for setting, choice in conventions().kernels_on_gpu if hasattr(value, "to_dict") else ():
                 if hasattr(value, setting):
-                    setattr(value, setting, _GROUPED)
+                    setattr(value, setting, choice)
 
 
 def _fitted(plan: Plan, module: nn.Module) -> Plan:

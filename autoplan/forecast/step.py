@@ -7,7 +7,6 @@ batches, where both did the same in the same order.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -29,15 +28,13 @@ from autoplan.forecast.record import record_step
 from autoplan.forecast.sharded import Copy, UnitSize, sharded_copy
 from autoplan.forecast.tape import LeftOut, Tape
 from autoplan.forecast.world import fake_mesh
-from autoplan.hf.inputs.make import make_inputs
+from autoplan.hf.inputs.step import step_inputs
 from autoplan.hf.source import Source
 from autoplan.patches.kernels import on_reference_path
 from autoplan.planning import capture_source, draft_plan
 from autoplan.values import Plan
 
 __all__ = ["Recorded", "Setting", "Steps", "inputs_of", "loss_of"]
-
-_IDS = ("decoder_input_ids", "input_ids")
 
 
 @dataclass(frozen=True)
@@ -145,29 +142,8 @@ class Steps:
 
 def inputs_of(steps: Steps, setting: Setting) -> dict[str, Any]:
     """Keyword arguments of one call at this batch and length."""
-    source, module = steps.source, steps.module
-    users = steps.inputs if steps.inputs is not None else source.inputs
-    made = make_inputs(
-        module, config=source.config, model_type=source.model_type, inputs=users, batch=setting.batch,
-        length=setting.sequence,
-    )  # fmt: skip
-    names = [name for name, entry in made.entries.items() if "@module" not in entry]
-    chosen = next((name for name in ("image", "audio", "video") if name in names), names[0])
-    found = dict(made.entries[chosen])
-    known = conventions()
-    takes = _taken(module)
-    if known.cache_switch in takes:
-        found[known.cache_switch] = not setting.training
-    if setting.training and known.targets in takes and known.targets not in found:
-        ids = next((found[n] for n in _IDS if n in found), None)
-        if isinstance(ids, torch.Tensor):
-            found[known.targets] = ids.clone()
-    return found
-
-
-def _taken(module: nn.Module) -> set[str]:
-    core: Any = module.get_base_model() if hasattr(module, "get_base_model") else module
-    return set(inspect.signature(core.forward).parameters)
+    users = steps.inputs if steps.inputs is not None else steps.source.inputs
+    return step_inputs(steps.source, steps.module, users, setting.batch, setting.sequence, training=setting.training)
 
 
 def _run(copy: Copy, setting: Setting, given: Mapping[str, Any], groups: Mapping[str, str], how: str) -> Tape:

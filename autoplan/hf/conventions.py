@@ -87,6 +87,7 @@ TRANSFORMERS = Conventions(
     ends=("get_input_embeddings", "get_output_embeddings"),
     hook_marks=("_output_capturing_hooks_installed",),
     kernel_settings=(("_experts_implementation", "batched_mm"),),
+    kernels_on_gpu=(("_experts_implementation", "grouped_mm"),),
     config_of=_config_of,
     builder_of=_builder_of,
     checkpoint_names=_checkpoint_names,

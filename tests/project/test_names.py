@@ -37,6 +37,7 @@ DIALECTS = {
     "patches/kernels.py": "patches transformers: swaps kernels that it puts into models for their references",
     "decide/written_plans/wrappers.py": "looks through what PEFT, torch, accelerate and DeepSpeed wrap around a model",
     "common/requirements.py": "asks which version is installed",
+    "forecast/script.py": "writes a program that builds the model with transformers",
 }
 
 # What transformers uses and everybody else too: words of plain English, and of Python.

@@ -1,0 +1,44 @@
+"""What one step is called with, at a batch and length that are asked for: training with labels, or filling a cache."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoplan.common.conventions import conventions
+from autoplan.hf.inputs.make import make_inputs
+from autoplan.hf.source import Source
+
+__all__ = ["step_inputs"]
+
+_IDS = ("decoder_input_ids", "input_ids")
+_FIRST = ("image", "audio", "video")  # a prompt with a picture runs the text model as well
+
+
+def step_inputs(
+    source: Source, module: nn.Module, users: Mapping[str, Any] | None, batch: int, length: int, *, training: bool
+) -> dict[str, Any]:
+    """Keyword arguments of one call. Example inputs of the user's are taken at the size that they have."""
+    made = make_inputs(
+        module, config=source.config, model_type=source.model_type, inputs=users, batch=batch, length=length
+    )
+    names = [name for name, entry in made.entries.items() if "@module" not in entry]
+    found = dict(made.entries[next((name for name in _FIRST if name in names), names[0])])
+    known = conventions()
+    takes = _taken(module)
+    if known.cache_switch in takes:
+        found[known.cache_switch] = not training
+    if training and known.targets in takes and known.targets not in found:
+        ids = next((found[name] for name in _IDS if name in found), None)
+        if isinstance(ids, torch.Tensor):
+            found[known.targets] = ids.clone()
+    return found
+
+
+def _taken(module: nn.Module) -> set[str]:
+    core: Any = module.get_base_model() if hasattr(module, "get_base_model") else module
+    return set(inspect.signature(core.forward).parameters)
