@@ -20,7 +20,7 @@ from autoplan.forecast.choose import Choice, choose, parse_memory
 
 def _llama(**sizes: Any) -> LlamaConfig:
     known = {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 6, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": 32000}  # fmt: skip
+             "num_key_value_heads": 4, "vocab_size": 32000}  # fmt: skip
     return LlamaConfig(**known | sizes, architectures=["LlamaForCausalLM"], dtype=torch.bfloat16)
 
 

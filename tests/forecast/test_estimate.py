@@ -12,9 +12,7 @@ from transformers import LlamaConfig, MixtralConfig, T5Config
 import autoplan
 from autoplan.forecast.devices import device_names, load_device
 from autoplan.forecast.estimate import Asked, estimate_with, mesh_sizes
-from autoplan.forecast.program import Stretch
-from autoplan.forecast.step import Setting, Steps
-from autoplan.forecast.tape import UnitEvent
+from autoplan.forecast.step import Steps
 from autoplan.hf.source import resolve
 
 H100 = load_device("h100")
@@ -52,30 +50,13 @@ def test_peak_memory_is_within_five_percent_of_torchs_tracker(
     assert found.peak - found.parts.overhead == pytest.approx(tracked, rel=0.05)
 
 
-def test_a_gathered_head_costs_what_was_measured() -> None:
-    """Llama-3.1-8B, FSDP2 × tp 4 on 8 H100: at the head's forward 33.579 GB with gathered logits, 29.665 without."""
+def test_a_gathered_head_is_a_message_of_two_gigabytes() -> None:
     steps = Steps(resolve(llama(num_hidden_layers=32)))
     mesh = mesh_sizes("dp_shard=2,tp=4")
     split, gathered = (estimate_with(steps, Asked(mesh, 2, 4096, gather_logits=whole), H100) for whole in (False, True))
     whole = next(s for s in gathered.messages if s.dim == "tp" and s.kind == "all-gather")
     assert whole.bytes == 2 * 4096 * 128256 * 2
     assert not [s for s in split.messages if s.dim == "tp" and s.kind == "all-gather"]
-    at_head = _highest_at(steps, mesh, gather=True) - _highest_at(steps, mesh, gather=False)
-    assert at_head == pytest.approx((33.579 - 29.665) * 1e9, rel=0.07)
-
-
-def _highest_at(steps: Steps, mesh: tuple[tuple[str, int], ...], *, gather: bool) -> int:
-    """The highest moment of the forward until the head has run: nothing of the loss."""
-    setting = Setting(tp=4, batch=2, sequence=4096, gather_logits=gather)
-    program = steps.at(setting).program
-    live, highest = 0.0, 0.0
-    for step in program.steps[: program.end_of_forward]:
-        if isinstance(step, Stretch):
-            highest = max(highest, live + sum(step.at.values()))
-            live += sum(step.net.values())
-        elif isinstance(step, UnitEvent) and (step.unit, step.when) == ("lm_head", "after"):
-            break
-    return int(highest)
 
 
 def test_memory_of_a_batch_is_read_off_two_smaller_ones() -> None:
@@ -91,7 +72,7 @@ def test_memory_of_a_batch_is_read_off_two_smaller_ones() -> None:
 def test_left_out_blocks_count() -> None:
     """Twelve layers, of which three are recorded, and all twelve recorded: the same."""
     few, many = (llama(num_hidden_layers=n, hidden_size=512, intermediate_size=1024, vocab_size=1024) for n in (12, 13))
-    asked = Asked(mesh_sizes("dp_shard=2,tp=2"), 2, 256, activation_checkpointing=True)
+    asked = Asked(mesh_sizes("dp_shard=2,tp=2"), 2, 256, activation_checkpointing=True, updates=False)
     one, other = (estimate_with(Steps(resolve(config)), asked, H100) for config in (few, many))
     layer = other.flops - one.flops
     assert layer * 12 < one.flops < layer * 12 + 16 * 2 * 256 * 512 * 1024
