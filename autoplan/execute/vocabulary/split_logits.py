@@ -285,7 +285,7 @@ _PROPERTIES = ("dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout
 _RULES: dict[Any, Callable[[Kind, Any, Any, Any], Any]] = {
     F.cross_entropy: _cross_entropy,
     _T.shape.__get__: _shape,
-    _T._base.__get__: _base,  # type: ignore[attr-defined]
+    _T._base.__get__: _base,
     _T.size: _size,
     **dict.fromkeys((_T.numel, _T.nelement), _numel),
     **{getattr(_T, name).__get__: _as_it_is for name in _PROPERTIES},
