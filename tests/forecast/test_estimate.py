@@ -76,7 +76,7 @@ def test_left_out_blocks_count() -> None:
     one, other = (estimate_with(Steps(resolve(config)), asked, H100) for config in (few, many))
     layer = other.flops - one.flops
     assert layer * 12 < one.flops < layer * 12 + 16 * 2 * 256 * 512 * 1024
-    assert other.parts.weights > one.parts.weights and other.parts.kept > one.parts.kept
+    assert other.parts.weights > one.parts.weights and other.peak > one.peak
 
 
 def test_operations_are_six_for_each_weight_and_token() -> None:
