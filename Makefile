@@ -27,7 +27,7 @@ HOSTS  ?= nemo-automodel
 # stays as it is.
 WILD   ?= $(shell sed 's/\#.*//' tests/outside/wild/packages.txt)
 
-.PHONY: help demo test test-all test-hosts test-wild lint format types docs fuzz bench wheel clean
+.PHONY: help demo test test-all test-hosts test-wild lint format types docs fuzz bench bench-gpu wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+: .*## ' Makefile | sed 's/:.*## /\t/' | expand -t 14
@@ -86,6 +86,9 @@ fuzz: $(VENV)/dev  ## hostile files and plans, spoilt in many ways: COUNT= cases
 
 bench: $(VENV)/dev  ## measure planning, import and build; asserts nothing
 	$(BIN)/python tests/benchmarks/planning_time.py
+
+bench-gpu: $(VENV)/dev  ## hold estimates against one real GPU: memory and seconds of steps of 18 cases
+	$(BIN)/python tests/benchmarks/estimate_gpu.py
 
 wheel: $(VENV)/dev  ## build dist/*.whl
 	$(BIN)/python -m build --wheel

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoplan.api import parallelize
 from autoplan.check.prove import proven_plan
-from autoplan.common.errors import AutoplanError, IndivisibleError
+from autoplan.common.errors import AutoplanError, IndivisibleError, PlanMismatchError
 from autoplan.common.options import Wish
 from autoplan.forecast.devices import Device, load_device
 from autoplan.forecast.estimate import Asked, estimate_with
@@ -204,7 +204,11 @@ class _Sweep:
             return []
         each = batch // copies
         if self.train == "inference":
-            return [self._row(Asked((("dp_shard", copies), ("tp", tp)), each, self.sequence, train=self.train))]
+            try:
+                return [self._row(Asked((("dp_shard", copies), ("tp", tp)), each, self.sequence, train=self.train))]
+            except PlanMismatchError as error:  # decoding runs another branch than the one that was planned
+                self.dropped.append(f"tp {tp}: {error.message}")
+                return []
         smallest = self._row(self._asked(self._meshes(copies, tp)[0], 1, True, along, None, each))
         if not smallest.fits:
             return [smallest]

@@ -192,6 +192,13 @@ class Walk:
         self._give("unsharded", size - self.held)
         self._check(f"gradients of {unit.name or 'the model'} are summed", "backward")
         self.held = size
+        last = [p.elements * (self.data.compute or p.size) for p in unit.parameters if p.trained][-1]
+        output = size // self.data.shard
+        self._give("gradients", last - whole)  # the loop that copies gradients in still holds the last one
+        self._give("unsharded", output)
+        self._check(f"gradients of {unit.name or 'the model'} are summed", "backward")
+        self._give("unsharded", -output)
+        self._give("gradients", whole - last)
         piece = sum(self.data.stored(p) for p in unit.parameters if p.trained)
         self._give("gradients", piece - whole)
         self._count("reduce-scatter", size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -97,10 +98,12 @@ def test_a_model_on_the_meta_device_runs_forward_and_backward() -> None:
 
 def test_a_live_process_group_is_put_back() -> None:
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    said = sys.excepthook
     try:
         with fake_mesh({"dp_shard": 512, "tp": 8}, rank=17) as inner:
+            assert sys.excepthook is not said
             assert list(inner.get_coordinate()) == [2, 1]
-        assert torch.distributed.get_world_size() == 2
+        assert torch.distributed.get_world_size() == 2 and sys.excepthook is said
     finally:
         torch.distributed.destroy_process_group()
 

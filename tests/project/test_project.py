@@ -60,7 +60,10 @@ PUBLIC = (
     "__version__",
     "applied",
     "audit",
+    "choose",
     "clip_gradients",
+    "dry_run",
+    "estimate",
     "full_tensors",
     "global_norm",
     "layers",
@@ -78,7 +81,10 @@ PUBLIC = (
     "vocab_parallel_logprobs",
     "vocab_parallel_sample",
 )
-COMMANDS = ("audit", "compare", "explain", "export", "layers", "plan", "rules", "scoreboard", "verify")
+COMMANDS = (
+    "audit", "calibrate", "choose", "compare", "dryrun", "estimate", "explain", "export", "layers", "plan", "rules",
+    "scoreboard", "verify",
+)  # fmt: skip
 
 
 def modules_of(*names: str) -> list[str]:

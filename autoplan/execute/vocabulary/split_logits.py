@@ -145,6 +145,11 @@ def _numel(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     return _whole_shape(cls, args[0]).numel()
 
 
+def _base(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    """Logits as the model sees them are nobody's view. FSDP2 asks each output of a unit, which gathered them all."""
+    return None
+
+
 def _as_it_is(cls: Kind, func: Any, args: Any, kwargs: Any) -> Any:
     """What is the same for columns and whole logits, and no tensor. Hooks see the gradient of the columns."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -280,6 +285,7 @@ _PROPERTIES = ("dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout
 _RULES: dict[Any, Callable[[Kind, Any, Any, Any], Any]] = {
     F.cross_entropy: _cross_entropy,
     _T.shape.__get__: _shape,
+    _T._base.__get__: _base,
     _T.size: _size,
     **dict.fromkeys((_T.numel, _T.nelement), _numel),
     **{getattr(_T, name).__get__: _as_it_is for name in _PROPERTIES},
