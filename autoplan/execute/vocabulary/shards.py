@@ -29,7 +29,7 @@ __all__ = ["Columns", "Ranks", "chunk_size", "chunks", "columns_of", "plain", "r
 
 _CHUNK = 2**22  # elements that are widened at a time, unless asked otherwise
 
-Ranks: TypeAlias = "RankGroup | DeviceMesh | dist.ProcessGroup"
+Ranks: TypeAlias = RankGroup | DeviceMesh | dist.ProcessGroup
 
 
 @dataclass(frozen=True)
