@@ -41,7 +41,7 @@ for _ in range(4):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    losses.append(float(loss))
+    losses.append(loss.item())
 
 assert losses[-1] < losses[0]
 if dist.get_rank() == 0:

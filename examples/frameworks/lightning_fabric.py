@@ -41,7 +41,7 @@ def main() -> None:
         fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert losses[-1] < losses[0]
     fabric.print(f"Lightning Fabric: the loss went from {losses[0]:.3f} to {losses[-1]:.3f}")
 

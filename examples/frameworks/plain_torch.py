@@ -30,7 +30,7 @@ for _ in range(4):
     autoplan.clip_gradients(model, 1.0)  # the norm of the whole model, over all mesh dims
     optimizer.step()
     optimizer.zero_grad()
-    losses.append(float(loss))
+    losses.append(loss.item())
 
 assert losses[-1] < losses[0]
 if dist.get_rank() == 0:
