@@ -24,6 +24,7 @@ from torch import nn
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.files.write import write_whole
+from autoplan.common.options import check_argument
 from autoplan.common.requirements import installed_versions
 from autoplan.common.rules_folder import rules_folders
 from autoplan.decide.written_plans.handwritten import load_plans
@@ -50,6 +51,8 @@ def place_of(
     `folder` None is the one that the environment names. Nothing is kept where a wish is no plain data (example inputs,
     style objects, a function that makes a plan): nobody could tell whether it has changed.
     """
+    if folder is not None:
+        check_argument("cache", folder, (str, os.PathLike), "give the path of a folder")
     named = folder if folder is not None else os.environ.get(VARIABLE)
     if not named or not _all_plain(asked):
         return None

@@ -12,6 +12,7 @@ if find_spec("torchtitan") is None:
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import llama3_configs
 
 import autoplan
@@ -19,7 +20,9 @@ import autoplan
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
 torch.manual_seed(0)
-config = llama3_configs["debugmodel"](attn_backend="sdpa")
+config = llama3_configs["debugmodel"](attn_backend="flex")
+for layer in config.layers:
+    layer.attention.inner_attention = ScaledDotProductAttention.Config()  # runs without a GPU
 model = config.build()
 model.init_states()
 

@@ -159,7 +159,7 @@ def test_transformers_expert_plan_is_a_source(mixtral: Any) -> None:
     for sizes in ({"ep_size": 2}, {"tp_size": 2, "ep_size": 2}):
         plan = autoplan.plan(mixtral, source=source, prove="none", **sizes)
         cut = {e.pattern: e.segments for e in plan.entries if e.style != "replicated_with_grad_allreduce"}
-        assert set(cut) == {f"model.layers.*.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")}, cut
+        assert set(cut) == {"model.layers.*.mlp.experts"} and len(cut["model.layers.*.mlp.experts"]) == 2, cut
         assert all(segment.startswith("0:") for segments in cut.values() for segment in segments)
 
 

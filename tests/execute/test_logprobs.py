@@ -300,7 +300,7 @@ def test_a_model_on_real_ranks() -> None:
         (lambda x, t: autoplan.vocab_parallel_topk(x, 9), "k=9"),
         (lambda x, t: autoplan.vocab_parallel_gather(x, t[0]), "tokens of shape"),
         (lambda x, t: autoplan.vocab_parallel_logprobs_from_hidden(x, x[0, 0], t), "a head of shape"),
-        (lambda x, t: autoplan.vocab_parallel_logprobs_from_hidden(x, x[0], t, chunk_tokens=0), "chunk_tokens=0"),
+        (lambda x, t: autoplan.vocab_parallel_logprobs_from_hidden(x, x[0], t, chunk_tokens=0), "chunk_tokens is 0"),
     ],
 )
 def test_misuse_is_explained(call: Any, said: str) -> None:

@@ -26,7 +26,7 @@ HOSTS = {  # under examples/frameworks: what each says when it ran, and the libr
     "automodel.py": ("Automodel: cuts", "nemo_automodel"),
     "torchtitan_llama3.py": ("torchtitan's llama3: the loss went", "torchtitan"),
     "accelerate_trainer.py": ("accelerate and Trainer: trained, saved and resumed", "accelerate"),
-    "lightning_fabric.py": ("Lightning Fabric: the loss went", "lightning_fabric"),
+    "fabric.py": ("Lightning Fabric: the loss went", "lightning_fabric"),
 }
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -77,6 +77,6 @@ def test_host_example(name: str, tmp_path: Path) -> None:
         done = run(f"frameworks/{name}", tmp_path, [])
         assert done.returncode == 1 and "pip install" in done.stderr and len(done.stderr.splitlines()) == 1
         pytest.skip(f"NOT TRIED: {host} is absent; `make test-hosts` installs what it can")
-    done = run(f"frameworks/{name}", tmp_path, [] if name.startswith("lightning") else TORCHRUN)
+    done = run(f"frameworks/{name}", tmp_path, [] if name.startswith("fabric") else TORCHRUN)
     assert done.returncode == 0, done.stderr
     assert promise in done.stdout

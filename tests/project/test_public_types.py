@@ -8,6 +8,7 @@ import subprocess
 import sys
 import typing
 import warnings
+from collections import abc
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,13 @@ import autoplan
 from autoplan.deprecated import Renamed, successor
 
 INNER = {"Applied.running": "how hooks of a running model talk to each other"}  # shown to nobody
-NAMES = {"nn": nn, "torch": torch, "MixedPrecisionPolicy": MixedPrecisionPolicy, "OffloadPolicy": OffloadPolicy}
+NAMES = {
+    "Callable": abc.Callable,
+    "nn": nn,
+    "torch": torch,
+    "MixedPrecisionPolicy": MixedPrecisionPolicy,
+    "OffloadPolicy": OffloadPolicy,
+}
 
 
 def hints(value: Any) -> Iterator[tuple[str, Any]]:

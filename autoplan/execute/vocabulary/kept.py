@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
+from autoplan.common.options import check_argument
 from autoplan.execute.collectives import RankGroup, all_gather_rows, all_reduce
 from autoplan.execute.vocabulary.shards import Columns, chunk_size, chunks, wide
 
@@ -24,6 +25,11 @@ __all__ = ["check_filters", "floor_of", "top_columns"]
 
 def check_filters(temperature: float, top_k: int | None, top_p: float | None, vocabulary: int) -> None:
     """Refuse what keeps nothing."""
+    check_argument("temperature", temperature, (int, float), "give a positive number")
+    if top_k is not None:
+        check_argument("top_k", top_k, int, f"give a whole number from 1 to {vocabulary}, the vocabulary")
+    if top_p is not None:
+        check_argument("top_p", top_p, (int, float), "give a number above 0, up to 1, which keeps all")
     if not temperature > 0:
         raise AutoplanError(f"temperature={temperature}", hint="give a positive number; argmax is its limit")
     if top_k is not None and not 1 <= top_k <= vocabulary:

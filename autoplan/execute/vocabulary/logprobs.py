@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from autoplan.common.errors import AutoplanError
+from autoplan.common.options import check_argument, check_count
 from autoplan.execute.collectives import RankGroup, all_gather_rows, copy_to_ranks, gather_over_ranks
 from autoplan.execute.parameters.held import record_of
 from autoplan.execute.parameters.local_views import local_view
@@ -57,7 +58,9 @@ def vocab_parallel_logprobs(
     dim, as many on each rank), and the result those positions' ([batch, positions], 0 where no next token is). With
     `sequence_group` all positions come together, in order, and the result is the same as without context parallelism.
     """
-    columns, tokens = columns_of(logits, group, vocabulary), plain(tokens).to(logits.device)
+    columns = columns_of(logits, group, vocabulary)
+    check_argument("tokens", tokens, torch.Tensor, "give token ids [batch, sequence]")
+    tokens = plain(tokens).to(logits.device)
     check_filters(temperature, top_k, top_p, columns.size)
     rows = _Rows(tokens, shift, _last_tokens(tokens, shift, cu_seqlens, position_ids), sequence_index, sequence_group)
     wanted = rows.wanted(columns.local.shape[:-1], "logits", list(logits.shape))
@@ -91,13 +94,15 @@ def vocab_parallel_logprobs_from_hidden(
     they are computed anew in the backward. `change` is what the model does to each logit after its head, element by
     element: `lambda x: 30 * torch.tanh(x / 30)`, a scale.
     """
+    check_argument("hidden", hidden, torch.Tensor, "give hidden states [batch, sequence, width]")
+    check_argument("head", head, (nn.Module, torch.Tensor), "give the model's head, or its weight [vocabulary, width]")
+    check_argument("tokens", tokens, torch.Tensor, "give token ids [batch, sequence]")
+    check_count("chunk_tokens", chunk_tokens)
     rows_of, tokens = _head_rows(head, bias, group, vocabulary), plain(tokens).to(hidden.device)
     hidden = plain(hidden)
     check_filters(temperature, top_k, top_p, rows_of.size)
     rows = _Rows(tokens, shift, _last_tokens(tokens, shift, cu_seqlens, position_ids), sequence_index, sequence_group)
     wanted = rows.wanted(hidden.shape[:-1], "hidden states", list(hidden.shape))
-    if chunk_tokens < 1:
-        raise AutoplanError(f"chunk_tokens={chunk_tokens}", hint="give a whole number from 1 on")
 
     def some(states: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         logits = F.linear(states, rows_of.weight, rows_of.bias)
@@ -221,6 +226,9 @@ def _last_tokens(
     """Which positions have no next token: the last of each packed sequence, and padding after all of them."""
     if cu_seqlens is None and position_ids is None:
         return None
+    for name, given in (("cu_seqlens", cu_seqlens), ("position_ids", position_ids)):
+        if given is not None:
+            check_argument(name, given, torch.Tensor, "give a tensor of whole numbers")
     if not shift or (cu_seqlens is not None and position_ids is not None):
         raise AutoplanError(
             "cu_seqlens and position_ids say where a next token belongs to another sequence"

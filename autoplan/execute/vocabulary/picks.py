@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
+from autoplan.common.options import check_argument
 from autoplan.execute.collectives import sum_over_ranks
 from autoplan.execute.vocabulary.kept import top_columns
 from autoplan.execute.vocabulary.shards import Columns, Ranks, chunk_size, chunks, columns_of, plain, wide
@@ -30,7 +31,9 @@ def vocab_parallel_gather(
     logits: torch.Tensor, tokens: torch.Tensor, *, group: Ranks | None = None, vocabulary: int | None = None
 ) -> torch.Tensor:
     """The logits [..., n] of given tokens [..., n], out of logits [..., vocabulary]."""
-    columns, tokens = columns_of(logits, group, vocabulary), plain(tokens).to(logits.device)
+    columns = columns_of(logits, group, vocabulary)
+    check_argument("tokens", tokens, torch.Tensor, "give token ids, any number of them for each row of logits")
+    tokens = plain(tokens).to(logits.device)
     if tokens.shape[:-1] != columns.local.shape[:-1]:
         raise AutoplanError(
             f"tokens of shape {list(tokens.shape)} for logits of shape {list(logits.shape)}",
@@ -50,6 +53,7 @@ def vocab_parallel_topk(
 ) -> TopLogits:
     """The `k` largest logits of each row of logits [..., vocabulary], with gradients, and their tokens."""
     columns = columns_of(logits, group, vocabulary)
+    check_argument("k", k, int, f"give a whole number from 1 to {columns.size}, the vocabulary")
     if not 1 <= k <= columns.size:
         raise AutoplanError(f"k={k}", hint=f"give a whole number from 1 to {columns.size}, the vocabulary")
     rows = columns.rows.detach()

@@ -1,6 +1,6 @@
 """Lightning Fabric: its strategy for model parallelism calls one function with the model and the mesh.
 
-python examples/frameworks/lightning_fabric.py
+python examples/frameworks/fabric.py
 """
 
 import sys
