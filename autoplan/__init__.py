@@ -12,51 +12,113 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from autoplan import conveniences as _conveniences  # noqa: F401 - says who does what plans promise
-from autoplan.common.errors import AutoplanError
-from autoplan.values import Change, Entry, Finding, Plan, Proof, Report, Stack
+from autoplan.common.errors import (
+    AutoplanError,
+    CaptureError,
+    IndivisibleError,
+    OutsideError,
+    PlanFileError,
+    PlanMismatchError,
+    PlanRefusedError,
+    SourceError,
+    UnprovenPlanWarning,
+)
+from autoplan.deprecated import Renamed, successor
+from autoplan.values import (
+    Change,
+    Cost,
+    Entry,
+    Fed,
+    Finding,
+    MadeFor,
+    Obstacle,
+    Plan,
+    Proof,
+    Replicated,
+    Report,
+    Runtime,
+    Stack,
+    Traffic,
+    Trial,
+)
+from autoplan.values.quantised import PackedWeight
 from autoplan.version import __version__
 
 if TYPE_CHECKING:
     from autoplan.api import parallelize, plan
     from autoplan.check.audit import audit
     from autoplan.check.verify.verify import verify
-    from autoplan.common.options import Checkpointing, DataParallel, Options, TensorParallel, Wish
+    from autoplan.common.options import Checkpointing, DataParallel, Keywords, Options, TensorParallel, Wish
     from autoplan.decide.written_plans.handwritten import register_plan
     from autoplan.decide.written_plans.plan_file import load_plan
+    from autoplan.decide.written_plans.read import PlanSource
+    from autoplan.emit.exports.expressible import ExportError
+    from autoplan.emit.exports.reach import Exported
     from autoplan.execute.data_parallel.gradients import clip_gradients, global_norm, to_local, unshard
     from autoplan.execute.parameters.buffers import rebuild_buffers
     from autoplan.execute.parameters.gather import full_tensors
     from autoplan.execute.quantised.modules import packed_model
     from autoplan.execute.tensor_parallel import Applied, applied
     from autoplan.execute.vocabulary.choice import gather_logits
+    from autoplan.execute.vocabulary.logprobs import (
+        vocab_parallel_logprobs,
+        vocab_parallel_logprobs_from_hidden,
+    )
     from autoplan.execute.vocabulary.losses import (
         vocab_parallel_cross_entropy,
         vocab_parallel_entropy,
-        vocab_parallel_logprobs,
     )
+    from autoplan.execute.vocabulary.picks import TopLogits, vocab_parallel_gather, vocab_parallel_topk
     from autoplan.execute.vocabulary.sampling import vocab_parallel_argmax, vocab_parallel_sample
+    from autoplan.execute.vocabulary.shards import Ranks
     from autoplan.execute.weights.load import load_weights
     from autoplan.execute.weights.save import save_weights
     from autoplan.forecast.choose import choose
     from autoplan.forecast.dry_run import dry_run
     from autoplan.forecast.estimate import estimate
     from autoplan.frameworks import hand_over
+    from autoplan.hf.source import Model
     from autoplan.hf.stacks import layers
+    from autoplan.once import plan_once
 
 __all__ = [
     "Applied",
     "AutoplanError",
+    "CaptureError",
     "Change",
     "Checkpointing",
+    "Cost",
     "DataParallel",
     "Entry",
+    "ExportError",
+    "Exported",
+    "Fed",
     "Finding",
+    "IndivisibleError",
+    "Keywords",
+    "MadeFor",
+    "Model",
+    "Obstacle",
     "Options",
+    "OutsideError",
+    "PackedWeight",
     "Plan",
+    "PlanFileError",
+    "PlanMismatchError",
+    "PlanRefusedError",
+    "PlanSource",
     "Proof",
+    "Ranks",
+    "Replicated",
     "Report",
+    "Runtime",
+    "SourceError",
     "Stack",
     "TensorParallel",
+    "TopLogits",
+    "Traffic",
+    "Trial",
+    "UnprovenPlanWarning",
     "Wish",
     "__version__",
     "applied",
@@ -75,6 +137,7 @@ __all__ = [
     "packed_model",
     "parallelize",
     "plan",
+    "plan_once",
     "rebuild_buffers",
     "register_plan",
     "save_weights",
@@ -84,11 +147,21 @@ __all__ = [
     "vocab_parallel_argmax",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_entropy",
+    "vocab_parallel_gather",
     "vocab_parallel_logprobs",
+    "vocab_parallel_logprobs_from_hidden",
     "vocab_parallel_sample",
+    "vocab_parallel_topk",
 ]
 
+_RENAMED: dict[str, Renamed] = {}  # names that were replaced, once something was released
 _HOMES = {
+    "ExportError": "autoplan.emit.exports.expressible",
+    "Exported": "autoplan.emit.exports.reach",
+    "Keywords": "autoplan.common.options",
+    "Model": "autoplan.hf.source",
+    "PlanSource": "autoplan.decide.written_plans.read",
+    "Ranks": "autoplan.execute.vocabulary.shards",
     "Checkpointing": "autoplan.common.options",
     "DataParallel": "autoplan.common.options",
     "Options": "autoplan.common.options",
@@ -111,6 +184,7 @@ _HOMES = {
     "packed_model": "autoplan.execute.quantised.modules",
     "parallelize": "autoplan.api",
     "plan": "autoplan.api",
+    "plan_once": "autoplan.once",
     "rebuild_buffers": "autoplan.execute.parameters.buffers",
     "register_plan": "autoplan.decide.written_plans.handwritten",
     "save_weights": "autoplan.execute.weights.save",
@@ -120,13 +194,19 @@ _HOMES = {
     "vocab_parallel_argmax": "autoplan.execute.vocabulary.sampling",
     "vocab_parallel_cross_entropy": "autoplan.execute.vocabulary.losses",
     "vocab_parallel_entropy": "autoplan.execute.vocabulary.losses",
-    "vocab_parallel_logprobs": "autoplan.execute.vocabulary.losses",
+    "vocab_parallel_gather": "autoplan.execute.vocabulary.picks",
+    "vocab_parallel_logprobs": "autoplan.execute.vocabulary.logprobs",
+    "vocab_parallel_logprobs_from_hidden": "autoplan.execute.vocabulary.logprobs",
+    "vocab_parallel_topk": "autoplan.execute.vocabulary.picks",
+    "TopLogits": "autoplan.execute.vocabulary.picks",
     "vocab_parallel_sample": "autoplan.execute.vocabulary.sampling",
 }
 
 
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
+    if home is None and (now := successor(name, _RENAMED)) is not None:
+        return globals().get(now) or __getattr__(now)
     if home is None:
         raise AttributeError(f"module 'autoplan' has no attribute {name!r}")
     value = getattr(import_module(home), name)

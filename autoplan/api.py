@@ -32,6 +32,7 @@ from autoplan.execute.tensor_parallel import check_matches, tp_mesh_of
 from autoplan.hf.source import Model, resolve
 from autoplan.hf.stacks import layers
 from autoplan.patches.as_it_was import whole_or_as_it_was
+from autoplan.plan_cache import keep_plan, kept_plan, place_of
 from autoplan.values import Plan
 
 __all__ = ["parallelize", "plan"]
@@ -53,6 +54,7 @@ def plan(
     trial_seconds: float = TRIAL_SECONDS,
     trust_remote_code: bool = False,
     rules: str | PathLike[str] | None = None,
+    cache: str | PathLike[str] | None = None,
 ) -> Plan:
     """Read a model and write its plan at `tp_size`. Nothing of the model is touched, and no weights are needed.
 
@@ -73,13 +75,18 @@ def plan(
     plan is without. `strict` raises where an axis does not divide by `tp_size`. `prove` is "graph" (default), "ranks"
     (all that `verify` does, too) or "none". The trial on simulated ranks may take `trial_seconds`; where they run out
     the plan says so, and is not proven. `rules` is a folder of rules and plans of one's own, which count before ours
-    (`AUTOPLAN_RULES` names such folders for all calls).
+    (`AUTOPLAN_RULES` names such folders for all calls). `cache` is a folder in which plans are kept: the same model,
+    code, versions and wishes give the plan that was made for them before (`AUTOPLAN_CACHE` names one for all calls).
     """
     check_versions()
     wish = Wish(tp_size, ep_size, sequence_parallel, strict, prove, trial_seconds)
     with with_rules(rules):
         found = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
         module = found.module()
+        said = {"source": source, "overrides": overrides, "unmatched": unmatched, "inputs": inputs}
+        place = place_of(cache, module, found.name, vars(wish) | said)
+        if (kept := kept_plan(place, module)) is not None:
+            return kept
         written = read_source(
             source,
             overrides,
@@ -93,7 +100,9 @@ def plan(
         if isinstance(written, Plan):
             check_matches(module, written)
             return held_against_model(module, written, found)
-        return proven_plan(found, wish, written, module)
+        made = proven_plan(found, wish, written, module)
+        keep_plan(place, made)
+        return made
 
 
 def parallelize(

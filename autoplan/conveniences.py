@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoplan.common.conventions import conventions, hand_in
 from autoplan.common.options import check_argument
@@ -19,6 +19,9 @@ from autoplan.hf.conventions import TRANSFORMERS
 from autoplan.values import Change, Plan, Report
 from autoplan.values.conveniences import provide
 from autoplan.values.estimate import Estimate
+
+if TYPE_CHECKING:
+    from autoplan.emit.exports.reach import Exported
 
 __all__ = ["provided"]
 
@@ -67,7 +70,7 @@ def _to_hf(plan: Plan, model: Any, *, old: bool, drop: bool) -> dict[str, str]:
     return to_hf(plan, shipped=tuple(conventions().shipped_plan(model)), old=old, drop=drop)
 
 
-def _export(plan: Plan, target: str, model: Any, *, drop: bool) -> str:
+def _export(plan: Plan, target: str, model: Any, *, drop: bool) -> Exported:
     from autoplan.emit.exports.export import Surroundings, export
 
     check_argument("target", target, str, "give a system's name; `autoplan export --help` lists them")
@@ -76,6 +79,19 @@ def _export(plan: Plan, target: str, model: Any, *, drop: bool) -> str:
     from autoplan.emit.exports.surroundings import surroundings
 
     return export(plan, target, surroundings(model, plan), drop=drop)
+
+
+def _part_for(plan: Plan, model: Any) -> Plan:
+    from autoplan.execute.part import part_for
+
+    check_argument("model", model, _module_class(), "give the stage itself, an nn.Module")
+    return part_for(plan, model)
+
+
+def _module_class() -> type:
+    from torch import nn
+
+    return nn.Module
 
 
 def _save(plan: Plan, path: str | PathLike[str]) -> None:
@@ -112,6 +128,7 @@ provided: dict[str, Callable[..., Any]] = {
     "Plan.to_torch": _to_torch,
     "Plan.to_hf": _to_hf,
     "Plan.export": _export,
+    "Plan.part_for": _part_for,
     "Plan.save": _save,
     "Report.__str__": _report_text,
     "Estimate.__str__": _estimate_text,

@@ -236,6 +236,8 @@ def export(
     made = _make_plan(model, tp, source, "none", trust_remote_code, ep=ep)
     text = made.export(to.value, resolve(model, trust_remote_code=trust_remote_code).module(), drop=drop)
     emit(text.rstrip("\n"), None, False, output)
+    if reach := getattr(text, "note", ""):
+        note(f"{to.value} {reach}")
 
 
 rules_app = typer.Typer(help="Read the rules that name what is found and choose styles.", no_args_is_help=True)

@@ -88,11 +88,12 @@ class Conventions:
     `kernels_on_gpu`: the choice that a GPU takes.
 
     Ways. `config_of`: the library's config of a module, None if it has none. `builder_of`: how another module of a
-    class, with the config of a model, is built. `checkpoint_names` and `checkpoint_writer` (of original names or
-    not): see there. `shipped_plan`: the plan that comes with a model. `is_base`: is this the class that all models of
-    the library descend from? `is_transposed_linear`: does a module multiply by its weight (and not by the weight
-    transposed, as a linear layer does)? `stored_weights`: the quantised weights in a folder, asked with its keys, what
-    tells the shape of one, and what reads one.
+    class, with the config of a model, is built. `base_path`: where the model without its head stands in a model, which
+    other systems build alone ("" for a model that is one). `checkpoint_names` and `checkpoint_writer` (of original
+    names or not): see there. `shipped_plan`: the plan that comes with a model. `is_base`: is this the class that all
+    models of the library descend from? `is_transposed_linear`: does a module multiply by its weight (and not by the
+    weight transposed, as a linear layer does)? `stored_weights`: the quantised weights in a folder, asked with its
+    keys, what tells the shape of one, and what reads one.
     """
 
     targets: str
@@ -112,6 +113,7 @@ class Conventions:
     kernels_on_gpu: tuple[tuple[str, str], ...]
     config_of: Callable[[nn.Module], Any]
     builder_of: Callable[[type, nn.Module], Callable[[], nn.Module] | None]
+    base_path: Callable[[nn.Module], str]
     checkpoint_names: Callable[[nn.Module], CheckpointNames]
     checkpoint_writer: Callable[[nn.Module, bool], CheckpointWriter]
     shipped_plan: Callable[[Any], Mapping[str, str]]

@@ -66,7 +66,7 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-Ranks: TypeAlias = "RankGroup | DeviceMesh | dist.ProcessGroup"
+Ranks: TypeAlias = RankGroup | DeviceMesh | dist.ProcessGroup
 
 
 # ------------------------------------------------------------------------------------------------------ not recorded

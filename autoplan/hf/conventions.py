@@ -40,6 +40,11 @@ def _builder_of(cls: Any, model: nn.Module) -> Callable[[], nn.Module] | None:
     return lambda: cls._from_config(copy.deepcopy(config))
 
 
+def _base_path(model: nn.Module) -> str:
+    prefix = getattr(model, "base_model_prefix", "")
+    return prefix if prefix and prefix in dict(model.named_children()) else ""
+
+
 def _checkpoint_names(model: nn.Module) -> CheckpointNames:
     from autoplan.hf.checkpoints import checkpoint_names
 
@@ -90,6 +95,7 @@ TRANSFORMERS = Conventions(
     kernels_on_gpu=(("_experts_implementation", "grouped_mm"),),
     config_of=_config_of,
     builder_of=_builder_of,
+    base_path=_base_path,
     checkpoint_names=_checkpoint_names,
     checkpoint_writer=_checkpoint_writer,
     shipped_plan=_shipped_plan,

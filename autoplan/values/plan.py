@@ -210,8 +210,21 @@ class Plan:
         return styles
 
     def export(self, target: str, model: Any = None, *, drop: bool = False) -> str:
-        """The text of the plan for another system; `autoplan export --help` lists them. See `to_hf` for `drop`."""
-        return str(done_above("Plan.export", self, target, model, drop=drop))
+        """The text of the plan for another system; `autoplan export --help` lists them. See `to_hf` for `drop`.
+
+        With the `model`, what is returned also says how many of its linear layers that system will cut: `reached` of
+        `linears`, `whole` (patterns of the others), and `note`, which says so in a line.
+        """
+        text: str = done_above("Plan.export", self, target, model, drop=drop)
+        return text
+
+    def part_for(self, model: Any) -> Plan:
+        """The part of this plan that a piece of its model needs: a pipeline stage, with some blocks under their names.
+
+        A stage without the table, the head or some blocks takes the rest; one that holds something else is refused.
+        """
+        part: Plan = done_above("Plan.part_for", self, model)
+        return part
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a plan file, YAML or JSON by suffix; `autoplan.load_plan` reads it back exactly."""

@@ -15,8 +15,9 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 import autoplan
-from autoplan.decide.written_plans.choices import CUTS
+from autoplan.decide.written_plans.choices import CUTS, check_style
 from autoplan.decide.written_plans.transformers_plans import ALIASES
+from autoplan.hf.source import resolve
 
 torch.set_num_threads(1)
 
@@ -136,12 +137,36 @@ def test_style_objects() -> None:
 
 
 def test_every_transformers_style_is_known() -> None:
-    import transformers.distributed.tensor_parallel  # noqa: F401  registers them
+    import transformers.distributed.expert_parallel
+    import transformers.distributed.tensor_parallel  # noqa: F401  they register them
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
-    ours = {"grouped_gemm", "ep_dispatch_experts"}  # expert parallelism: another mesh dim
-    unknown = set(ALL_PARALLEL_STYLES) - set(CUTS) - set(ALIASES) - ours
-    assert not unknown
+    known = set(ALL_PARALLEL_STYLES)
+    assert len(known) >= 20 and {"grouped_gemm", "ep_dispatch_experts"} <= known
+    for style in sorted(known):
+        assert check_style(style, "a.b", "a plan", ALIASES) in CUTS, style
+
+
+@pytest.fixture(scope="module")
+def mixtral() -> Any:
+    return resolve("mixtral").tiny(dtype=torch.float64, experts="batched_mm")
+
+
+def test_transformers_expert_plan_is_a_source(mixtral: Any) -> None:
+    """Whole experts on different ranks, with or without tp beside them."""
+    source = mixtral.config.base_model_ep_plan
+    assert "grouped_gemm" in source.values() and "ep_dispatch_experts" in source.values()
+    for sizes in ({"ep_size": 2}, {"tp_size": 2, "ep_size": 2}):
+        plan = autoplan.plan(mixtral, source=source, prove="none", **sizes)
+        cut = {e.pattern: e.segments for e in plan.entries if e.style != "replicated_with_grad_allreduce"}
+        assert set(cut) == {"model.layers.*.mlp.experts"} and len(cut["model.layers.*.mlp.experts"]) == 2, cut
+        assert all(segment.startswith("0:") for segments in cut.values() for segment in segments)
+
+
+def test_whole_experts_need_ranks_to_go_to(mixtral: Any) -> None:
+    with pytest.raises(autoplan.AutoplanError, match="grouped_gemm places whole experts") as caught:
+        autoplan.plan(mixtral, 2, source=mixtral.config.base_model_ep_plan, prove="none")
+    assert "ep_size=" in str(caught.value)
 
 
 def test_transformers_own_plan_says_where_each_key_was() -> None:

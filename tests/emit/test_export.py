@@ -13,13 +13,16 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from host_rules import deepspeed_kinds, vllm_styles
 from host_runs import Job, Outcome, run_jobs
 
 import autoplan
+from autoplan.common.patterns import matches
 from autoplan.decide.plan.folding import starred
 from autoplan.emit.exports.export import TARGETS, export
 from autoplan.emit.exports.expressible import ExportError, parts_of
 from autoplan.emit.exports.hf import to_hf
+from autoplan.emit.exports.reach import vllm_finds
 from autoplan.emit.exports.surroundings import surroundings
 from autoplan.emit.exports.torch_code import needs_autoplan
 from autoplan.hf.source import resolve
@@ -56,7 +59,7 @@ def plan_of(model_type: str) -> autoplan.Plan:
     return autoplan.plan(clone(model_type), 2, source="inferred", prove="none")
 
 
-def exported(model_type: str, target: str) -> str:
+def exported(model_type: str, target: str) -> Any:
     return plan_of(model_type).export(target, clone(model_type), drop=target in ("hf", "vllm", "deepspeed"))
 
 
@@ -166,8 +169,64 @@ def test_classes_of_blocks() -> None:
 
 def test_vllm_gets_no_table_and_no_head() -> None:
     written = json.loads(exported("phi3", "vllm"))
-    assert written["model.layers.*.mlp.gate_up_proj"] == "colwise_rep" and "lm_head" not in written
+    assert written["layers.*.mlp.gate_up_proj"] == "colwise_rep" and "lm_head" not in written
     assert surroundings(clone("phi3"), plan_of("phi3")).shipped
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma2", "phi3", "qwen3", "opt", "gpt_neox", "llava"])
+def test_vllm_finds_what_it_is_meant_to(model: str) -> None:
+    """It builds the model without its head: what we count, and what its own rule finds there, is the same."""
+    text = exported(model, "vllm")
+    base = surroundings(clone(model), plan_of(model)).base
+    styles = vllm_styles(clone(model).config, json.loads(text))
+    cut = {f"{base}.{name}".removeprefix(".") for name, style in styles.items() if style != "replicate"}
+    linears = {name for name, module in clone(model).named_modules() if isinstance(module, torch.nn.Linear)}
+    assert cut and cut <= linears and text.reached == len(cut) and text.linears == len(linears)
+    assert not any(matches(pattern, name) for pattern in text.whole for name in cut)
+
+
+def test_vllm_reads_keys_as_expressions() -> None:
+    """`layers.*.up` begins every name that `layers.*.up_gate` means: the longer key must come first, or be refused."""
+    names = ("model.layers.0.up", "model.layers.0.up_gate")
+    meant = {"layers.*.up_gate": "rowwise", "layers.*.up": "colwise"}
+    finds = vllm_finds(meant, names, "model")
+    assert all(map(finds, names)) and not finds("lm_head")
+    with pytest.raises(ExportError, match="regular expressions, and would read colwise for layers.0.up_gate"):
+        vllm_finds({"layers.*.up": "colwise"}, names, "model")
+    with pytest.raises(ExportError, match="find none of the 2 linear layers"):
+        vllm_finds({"model.layers.*.up": "colwise"}, names, "model")
+
+
+@pytest.mark.parametrize("model", ["llama", "phi3", "qwen3", "gpt_neox"])
+def test_deepspeed_parses_what_it_gets(model: str) -> None:
+    text = exported(model, "deepspeed")
+    config = json.loads(text)["tensor_parallel"]
+    kinds = deepspeed_kinds(config, [name for name, _ in clone(model).named_parameters()])
+    cut = {name.removesuffix(".weight") for name, kind in kinds.items() if kind in ("column", "row")}
+    linears = {name for name, module in clone(model).named_modules() if isinstance(module, torch.nn.Linear)}
+    assert cut and cut <= linears and text.reached == len(cut)
+    sides = {e.pattern: "row" if e.style == "rowwise" else "column" for e in plan_of(model).entries}
+    assert all(kinds[f"{name}.weight"] == best for name in cut for p, best in sides.items() if matches(p, name))
+
+
+def test_transformers_finds_what_is_counted() -> None:
+    """Held against transformers' own look-up."""
+    from transformers.distributed.parallel_utils import _get_parameter_plan
+
+    for model in ("llama", "opt", "mixtral"):
+        text = exported(model, "hf")
+        written = json.loads(text)
+        linears = [name for name, module in clone(model).named_modules() if isinstance(module, torch.nn.Linear)]
+        found = [_get_parameter_plan(f"{name}.weight", written) for name in linears]
+        assert text.reached == sum(style not in (None, "replicate") for style in found) > 0
+        assert text.linears == len(linears)
+
+
+def test_an_export_says_how_many_layers_it_reaches() -> None:
+    text = exported("llama", "vllm")
+    assert text.note == f"cuts {text.reached} of {text.linears} linear layers; whole: lm_head"
+    assert exported("llama", "torch").note.endswith("linear layers") and not exported("llama", "accelerate").note
+    assert plan_of("llama").export("hf").linears is None  # without a model nobody knows
 
 
 @pytest.mark.parametrize("model", TORCH_MODELS)

@@ -20,6 +20,14 @@ PROMISES = {
     "train_under_torchrun.py": "losses fall as in one process",
     "plug_into_automodel.py": "by path and by class",
 }
+HOSTS = {  # under examples/frameworks: what each says when it ran, and the library without which it cannot
+    "plain_torch.py": ("plain torch: the loss went", ""),
+    "trl_loop.py": ("TRL-style loop: the reward went", ""),
+    "automodel.py": ("Automodel: cuts", "nemo_automodel"),
+    "torchtitan_llama3.py": ("torchtitan's llama3: the loss went", "torchtitan"),
+    "accelerate_trainer.py": ("accelerate and Trainer: trained, saved and resumed", "accelerate"),
+    "fabric.py": ("Lightning Fabric: the loss went", "lightning_fabric"),
+}
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -38,9 +46,37 @@ def test_each_example_is_short(name: str) -> None:
 def test_example(name: str, tmp_path: Path) -> None:
     if "automodel" in name and importlib.util.find_spec("nemo_automodel") is None:
         pytest.skip("NOT TRIED: nemo-automodel is absent; `make test-hosts` installs it and runs this example")
-    path = os.pathsep.join(filter(None, (str(EXAMPLES.parent), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, *(TORCHRUN if "torchrun" in name else []), str(EXAMPLES / name)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path)
+    done = run(name, tmp_path, TORCHRUN if "torchrun" in name else [])
     assert done.returncode == 0, done.stderr
     assert PROMISES[name] in done.stdout
+
+
+def run(name: str, folder: Path, launcher: list[str]) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, (str(EXAMPLES.parent), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *launcher, str(EXAMPLES / name)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=folder)
+
+
+def test_each_host_has_a_short_example() -> None:
+    folder = EXAMPLES / "frameworks"
+    assert {path.name for path in folder.glob("*.py")} == set(HOSTS)
+    for name in HOSTS:
+        text = (folder / name).read_text()
+        compile(text, name, "exec")
+        assert len(text.splitlines()) < 60
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.hosts if HOSTS[n][1] else ()) for n in HOSTS])
+def test_host_example(name: str, tmp_path: Path) -> None:
+    """It runs where its host is there; where not, it says in a line what to install."""
+    promise, host = HOSTS[name]
+    if host and importlib.util.find_spec(host) is None:
+        done = run(f"frameworks/{name}", tmp_path, [])
+        assert done.returncode == 1 and "pip install" in done.stderr and len(done.stderr.splitlines()) == 1
+        pytest.skip(f"NOT TRIED: {host} is absent; `make test-hosts` installs what it can")
+    done = run(f"frameworks/{name}", tmp_path, [] if name.startswith("fabric") else TORCHRUN)
+    assert done.returncode == 0, done.stderr
+    assert promise in done.stdout

@@ -29,10 +29,13 @@ ROOMS: dict[str, tuple[str, ...] | None] = {
     "hf": ("values", "common", "patches", "capture", "analyse"),
     "execute": ("values", "common", "patches", "ops"),
     "planning": None,
+    "plan_cache": None,
     "check": None,
     "api": None,
+    "once": None,
     "frameworks": None,
     "forecast": None,  # plans for a mesh, and shards a copy without storage as parallelize does
+    "deprecated": (),
     "testing": ("values", "common", "check"),
     "conveniences": None,
     "the package": None,

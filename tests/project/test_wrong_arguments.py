@@ -25,6 +25,7 @@ class Toy(nn.Module):
 MODEL, INPUTS = Toy(), {"x": torch.zeros(2, 8)}
 PLAN = autoplan.Plan("toy", 2)
 IDS = torch.zeros(2, dtype=torch.long)
+LOGITS = torch.zeros(2, 4)
 ODD: tuple[Any, ...] = (3, -1, 0.5, "no such thing", object(), [1], {1: 2}, b"x", len)
 NONE: tuple[Any, ...] = (*ODD, None)
 
@@ -37,6 +38,11 @@ CALLS: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {
     "plan(inputs)": (lambda odd: autoplan.plan(MODEL, 2, inputs=odd), (*ODD[:6], b"x", len)),
     "plan(overrides)": (lambda odd: autoplan.plan(MODEL, 2, overrides=odd, inputs=INPUTS), ODD),
     "plan(unmatched)": (lambda odd: autoplan.plan(MODEL, 2, unmatched=odd, inputs=INPUTS), NONE),
+    "plan(cache)": (
+        lambda odd: autoplan.plan(MODEL, 2, cache=odd, inputs=INPUTS),
+        (*ODD[:3], *ODD[4:7], len),
+    ),
+    "plan_once(model)": (lambda odd: autoplan.plan_once(odd, 2), NONE),
     "plan(strict)": (lambda odd: autoplan.plan(MODEL, 2, strict=odd, inputs=INPUTS), NONE),
     "plan(prove)": (lambda odd: autoplan.plan(MODEL, 2, prove=odd, inputs=INPUTS), NONE),
     "plan(sequence_parallel)": (lambda odd: autoplan.plan(MODEL, 2, sequence_parallel=odd, inputs=INPUTS), NONE),
@@ -73,11 +79,45 @@ CALLS: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {
     "unshard": (lambda odd: autoplan.unshard(odd).__enter__(), NONE),
     "vocab_parallel_cross_entropy": (lambda odd: autoplan.vocab_parallel_cross_entropy(odd, IDS), NONE),
     "vocab_parallel_logprobs": (lambda odd: autoplan.vocab_parallel_logprobs(odd, IDS), NONE),
+    "vocab_parallel_logprobs(temperature)": (
+        lambda odd: autoplan.vocab_parallel_logprobs(LOGITS, IDS, temperature=odd),
+        (*NONE[1:2], *NONE[3:]),
+    ),
+    "vocab_parallel_logprobs(top_k)": (lambda odd: autoplan.vocab_parallel_logprobs(LOGITS, IDS, top_k=odd), ODD[1:]),
+    "vocab_parallel_logprobs(top_p)": (
+        lambda odd: autoplan.vocab_parallel_logprobs(LOGITS, IDS, top_p=odd),
+        (*ODD[:2], *ODD[3:]),
+    ),
+    "vocab_parallel_logprobs(cu_seqlens)": (
+        lambda odd: autoplan.vocab_parallel_logprobs(LOGITS, IDS, cu_seqlens=odd),
+        ODD,
+    ),
+    "vocab_parallel_logprobs(position_ids)": (
+        lambda odd: autoplan.vocab_parallel_logprobs(LOGITS, IDS, position_ids=odd),
+        ODD,
+    ),
+    "vocab_parallel_logprobs_from_hidden(hidden)": (
+        lambda odd: autoplan.vocab_parallel_logprobs_from_hidden(odd, LOGITS, IDS),
+        NONE,
+    ),
+    "vocab_parallel_logprobs_from_hidden(head)": (
+        lambda odd: autoplan.vocab_parallel_logprobs_from_hidden(LOGITS, odd, IDS),
+        NONE,
+    ),
+    "vocab_parallel_logprobs_from_hidden(chunk_tokens)": (
+        lambda odd: autoplan.vocab_parallel_logprobs_from_hidden(LOGITS, LOGITS, IDS, chunk_tokens=odd),
+        NONE[1:],
+    ),
+    "vocab_parallel_topk(logits)": (lambda odd: autoplan.vocab_parallel_topk(odd, 1), NONE),
+    "vocab_parallel_topk(k)": (lambda odd: autoplan.vocab_parallel_topk(LOGITS, odd), NONE[1:]),
+    "vocab_parallel_gather(logits)": (lambda odd: autoplan.vocab_parallel_gather(odd, IDS), NONE),
+    "vocab_parallel_gather(tokens)": (lambda odd: autoplan.vocab_parallel_gather(LOGITS, odd), NONE),
     "vocab_parallel_entropy": (autoplan.vocab_parallel_entropy, NONE),
     "vocab_parallel_argmax": (autoplan.vocab_parallel_argmax, NONE),
     "vocab_parallel_sample": (autoplan.vocab_parallel_sample, NONE),
     "Plan.explain": (PLAN.explain, (*ODD[:3], None, [1], b"x")),
     "Plan.diff": (PLAN.diff, NONE),
+    "Plan.part_for": (PLAN.part_for, NONE),
     "Plan.save": (PLAN.save, NONE),
     "Plan.export": (PLAN.export, NONE),
     "Wish": (lambda odd: autoplan.Wish(tp_size=odd), NONE[1:]),
@@ -87,6 +127,10 @@ CALLS: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {
     "Options": (lambda odd: autoplan.Options(tensor=odd), NONE),
 }
 VALUES = {
+    *("CaptureError", "ExportError", "IndivisibleError", "OutsideError", "PlanFileError", "PlanMismatchError"),
+    *("PlanRefusedError", "SourceError", "UnprovenPlanWarning"),
+    *("Cost", "Exported", "Fed", "MadeFor", "Obstacle", "PackedWeight", "Replicated", "Runtime", "TopLogits"),
+    *("Traffic", "Trial", "Keywords", "Model", "PlanSource", "Ranks"),
     "AutoplanError",
     "Applied",
     "Change",

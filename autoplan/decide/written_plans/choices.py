@@ -16,10 +16,11 @@ from autoplan.common.patterns import fold_names, matches, nearest
 
 __all__ = ["CUTS", "Choice", "ChoiceError", "Choices", "Cut", "check_key", "check_style"]
 
-Cut = Literal["out", "in", "rows", "width", "any", "whole", "nothing"]
+Cut = Literal["out", "in", "rows", "width", "experts", "any", "whole", "nothing"]
 
-# Which side of its weight a style cuts. "whole": every rank holds it; "nothing": a remark about the module's own inputs
-# or outputs, which analysis places by itself; "any": whatever its axis says.
+# Which side of its weight a style cuts. "experts": the first dim of a stack, so that each rank has whole ones. "whole":
+# every rank holds it; "nothing": a remark about the module's own inputs or outputs, which analysis places by itself;
+# "any": whatever its axis says.
 CUTS: dict[str, Cut] = {
     "colwise": "out",
     "colwise_gather_output": "out",
@@ -41,6 +42,8 @@ CUTS: dict[str, Cut] = {
     "local_params": "nothing",
     "moe_identity_expert": "nothing",
     "moe_tp_experts": "nothing",
+    "grouped_gemm": "experts",
+    "ep_dispatch_experts": "nothing",
 }
 
 

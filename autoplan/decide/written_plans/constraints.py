@@ -82,6 +82,8 @@ def _kept_dims(choice: Choice | None, choices: Choices, info: TensorInfo, fields
 
 def _wanted_dim(choice: Choice, info: TensorInfo | ParameterFact, fields: Fields) -> int | None:
     """The dim that a choice cuts; None where it has nothing to cut (the bias of a row-wise projection)."""
+    if choice.cut == "experts":
+        return 0
     if len(info.shape) < 2:
         return 0 if info.shape and choice.cut in ("out", "rows") else None
     if not (choice.by_position and len(info.shape) > 2):

@@ -116,6 +116,12 @@ class _Reader:
                     raise
                 unread.append(error.message)
         found = Choices(name, "user", tuple(lines), notes=tuple(unread))
+        apart = next((line for line in lines if line.cut == "experts"), None)
+        if apart is not None and self.ep_size == 1:
+            raise ChoiceError(
+                f"{name}: {apart} places whole experts on different ranks, and ep_size is 1",
+                hint="pass ep_size=, the number of ranks that experts go to: that of tp, or any with tp_size=1",
+            )
         return self._as_asked(with_prefix(found, *_paths(self.model)))
 
     def _as_asked(self, choices: Choices) -> Choices:

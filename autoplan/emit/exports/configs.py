@@ -8,7 +8,7 @@ without the table and the head, which it always splits itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 from autoplan.decide.plan.folding import starred
@@ -91,27 +91,41 @@ def _expression(pattern: str) -> str:
     return "^" + "[^.]+".join(re.escape(piece) for piece in pattern.split("*")) + "$"
 
 
-def to_vllm(plan: Plan, *, shipped: Iterable[str] = (), drop: bool = False) -> dict[str, str]:
-    """The dict of vLLM's transformers backend, in the spelling that it has always taken."""
+def to_vllm(plan: Plan, *, shipped: Iterable[str] = (), base: str = "", drop: bool = False) -> dict[str, str]:
+    """The dict of vLLM's transformers backend, in the spelling that it has always taken: for `base_model_tp_plan`.
+
+    vLLM builds the model without its head, so keys begin inside it (`base` is where it stands). A key matches whatever
+    begins as it does, and the first that matches counts: longer ones come first.
+    """
     found, refused = hf_entries(plan, obstacles=_WITHOUT_VIEWS)
     ends = {e.pattern for e in plan.entries if is_end(e)}
     # No gradients in vLLM: what is whole is whole. Packed layers are gathered, which is exact too.
     found = {k: s for k, s in found.items() if k not in ends and s != "replicated_with_grad_allreduce"}
+    inside = f"{base}." if base else ""
+    outside = {key for key in found if not key.startswith(inside)}
     packed = {key.rpartition(".")[0] for key, style in found.items() if style == "packed_colwise"}
     odd = {key.rpartition(".")[0] for key, style in found.items() if style not in (*_VLLM, "packed_colwise")}
     kept = {}
     for key, style in found.items():
         container = key.rpartition(".")[0]
-        if container not in odd and key not in odd:
+        if container not in odd and key not in odd and key not in outside:
             kept[key] = _GATHERED[style] if container in packed else OLD_NAMES.get(style, style)
     refused = [item for item in refused if item.pattern not in ends]
     refused += [
-        Refused(e.pattern, e.bytes, f"vLLM has no {found[e.pattern]}, for it or for its partner")
+        Refused(e.pattern, e.bytes, _not_for_vllm(e.pattern, found[e.pattern], outside))
         for e in plan.entries
         if e.pattern in found and e.pattern not in kept
     ]
     check_nothing_lost(refused, "vLLM", drop)
-    return kept | {key: "replicate" for key in shipped if key not in kept and key not in ends}
+    unused = {key: "replicate" for key in shipped if key not in kept and key not in ends and key.startswith(inside)}
+    written = {key.removeprefix(inside): style for key, style in (kept | unused).items()}
+    return dict(sorted(written.items(), key=lambda line: -len(line[0])))
+
+
+def _not_for_vllm(pattern: str, style: str, outside: Container[str]) -> str:
+    if pattern in outside:
+        return "it is no part of the model without its head, which is what vLLM builds"
+    return f"vLLM has no {style}, for it or for its partner"
 
 
 def to_accelerate(plan: Plan, classes: Iterable[str], *, activation_checkpointing: bool = False) -> dict[str, Any]:

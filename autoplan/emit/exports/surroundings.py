@@ -1,4 +1,4 @@
-"""What an export must know of the model itself: the keys of the plan it ships with, and the classes of its blocks."""
+"""What an export must know of the model itself: what it ships with, the classes of its blocks, its linear layers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ __all__ = ["surroundings"]
 
 def surroundings(model: nn.Module, plan: Plan) -> Surroundings:
     """Of a model of any device, for its plan."""
+    from torch import nn
+
     shipped = tuple(conventions().shipped_plan(model))
     blocks: dict[str, None] = {}
     for stack in plan.layers:
         for name in stack.fqns:
             cls = type(model.get_submodule(name))
             blocks[f"{cls.__module__}.{cls.__qualname__}"] = None
-    return Surroundings(shipped, tuple(blocks))
+    linears = tuple(name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return Surroundings(shipped, tuple(blocks), linears, conventions().base_path(model))

@@ -2,11 +2,10 @@
 
 Logits leave a sharded model as a DTensor split in its last dim: every function here takes that, or one rank's columns
 with `group=` and `vocabulary=`. Results are plain tensors, equal on every rank of the group; so are the gradients that
-must come back. Any vocabulary size will do. (`vocabulary.py` has the sums; `split_logits.py` puts the cross-entropy in
-the place of the one that a model computes from `labels=`.)
+must come back. Any vocabulary size will do. (`shards.py` has the sums; `split_logits.py` puts the cross-entropy in the
+place of the one that a model computes from `labels=`.)
 
     loss = vocab_parallel_cross_entropy(model(ids).logits, ids, shift=True)
-    logprobs = vocab_parallel_logprobs(model(ids).logits, ids)
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from autoplan.common.errors import AutoplanError
-from autoplan.execute.collectives import RankGroup, all_gather_rows, gather_over_ranks
 from autoplan.execute.vocabulary.shards import Columns, Ranks, columns_of, plain, row_entropy, row_sums
 
-__all__ = ["cross_entropy", "vocab_parallel_cross_entropy", "vocab_parallel_entropy", "vocab_parallel_logprobs"]
+__all__ = ["cross_entropy", "vocab_parallel_cross_entropy", "vocab_parallel_entropy"]
 
 
 def vocab_parallel_cross_entropy(
@@ -93,54 +91,6 @@ def _own_weights(columns: Columns, weight: torch.Tensor | None) -> torch.Tensor:
     if weight is None:
         return torch.ones(len(columns.own), device=columns.local.device)
     return plain(weight)[columns.own.start : columns.own.stop]
-
-
-def vocab_parallel_logprobs(
-    logits: torch.Tensor,
-    tokens: torch.Tensor,
-    *,
-    group: Ranks | None = None,
-    vocabulary: int | None = None,
-    shift: bool = True,
-    sequence_index: torch.Tensor | None = None,
-    sequence_group: Ranks | None = None,
-    chunk_tokens: int | None = None,
-) -> torch.Tensor:
-    """The log-probability of given tokens [batch, sequence] under logits [batch, sequence, vocabulary].
-
-    With `shift` each position speaks of the next token, and the result is [batch, sequence - 1]; without, of its own.
-
-    Context parallelism: `tokens` is the whole sequence, the logits are those of the positions in `sequence_index` (one
-    dim, as many on each rank), and the result those positions' ([batch, positions], 0 where no next token is). With
-    `sequence_group` all positions come together, in order, and the result is the same as without context parallelism.
-    """
-    columns, tokens = columns_of(logits, group, vocabulary), plain(tokens).to(logits.device)
-    length = tokens.shape[-1]
-    wanted = F.pad(tokens, (0, 1))[..., 1:] if shift else tokens
-    if sequence_index is not None:
-        wanted = wanted[..., sequence_index.to(wanted.device)]
-    if wanted.shape != columns.local.shape[:-1]:
-        raise AutoplanError(
-            f"tokens of shape {list(wanted.shape)} for logits of shape {list(logits.shape)}",
-            hint="one token id per row of logits; with sequence_index, tokens of the whole sequence",
-        )
-    whole, chosen, _ = row_sums(columns, wanted.reshape(-1), chunk_tokens=chunk_tokens)
-    logprobs = (chosen - whole).view(wanted.shape)
-    if sequence_index is None:
-        return logprobs[..., :-1] if shift else logprobs
-    if sequence_group is not None:
-        logprobs = _in_order(logprobs, sequence_index, RankGroup.of(sequence_group))
-        return logprobs[..., :-1] if shift else logprobs
-    return logprobs.masked_fill(sequence_index.to(logits.device) == length - 1, 0.0) if shift else logprobs
-
-
-def _in_order(mine: torch.Tensor, positions: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """Every rank's positions, put in order. Every rank goes on with all of them alike, so backward takes the own."""
-    count = positions.numel()
-    rows = [range(rank * count, (rank + 1) * count) for rank in range(group.size)]
-    everything = gather_over_ranks(mine, group, mine.dim() - 1, rows)
-    where = all_gather_rows(positions.to(mine.device), group, 0, [count] * group.size) if group.size > 1 else positions
-    return everything.index_select(-1, torch.argsort(where.to(mine.device)))
 
 
 def vocab_parallel_entropy(

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autoplan.common.errors import AutoplanError
-from autoplan.common.layout import chunk
 from autoplan.execute.collectives import RankGroup, all_gather_rows, all_reduce
+from autoplan.execute.vocabulary.kept import check_filters, floor_of, top_columns
 from autoplan.execute.vocabulary.shards import Columns, Ranks, columns_of, wide
 
 __all__ = ["vocab_parallel_argmax", "vocab_parallel_sample"]
@@ -47,18 +47,21 @@ def vocab_parallel_sample(
     vocabulary: int | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
+    top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
     """A token drawn from each row of logits [..., vocabulary], among its `top_k` most likely ones if given.
 
-    Of whole logits, `group` says which ranks draw the same.
+    With `top_p`, among the likeliest that together reach this share of the mass (of what top-k has left). Of whole
+    logits, `group` says which ranks draw the same.
     """
-    if not temperature > 0:
-        raise AutoplanError(f"temperature={temperature}", hint="give a positive number; argmax is its limit")
     columns = columns_of(logits, *_of_columns(logits, group, vocabulary))
-    if top_k is not None and not 1 <= top_k <= columns.size:
-        raise AutoplanError(f"top_k={top_k}", hint=f"give a whole number from 1 to {columns.size}, the vocabulary")
-    rows = columns.rows.to(wide(logits.dtype)) / temperature
+    check_filters(temperature, top_k, top_p, columns.size)
+    rows = columns.rows.to(wide(logits.dtype))
+    if top_p is not None:
+        floor, top_k = floor_of(columns, temperature, top_k, top_p), None
+        rows = rows if floor is None else rows.masked_fill(rows < floor[:, None], -float("inf"))
+    rows = rows / temperature
     together = columns.group if group is None or columns.group.size > 1 else RankGroup.of(group)
     uniform = _uniform(rows, together, generator)
     token = _draw(columns, rows, uniform) if top_k is None else _draw_top(columns, rows, uniform, top_k)
@@ -109,15 +112,9 @@ def _draw(columns: Columns, rows: torch.Tensor, uniform: torch.Tensor) -> torch.
 
 def _draw_top(columns: Columns, rows: torch.Tensor, uniform: torch.Tensor, top_k: int) -> torch.Tensor:
     """Each rank's best few come together: they are all that is needed, on every rank."""
-    ranks = columns.group
-    sizes = [min(top_k, len(chunk(columns.size, ranks.size, rank))) for rank in range(ranks.size)]
-    best, token = rows.topk(sizes[ranks.rank], dim=-1)
-    token = token + columns.own.start
-    if ranks.size > 1:
-        best, token = (all_gather_rows(part, ranks, 1, sizes) for part in (best, token))
-    best, order = best.topk(top_k, dim=-1)
+    best, token = top_columns(columns, rows, top_k)
     mass = torch.softmax(best, -1, dtype=torch.float64).cumsum(-1)
-    return token.gather(1, order).gather(1, _at(mass, uniform * mass[:, -1])[:, None])[:, 0]
+    return token.gather(1, _at(mass, uniform * mass[:, -1])[:, None])[:, 0]
 
 
 def _at(mass: torch.Tensor, place: torch.Tensor) -> torch.Tensor:

@@ -25,11 +25,11 @@ from autoplan.common.layout import chunk
 from autoplan.common.options import check_argument
 from autoplan.execute.collectives import RankGroup, all_reduce, copy_to_ranks
 
-__all__ = ["Columns", "Ranks", "columns_of", "plain", "row_entropy", "row_sums", "wide"]
+__all__ = ["Columns", "Ranks", "chunk_size", "chunks", "columns_of", "plain", "row_entropy", "row_sums", "wide"]
 
 _CHUNK = 2**22  # elements that are widened at a time, unless asked otherwise
 
-Ranks: TypeAlias = "RankGroup | DeviceMesh | dist.ProcessGroup"
+Ranks: TypeAlias = RankGroup | DeviceMesh | dist.ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -108,39 +108,45 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def row_sums(
-    columns: Columns, tokens: torch.Tensor, *, weight: torch.Tensor | None = None, chunk_tokens: int | None = None
+    columns: Columns,
+    tokens: torch.Tensor,
+    *,
+    weight: torch.Tensor | None = None,
+    chunk_tokens: int | None = None,
+    temperature: float = 1.0,
+    floor: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of each row: its log-sum-exp, the logit of its token, and the sum of its logits times `weight` (zeros without).
 
     `tokens` are flat, one per row; a token outside the vocabulary has the logit 0. `weight` has an element per column
-    of this rank.
+    of this rank. Logits below their row's `floor` count as minus infinity; all are divided by `temperature`.
     """
     local = columns.local
     if weight is not None:
         weight = weight.to(local.device, wide(local.dtype))
-    step = _step(chunk_tokens, columns.rows)
+    step = chunk_size(chunk_tokens, *columns.rows.shape)
     sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    sums = _RowSums.apply(columns.rows, tokens, weight, columns.group, columns.own.start, step)
+    sums = _RowSums.apply(columns.rows, tokens, weight, columns.group, columns.own.start, step, temperature, floor)
     return sums
 
 
 def row_entropy(columns: Columns, *, chunk_tokens: int | None = None) -> torch.Tensor:
     """The entropy of each row's distribution, in nats."""
     rows = columns.rows
-    entropy: torch.Tensor = _Entropy.apply(rows, columns.group, _step(chunk_tokens, rows))
+    entropy: torch.Tensor = _Entropy.apply(rows, columns.group, chunk_size(chunk_tokens, *rows.shape))
     return entropy
 
 
-def _step(chunk_tokens: int | None, rows: torch.Tensor) -> int:
+def chunk_size(chunk_tokens: int | None, rows: int, width: int) -> int:
     """How many rows at a time. Compiled code fuses what would need the memory, and loops would be unrolled."""
     if chunk_tokens is not None and chunk_tokens < 1:
         raise AutoplanError(f"chunk_tokens={chunk_tokens}", hint="give a whole number from 1 on, or None")
     if chunk_tokens is None and not torch.compiler.is_compiling():
-        chunk_tokens = _CHUNK // max(1, rows.shape[1])
-    return max(1, rows.shape[0] if chunk_tokens is None else chunk_tokens)
+        chunk_tokens = _CHUNK // max(1, width)
+    return max(1, rows if chunk_tokens is None else chunk_tokens)
 
 
-def _chunks(rows: torch.Tensor, step: int) -> Iterator[slice]:
+def chunks(rows: torch.Tensor, step: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, rows.shape[0], step))
 
 
@@ -149,14 +155,24 @@ def _in_chunks(part: Callable[[slice], torch.Tensor], rows: torch.Tensor, step: 
     if rows.shape[0] <= step:
         return part(slice(0, rows.shape[0])).to(rows.dtype)
     gradient = torch.empty_like(rows)
-    for at in _chunks(rows, step):
+    for at in chunks(rows, step):
         gradient[at] = part(at)
     return gradient
 
 
-def _log_sum_exp(rows: torch.Tensor, step: int) -> torch.Tensor:
+def _shaped(rows: torch.Tensor, at: slice, temperature: float = 1.0, floor: torch.Tensor | None = None) -> torch.Tensor:
+    """Some rows, wide, as `row_sums` counts them."""
+    x = rows[at].to(wide(rows.dtype))
+    if floor is not None:
+        x = x.masked_fill(x < floor[at, None], -float("inf"))
+    return x if temperature == 1 else x / temperature
+
+
+def _log_sum_exp(
+    rows: torch.Tensor, step: int, temperature: float = 1.0, floor: torch.Tensor | None = None
+) -> torch.Tensor:
     """Over this rank's columns; minus infinity where there are none."""
-    parts = [torch.logsumexp(rows[at].to(wide(rows.dtype)), -1) for at in _chunks(rows, step)]
+    parts = [torch.logsumexp(_shaped(rows, at, temperature, floor), -1) for at in chunks(rows, step)]
     return torch.cat(parts) if parts else rows.new_zeros(0, dtype=wide(rows.dtype))
 
 
@@ -185,41 +201,49 @@ class _RowSums(torch.autograd.Function):
         group: RankGroup,
         first: int,
         step: int,
+        temperature: float,
+        floor: torch.Tensor | None,
     ) -> Any:
         own, column = _own(tokens, first, rows.shape[1])
         chosen = torch.zeros(tokens.shape, dtype=wide(rows.dtype), device=rows.device)
         if rows.shape[1]:
-            chosen = torch.where(own, rows.gather(1, column[:, None])[:, 0].to(chosen.dtype), chosen)
+            picked = _shaped(rows.gather(1, column[:, None]), slice(None), temperature, floor)[:, 0]
+            chosen = torch.where(own, picked, chosen)
         weighted = torch.zeros_like(chosen)
         if weight is not None and rows.shape[0]:
-            weighted = torch.cat([rows[at].to(chosen.dtype) @ weight for at in _chunks(rows, step)])
-        whole, chosen, weighted = _over_ranks(_log_sum_exp(rows, step), chosen, weighted, group=group)
-        ctx.save_for_backward(rows, tokens, weight, whole)
-        ctx.group, ctx.first, ctx.step = group, first, step
+            weighted = torch.cat([_shaped(rows, at, temperature) @ weight for at in chunks(rows, step)])
+        whole, chosen, weighted = _over_ranks(
+            _log_sum_exp(rows, step, temperature, floor), chosen, weighted, group=group
+        )
+        ctx.save_for_backward(rows, tokens, weight, whole, floor)
+        ctx.group, ctx.first, ctx.step, ctx.temperature = group, first, step, temperature
         return whole, chosen, weighted
 
     @staticmethod
     def backward(ctx: Any, of_whole: torch.Tensor, of_chosen: torch.Tensor, of_weighted: torch.Tensor) -> Any:
         """Softmax, the token's own column, and the weights; each rank makes its columns from numbers all ranks have."""
-        rows, tokens, weight, whole = ctx.saved_tensors
+        rows, tokens, weight, whole, floor = ctx.saved_tensors
         shared = (whole, of_whole, of_chosen, of_weighted)
         whole, of_whole, of_chosen, of_weighted = (copy_to_ranks(value, ctx.group) for value in shared)
         own, column = _own(tokens, ctx.first, rows.shape[1])
+        if floor is not None and rows.shape[1]:  # what was left out is minus infinity, whatever it was
+            own = own & (rows.detach().gather(1, column[:, None])[:, 0] >= floor)
 
         def part(at: slice) -> torch.Tensor:
-            made = torch.exp(rows[at].to(whole.dtype) - whole[at, None]) * of_whole[at, None]
+            made = torch.exp(_shaped(rows, at, ctx.temperature, floor) - whole[at, None]) * of_whole[at, None]
             if rows.shape[1]:
                 made = made.scatter_add(1, column[at, None], torch.where(own, of_chosen, 0.0)[at, None])
-            return made if weight is None else made + of_weighted[at, None] * weight
+            made = made if weight is None else made + of_weighted[at, None] * weight
+            return made if ctx.temperature == 1 else made / ctx.temperature
 
-        return _in_chunks(part, rows, ctx.step), None, None, None, None, None
+        return _in_chunks(part, rows, ctx.step), None, None, None, None, None, None, None
 
 
 class _Entropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, group: RankGroup, step: int) -> torch.Tensor:
         (whole,) = _over_ranks(_log_sum_exp(rows, step), group=group)
-        parts = [_surprise(rows[at], whole[at]).sum(-1) for at in _chunks(rows, step)]
+        parts = [_surprise(rows[at], whole[at]).sum(-1) for at in chunks(rows, step)]
         entropy = torch.cat(parts) if parts else torch.zeros_like(whole)
         entropy = entropy if group.size == 1 else all_reduce(entropy, group)
         ctx.save_for_backward(rows, whole, entropy)

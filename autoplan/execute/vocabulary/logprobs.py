@@ -1,0 +1,259 @@
+"""Log-probabilities of given tokens, as reinforcement learning and distillation ask for them, from split logits.
+
+Beyond a plain log-softmax they ask for four things: the distribution that a sampler really drew from (temperature,
+top-k, top-p); rows that hold several sequences one after the other; sequences of which each rank holds some positions;
+and no logits at all, only hidden states and the head, since [tokens, vocabulary] is the largest tensor of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
+
+from autoplan.common.errors import AutoplanError
+from autoplan.common.options import check_argument, check_count
+from autoplan.execute.collectives import RankGroup, all_gather_rows, copy_to_ranks, gather_over_ranks
+from autoplan.execute.parameters.held import record_of
+from autoplan.execute.parameters.local_views import local_view
+from autoplan.execute.vocabulary.kept import check_filters, floor_of
+from autoplan.execute.vocabulary.shards import Columns, Ranks, columns_of, plain, row_sums
+
+__all__ = ["vocab_parallel_logprobs", "vocab_parallel_logprobs_from_hidden"]
+
+
+def vocab_parallel_logprobs(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    *,
+    group: Ranks | None = None,
+    vocabulary: int | None = None,
+    shift: bool = True,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    sequence_index: torch.Tensor | None = None,
+    sequence_group: Ranks | None = None,
+    chunk_tokens: int | None = None,
+) -> torch.Tensor:
+    """The log-probability of given tokens [batch, sequence] under logits [batch, sequence, vocabulary].
+
+    With `shift` each position speaks of the next token, and the result is [batch, sequence - 1]; without, of its own.
+
+    `temperature`, then `top_k`, then `top_p`: those of the sampler. A token that they leave out has minus infinity;
+    tokens with equal logits are kept or left out together.
+
+    Packed sequences: `cu_seqlens` (where each begins in the last dim, and where the last ends) or `position_ids` (which
+    begin anew with each). The last token of a sequence predicts nothing, and has 0; so has padding after `cu_seqlens`.
+
+    Context parallelism: `tokens` is the whole sequence, the logits are those of the positions in `sequence_index` (one
+    dim, as many on each rank), and the result those positions' ([batch, positions], 0 where no next token is). With
+    `sequence_group` all positions come together, in order, and the result is the same as without context parallelism.
+    """
+    columns = columns_of(logits, group, vocabulary)
+    check_argument("tokens", tokens, torch.Tensor, "give token ids [batch, sequence]")
+    tokens = plain(tokens).to(logits.device)
+    check_filters(temperature, top_k, top_p, columns.size)
+    rows = _Rows(tokens, shift, _last_tokens(tokens, shift, cu_seqlens, position_ids), sequence_index, sequence_group)
+    wanted = rows.wanted(columns.local.shape[:-1], "logits", list(logits.shape))
+    found = _row_logprobs(columns, wanted.reshape(-1), temperature, top_k, top_p, chunk_tokens)
+    return rows.result(found.view(wanted.shape))
+
+
+def vocab_parallel_logprobs_from_hidden(
+    hidden: torch.Tensor,
+    head: nn.Module | torch.Tensor,
+    tokens: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    group: Ranks | None = None,
+    vocabulary: int | None = None,
+    change: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    shift: bool = True,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    sequence_index: torch.Tensor | None = None,
+    sequence_group: Ranks | None = None,
+    chunk_tokens: int = 1024,
+) -> torch.Tensor:
+    """`vocab_parallel_logprobs` of hidden states [batch, sequence, width], which are whole on every rank.
+
+    `head` is the model's own (`model.lm_head`, as `parallelize` left it), or its weight [vocabulary, width] (a DTensor,
+    whole, or this rank's rows with `group` and `vocabulary`). The logits of `chunk_tokens` tokens are alive at a time:
+    they are computed anew in the backward. `change` is what the model does to each logit after its head, element by
+    element: `lambda x: 30 * torch.tanh(x / 30)`, a scale.
+    """
+    check_argument("hidden", hidden, torch.Tensor, "give hidden states [batch, sequence, width]")
+    check_argument("head", head, (nn.Module, torch.Tensor), "give the model's head, or its weight [vocabulary, width]")
+    check_argument("tokens", tokens, torch.Tensor, "give token ids [batch, sequence]")
+    check_count("chunk_tokens", chunk_tokens)
+    rows_of, tokens = _head_rows(head, bias, group, vocabulary), plain(tokens).to(hidden.device)
+    hidden = plain(hidden)
+    check_filters(temperature, top_k, top_p, rows_of.size)
+    rows = _Rows(tokens, shift, _last_tokens(tokens, shift, cu_seqlens, position_ids), sequence_index, sequence_group)
+    wanted = rows.wanted(hidden.shape[:-1], "hidden states", list(hidden.shape))
+
+    def some(states: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(states, rows_of.weight, rows_of.bias)
+        columns = Columns(logits if change is None else change(logits), rows_of.group, rows_of.size)
+        return _row_logprobs(columns, ids, temperature, top_k, top_p, None)
+
+    again = partial(checkpoint, some, use_reentrant=False, preserve_rng_state=False)
+    states = copy_to_ranks(hidden, rows_of.group).reshape(-1, hidden.shape[-1])
+    pieces = zip(states.split(chunk_tokens), wanted.reshape(-1).split(chunk_tokens), strict=True)
+    return rows.result(torch.cat([again(part, ids) for part, ids in pieces]).view(wanted.shape))
+
+
+def _row_logprobs(
+    columns: Columns,
+    tokens: torch.Tensor,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    chunk_tokens: int | None,
+) -> torch.Tensor:
+    floor = floor_of(columns, temperature, top_k, top_p, chunk_tokens)
+    whole, chosen, _ = row_sums(columns, tokens, chunk_tokens=chunk_tokens, temperature=temperature, floor=floor)
+    return chosen - whole
+
+
+# ------------------------------------------------------------------------------------------------------------ the head
+
+
+@dataclass(frozen=True)
+class _HeadRows:
+    """This rank's rows of a head, and whose they are."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    group: RankGroup
+    size: int
+
+
+def _head_rows(
+    head: nn.Module | torch.Tensor, bias: torch.Tensor | None, group: Ranks | None, vocabulary: int | None
+) -> _HeadRows:
+    alone = RankGroup("", 1, 0)
+    if isinstance(head, nn.Module):
+        weight, bias = head.get_parameter("weight"), getattr(head, "bias", None) if bias is None else bias
+        record = record_of(head)
+        held = record.parameters.get("weight") if record is not None else None
+        if held is not None and held.dim == 0:
+            weight, group, vocabulary = local_view(weight, held), held.group, held.shape[0]
+            bias = local_view(bias, record.parameters.get("bias")) if record is not None else bias
+    else:
+        weight = head
+    if isinstance(weight, DTensor):
+        weight, group, vocabulary = _of_dtensor(weight)
+    bias = bias.to_local() if isinstance(bias, DTensor) else bias
+    if weight.dim() != 2 or isinstance(weight, DTensor) or (group is None) != (vocabulary is None):
+        raise AutoplanError(
+            f"a head of shape {list(weight.shape)}, group={group!r}, vocabulary={vocabulary}",
+            hint="give the head itself, its weight [vocabulary, width], or a rank's rows with group= and vocabulary=",
+        )
+    ranks = alone if group is None else RankGroup.of(group)
+    columns_of(weight.detach().T, None if group is None else ranks, vocabulary)  # as many rows as there must be
+    return _HeadRows(weight, bias, ranks, weight.shape[0] if vocabulary is None else vocabulary)
+
+
+def _of_dtensor(weight: DTensor) -> tuple[torch.Tensor, Ranks | None, int | None]:
+    placed = weight.placements[0]
+    if weight.device_mesh.ndim != 1 or not (placed.is_replicate() or placed == Shard(0)):
+        raise AutoplanError(
+            f"the head's weight is placed {weight.placements} over the mesh dims {weight.device_mesh.mesh_dim_names}",
+            hint="only its rows may be split, over one mesh dim; where FSDP2 split it too, call this inside "
+            "autoplan.unshard(model)",
+        )
+    if placed.is_replicate():
+        return weight.to_local(), None, None
+    return weight.to_local(), weight.device_mesh.get_group(), weight.shape[0]
+
+
+# -------------------------------------------------------------------------------------------------------- which tokens
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Which token each row of logits is asked about, and the shape in which the answers go back."""
+
+    tokens: torch.Tensor
+    shift: bool
+    last: torch.Tensor | None  # of packed sequences: which tokens have no next one
+    index: torch.Tensor | None
+    group: Ranks | None
+
+    def wanted(self, rows: torch.Size, what: str, shape: list[int]) -> torch.Tensor:
+        found = F.pad(self.tokens, (0, 1))[..., 1:] if self.shift else self.tokens
+        if self.index is not None:
+            found = found[..., self.index.to(found.device)]
+        if found.shape != rows:
+            raise AutoplanError(
+                f"tokens of shape {list(found.shape)} for {what} of shape {shape}",
+                hint=f"one token id per row of {what}; with sequence_index, tokens of the whole sequence",
+            )
+        return found
+
+    def result(self, logprobs: torch.Tensor) -> torch.Tensor:
+        if self.index is None:
+            logprobs = logprobs if self.last is None else logprobs.masked_fill(self.last, 0.0)
+            return logprobs[..., :-1] if self.shift else logprobs
+        index, last = self.index.to(logprobs.device), self.last
+        if self.shift and self.group is None:
+            ends = index == self.tokens.shape[-1] - 1
+            return logprobs.masked_fill(ends if last is None else ends | last[..., index], 0.0)
+        if last is not None:
+            logprobs = logprobs.masked_fill(last[..., index], 0.0)
+        if self.group is None:
+            return logprobs
+        logprobs = _in_order(logprobs, index, RankGroup.of(self.group))
+        return logprobs[..., :-1] if self.shift else logprobs
+
+
+def _last_tokens(
+    tokens: torch.Tensor, shift: bool, cu_seqlens: torch.Tensor | None, position_ids: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Which positions have no next token: the last of each packed sequence, and padding after all of them."""
+    if cu_seqlens is None and position_ids is None:
+        return None
+    for name, given in (("cu_seqlens", cu_seqlens), ("position_ids", position_ids)):
+        if given is not None:
+            check_argument(name, given, torch.Tensor, "give a tensor of whole numbers")
+    if not shift or (cu_seqlens is not None and position_ids is not None):
+        raise AutoplanError(
+            "cu_seqlens and position_ids say where a next token belongs to another sequence"
+            + ("" if shift else ", and with shift=False no row speaks of a next token"),
+            hint="give one of them, and leave shift as it is",
+        )
+    length = tokens.shape[-1]
+    if cu_seqlens is not None:
+        starts = plain(cu_seqlens).to(tokens.device)
+        after = torch.arange(1, length + 1, device=tokens.device)
+        return torch.isin(after, starts) | (after >= starts[-1])
+    assert position_ids is not None
+    positions = plain(position_ids).to(tokens.device)
+    if positions.shape[-1] != length:
+        raise AutoplanError(
+            f"position_ids of shape {list(positions.shape)} for tokens of shape {list(tokens.shape)}",
+            hint="one position for each token",
+        )
+    return F.pad(positions[..., 1:] <= positions[..., :-1], (0, 1), value=True)
+
+
+def _in_order(mine: torch.Tensor, positions: torch.Tensor, group: RankGroup) -> torch.Tensor:
+    """Every rank's positions, put in order. Every rank goes on with all of them alike, so backward takes the own."""
+    count = positions.numel()
+    rows = [range(rank * count, (rank + 1) * count) for rank in range(group.size)]
+    everything = gather_over_ranks(mine, group, mine.dim() - 1, rows)
+    where = all_gather_rows(positions, group, 0, [count] * group.size) if group.size > 1 else positions
+    return everything.index_select(-1, torch.argsort(where))

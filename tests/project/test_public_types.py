@@ -1,0 +1,88 @@
+"""Who builds on autoplan can name every type that its public calls take or give, and is told of replaced names."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+import typing
+import warnings
+from collections import abc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+import autoplan
+from autoplan.deprecated import Renamed, successor
+
+INNER = {"Applied.running": "how hooks of a running model talk to each other"}  # shown to nobody
+NAMES = {
+    "Callable": abc.Callable,
+    "nn": nn,
+    "torch": torch,
+    "MixedPrecisionPolicy": MixedPrecisionPolicy,
+    "OffloadPolicy": OffloadPolicy,
+}
+
+
+def hints(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a public function takes and gives; what the fields and methods of a public class are."""
+    if inspect.isfunction(value):
+        yield from typing.get_type_hints(value, localns=NAMES).items()
+    elif inspect.isclass(value):
+        if dataclasses.is_dataclass(value):
+            yield from typing.get_type_hints(value, localns=NAMES).items()
+        for name, method in inspect.getmembers(value, inspect.isfunction):
+            if not name.startswith("_") and method.__module__.startswith("autoplan"):
+                yield from (
+                    (f"{name}.{key}", hint) for key, hint in typing.get_type_hints(method, localns=NAMES).items()
+                )
+
+
+def classes(hint: Any) -> Iterator[type]:
+    if isinstance(hint, type):
+        yield hint
+    for part in typing.get_args(hint):
+        yield from classes(part)
+
+
+def test_public_types_import_from_the_package() -> None:
+    missing = {
+        f"{name}.{where}: {kind.__module__}.{kind.__qualname__}"
+        for name in autoplan.__all__
+        for where, hint in hints(getattr(autoplan, name))
+        for kind in classes(hint)
+        if kind.__module__.startswith("autoplan.") and getattr(autoplan, kind.__name__, None) is not kind
+        if f"{name}.{where}" not in INNER
+    }
+    assert not missing
+
+
+def test_every_public_name_is_there() -> None:
+    assert all(getattr(autoplan, name) is not None for name in autoplan.__all__)
+    assert list(autoplan.__all__) == sorted(autoplan.__all__, key=lambda name: (not name[0].isupper(), name))
+
+
+def test_a_type_checker_sees_them() -> None:
+    """The package says that it is typed, and every lazy name is declared for type checkers too."""
+    text = inspect.getsource(autoplan)
+    declared = text[text.index("if TYPE_CHECKING") : text.index("__all__")]
+    assert all(name in declared for name in autoplan._HOMES)
+    script = "import autoplan, sys; autoplan.PlanMismatchError; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+def test_replaced_names_work_and_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(autoplan._RENAMED, "read_plan", Renamed("load_plan", "0.2", "0.4"))
+    with pytest.warns(DeprecationWarning, match=r"autoplan.read_plan is autoplan.load_plan since version 0.2.*0.4"):
+        assert autoplan.read_plan is autoplan.load_plan  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert successor("load_plan", autoplan._RENAMED) is None and autoplan.load_plan
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        autoplan.nothing  # type: ignore[attr-defined]  # noqa: B018
