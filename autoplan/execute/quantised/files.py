@@ -24,7 +24,7 @@ __all__ = ["DequantisedFiles", "refuse_packed"]
 
 _AT_ONCE = 2**24  # numbers of a matrix that is stored row by row, of which columns are wanted
 _NESTED_BLOCK = 256
-_PACKED = frozenset((torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32))
+_PACKED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32)
 
 
 class DequantisedFiles(CheckpointFiles):
