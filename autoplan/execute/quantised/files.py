@@ -15,16 +15,14 @@ from pathlib import Path
 import torch
 
 from autoplan.common.conventions import conventions
-from autoplan.common.errors import PlanMismatchError
 from autoplan.execute.quantised.formats import dequantise
 from autoplan.execute.weights.files import CheckpointFiles
 from autoplan.values.quantised import PackedTensor, PackedWeight
 
-__all__ = ["DequantisedFiles", "refuse_packed"]
+__all__ = ["DequantisedFiles"]
 
 _AT_ONCE = 2**24  # numbers of a matrix that is stored row by row, of which columns are wanted
 _NESTED_BLOCK = 256
-_PACKED = frozenset((torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32))
 
 
 class DequantisedFiles(CheckpointFiles):
@@ -125,19 +123,6 @@ class DequantisedFiles(CheckpointFiles):
     def _offset(self, weight: PackedWeight) -> float:
         state = next(key for key in super().keys if key.startswith(f"{weight.name}.quant_state."))
         return float(json.loads(bytes(super().read(state).tolist()).decode("utf-8"))["nested_offset"])
-
-
-def refuse_packed(files: CheckpointFiles, targets: Mapping[str, torch.Tensor]) -> None:
-    """Raise where packed numbers would be cast to plain ones, each without its scale. `targets`: by key."""
-    if isinstance(files, DequantisedFiles):
-        return
-    for key, target in targets.items():
-        stored = files.dtype(key)
-        if stored in _PACKED and target.dtype.is_floating_point and target.dtype.itemsize > 1:
-            raise PlanMismatchError(
-                f"{key} holds packed numbers ({stored}), and the model wants plain ones ({target.dtype})",
-                hint="load_weights(…, dequantise=True), or give the model packed weights: autoplan.packed_model",
-            )
 
 
 def _cover(weight: PackedWeight, dim: int, rows: tuple[int, ...]) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from autoplan.execute.collectives import mesh_device
 from autoplan.execute.parameters.buffers import rebuilt_passing_tensors
 from autoplan.execute.parameters.held import Held, plain_name, record_of
 from autoplan.execute.parameters.state_dict import local_piece
-from autoplan.execute.quantised.files import DequantisedFiles, refuse_packed
+from autoplan.execute.quantised.files import DequantisedFiles
 from autoplan.execute.weights.files import CheckpointFiles
 from autoplan.execute.weights.key_matching import Matched, match_keys, refuse_unmatched
 
@@ -55,7 +55,6 @@ def load_weights(
     passing = tuple(_passing_buffers(model))
     matched = match_keys(model, groups, passing, files.keys, files.read)
     wrong = [misfit for name, key in matched.direct.items() if (misfit := _misfit(name, files.form(key), places[name]))]
-    refuse_packed(files, {key: places[name].tensor for name, key in matched.direct.items()})
     if strict or wrong:
         refuse_unmatched(matched if strict else Matched(), wrong, str(folder))
     with torch.no_grad():
