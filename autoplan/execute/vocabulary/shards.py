@@ -131,30 +131,33 @@ def row_entropy(columns: Columns, *, chunk_tokens: int | None = None) -> torch.T
     return entropy
 
 
-def _step(chunk_tokens: int | None, rows: torch.Tensor) -> int:
-    """How many rows at a time. Compiled code fuses what would need the memory, and loops would be unrolled."""
+def _step(chunk_tokens: int | None, rows: torch.Tensor) -> int | None:
+    """How many rows at a time; None for all. Compiled code fuses what would need the memory, and would unroll loops,
+    for one number of rows only."""
     if chunk_tokens is not None and chunk_tokens < 1:
         raise AutoplanError(f"chunk_tokens={chunk_tokens}", hint="give a whole number from 1 on, or None")
-    if chunk_tokens is None and not torch.compiler.is_compiling():
-        chunk_tokens = _CHUNK // max(1, rows.shape[1])
-    return max(1, rows.shape[0] if chunk_tokens is None else chunk_tokens)
+    if chunk_tokens is None and torch.compiler.is_compiling():
+        return None
+    return max(1, _CHUNK // max(1, rows.shape[1]) if chunk_tokens is None else chunk_tokens)
 
 
-def _chunks(rows: torch.Tensor, step: int) -> Iterator[slice]:
+def _chunks(rows: torch.Tensor, step: int | None) -> Iterator[slice]:
+    if step is None:
+        return iter((slice(None),))
     return (slice(start, start + step) for start in range(0, rows.shape[0], step))
 
 
-def _in_chunks(part: Callable[[slice], torch.Tensor], rows: torch.Tensor, step: int) -> torch.Tensor:
+def _in_chunks(part: Callable[[slice], torch.Tensor], rows: torch.Tensor, step: int | None) -> torch.Tensor:
     """A gradient for `rows`, made a chunk of them at a time."""
-    if rows.shape[0] <= step:
-        return part(slice(0, rows.shape[0])).to(rows.dtype)
+    if step is None or rows.shape[0] <= step:
+        return part(slice(None)).to(rows.dtype)
     gradient = torch.empty_like(rows)
     for at in _chunks(rows, step):
         gradient[at] = part(at)
     return gradient
 
 
-def _log_sum_exp(rows: torch.Tensor, step: int) -> torch.Tensor:
+def _log_sum_exp(rows: torch.Tensor, step: int | None) -> torch.Tensor:
     """Over this rank's columns; minus infinity where there are none."""
     parts = [torch.logsumexp(rows[at].to(wide(rows.dtype)), -1) for at in _chunks(rows, step)]
     return torch.cat(parts) if parts else rows.new_zeros(0, dtype=wide(rows.dtype))
@@ -184,7 +187,7 @@ class _RowSums(torch.autograd.Function):
         weight: torch.Tensor | None,
         group: RankGroup,
         first: int,
-        step: int,
+        step: int | None,
     ) -> Any:
         own, column = _own(tokens, first, rows.shape[1])
         chosen = torch.zeros(tokens.shape, dtype=wide(rows.dtype), device=rows.device)
@@ -217,7 +220,7 @@ class _RowSums(torch.autograd.Function):
 
 class _Entropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, group: RankGroup, step: int) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, group: RankGroup, step: int | None) -> torch.Tensor:
         (whole,) = _over_ranks(_log_sum_exp(rows, step), group=group)
         parts = [_surprise(rows[at], whole[at]).sum(-1) for at in _chunks(rows, step)]
         entropy = torch.cat(parts) if parts else torch.zeros_like(whole)
