@@ -8,6 +8,7 @@ not.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -101,6 +102,105 @@ def test_planned_models_compile_whole() -> None:
             assert (found.breaks, found.graphs) == (0, 1), case
             limit = 1e-6 if case[1] else 1e-10  # models compute their losses in float32
             assert found.loss < limit and found.gradient < limit, (case, found)
+
+
+# ------------------------------------------------------------------------------------ steps of several lengths
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How a llama of two layers is compiled and trained. `what`: "whole", each of its "blocks", or whole with code of
+    somebody's between head and loss that "breaks" the graph."""
+
+    what: str
+    checkpointing: bool | str
+    labels: bool
+    backend: str = "aot_eager"
+
+
+QUICK = (Steps("blocks", True, False), Steps("whole", True, True), Steps("breaks", False, True))
+MORE = (
+    *(Steps(what, saved, labels) for what in ("whole", "blocks") for saved in (False, True, "selective")
+      for labels in (False, True)),
+    Steps("breaks", True, True),
+    Steps("whole", True, True, "inductor"),
+    Steps("whole", False, True, "inductor"),
+    Steps("blocks", "selective", True, "inductor"),
+)  # fmt: skip
+LENGTHS = (8, 12, 15)  # the second is compiled for any length, and the third finds that
+
+
+def walked(rank: int, cases: tuple[Steps, ...], lengths: tuple[int, ...]) -> list[tuple[int, int, float, float]]:
+    """Of each case: breaks, graphs, and how far loss and gradients are from the unsharded model that is not compiled.
+
+    With one length, what was compiled for a model is kept: it must not stand in the way of the next one.
+    """
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plan = plan_for("llama")
+    found = []
+    for case in cases:
+        if len(lengths) > 1:
+            torch._dynamo.reset()
+        found.append(walk(mesh, plan, case, lengths))
+    return found
+
+
+def walk(mesh: Any, plan: autoplan.Plan, case: Steps, lengths: tuple[int, ...]) -> tuple[int, int, float, float]:
+    torch._dynamo.utils.counters.clear()
+    unsharded = built("llama")
+    model = autoplan.parallelize(built("llama"), mesh, plan, activation_checkpointing=case.checkpointing)
+    run: Any = model
+    if case.what == "blocks":
+        for name in blocks_of(plan):
+            model.get_submodule(name).compile(backend=case.backend)
+    else:
+        run = torch.compile(model, backend=case.backend)
+    if case.what == "breaks":
+        model.loss_function = partial(_broken, model.loss_function)  # type: ignore[assignment]
+    worst = [0.0, 0.0]
+    for length in lengths:
+        ids = torch.randint(100, (2, length), generator=torch.Generator().manual_seed(length))
+        given = {"input_ids": ids, "use_cache": False, **({"labels": ids} if case.labels else {})}
+        loss, gradients = step(unsharded, unsharded, given)
+        got, ours = step(model, run, given)
+        far = max(float((ours[name] - wanted).abs().max()) for name, wanted in gradients.items())
+        worst = [max(worst[0], float((got - loss).abs())), max(worst[1], far)]
+    counters = torch._dynamo.utils.counters
+    return sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"], worst[0], worst[1]
+
+
+def blocks_of(plan: autoplan.Plan) -> tuple[str, ...]:
+    return tuple(name for stack in plan.layers for name in stack.fqns)
+
+
+def _broken(function: Any, *args: Any, **kwargs: Any) -> Any:
+    torch._dynamo.graph_break()
+    return function(*args, **kwargs)
+
+
+def check_walk(cases: tuple[Steps, ...], lengths: tuple[int, ...], timeout: float) -> None:
+    for ranks in run_processes(walked, (cases, lengths), 2, timeout=timeout):
+        for case, (breaks, graphs, loss, gradient) in zip(cases, ranks, strict=True):
+            print(case, breaks, graphs, loss, gradient)
+            limit = 1e-6 if case.labels else 1e-10  # models compute their losses in float32
+            assert loss < limit and gradient < limit, case
+            if case.what == "breaks":
+                assert breaks, case  # theirs; the loss is right, and nobody waits
+                continue
+            compiled_apart = len(blocks_of(plan_for("llama"))) if case.what == "blocks" else 1
+            assert (breaks, graphs) == (0, compiled_apart * min(len(lengths), 2)), case
+
+
+@pytest.mark.gloo
+def test_steps_compile_with_checkpointing_labels_and_any_length() -> None:
+    check_walk(QUICK, LENGTHS[:1], 120.0)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_every_way_to_compile_steps() -> None:
+    check_walk(MORE, LENGTHS, 1800.0)
 
 
 def test_who_may_draw() -> None:

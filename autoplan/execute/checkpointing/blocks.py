@@ -161,6 +161,8 @@ def _checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():  # traced once: the recomputation is the compiler's, inside what it traced
             if any(is_cache(value) for value in (*args, *kwargs.values())):
                 return _run(self, state, args, kwargs)
+            if not options and state.running is not None and state.running.mesh.device_type == "cpu":
+                options["context_fn"] = _drawn_once
             return checkpoint(_run, self, state, args, kwargs, use_reentrant=False, **options)
         return checkpoint(_Calls(self, state), args, kwargs, use_reentrant=False, preserve_rng_state=True, **options)
 
@@ -303,6 +305,21 @@ def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
     """Contexts of one call that keep every other matmul, attention and every collective; the rest is computed again."""
     first, again = create_selective_checkpoint_contexts(_Policy())
     return first, again
+
+
+def _drawn_once() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Contexts of one compiled call on a CPU that compute all again but what takes random numbers (attention may).
+
+    torch's partitioner keeps a state of the generator for each of those, and on a CPU puts it behind the meshes that
+    gradients of DTensors need: both are then taken for the other, and the forward fails. On a GPU it keeps no states.
+    """
+    first, again = create_selective_checkpoint_contexts(_keep_drawn)
+    return first, again
+
+
+def _keep_drawn(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    draws = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+    return CheckpointPolicy.MUST_SAVE if draws else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _Policy:

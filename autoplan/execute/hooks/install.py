@@ -23,6 +23,7 @@ from autoplan.execute.collectives import gather_pieces
 from autoplan.execute.executors import Around, At, execute
 from autoplan.execute.hooks.running import Running
 from autoplan.execute.hooks.sequence_shards import SequenceShard, shards_in
+from autoplan.execute.hooks.traced import unwatched
 from autoplan.execute.hooks.unseen_outputs import UnseenOutputs, check_shapes
 from autoplan.execute.randomness.dropout import may_draw
 from autoplan.execute.sequence.apply import gather_shard
@@ -85,6 +86,9 @@ class _Worker:
     # ------------------------------------------------------------------ before the module runs
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return unwatched(self._before, args, kwargs) if torch.compiler.is_compiling() else self._before(args, kwargs)
+
+    def _before(self, args: Any, kwargs: Any) -> Any:
         if self.entering:
             with torch._C.DisableTorchFunction():
                 for enter in self.entering:
@@ -95,7 +99,7 @@ class _Worker:
 
     def _open(self) -> None:
         running = self.running
-        if self.work.random and running.randomness.active:
+        if self.work.random and running.randomness.active and (running.draws or not torch.compiler.is_compiling()):
             with torch._C.DisableTorchFunction():
                 split = self.work.random == "split"
                 (running.randomness.enter_split if split else running.randomness.enter_whole)()
@@ -113,6 +117,9 @@ class _Worker:
     # ------------------------------------------------------------------ after it ran
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        return unwatched(self._after, output) if torch.compiler.is_compiling() else self._after(output)
+
+    def _after(self, output: Any) -> Any:
         with torch._C.DisableTorchFunction():
             for leave in self.leaving:
                 output = leave(output)
@@ -121,6 +128,12 @@ class _Worker:
     def clean_up(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not self.opened:
             return
+        if torch.compiler.is_compiling():
+            unwatched(self._close, output)
+        else:
+            self._close(output)
+
+    def _close(self, output: Any) -> None:
         if self.calls is not None:
             mode = self.entered.pop()
             mode.__exit__(None, None, None)
@@ -186,7 +199,7 @@ class Root:
         self.names = signature_names(model)
         at = At(model, "", self.names, running)
         self.outputs = [(one.path, execute(one, at)) for one in outputs]
-        self.draws = self.always or (self.random and may_draw(model))
+        running.draws = self.always or (self.random and may_draw(model))
         self.unseen = UnseenOutputs((), self.names, running.group)
         self.target_words = conventions().target_words
         self.shapes: tuple[OutputShape, ...] = ()  # to be compared in the first forward
@@ -199,7 +212,7 @@ class Root:
         loss = any(value is not None and any(w in name for w in self.target_words) for name, value in given.items())
         self.running.whole_logits = loss and not self.running.split_loss
         self.running.loss = loss and self.running.split_loss
-        in_training = self.random and module.training and (self.draws or not torch.compiler.is_compiling())
+        in_training = self.random and module.training and (self.running.draws or not torch.compiler.is_compiling())
         if in_training or self.always:
             self.running.randomness.begin(module.training)
 

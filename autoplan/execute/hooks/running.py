@@ -26,6 +26,7 @@ class Running:
     whole_logits: bool = False  # gathered where they leave their head
     split_loss: bool = True  # may a model's own loss work on split logits?
     loss: bool = False  # it is doing so: logits leave their head as SplitLogits
+    draws: bool = True  # may a forward draw random numbers? Compiled code that does not leaves the streams alone
     sequence_padding: str = "error"
     lengths: dict[str, int] = field(default_factory=dict)  # the true length of each sequence that is cut
     branches: Branches = field(default_factory=Branches)

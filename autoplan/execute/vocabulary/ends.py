@@ -8,7 +8,7 @@ from autoplan.common.layout import chunk
 from autoplan.common.nested import change_input
 from autoplan.execute.collectives import gather_pieces, sum_over_ranks
 from autoplan.execute.executors import Around, At, executes
-from autoplan.execute.vocabulary.split_logits import can_stay_split, dressed, split_class
+from autoplan.execute.vocabulary.split_logits import can_stay_split, dressed, leave_untraced, split_class
 from autoplan.values import SplitLogits, VocabularyTable
 
 __all__: list[str] = []
@@ -37,6 +37,7 @@ def _head(planned: SplitLogits, at: At) -> Around:
     """Whole, or split and knowing it, or (when nothing but the model's exit will read them) plain columns."""
     running, group = at.running, at.group
     columns = split_class(group, planned.columns, planned.dim)
+    leave_untraced(columns)
     stays = can_stay_split(planned.columns, group)
 
     def leave(output: torch.Tensor) -> torch.Tensor:

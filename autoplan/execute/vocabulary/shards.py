@@ -137,23 +137,26 @@ def row_entropy(columns: Columns, *, chunk_tokens: int | None = None) -> torch.T
     return entropy
 
 
-def chunk_size(chunk_tokens: int | None, rows: int, width: int) -> int:
-    """How many rows at a time. Compiled code fuses what would need the memory, and loops would be unrolled."""
+def chunk_size(chunk_tokens: int | None, rows: int, width: int) -> int | None:
+    """How many rows at a time; None for all. Compiled code fuses what would need the memory, and would unroll loops,
+    for one number of rows only."""
     if chunk_tokens is not None and chunk_tokens < 1:
         raise AutoplanError(f"chunk_tokens={chunk_tokens}", hint="give a whole number from 1 on, or None")
-    if chunk_tokens is None and not torch.compiler.is_compiling():
-        chunk_tokens = _CHUNK // max(1, width)
-    return max(1, rows if chunk_tokens is None else chunk_tokens)
+    if chunk_tokens is None and torch.compiler.is_compiling():
+        return None
+    return max(1, _CHUNK // max(1, width) if chunk_tokens is None else chunk_tokens)
 
 
-def chunks(rows: torch.Tensor, step: int) -> Iterator[slice]:
+def chunks(rows: torch.Tensor, step: int | None) -> Iterator[slice]:
+    if step is None:
+        return iter((slice(None),))
     return (slice(start, start + step) for start in range(0, rows.shape[0], step))
 
 
-def _in_chunks(part: Callable[[slice], torch.Tensor], rows: torch.Tensor, step: int) -> torch.Tensor:
+def _in_chunks(part: Callable[[slice], torch.Tensor], rows: torch.Tensor, step: int | None) -> torch.Tensor:
     """A gradient for `rows`, made a chunk of them at a time."""
-    if rows.shape[0] <= step:
-        return part(slice(0, rows.shape[0])).to(rows.dtype)
+    if step is None or rows.shape[0] <= step:
+        return part(slice(None)).to(rows.dtype)
     gradient = torch.empty_like(rows)
     for at in chunks(rows, step):
         gradient[at] = part(at)
@@ -169,7 +172,7 @@ def _shaped(rows: torch.Tensor, at: slice, temperature: float = 1.0, floor: torc
 
 
 def _log_sum_exp(
-    rows: torch.Tensor, step: int, temperature: float = 1.0, floor: torch.Tensor | None = None
+    rows: torch.Tensor, step: int | None, temperature: float = 1.0, floor: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Over this rank's columns; minus infinity where there are none."""
     parts = [torch.logsumexp(_shaped(rows, at, temperature, floor), -1) for at in chunks(rows, step)]
@@ -241,7 +244,7 @@ class _RowSums(torch.autograd.Function):
 
 class _Entropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, group: RankGroup, step: int) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, group: RankGroup, step: int | None) -> torch.Tensor:
         (whole,) = _over_ranks(_log_sum_exp(rows, step), group=group)
         parts = [_surprise(rows[at], whole[at]).sum(-1) for at in chunks(rows, step)]
         entropy = torch.cat(parts) if parts else torch.zeros_like(whole)

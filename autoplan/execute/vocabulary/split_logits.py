@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch._dynamo.config
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -28,7 +29,7 @@ from autoplan.execute.vocabulary.losses import cross_entropy
 from autoplan.execute.vocabulary.shards import Columns
 from autoplan.ops.records.record import writes_in_place
 
-__all__ = ["SplitLogits", "can_stay_split", "columns_in", "dressed", "split_class"]
+__all__ = ["SplitLogits", "can_stay_split", "columns_in", "dressed", "leave_untraced", "split_class"]
 
 
 def can_stay_split(size: int, group: RankGroup) -> bool:
@@ -46,12 +47,28 @@ class SplitLogits(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling() and _are_real(args):
+            return _as_it_is(cls, func, args, kwargs)
         found = _RULES.get(func)
         result = NotImplemented if found is None else found(cls, func, args, kwargs)
         if result is not NotImplemented:
             return result
         _refuse_in_place(func, args, kwargs)
         return func(*_gathered(cls, args), **_gathered(cls, kwargs))
+
+
+def leave_untraced(kind: type[SplitLogits]) -> None:
+    """Have compilers run as it is whatever is given such logits from outside: where a graph was broken between head and
+    loss. (Inside a graph they are traced: it begins before them.) Wherever the vocabulary is moved to."""
+    untraced = torch._dynamo.config.nontraceable_tensor_subclasses
+    untraced.update(split_class(kind.group, kind.vocabulary, dim) for dim in {kind.dim_from_end, -1, -2, -3})
+
+
+def _are_real(args: Sequence[Any]) -> bool:
+    """Is a compiler looking at logits with values (is there a gradient, what strides), not tracing what is done to
+    them? So it does where a graph was broken between head and loss. It wants to know about the columns: what it traces
+    then is our rules on them. Ranks compile at different speeds, or one of them not at all: nothing may be gathered."""
+    return not any(isinstance(arg, FakeTensor) for arg in args)
 
 
 @cache

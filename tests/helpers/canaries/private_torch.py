@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo
+import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -43,6 +45,23 @@ def _no_functions() -> bool:
 def _no_subclasses() -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         return (torch.ones(2).as_subclass(_Own) + 1).sum().item() == 4.0
+
+
+def _unwatched() -> bool:
+    """A checkpointed function is compiled whole, though what it calls so changes a list that lies outside."""
+    notes: list[int] = []
+    quiet = torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        quiet(notes.append, 1)
+        result = x.sin()
+        quiet(notes.pop)
+        return result
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+
+    return bool(torch.compile(run, backend="eager", fullgraph=True)(torch.zeros(2, requires_grad=True)).sum() == 0)
 
 
 def _mode_enabled() -> bool:
@@ -228,6 +247,16 @@ TORCH = (
     ),
     Private(
         "torch._C.DisableTorchFunctionSubclass", "inside split logits, ops of ours see plain tensors", _no_subclasses
+    ),
+    Private(
+        "torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer",
+        "hooks of ours take notes outside a checkpointed block that is compiled, and take them back",
+        _unwatched,
+    ),
+    Private(
+        "torch._dynamo.config.nontraceable_tensor_subclasses",
+        "split logits that a broken graph was given are worked on as they are",
+        lambda: isinstance(torch._dynamo.config.nontraceable_tensor_subclasses, set),
     ),
     Private(
         "torch._C._is_torch_function_mode_enabled",
