@@ -10,6 +10,7 @@ from autoplan.values.conveniences import done_above
 from autoplan.values.costs import Cost
 from autoplan.values.fed import Fed
 from autoplan.values.findings import Finding, Traffic
+from autoplan.values.flow import FlowPart
 from autoplan.values.instructions import Runtime
 from autoplan.values.made_for import MadeFor
 from autoplan.values.quantised import PackedWeight
@@ -153,6 +154,7 @@ class Plan:
     tp_size 1 any other. `made_for`: the code and the sizes of the model that it was made for; it is refused for others.
     `fed`: what its forward was given, where nothing said so and it was derived.
     `packed`: how the weights of a quantised model are stored, by pattern, and how the stored tensors are cut with them.
+    `flow`: in which order its modules run, for drawings; no part of what is compared.
     """
 
     model: str
@@ -172,6 +174,7 @@ class Plan:
     made_for: MadeFor = MadeFor()
     fed: tuple[Fed, ...] = ()
     packed: tuple[PackedWeight, ...] = ()
+    flow: tuple[FlowPart, ...] = field(default=(), compare=False)
 
     @property
     def ranks(self) -> int:
