@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from autoplan.values.conveniences import done_above
 from autoplan.values.costs import Cost
+from autoplan.values.estimate import Estimate
 from autoplan.values.fed import Fed
 from autoplan.values.findings import Finding, Traffic
 from autoplan.values.flow import FlowPart
@@ -215,6 +216,17 @@ class Plan:
     def export(self, target: str, model: Any = None, *, drop: bool = False) -> str:
         """The text of the plan for another system; `autoplan export --help` lists them. See `to_hf` for `drop`."""
         return str(done_above("Plan.export", self, target, model, drop=drop))
+
+    def report(
+        self, path: str | PathLike[str], *, estimate: Estimate | None = None, memory: str | int | None = None
+    ) -> None:
+        """Write a page to look at: one HTML file. `estimate` fills its memory section, held against `memory` of a GPU
+        (80GB, or a number of bytes)."""
+        done_above("Plan.report", self, path, estimate=estimate, memory=memory)
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        return str(done_above("Plan._repr_html_", self))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a plan file, YAML or JSON by suffix; `autoplan.load_plan` reads it back exactly."""

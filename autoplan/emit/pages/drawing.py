@@ -7,7 +7,7 @@ from autoplan.emit.pages.markup import Safe, el
 
 __all__ = ["COLOURS", "svg_of", "tone_of"]
 
-COLOURS = 8  # after which axes are told apart by their letters alone
+COLOURS = 9  # after which axes are told apart by their letters alone
 
 
 def tone_of(axis: int) -> str:

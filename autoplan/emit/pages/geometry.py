@@ -18,7 +18,7 @@ CELL = 0.62  # of the size of a letter: its width, with some room
 _LARGE, _SMALL = 13, 11
 _LINE = 15
 _PAD, _GAP, _MARGIN = 8, 10, 12
-_NARROWEST = 118
+_NARROWEST = 90
 _EDGE = 12
 
 

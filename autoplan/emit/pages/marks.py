@@ -72,7 +72,7 @@ def _shape(plan: Plan, module: str, parameter: str) -> tuple[int, ...]:
 
 
 def _item_size(entry: Entry, plan: Plan, shape: tuple[int, ...]) -> int:
-    """Of a number of the weight: the bytes of all modules of the entry by how many there are; 0 where that is unclear."""
+    """Of a number of the weight: all bytes of the entry by how many modules there are; 0 where unclear."""
     modules = sum(
         part.blocks
         for part in plan.flow

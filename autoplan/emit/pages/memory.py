@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from autoplan.emit.pages.drawing import tone_of
 from autoplan.emit.pages.markup import Safe, el, join, table
 from autoplan.emit.tables.estimate_table import PARTS, mesh_text
 from autoplan.emit.words import bytes_text
@@ -11,7 +12,9 @@ from autoplan.values.estimate import Estimate, MemoryParts
 
 __all__ = ["NO_ESTIMATE", "memory_section", "stack"]
 
-NO_ESTIMATE = "No estimate was made for this page: give a mesh (autoplan report MODEL --mesh tp=8), or plan.report(path, estimate=…)."
+NO_ESTIMATE = (
+    "No estimate was made for this page: give a mesh (autoplan report MODEL --mesh tp=8) or plan.report an estimate."
+)
 _WIDTH, _HEIGHT = 330.0, 26.0
 
 
@@ -25,7 +28,7 @@ def memory_section(found: Estimate | None, memory: int = 0) -> Safe:
     limit = f" The line is the GPU's {bytes_text(memory)}: {_room(found.peak, memory)}." if memory else ""
     rows = [
         (
-            el("span", f"{n + 1}", class_=f"chip a{n % 8}"),
+            el("span", f"{n + 1}", class_=f"chip {tone_of(n)}"),
             PARTS[name],
             bytes_text(size),
             f"{size / max(found.peak, 1):.0%}",
@@ -47,7 +50,7 @@ def stack(found: Estimate, memory: int = 0, scale: int = 0) -> Safe:
     for n, name, size in _parts(found):
         width = size / most * _WIDTH
         said = el("title", f"{PARTS[name]}: {bytes_text(size)}")
-        bar = el("rect", said, x=f"{x:.2f}", y=4, width=f"{width:.2f}", height=18, class_=f"bar a{n % 8}")
+        bar = el("rect", said, x=f"{x:.2f}", y=4, width=f"{width:.2f}", height=18, class_=f"bar {tone_of(n)}")
         wide = width > 10 * len(str(n + 1))
         drawn += [bar, *([el("text", str(n + 1), x=f"{x + 2:.2f}", y=17, class_="t11")] if wide else [])]
         x += width
@@ -55,7 +58,7 @@ def stack(found: Estimate, memory: int = 0, scale: int = 0) -> Safe:
         at = f"{memory / most * _WIDTH:.2f}"
         drawn.append(el("line", x1=at, x2=at, y1=0, y2=_HEIGHT, class_="limit"))
     label = f"{bytes_text(found.peak)} at the peak" + (f", of {bytes_text(memory)}" if memory else "")
-    return el("svg", *drawn, viewBox=f"0 0 {_WIDTH:.0f} {_HEIGHT:.0f}", width=_WIDTH, height=_HEIGHT, role="img",
+    return el("svg", *drawn, viewBox=f"0 0 {_WIDTH:.0f} {_HEIGHT:.0f}", width=_WIDTH, height=_HEIGHT, role="img", class_="stack",
               aria_label=label)  # fmt: skip
 
 
@@ -75,5 +78,6 @@ def _messages(found: Estimate) -> Safe:
     if found.time is None:
         return join([sent])
     bar = next((f" ± {bar:.0%}" for name, bar, _ in found.bars if name == "time"), "")
-    told = f"A step takes about {found.time.total:.3g} s{bar} on {found.device}: {found.tokens_per_second:,.0f} tokens a second."
+    speed = f"{found.tokens_per_second:,.0f} tokens a second"
+    told = f"A step takes about {found.time.total:.3g} s{bar} on {found.device}: {speed}."
     return join([sent, el("p", told)])

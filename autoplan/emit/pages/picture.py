@@ -127,8 +127,7 @@ class _Boxes:
             path = ".".join(filter(None, (part.block, step)))
             entries = self._entries(path)
             parent, _, leaf = step.rpartition(".")
-            around = ".".join(filter(None, (part.block, parent))) if parent and parent not in part.steps else ""
-            marks = marks_at(self.plan, path, entries) + self._around(part, step, around, entries)
+            marks = tuple(dict.fromkeys((*marks_at(self.plan, path, entries), *self._around(part, step))))
             row = Row(parent, (self._box(leaf or path, path, entries),), marks)
             shared = {name for entry in entries for cost in entry.reduces for name in cost.shared_with}
             if rows and rows[-1][0].parent == parent and leaf in rows[-1][1]:
@@ -139,14 +138,18 @@ class _Boxes:
                 rows.append((row, shared))
         yield from (row for row, _ in rows)
 
-    def _around(self, part: FlowPart, step: str, around: str, entries: tuple[Entry, ...]) -> tuple[Mark, ...]:
-        """What is done where the module around a step, which has no box of its own, is entered or left."""
-        if not around:
-            return ()
-        parent = step.rpartition(".")[0]
-        inside = [other for other in part.steps if other.startswith(f"{parent}.")]
-        ends = {True: inside[0], False: inside[-1]}
-        return tuple(mark for mark in marks_at(self.plan, around, entries) if ends[mark.before] == step)
+    def _around(self, part: FlowPart, step: str) -> Iterator[Mark]:
+        """What is done where a module around a step, which has no box of its own, is entered or left."""
+        around = step.rpartition(".")[0]
+        while around or part.block:
+            inside = [other for other in part.steps if not around or other.startswith(f"{around}.")]
+            if around not in part.steps:
+                path = ".".join(filter(None, (part.block, around)))
+                ends = {True: inside[0], False: inside[-1]}
+                yield from (mark for mark in marks_at(self.plan, path, ()) if ends[mark.before] == step)
+            if not around:
+                return
+            around = around.rpartition(".")[0]
 
     def _entries(self, path: str) -> tuple[Entry, ...]:
         """Of the module itself, or of single parameters of it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from autoplan.emit.pages.drawing import svg_of, tone_of
 from autoplan.emit.pages.geometry import draw_block
@@ -38,7 +39,11 @@ def verdict(proof: Proof) -> Safe:
         "passed": "A tiny clone ran on simulated ranks and gave the same.",
         "unasked": "No trial on simulated ranks was asked for.",
     }.get(proof.trial.outcome, "")
-    return el("p", proof_text(proof).plain, " ", tried, class_=f"verdict {state}", role="status")
+    return el("p", _sentence(proof_text(proof).plain), " ", tried, class_=f"verdict {state}", role="status")
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith(".") else f"{text}."
 
 
 def facts(plan: Plan) -> Safe:
@@ -52,14 +57,16 @@ def facts(plan: Plan) -> Safe:
 def drawing_section(scene: Scene, title: str = "One block of each kind") -> Safe:
     """Blocks beside each other, in the order in which the model runs them."""
     figures = [_figure(block) for block in scene.blocks]
-    about = "From top to bottom as data flows. A box's colour and letter say which axis cuts it; grey is whole on every rank. "
-    edges = "A dashed red edge carries parts of a sum, which ranks add up where it says so."
+    about = (
+        "From top to bottom as data flows. A box's colour and letter say which axis cuts it; grey is whole on every "
+    )
+    edges = "rank. A dashed red edge carries parts of a sum, which ranks add up where it says so."
     turned = el("label", el("input", type="checkbox", id="gradients"), " show what moves for gradients")
     search = el("label", "Search ", el("input", type="search", id="search"))
-    found = el("span", " ", search, " ", el("span", id="hits", aria_live="polite"), id="searching", hidden=True)
+    found = el("span", search, " ", el("span", id="hits", aria_live="polite"), id="searching", hidden=True)
     return el(
         "section", el("h2", title, id="drawing"), el("p", about, edges, class_="soft"), legend(scene.axes),
-        el("p", turned, found, class_="noprint"), el("div", *figures, class_="blocks"), aria_labelledby="drawing",
+        el("p", turned, found, class_="noprint explore"), el("div", *figures, class_="blocks"), aria_labelledby="drawing",
     )  # fmt: skip
 
 
@@ -94,8 +101,8 @@ def weights_section(plan: Plan) -> Safe:
     sizes = shown_sizes(plan)
     figures = [weight_figure(weight, axes.get(weight.entry.pattern), longest, sizes) for weight in weights]
     about = (
-        "Shaded is what rank 0 holds; a line parts packed pieces, each of which is cut by itself. Sides are drawn as the "
-        "root of their rows. At other sizes the cuts of this plan are shown; what does not divide there is not shaded."
+        "Shaded is what rank 0 holds; a line parts packed pieces, each of which is cut by itself. Sides are drawn "
+        "as the root of their rows. At other sizes the cuts of this plan are shown; what does not divide there is not shaded."
     )
     return el("section", el("h2", "Weights, to scale", id="weights"), el("p", about, class_="soft"), switch(plan),
               el("div", *figures, class_="weights"), aria_labelledby="weights")  # fmt: skip
@@ -106,9 +113,17 @@ def messages_section(traffic: Sequence[Traffic]) -> Safe:
     if not traffic:
         return el("section", head, el("p", "No block sends messages.", class_="soft"), aria_labelledby="messages")
     most = max((max(_bytes(one.forward, one.backward), _least(one)) for one in traffic), default=1)
-    rows = [_traffic_row(one, most) for one in traffic]
+    alike: dict[str, list[Traffic]] = {}
+    for one in traffic:
+        alike.setdefault(repr(replace(one, block="")), []).append(one)
+    rows = [_traffic_row(replace(ones[0], block=_blocks(ones)), most) for ones in alike.values()]
     made = table(("block", "forward", "backward", "moved", "least", ""), rows, "Bytes for each token")
     return el("section", head, made, aria_labelledby="messages")
+
+
+def _blocks(alike: Sequence[Traffic]) -> str:
+    """The first of those that move the same, and how many they are."""
+    return f"{alike[0].block} and {len(alike) - 1} like it" if len(alike) > 1 else alike[0].block
 
 
 def _traffic_row(one: Traffic, most: int) -> list[Content]:
@@ -183,5 +198,5 @@ def findings_section(findings: Sequence[Finding], title: str = "Findings") -> Sa
         for finding in findings
     ]  # fmt: skip
     said = f"{count(len(findings), 'finding')}, what is wrong before what follows from it."
-    return el("section", el("h2", title, id="findings"), el("p", said, class_="soft"), el("ol", *items, class_="findings"),
-              aria_labelledby="findings")  # fmt: skip
+    told = (el("h2", title, id="findings"), el("p", said, class_="soft"), el("ol", *items, class_="findings"))
+    return el("section", *told, aria_labelledby="findings")

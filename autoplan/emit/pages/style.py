@@ -9,8 +9,8 @@ from autoplan.emit.pages.markup import Safe, written_here
 
 __all__ = ["script", "styles"]
 
-_LIGHT = ("#cfe3fb", "#fbdcc4", "#d3eccb", "#ead7f5", "#fbd3df", "#cdeeee", "#f4e8b4", "#dcdcf7")
-_DARK = ("#1d4370", "#6b3d1a", "#275a2b", "#553069", "#6d2740", "#1b5555", "#594d12", "#3b3b80")
+_LIGHT = ("#cfe3fb", "#fbdcc4", "#d3eccb", "#ead7f5", "#fbd3df", "#cdeeee", "#f4e8b4", "#dcdcf7", "#e2e2d5")
+_DARK = ("#1d4370", "#6b3d1a", "#275a2b", "#553069", "#6d2740", "#1b5555", "#594d12", "#3b3b80", "#4a4a3d")
 
 _BASE = """
 :root{--paper:#fff;--ink:#1b1f24;--soft:#5a636e;--line:#c9d1d9;--whole:#eef0f3;--sum:#c02626;--move:#8a5a00;
@@ -54,6 +54,7 @@ details{border-top:1px solid var(--line);padding:4px 0}summary{cursor:pointer;ov
 .error b{color:var(--bad)}.warn b{color:var(--open)}ol.findings li{margin:6px 0;overflow-wrap:anywhere}
 input[type=search]{font:inherit;padding:4px 8px;border:1px solid var(--line);border-radius:6px;background:var(--paper);
 color:var(--ink);width:min(320px,100%)}
+.explore{display:flex;flex-wrap:wrap;gap:4px 24px;align-items:center}.stack{width:100%;max-width:720px;height:auto}
 .bar{fill:var(--whole)}.limit{stroke:var(--bad);stroke-width:2}.side{display:grid;gap:20px}
 @media(min-width:900px){.side{grid-template-columns:1fr 1fr}}
 @media print{:root{--paper:#fff;--ink:#000;--soft:#444;--line:#999;--whole:#eee}.noprint{display:none}
@@ -69,7 +70,8 @@ document.addEventListener('click',function(e){var a=e.target.closest&&e.target.c
 if(a&&a.getAttribute('href')===location.hash)open()});
 var field=document.getElementById('search');if(!field)return;
 document.getElementById('searching').hidden=false;
-var boxes=[].slice.call(document.querySelectorAll('.box')),told=[].slice.call(document.querySelectorAll('details[data-path]'));
+var boxes=[].slice.call(document.querySelectorAll('.box'));
+var told=[].slice.call(document.querySelectorAll('details[data-path]'));
 field.addEventListener('input',function(){var q=field.value.trim().toLowerCase(),n=0;
 boxes.forEach(function(b){var hit=q&&b.textContent.toLowerCase().indexOf(q)>=0;
 b.classList.toggle('lit',!!hit);b.classList.toggle('dim',!!q&&!hit);if(hit)n++});
