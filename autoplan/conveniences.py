@@ -100,6 +100,22 @@ def _save(plan: Plan, path: str | PathLike[str]) -> None:
     save_plan(plan, path)
 
 
+def _plan_report(plan: Plan, path: str | PathLike[str], *, estimate: Estimate | None, memory: str | int | None) -> None:
+    from autoplan.emit.pages.page import plan_page
+    from autoplan.emit.pages.write import write_page
+
+    check_argument("estimate", estimate, (Estimate, type(None)), "give what autoplan.estimate returns")
+    write_page(path, lambda: plan_page(plan, plan.to_dict(), estimate, _bytes(memory)))
+
+
+def _bytes(memory: str | int | None) -> int:
+    if memory is None or isinstance(memory, int):
+        return memory or 0
+    from autoplan.forecast.choose import parse_memory
+
+    return parse_memory(memory)
+
+
 def _estimate_text(found: Estimate) -> str:
     from autoplan.emit.tables.estimate_table import estimate_view
     from autoplan.emit.tables.terminal import plain_text
@@ -130,6 +146,7 @@ provided: dict[str, Callable[..., Any]] = {
     "Plan.export": _export,
     "Plan.part_for": _part_for,
     "Plan.save": _save,
+    "Plan.report": _plan_report,
     "Report.__str__": _report_text,
     "Estimate.__str__": _estimate_text,
     "Estimate.to_dict": _estimate_to_dict,

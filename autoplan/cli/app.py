@@ -18,6 +18,7 @@ import typer
 
 from autoplan.cli.audit import audit, compare
 from autoplan.cli.estimate import calibrate, choose, dryrun, estimate
+from autoplan.cli.report import report
 from autoplan.cli.scoreboard import scoreboard
 from autoplan.cli.shared import (
     FAILED,
@@ -293,6 +294,7 @@ def rules_test(
 app.command()(audit)
 app.command()(compare)
 app.command()(scoreboard)
+app.command()(report)
 app.command()(choose)
 app.command()(estimate)
 app.command()(dryrun)

@@ -10,7 +10,7 @@ import typer
 from autoplan.cli.shared import FINDINGS, OK, AsJson, Cut, Model, Output, Trust, emit, progress
 from autoplan.common.errors import AutoplanError
 
-__all__ = ["calibrate", "choose", "dryrun", "estimate"]
+__all__ = ["calibrate", "checkpointing_of", "choose", "dryrun", "estimate"]
 
 
 class Train(StrEnum):
@@ -87,7 +87,7 @@ def estimate(
     with progress(f"estimating {model} on {mesh}"):
         found = autoplan.estimate(
             model, mesh=mesh, batch=batch, sequence=sequence, train=train.value, device=gpu,
-            activation_checkpointing=_checkpointing(checkpointing), sequence_parallel=sequence_parallel,
+            activation_checkpointing=checkpointing_of(checkpointing), sequence_parallel=sequence_parallel,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
     emit(estimate_view(found), found.to_dict(), as_json, output)
@@ -109,7 +109,7 @@ def dryrun(
     from autoplan.emit.tables.estimate_table import dry_run_to_dict, dry_run_view
     from autoplan.forecast.dry_run import dry_run
 
-    again = _checkpointing(checkpointing)
+    again = checkpointing_of(checkpointing)
     options: dict[str, Any] = {"activation_checkpointing": again} if again else {}
     with progress(f"running {model} on {mesh} without storage"):
         found = dry_run(
@@ -146,7 +146,7 @@ def calibrate(
         dist.destroy_process_group()
 
 
-def _checkpointing(text: str) -> bool | str:
+def checkpointing_of(text: str) -> bool | str:
     known: dict[str, bool | str] = {"none": False, "block": True, "submodule": "submodule", "selective": "selective"}
     if text not in known:
         raise AutoplanError(f"--checkpointing {text}", hint=f"choose one of {', '.join(known)}")

@@ -17,11 +17,12 @@ __all__ = ["diff"]
 
 Item = TypeVar("Item")
 _BY_NAME = ("entries", "replicated", "layers", "findings", "runtime")
+_NOT_COMPARED = ("flow",)  # a drawing's order decides nothing
 
 
 def diff(before: Plan, after: Plan) -> tuple[Change, ...]:
     """Empty exactly when the plans are equal."""
-    changes = [*_fields("", before, after, skip=_BY_NAME)]
+    changes = [*_fields("", before, after, skip=_BY_NAME + _NOT_COMPARED)]
     for pattern, old, new in _pairs(before.entries, after.entries, lambda entry: entry.pattern):
         changes += _entry_changes(pattern, old, new)
     changes += _items("whole", before.replicated, after.replicated, lambda whole: whole.fqn)
@@ -37,7 +38,7 @@ def diff(before: Plan, after: Plan) -> tuple[Change, ...]:
         elif old_sites != new_sites:
             changes.append(Change("", field.name, old_sites, new_sites))
     if not changes and before != after:  # the same items in another order
-        changes = [*_fields("", before, after)]
+        changes = [*_fields("", before, after, skip=_NOT_COMPARED)]
     return tuple(changes)
 
 

@@ -11,6 +11,7 @@ from autoplan.values.costs import Cost
 from autoplan.values.facts import ClassFact, ParameterFact
 from autoplan.values.fed import Fed
 from autoplan.values.findings import Finding, Report, Score, Scoreboard, Traffic, Verdict
+from autoplan.values.flow import FlowPart
 from autoplan.values.instructions import (
     INSTRUCTIONS,
     AllGather,
@@ -101,6 +102,7 @@ __all__ = [
     "Entry",
     "EqualPieces",
     "Fed",
+    "FlowPart",
     "Finding",
     "Fold",
     "ForwardCode",

@@ -8,8 +8,10 @@ from typing import Any, Literal
 
 from autoplan.values.conveniences import done_above
 from autoplan.values.costs import Cost
+from autoplan.values.estimate import Estimate
 from autoplan.values.fed import Fed
 from autoplan.values.findings import Finding, Traffic
+from autoplan.values.flow import FlowPart
 from autoplan.values.instructions import Runtime
 from autoplan.values.made_for import MadeFor
 from autoplan.values.quantised import PackedWeight
@@ -153,6 +155,7 @@ class Plan:
     tp_size 1 any other. `made_for`: the code and the sizes of the model that it was made for; it is refused for others.
     `fed`: what its forward was given, where nothing said so and it was derived.
     `packed`: how the weights of a quantised model are stored, by pattern, and how the stored tensors are cut with them.
+    `flow`: in which order its modules run, for drawings; no part of what is compared.
     """
 
     model: str
@@ -172,6 +175,7 @@ class Plan:
     made_for: MadeFor = MadeFor()
     fed: tuple[Fed, ...] = ()
     packed: tuple[PackedWeight, ...] = ()
+    flow: tuple[FlowPart, ...] = field(default=(), compare=False)
 
     @property
     def ranks(self) -> int:
@@ -225,6 +229,17 @@ class Plan:
         """
         part: Plan = done_above("Plan.part_for", self, model)
         return part
+
+    def report(
+        self, path: str | PathLike[str], *, estimate: Estimate | None = None, memory: str | int | None = None
+    ) -> None:
+        """Write a page to look at: one HTML file. `estimate` fills its memory section, held against `memory` of a GPU
+        (80GB, or a number of bytes)."""
+        done_above("Plan.report", self, path, estimate=estimate, memory=memory)
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        return str(done_above("Plan._repr_html_", self))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a plan file, YAML or JSON by suffix; `autoplan.load_plan` reads it back exactly."""

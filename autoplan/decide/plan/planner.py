@@ -19,6 +19,7 @@ from autoplan.decide.matching.match import Matching, match_rules
 from autoplan.decide.matching.naming import Naming, name_parameters, readings
 from autoplan.decide.plan.communication import communication
 from autoplan.decide.plan.costs import Costs
+from autoplan.decide.plan.flow import flow_of
 from autoplan.decide.plan.folding import Names, fold_runtime, starred
 from autoplan.decide.plan.reasons import reason_text, units_text, whole_text
 from autoplan.decide.plan.styles import style_of
@@ -76,6 +77,7 @@ def make_plan(
         runtime=fold_runtime(solution.runtime, names),
         communication=traffic,
         obstacles=_obstacles(solution, drafts, names),
+        flow=flow_of(solution.trace, layers, names),
     )
 
 

@@ -17,6 +17,7 @@ where.
     fed: [...]            # what an unfamiliar forward was given while the plan was made
     ep_size: 8            # where whole experts are placed on different ranks
     packed: [...]         # of a quantised model: the tensors that are stored in place of its weights
+    flow: [...]           # the order in which modules run, for drawings
 
 `autoplan plan --json` prints the same keys; docs/plan-format.md explains them. Format 1, which had strings in place of
 instructions, is refused: what its places in code were made for is not in it.
@@ -71,7 +72,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     experts = {"ep_size": plan.ep_size} if plan.ep_size > 1 else {}
     fed = {"fed": plain(plan.fed)} if plan.fed else {}
     packed = {"packed": plain(plan.packed, brief=True)} if plan.packed else {}
-    return {"autoplan": FORMAT_VERSION, **values, **fed, **experts, **packed}
+    flow = {"flow": plain(plan.flow)} if plan.flow else {}
+    return {"autoplan": FORMAT_VERSION, **values, **fed, **experts, **packed, **flow}
 
 
 def plan_from_dict(data: Any, where: str = "plan") -> Plan:

@@ -13,17 +13,19 @@ from rich.text import Text
 from autoplan.values.estimate import Estimate, MemoryParts, Row, Sent
 
 __all__ = [
+    "PARTS",
     "choice_view",
     "dry_run_to_dict",
     "dry_run_view",
     "estimate_to_dict",
     "estimate_view",
+    "mesh_text",
     "row_to_dict",
     "row_view",
     "sent_table",
 ]
 
-_NAMES = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer states",
+PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer states",
           "kept": "activations kept for backward", "temporary": "values of the moment",
           "unsharded": "units gathered, and their buffers", "communication": "messages",
           "cache": "keys and values", "overhead": "context and communicators"}  # fmt: skip
@@ -34,7 +36,7 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-def _mesh(mesh: Iterable[tuple[str, int]]) -> str:
+def mesh_text(mesh: Iterable[tuple[str, int]]) -> str:
     return " × ".join(f"{name} {size}" for name, size in mesh if size > 1) or "one rank"
 
 
@@ -46,9 +48,11 @@ def estimate_view(found: Estimate) -> RenderableType:
         size = getattr(found.parts, part.name)
         if size:
             share = size / max(found.peak, 1)
-            table.add_row(_NAMES[part.name], _gib(size), "█" * round(30 * share))
+            table.add_row(PARTS[part.name], _gib(size), "█" * round(30 * share))
     table.add_row("together", f"{_gib(found.peak)} ± {bars['memory'][0]:.0%}" if bars else _gib(found.peak))
-    head = f"{found.model} on {_mesh(found.mesh)}: micro-batch {found.batch} × {found.sequence} tokens, {found.train}"
+    head = (
+        f"{found.model} on {mesh_text(found.mesh)}: micro-batch {found.batch} × {found.sequence} tokens, {found.train}"
+    )
     lines: list[RenderableType] = [Text(head), Text(""), table]
     lines.append(Text(f"the peak is in the {found.phase}, at {found.where}"))
     lines += [Text(""), sent_table(found.messages)]
@@ -83,7 +87,7 @@ def choice_view(choice: Any) -> RenderableType:
         again = {True: "blocks", False: "none"}.get(row.checkpointing, str(row.checkpointing))
         kept = ", kept" if row.reshard is False else ""
         speed = f"{found.tokens_per_second:,.0f}" if row.fits else "does not fit"
-        cells = (_mesh(found.mesh) + kept, f"{found.batch} × {row.accumulate}", again)
+        cells = (mesh_text(found.mesh) + kept, f"{found.batch} × {row.accumulate}", again)
         cut = "cut" if row.sequence_parallel else ""
         table.add_row(str(place), *cells, cut, f"{found.peak / 2**30:.1f}", speed, row.binds)
     fitting = sum(row.fits for row in choice.rows)
@@ -150,7 +154,7 @@ def dry_run_view(found: Any) -> RenderableType:
     for (kind, dim, module, size), times in counted.items():
         table.add_row(kind, dim, module or "backward", f"{size:,}", str(times))
     shapes = ", ".join(f"{name} {list(shape)}" for name, shape in found.outputs)
-    head = f"{found.model} as rank {found.rank} of {_mesh(found.mesh)}: forward, backward and update ran"
+    head = f"{found.model} as rank {found.rank} of {mesh_text(found.mesh)}: forward, backward and update ran"
     held = f"parameters {_gib(found.parameters)}, gradients {_gib(found.gradients)}; outputs: {shapes}"
     return Group(Text(head), Text(held), Text(""), table, Text(""), sent_table(found.sent))
 

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from autoplan.values import Plan
 
-__all__ = ["rank_weights", "sizes_view"]
+__all__ = ["rank_weights", "shown_sizes", "sizes_view"]
 
 _MOST = 12  # sizes that are shown
 
@@ -19,6 +19,11 @@ def rank_weights(plan: Plan, tp: int) -> tuple[int, int]:
     return whole + sum(-(-entry.bytes // tp) for entry in plan.entries), whole
 
 
+def shown_sizes(plan: Plan) -> tuple[int, ...]:
+    """Powers of two among the legal sizes, and the plan's own."""
+    return tuple(tp for tp in plan.legal_tp if tp & (tp - 1) == 0 or tp == plan.tp_size)[:_MOST]
+
+
 def sizes_view(plan: Plan) -> RenderableType | None:
     """A line for each legal size; None where nothing is split."""
     if not plan.entries or len(plan.legal_tp) < 2:
@@ -26,7 +31,7 @@ def sizes_view(plan: Plan) -> RenderableType | None:
     table = Table("tp", "weights of a rank", "of them whole", "messages of a block", box=None, pad_edge=False)
     sums = [sum(n for n, _ in (*one.forward.values(), *one.backward.values())) for one in plan.communication]
     sent = str(max(sums)) if sums else "-"
-    shown = [tp for tp in plan.legal_tp if tp & (tp - 1) == 0 or tp == plan.tp_size][:_MOST]
+    shown = shown_sizes(plan)
     for tp in shown:
         size, whole = rank_weights(plan, tp)
         mark = " (this plan)" if tp == plan.tp_size else ""

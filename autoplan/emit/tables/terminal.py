@@ -22,7 +22,7 @@ from autoplan.emit.tables.traffic_table import TRAFFIC_COLUMNS, traffic_lines, t
 from autoplan.emit.words import bytes_text, count
 from autoplan.values import Entry, Finding, Plan, Proof, Replicated, Report, Stack, Traffic
 
-__all__ = ["layers_view", "plain_text", "plan_view", "report_view"]
+__all__ = ["layers_view", "plain_text", "plan_view", "proof_text", "report_view"]
 
 _LEVELS = {"error": "bold red", "warn": "yellow", "note": "cyan"}
 _NARROWEST = 80
@@ -54,7 +54,7 @@ def plan_view(plan: Plan) -> RenderableType:
         sections += [_heading("Fed, as it was derived (pass inputs= if it is given otherwise)"), _fed(plan)]
     if plan.findings:
         sections += [_heading("Findings"), *findings_view(plan.findings)]
-    return Group(*sections, Text(), _proof(plan.proof))
+    return Group(*sections, Text(), proof_text(plan.proof))
 
 
 def report_view(report: Report, title: str = "") -> RenderableType:
@@ -207,7 +207,7 @@ def _findings_in_full(findings: Iterable[Finding]) -> Iterable[RenderableType]:
                 yield Padding(Text(text), (0, 0, 0, 6))
 
 
-def _proof(proof: Proof) -> RenderableType:
+def proof_text(proof: Proof) -> Text:
     """What a plan may be trusted for. Without a trial on ranks that is not "proven", whatever the graph says."""
     if proof.trial.outcome == "wrong" and proof.method != "ranks":
         return Text.assemble(("Proof failed", "bold red"), f" on simulated ranks: {proof.trial.why}")
@@ -224,7 +224,7 @@ def _proof(proof: Proof) -> RenderableType:
     return verdict.append(f": {proof.text}" if proof.text else ".")
 
 
-def _untried(proof: Proof) -> RenderableType:
+def _untried(proof: Proof) -> Text:
     said = Text.assemble(("Derived, not tried on simulated ranks", "bold yellow"), f": {proof.trial.why}")
     said.append(f"; {proof.trial.hint}" if proof.trial.hint else "")
     return said if proof.method == "none" else said.append(f". On the graph: {proof.text}")

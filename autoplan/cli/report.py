@@ -1,0 +1,84 @@
+"""`autoplan report`: a plan as a page to look at, and to send to somebody."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autoplan.cli.estimate import Again, Batch, Gpu, How, Length, Train, checkpointing_of
+from autoplan.cli.shared import FINDINGS, OK, Cut, EpSize, Trust, note, progress
+from autoplan.common.errors import AutoplanError
+
+if TYPE_CHECKING:
+    from autoplan.values import Plan
+    from autoplan.values.estimate import Estimate
+
+__all__ = ["report"]
+
+
+def report(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="As in `autoplan plan`, or a plan file.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The page, such as plan.html.")],
+    tp: Annotated[int | None, typer.Option("--tp", min=1, help="Ranks to split over; a plan file has its own.")] = None,
+    mesh: Annotated[
+        str | None, typer.Option("--mesh", help="Such as dp_shard=8,tp=8: estimates a step, for the memory of a rank.")
+    ] = None,
+    ep: EpSize = 1,
+    batch: Batch = 1,
+    sequence: Length = 2048,
+    checkpointing: Again = "none",
+    train: How = Train.full,
+    gpu: Gpu = "h100",
+    sequence_parallel: Cut = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Write a plan as one HTML file: what is split, what moves, what fills the memory, how sure it is."""
+    from autoplan.emit.pages.write import check_page
+
+    check_page(output)
+    sizes = _sizes(mesh)
+    how: dict[str, Any] = {"sequence_parallel": sequence_parallel, "trust_remote_code": trust_remote_code}
+    made = _made(model, tp or sizes.get("tp"), ep if ep > 1 else sizes.get("ep", 1), how)
+    if sizes.get("tp", made.tp_size) != made.tp_size:
+        raise AutoplanError(f"--mesh {mesh} has tp {sizes['tp']}, the plan tp {made.tp_size}", hint="give one of them")
+    found, memory = None, None
+    if mesh is not None:
+        how |= {"batch": batch, "sequence": sequence, "train": train.value}
+        found, memory = _estimated(
+            model, mesh, gpu, how | {"activation_checkpointing": checkpointing_of(checkpointing)}
+        )
+    made.report(output, estimate=found, memory=memory)
+    note(f"written to {output}")
+    raise typer.Exit(FINDINGS if made.proof.failed else OK)
+
+
+def _sizes(mesh: str | None) -> dict[str, int]:
+    from autoplan.forecast.estimate import mesh_sizes
+
+    return {} if mesh is None else dict(mesh_sizes(mesh))
+
+
+def _made(model: str, tp: int | None, ep: int, how: dict[str, Any]) -> Plan:
+    import autoplan
+    from autoplan.decide.written_plans.plan_file import load_plan, names_plan_file
+
+    if names_plan_file(model):
+        return load_plan(model)
+    if tp is None:
+        raise typer.BadParameter("needed unless MODEL is a plan file, or --mesh has it", param_hint="--tp")
+    experts = {"ep_size": ep} if ep > 1 else {}
+    with progress(f"planning {model} for tp {tp}"):
+        return autoplan.plan(model, tp_size=tp, **how, **experts)
+
+
+def _estimated(model: str, mesh: str, gpu: str, how: dict[str, Any]) -> tuple[Estimate, int]:
+    import autoplan
+    from autoplan.decide.written_plans.plan_file import names_plan_file
+    from autoplan.forecast.devices import load_device
+
+    if names_plan_file(model):
+        raise AutoplanError("--mesh needs the model, not a plan file", hint="leave --mesh out, or give the model")
+    with progress(f"estimating {model} on {mesh}"):
+        return autoplan.estimate(model, mesh=mesh, device=gpu, **how), load_device(gpu).memory

@@ -1,0 +1,188 @@
+"""Where each box, edge and text of a drawing stands, for a given width. So a test can say that nothing overlaps.
+
+Texts are set in a typeface whose letters are equally wide: their extent is known without a browser.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from autoplan.emit.pages.marks import Mark
+from autoplan.emit.pages.picture import Block, Box, Row
+
+__all__ = ["CELL", "Drawing", "Edge", "Shape", "Words", "cells", "draw_block", "wrapped"]
+
+CELL = 0.62  # of the size of a letter: its width, with some room
+_LARGE, _SMALL = 13, 11
+_LINE = 15
+_PAD, _GAP, _MARGIN = 8, 10, 12
+_NARROWEST = 90
+_EDGE = 12
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A box of the drawing, or the frame around some (`frame`)."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    box: Box | None = None
+
+    @property
+    def frame(self) -> bool:
+        return self.box is None
+
+
+@dataclass(frozen=True)
+class Words:
+    """A line of text. `y` is its baseline."""
+
+    x: float
+    y: float
+    text: str
+    size: int
+    kind: str
+    box: Box | None = None
+
+    @property
+    def width(self) -> float:
+        return cells(self.text) * self.size * CELL
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A line from top to bottom; `kind`: "value", "cut", "partial" or "gradient"."""
+
+    x: float
+    top: float
+    bottom: float
+    kind: str
+    axis: int = -1
+
+
+@dataclass
+class Drawing:
+    width: float
+    height: float = 0.0
+    shapes: list[Shape] = field(default_factory=list)
+    words: list[Words] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+
+
+def cells(text: str) -> int:
+    """How many letters wide: those of some scripts take two."""
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def wrapped(text: str, width: float, size: int) -> list[str]:
+    """Lines no wider than `width`, broken after a blank, a dot or an underscore where one is near, else anywhere."""
+    most = max(1, int(width / (size * CELL)))
+    lines = [""]
+    for piece in _pieces(text):
+        if cells(lines[-1]) + cells(piece.rstrip()) > most and lines[-1]:
+            lines.append("")
+        for letter in piece:
+            if cells(lines[-1]) + cells(letter) > most:
+                lines.append("")
+            lines[-1] += letter
+    return [line.strip() for line in lines if line.strip()] or [""]
+
+
+def _pieces(text: str) -> Iterable[str]:
+    start = 0
+    for place, letter in enumerate(text):
+        if letter in " ._":
+            yield text[start : place + 1]
+            start = place + 1
+    yield text[start:]
+
+
+def draw_block(block: Block, width: float) -> Drawing:
+    """Rows from top to bottom; neighbours of one parent in a frame that says its name."""
+    drawing = Drawing(width)
+    y = _MARGIN / 2
+    place = 0
+    while place < len(block.rows):
+        parent = block.rows[place].parent
+        end = place
+        while end < len(block.rows) and block.rows[end].parent == parent:
+            end += 1
+        y = _frame(drawing, parent, block.rows[place:end], y)
+        place = end
+    drawing.height = y + _MARGIN / 2
+    return drawing
+
+
+def _frame(drawing: Drawing, parent: str, rows: tuple[Row, ...], y: float) -> float:
+    inset = _MARGIN * 2 if parent else _MARGIN
+    top = y
+    if parent:
+        for line in wrapped(parent, drawing.width - 2 * inset, _SMALL):
+            drawing.words.append(Words(inset, y + _LINE, line, _SMALL, "parent"))
+            y += _LINE
+        y += 6
+    for row in rows:
+        y = _row(drawing, row, inset, y)
+    if parent:
+        drawing.shapes.append(Shape(_MARGIN, top, drawing.width - 2 * _MARGIN, y - top))
+        y += _EDGE
+    return y
+
+
+def _row(drawing: Drawing, row: Row, inset: float, y: float) -> float:
+    y = _marks(drawing, [mark for mark in row.marks if mark.before], row, inset, y)
+    room = drawing.width - 2 * inset
+    beside = max(1, min(len(row.boxes), int((room + _GAP) / (_NARROWEST + _GAP))))
+    for start in range(0, len(row.boxes), beside):
+        some = row.boxes[start : start + beside]
+        each = (room - _GAP * (len(some) - 1)) / len(some)
+        heights = [_box(drawing, box, inset + n * (each + _GAP), y, each) for n, box in enumerate(some)]
+        tallest = max(heights)
+        for n, box in enumerate(some):
+            drawing.shapes.append(Shape(inset + n * (each + _GAP), y, each, tallest, box))
+        y += tallest + (_GAP if start + beside < len(row.boxes) else 0)
+    return _marks(drawing, [mark for mark in row.marks if not mark.before], row, inset, y, leaves=True)
+
+
+def _box(drawing: Drawing, box: Box, x: float, y: float, width: float) -> float:
+    """The texts of a box; how high it must be."""
+    room = width - 2 * _PAD
+    below = y + _PAD / 2
+    letter = f"{box.axis.letter} " if box.axis else ""
+    for line in wrapped(letter + box.name, room, _LARGE):
+        below += _LINE
+        drawing.words.append(Words(x + _PAD, below, line, _LARGE, "name", box))
+    said = [*box.lines, *([f"finding {', '.join(map(str, box.findings))}"] if box.findings else [])]
+    for place, text in enumerate(said):
+        kind = "pin" if box.findings and place == len(said) - 1 else "line"
+        for line in wrapped(text, room, _SMALL):
+            below += _LINE
+            drawing.words.append(Words(x + _PAD, below, line, _SMALL, kind, box))
+    return below + _PAD - y
+
+
+def _marks(drawing: Drawing, marks: list[Mark], row: Row, inset: float, y: float, leaves: bool = False) -> float:
+    """The edge above or below a row, with what ranks do on it written beside."""
+    if not marks and not leaves:
+        return y
+    top, x = y, inset + 10
+    y += _EDGE / 2
+    for mark in marks:
+        kind = "gradient" if mark.backward else "sum" if mark.partial else "move"
+        for line in wrapped(mark.text, drawing.width - 2 * inset - 24, _SMALL):
+            drawing.words.append(Words(x + 14, y + _LINE - 4, line, _SMALL, kind))
+            y += _LINE
+    y += _EDGE / 2
+    axis = next((box.axis.number for box in row.boxes if box.axis), -1)
+    partial = any(mark.partial and not mark.backward for mark in marks)
+    gives = {box.gives for box in row.boxes} if leaves else set()
+    cut = axis >= 0 and "cut" in gives and not partial
+    kind = "partial" if partial or "partial" in gives else "cut" if cut else "value"
+    drawing.edges.append(Edge(x, top, y, kind, axis if cut else -1))
+    if any(mark.backward for mark in marks):
+        drawing.edges.append(Edge(x + 6, top, y, "gradient"))
+    return y

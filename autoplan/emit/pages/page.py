@@ -1,0 +1,97 @@
+"""A plan as one HTML file: everything that is known of it, from the verdict down to each decision's reason.
+
+It needs no network and, for reading, no script: explanations open as `details`, sizes switch by style. The script only
+searches, and opens what a click leads to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from autoplan.emit.explain import explain
+from autoplan.emit.pages.markup import Content, Safe, data, el, written_here
+from autoplan.emit.pages.memory import memory_section
+from autoplan.emit.pages.picture import scene_of
+from autoplan.emit.pages.sections import (
+    drawing_section,
+    facts,
+    findings_section,
+    messages_section,
+    sizes_section,
+    verdict,
+    weights_section,
+    whole_section,
+)
+from autoplan.emit.pages.style import script, styles
+from autoplan.emit.tables.sizes_table import shown_sizes
+from autoplan.values import Finding, Plan
+from autoplan.values.estimate import Estimate
+from autoplan.values.plain import finite
+from autoplan.version import __version__
+
+__all__ = ["cause_first", "explanations", "links_of", "plan_page", "whole_page"]
+
+_RANKS = {"error": 0, "warn": 1, "note": 2}
+
+
+def plan_page(plan: Plan, data_of: dict[str, Any], estimate: Estimate | None = None, memory: int = 0) -> str:
+    """The page. `data_of`: the plan as plain data; `memory`: bytes of the GPU that the estimate is held against."""
+    findings = cause_first(plan.findings)
+    links = links_of(plan)
+    return whole_page(
+        f"{plan.model} at tp {plan.tp_size}",
+        verdict(plan.proof),
+        facts(plan),
+        memory_section(estimate, memory),
+        drawing_section(scene_of(plan, links, findings)),
+        weights_section(plan),
+        messages_section(plan.communication),
+        whole_section(plan),
+        sizes_section(plan),
+        findings_section(findings),
+        explanations(plan, links),
+        held={"plan": data_of, "estimate": None if estimate is None else estimate.to_dict()},
+        sizes=shown_sizes(plan),
+    )
+
+
+def whole_page(title: str, *parts: Content, held: dict[str, Any], sizes: tuple[int, ...] = ()) -> str:
+    """A complete document around `parts`; `held` are the data in it."""
+    head = el(
+        "head",
+        el("meta", charset="utf-8"),
+        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        el("meta", name="color-scheme", content="light dark"),
+        el("title", title),
+        styles(sizes),
+    )
+    skip = el("a", "To the drawing", href="#drawing", class_="skip")
+    top = el("header", el("h1", title))
+    made = el(
+        "footer", el("p", f"Made by autoplan {__version__}. The data of this page stand in it as JSON.", class_="soft")
+    )
+    body = el("body", skip, top, el("main", *parts), made, data("data", finite(held)), script())
+    return written_here("<!DOCTYPE html>\n") + el("html", head, body, lang="en") + "\n"
+
+
+def cause_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """What is wrong before what follows from it, errors before notes."""
+    return tuple(sorted(findings, key=lambda one: (one.is_consequence, _RANKS[one.level])))
+
+
+def links_of(plan: Plan) -> dict[str, str]:
+    """Where the page explains a pattern of an entry, or a parameter that stays whole."""
+    found = {entry.pattern: f"e{number}" for number, entry in enumerate(plan.entries)}
+    return found | {one.fqn: f"w{number}" for number, one in enumerate(plan.replicated)}
+
+
+def explanations(plan: Plan, links: dict[str, str]) -> Safe:
+    """What `explain` says of each entry and of each parameter that stays whole."""
+    told = [_explained(plan, path, link) for path, link in links.items()]
+    return el("section", el("h2", "Explained, one by one", id="explained"), *told, aria_labelledby="explained")
+
+
+def _explained(plan: Plan, path: str, link: str) -> Safe:
+    text = "\n".join(explain(plan, path).splitlines()[1:])
+    return el("details", el("summary", el("code", path)), el("pre", text), id=link, data_path=path)

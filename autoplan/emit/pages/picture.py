@@ -1,0 +1,193 @@
+"""What the drawing of a model shows, before anything has a place: boxes in the order in which data flows.
+
+    Scene ── Block (one of a kind, ×N) ── Row (read one value, stand side by side) ── Box (a module)
+                                            └── Mark (what ranks do together before or after)
+
+A plan says in `flow` in which order modules run. Plan files of a time before that have none: there the order of
+entries stands in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from autoplan.common.patterns import is_under, matches
+from autoplan.emit.pages.marks import Mark, marks_at
+from autoplan.emit.words import bytes_text
+from autoplan.values import Entry, Finding, FlowPart, Plan, Replicated
+
+__all__ = ["Axis", "Block", "Box", "Row", "Scene", "axes_of", "flow_parts", "scene_of"]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis that is cut, with the letter and the colour by which the page tells it from others."""
+
+    number: int
+    letter: str
+    units: str
+
+
+@dataclass(frozen=True)
+class Box:
+    """A module: its name in the block, its whole name, lines under the name, what it links to and what is found.
+
+    `gives`: how its output lies on ranks until they do something about it: "cut", "partial", or "" for whole.
+    """
+
+    name: str
+    path: str
+    lines: tuple[str, ...]
+    axis: Axis | None = None
+    link: str = ""
+    findings: tuple[int, ...] = ()
+    gives: str = ""
+    tone: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Boxes side by side. `parent`: the module that holds them."""
+
+    parent: str
+    boxes: tuple[Box, ...]
+    marks: tuple[Mark, ...] = ()
+
+
+@dataclass(frozen=True)
+class Block:
+    title: str
+    times: int
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Scene:
+    blocks: tuple[Block, ...]
+    axes: tuple[Axis, ...]
+
+
+def axes_of(entries: Iterable[Entry]) -> dict[str, Axis]:
+    """The axis of each entry by its pattern; entries that are cut together share one."""
+    known: dict[object, Axis] = {}
+    found = {}
+    for entry in entries:
+        if not any(":" in segment for segment in entry.segments):
+            continue
+        units = entry.units.partition(" × ")[0]
+        key: object = entry.axes or (entry.pattern.rpartition(".")[0], units)
+        axis = known.setdefault(key, Axis(len(known), _letter(len(known)), units))
+        found[entry.pattern] = axis
+    return found
+
+
+def _letter(number: int) -> str:
+    """A … Z, AA, AB …"""
+    return ("" if number < 26 else _letter(number // 26 - 1)) + chr(ord("A") + number % 26)
+
+
+def flow_parts(plan: Plan) -> tuple[FlowPart, ...]:
+    """The plan's own, or for older plan files one made of its entries in their order."""
+    if plan.flow:
+        return plan.flow
+    blocks = {f"{stack.name}.*": len(stack.fqns) for stack in plan.layers}
+    found: dict[str, list[str]] = {}
+    for pattern in (entry.pattern for entry in plan.entries):
+        block = next((block for block in blocks if is_under(block, pattern)), "")
+        found.setdefault(block or f"\0{pattern if found else ''}", []).append(pattern)
+    return tuple(
+        FlowPart("", 1, tuple(steps))
+        if block.startswith("\0")
+        else FlowPart(block, blocks[block], tuple(step[len(block) + 1 :] for step in steps))
+        for block, steps in found.items()
+    )
+
+
+def scene_of(plan: Plan, links: dict[str, str], findings: Sequence[Finding] = ()) -> Scene:
+    """`links`: what a pattern of the plan, or a parameter that stays whole, links to."""
+    axes = axes_of(plan.entries)
+    boxes = _Boxes(plan, axes, links, findings)
+    blocks = tuple(
+        Block(part.block or "outside of blocks", part.blocks, tuple(boxes.rows(part))) for part in flow_parts(plan)
+    )
+    return Scene(blocks, tuple(dict.fromkeys(axes.values())))
+
+
+class _Boxes:
+    """Boxes of one plan."""
+
+    def __init__(self, plan: Plan, axes: dict[str, Axis], links: dict[str, str], findings: Sequence[Finding]) -> None:
+        self.plan, self.axes, self.links, self.findings = plan, axes, links, findings
+
+    def rows(self, part: FlowPart) -> Iterator[Row]:
+        """Neighbours that read one value share a row; with what ranks do before and after."""
+        rows: list[tuple[Row, set[str]]] = []
+        for step in part.steps:
+            path = ".".join(filter(None, (part.block, step)))
+            entries = self._entries(path)
+            parent, _, leaf = step.rpartition(".")
+            marks = tuple(dict.fromkeys((*marks_at(self.plan, path, entries), *self._around(part, step))))
+            row = Row(parent, (self._box(leaf or path, path, entries),), marks)
+            shared = {name for entry in entries for cost in entry.reduces for name in cost.shared_with}
+            if rows and rows[-1][0].parent == parent and leaf in rows[-1][1]:
+                last = rows[-1][0]
+                marks = tuple(dict.fromkeys((*last.marks, *row.marks)))
+                rows[-1] = (replace(last, boxes=(*last.boxes, *row.boxes), marks=marks), rows[-1][1] | shared)
+            else:
+                rows.append((row, shared))
+        yield from (row for row, _ in rows)
+
+    def _around(self, part: FlowPart, step: str) -> Iterator[Mark]:
+        """What is done where a module around a step, which has no box of its own, is entered or left."""
+        around = step.rpartition(".")[0]
+        while around or part.block:
+            inside = [other for other in part.steps if not around or other.startswith(f"{around}.")]
+            if around not in part.steps:
+                path = ".".join(filter(None, (part.block, around)))
+                ends = {True: inside[0], False: inside[-1]}
+                yield from (mark for mark in marks_at(self.plan, path, ()) if ends[mark.before] == step)
+            if not around:
+                return
+            around = around.rpartition(".")[0]
+
+    def _entries(self, path: str) -> tuple[Entry, ...]:
+        """Of the module itself, or of single parameters of it."""
+        depth = path.count(".") + 1
+        own = [entry for entry in self.plan.entries if matches(entry.pattern, path)]
+        within = [
+            entry
+            for entry in self.plan.entries
+            if entry.pattern.count(".") == depth and is_under(entry.pattern.rpartition(".")[0], path)
+        ]
+        return tuple(own or within)
+
+    def _whole(self, path: str) -> tuple[Replicated, ...]:
+        return tuple(one for one in self.plan.replicated if matches(one.fqn.rpartition(".")[0], path))
+
+    def _box(self, name: str, path: str, entries: tuple[Entry, ...]) -> Box:
+        found = self._found(path)
+        if entries:
+            axis = next((self.axes[entry.pattern] for entry in entries if entry.pattern in self.axes), None)
+            lines = [line for entry in entries for line in (entry.role, f"{entry.style} · {entry.units}".strip(" ·"))]
+            link = next((self.links[e.pattern] for e in entries if e.pattern in self.links), "")
+            return Box(name, path, tuple(dict.fromkeys(filter(None, lines))), axis, link, found, _gives(entries))
+        whole = self._whole(path)
+        size = bytes_text(sum(one.bytes for one in whole)) if whole else ""
+        link = next((self.links[one.fqn] for one in whole if one.fqn in self.links), "")
+        return Box(name, path, (f"whole {size}".strip(),), None, link, found)
+
+    def _found(self, path: str) -> tuple[int, ...]:
+        """Numbers of the findings that are about the module or a parameter of it."""
+        return tuple(
+            number
+            for number, finding in enumerate(self.findings, 1)
+            if any(matches(about, path) or matches(about.rpartition(".")[0], path) for about in finding.about if about)
+        )
+
+
+def _gives(entries: tuple[Entry, ...]) -> str:
+    styles = {entry.style for entry in entries}
+    if any("rowwise" in style and not style.startswith("embedding") for style in styles):
+        return "partial"
+    return "cut" if any("colwise" in style for style in styles) else ""

@@ -1,0 +1,202 @@
+"""The parts of a page about a plan, each from values alone: verdict, drawing, weights, messages, whole, sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from autoplan.emit.pages.drawing import svg_of, tone_of
+from autoplan.emit.pages.geometry import draw_block
+from autoplan.emit.pages.markup import Content, Safe, el, join, table
+from autoplan.emit.pages.picture import Axis, Block, Scene, axes_of
+from autoplan.emit.pages.weights import weight_figure, weights_of
+from autoplan.emit.tables.sizes_table import rank_weights, shown_sizes
+from autoplan.emit.tables.terminal import proof_text
+from autoplan.emit.words import bytes_text, count
+from autoplan.values import Finding, Plan, Proof, Traffic
+
+__all__ = [
+    "WIDTH",
+    "drawing_section",
+    "facts",
+    "findings_section",
+    "messages_section",
+    "sizes_section",
+    "switch",
+    "verdict",
+    "weights_section",
+    "whole_section",
+]
+
+WIDTH = 342.0  # of a block's drawing: a telephone's 390 less its margins; wider screens show blocks side by side
+_SHOWN = 30
+
+
+def verdict(proof: Proof) -> Safe:
+    """What was proven, how, at which size; and what was not tried."""
+    state = "bad" if proof.failed else "ok" if proof.ok else "open"
+    tried = {
+        "passed": "A tiny clone ran on simulated ranks and gave the same.",
+        "unasked": "No trial on simulated ranks was asked for.",
+    }.get(proof.trial.outcome, "")
+    return el("p", _sentence(proof_text(proof).plain), " ", tried, class_=f"verdict {state}", role="status")
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith(".") else f"{text}."
+
+
+def facts(plan: Plan) -> Safe:
+    said = [f"tp {plan.tp_size}", f"ep {plan.ep_size}" if plan.ep_size > 1 else "", plan.source]
+    said += ["sequence parallel" if plan.sequence_parallel else "", f"legal at tp {', '.join(map(str, plan.legal_tp))}"]
+    size, whole = rank_weights(plan, plan.ranks)
+    said.append(f"{bytes_text(size)} of weights on a rank, {bytes_text(whole)} of them whole")
+    return el("ul", *(el("li", one) for one in said if one), class_="facts")
+
+
+def drawing_section(scene: Scene, title: str = "One block of each kind") -> Safe:
+    """Blocks beside each other, in the order in which the model runs them."""
+    figures = [_figure(block) for block in scene.blocks]
+    about = (
+        "From top to bottom as data flows. A box's colour and letter say which axis cuts it; grey is whole on every "
+    )
+    edges = "rank. A dashed red edge carries parts of a sum, which ranks add up where it says so."
+    turned = el("label", el("input", type="checkbox", id="gradients"), " show what moves for gradients")
+    search = el("label", "Search ", el("input", type="search", id="search"))
+    found = el("span", search, " ", el("span", id="hits", aria_live="polite"), id="searching", hidden=True)
+    return el(
+        "section", el("h2", title, id="drawing"), el("p", about, edges, class_="soft"), legend(scene.axes),
+        el("p", turned, found, class_="noprint explore"), el("div", *figures, class_="blocks"), aria_labelledby="drawing",
+    )  # fmt: skip
+
+
+def legend(axes: Iterable[Axis]) -> Safe:
+    items = [el("li", el("span", axis.letter, class_=f"chip {tone_of(axis.number)}"), " ", axis.units) for axis in axes]
+    return el("ul", *items, class_="legend", aria_label="Axes that are cut")
+
+
+def _figure(block: Block) -> Safe:
+    times = f" ×{block.times}" if block.times > 1 else ""
+    return el("figure", el("figcaption", el("code", block.title), el("b", times)),
+              svg_of(draw_block(block, WIDTH), f"{block.title}{times}", "block"))  # fmt: skip
+
+
+def switch(plan: Plan) -> Safe:
+    """The sizes between which the page can be switched, by style alone."""
+    sizes = shown_sizes(plan)
+    choices = [
+        el("label", el("input", type="radio", name="tp", id=f"at-{n}", checked=n == plan.ranks), f" tp {n}")
+        for n in sizes
+    ]
+    told = [
+        el("span", f"{bytes_text(rank_weights(plan, n)[0])} of weights on a rank", class_=f"tp tp-{n}") for n in sizes
+    ]
+    return el("fieldset", el("legend", "Rank 0 at"), *choices, *told)
+
+
+def weights_section(plan: Plan) -> Safe:
+    axes = axes_of(plan.entries)
+    weights = weights_of(plan)
+    longest = max((size for weight in weights for size in weight.sides), default=1)
+    sizes = shown_sizes(plan)
+    figures = [weight_figure(weight, axes.get(weight.entry.pattern), longest, sizes) for weight in weights]
+    about = (
+        "Shaded is what rank 0 holds; a line parts packed pieces, each of which is cut by itself. Sides are drawn "
+        "as the root of their rows. At other sizes the cuts of this plan are shown; what does not divide there is not shaded."
+    )
+    return el("section", el("h2", "Weights, to scale", id="weights"), el("p", about, class_="soft"), switch(plan),
+              el("div", *figures, class_="weights"), aria_labelledby="weights")  # fmt: skip
+
+
+def messages_section(traffic: Sequence[Traffic]) -> Safe:
+    head = el("h2", "Messages of a block, beside the least owed", id="messages")
+    if not traffic:
+        return el("section", head, el("p", "No block sends messages.", class_="soft"), aria_labelledby="messages")
+    most = max((max(_bytes(one.forward, one.backward), _least(one)) for one in traffic), default=1)
+    alike: dict[str, list[Traffic]] = {}
+    for one in traffic:
+        alike.setdefault(repr(replace(one, block="")), []).append(one)
+    rows = [_traffic_row(replace(ones[0], block=_blocks(ones)), most) for ones in alike.values()]
+    made = table(("block", "forward", "backward", "moved", "least", ""), rows, "Bytes for each token")
+    return el("section", head, made, aria_labelledby="messages")
+
+
+def _blocks(alike: Sequence[Traffic]) -> str:
+    """The first of those that move the same, and how many they are."""
+    return f"{alike[0].block} and {len(alike) - 1} like it" if len(alike) > 1 else alike[0].block
+
+
+def _traffic_row(one: Traffic, most: int) -> list[Content]:
+    moved, least = _bytes(one.forward, one.backward), _least(one)
+    ratio = "" if one.ratio is None else f"{one.ratio:.2f} of the least"
+    bars = [
+        el("rect", x=0, y=y, width=f"{size / max(most, 1) * 160:.1f}", height=8, class_=f"bar {tone}")
+        for y, size, tone in ((1, moved, "a1"), (11, least, "a2"))
+    ]
+    svg = el(
+        "svg", *bars, viewBox="0 0 160 20", width=160, height=20, role="img", aria_label=f"{moved} of {least} bytes"
+    )
+    once = f"; once a step {bytes_text(one.once)} of whole parameters' gradients" if one.once else ""
+    return [one.block, _kinds(one.forward), _kinds(one.backward) + once, bytes_text(moved),
+            join([bytes_text(least), el("br"), ratio]), svg]  # fmt: skip
+
+
+def _kinds(kinds: dict[str, tuple[int, int]]) -> str:
+    return ", ".join(f"{number} {kind} ({bytes_text(size)})" for kind, (number, size) in kinds.items()) or "nothing"
+
+
+def _bytes(*directions: dict[str, tuple[int, int]]) -> int:
+    return sum(size for kinds in directions for _, size in kinds.values())
+
+
+def _least(one: Traffic) -> int:
+    return one.least_forward[1] + one.least_backward[1]
+
+
+def whole_section(plan: Plan) -> Safe:
+    """Heaviest first; after some, the rest on demand."""
+    total = bytes_text(sum(one.bytes for one in plan.replicated))
+    rows = [(el("code", one.fqn), bytes_text(one.bytes), one.reason)
+            for one in sorted(plan.replicated, key=lambda one: -one.bytes)]  # fmt: skip
+    head = ("parameter", "bytes", "why")
+    shown = table(head, rows[:_SHOWN], f"{total} on every rank") if rows else el("p", "Nothing.", class_="soft")
+    rest = rows[_SHOWN:]
+    more = el("details", el("summary", f"{len(rest)} lighter ones"), table(head, rest, "the rest")) if rest else None
+    return el("section", el("h2", "What stays whole", id="whole"), shown, more, aria_labelledby="whole")
+
+
+def sizes_section(plan: Plan) -> Safe:
+    """What if: a line for each legal size; its button shades the weights above."""
+    sizes = shown_sizes(plan)
+    sums = [sum(n for n, _ in (*one.forward.values(), *one.backward.values())) for one in plan.communication]
+    sent = str(max(sums)) if sums else "-"
+    rows = []
+    for n in sizes:
+        size, whole = rank_weights(plan, n)
+        mark = " (this plan)" if n == plan.ranks else ""
+        label = el("label", f"tp {n}{mark}", for_=f"at-{n}")
+        rows.append(
+            (label, bytes_text(size), f"{bytes_text(whole)}, {whole / max(size, 1):.0%}", "0" if n == 1 else sent)
+        )
+    others = [str(n) for n in plan.legal_tp if n not in sizes]
+    more = el("p", f"Legal too: {', '.join(others)}.", class_="soft") if others else None
+    made = table(("size", "weights of a rank", "of them whole", "messages of a block"), rows, "Legal sizes of tp")
+    return el("section", el("h2", "What if", id="sizes"), made, more, aria_labelledby="sizes")
+
+
+def findings_section(findings: Sequence[Finding], title: str = "Findings") -> Safe:
+    """Numbered as boxes name them."""
+    if not findings:
+        return el(
+            "section", el("h2", title, id="findings"), el("p", "None.", class_="soft"), aria_labelledby="findings"
+        )
+    items = [
+        el("li", el("b", finding.level), f" {finding.check} · ", el("code", ", ".join(finding.about)),
+           f" ({bytes_text(finding.bytes)})" if finding.bytes else "", el("br"), finding.message,
+           *([el("pre", finding.proof)] if finding.proof else []),
+           *([el("br"), f"→ {finding.hint}"] if finding.hint else []), class_=finding.level)
+        for finding in findings
+    ]  # fmt: skip
+    said = f"{count(len(findings), 'finding')}, what is wrong before what follows from it."
+    told = (el("h2", title, id="findings"), el("p", said, class_="soft"), el("ol", *items, class_="findings"))
+    return el("section", *told, aria_labelledby="findings")

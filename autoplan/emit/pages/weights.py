@@ -1,0 +1,120 @@
+"""Weights drawn to scale, with what rank 0 holds shaded and packed pieces parted by lines, at each size of tp.
+
+Each weight is a rectangle of its two longest dims, all of a page to one scale (a root of it, or tables would hide all
+else). All sizes are in the page; the one that is chosen shows, by a style and without script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import sqrt
+
+from autoplan.common.errors import AutoplanError
+from autoplan.common.layout import Layout
+from autoplan.common.patterns import matches
+from autoplan.emit.pages.drawing import tone_of
+from autoplan.emit.pages.markup import Safe, el
+from autoplan.emit.pages.picture import Axis
+from autoplan.emit.pages.runs import divides, runs, segments
+from autoplan.emit.words import bytes_text
+from autoplan.values import Entry, Plan
+
+__all__ = ["Weight", "weight_figure", "weights_of"]
+
+_SIDE = 120.0  # of the longest dim
+_LEAST = 6.0
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One cut parameter of an entry. `shape` is empty where the plan does not hold it."""
+
+    entry: Entry
+    parameter: str
+    dim: int
+    layout: Layout
+    shape: tuple[int, ...]
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """(the dim that is cut, the longest other one)"""
+        others = [size for place, size in enumerate(self.shape) if place != self.dim]
+        return self.layout.size, max(others, default=1)
+
+    @property
+    def upright(self) -> bool:
+        """Is the cut dim drawn from top to bottom? The last one lies from left to right, as matrices are written."""
+        return len(self.shape) < 2 or self.dim != len(self.shape) - 1
+
+
+def weights_of(plan: Plan) -> tuple[Weight, ...]:
+    return tuple(weight for entry in plan.entries for weight in _of_entry(plan, entry))
+
+
+def _of_entry(plan: Plan, entry: Entry) -> Iterable[Weight]:
+    for parameter, segment in zip(entry.parameters, entry.segments, strict=False):
+        dim, _, text = segment.partition(":")
+        try:
+            layout = Layout.parse(text)
+        except AutoplanError:  # another system's notation, which explain shows as it stands
+            continue
+        if dim.isdigit() and layout.is_split:
+            yield Weight(entry, parameter, int(dim), layout, _shape(plan, entry.pattern, parameter))
+
+
+def _shape(plan: Plan, module: str, parameter: str) -> tuple[int, ...]:
+    for known in plan.made_for.sizes:
+        if known.pattern in (module, f"{module}.{parameter}") or matches(f"{module}.{parameter}", known.pattern):
+            return known.shapes[0]
+    return ()
+
+
+def weight_figure(weight: Weight, axis: Axis | None, longest: int, sizes: Iterable[int]) -> Safe:
+    """A figure with its caption; `longest`: rows of the longest dim on the page."""
+    cut, other = weight.sides
+    along, across = (max(_LEAST, _SIDE * sqrt(size / longest)) for size in (cut, other))
+    width, height = (across, along) if weight.upright else (along, across)
+    tone = tone_of(axis.number) if axis else "whole"
+    outline = el("rect", x=1, y=1, width=_n(width), height=_n(height), class_="outline")
+    held = [_held(weight, size, along, width, height) for size in sizes]
+    parts = [_line(stop / cut * along, width, height, weight.upright) for _, stop in segments(weight.layout)[:-1]]
+    shape = " × ".join(map(str, weight.shape)) or f"{cut} along dim {weight.dim}"
+    name = weight.parameter if weight.entry.pattern.endswith(weight.parameter) else (
+        f"{weight.entry.pattern}.{weight.parameter}")  # fmt: skip
+    name = weight.entry.pattern if name == weight.parameter else name
+    label = f"{name}: {shape}, {weight.layout} along dim {weight.dim}"
+    size = {"width": _n(width + 2), "height": _n(height + 2)}
+    view = f"0 0 {size['width']} {size['height']}"
+    svg = el("svg", el("title", label), outline, *held, *parts, viewBox=view, **size, class_=tone, role="img")
+    letter = el("b", f"{axis.letter} ") if axis else None
+    told = el("figcaption", letter, el("code", name), el("br"), shape, el("br"), bytes_text(weight.entry.bytes))
+    return el("figure", svg, told)
+
+
+def _held(weight: Weight, ranks: int, along: float, width: float, height: float) -> Safe:
+    """What rank 0 holds at one size. A pattern finer than can be drawn is hatched."""
+    chosen = f"tp tp-{ranks}"
+    if not divides(weight.layout, ranks):
+        return el("g", class_=chosen)
+    found = runs(weight.layout, 0, ranks)
+    if found is None:
+        return el("rect", x=1, y=1, width=_n(width), height=_n(height), class_=f"{chosen} held fine")
+    scale = along / weight.layout.size
+    rects = []
+    for start, stop in found:
+        place = {"x": 1.0, "y": 1 + start * scale, "width": width, "height": (stop - start) * scale}
+        if not weight.upright:
+            place = {"x": 1 + start * scale, "y": 1.0, "width": (stop - start) * scale, "height": height}
+        rects.append(el("rect", **{key: _n(value) for key, value in place.items()}, class_="held"))
+    return el("g", *rects, class_=chosen)
+
+
+def _line(at: float, width: float, height: float, upright: bool) -> Safe:
+    if upright:
+        return el("line", x1=1, x2=_n(width + 1), y1=_n(at + 1), y2=_n(at + 1), class_="part")
+    return el("line", x1=_n(at + 1), x2=_n(at + 1), y1=1, y2=_n(height + 1), class_="part")
+
+
+def _n(value: float) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".")

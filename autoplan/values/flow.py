@@ -1,0 +1,20 @@
+"""In which order a model runs its modules: what a drawing of it follows. For readers; nothing is decided by it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["FlowPart"]
+
+
+@dataclass(frozen=True)
+class FlowPart:
+    """Modules with parameters, in the order in which they first run.
+
+    `block`: the first block of a kind, and `blocks` how many run like it; "" for what stands in no block. `steps` are
+    names under it (whole names where there is no block), with `*` for many alike, such as experts.
+    """
+
+    block: str
+    blocks: int
+    steps: tuple[str, ...]
