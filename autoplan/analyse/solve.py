@@ -170,6 +170,11 @@ def _outputs(trace: Trace) -> tuple[tuple[Any, ...], ...]:
     return tuple(dict.fromkeys(found))
 
 
+def _given(trace: Trace) -> tuple[str, ...]:
+    found = (str(path[0]) for visit in trace.visits if visit.module == "" for path, _ in visit.inputs)
+    return tuple(dict.fromkeys(found))
+
+
 def _blame(shards: Shards, flow: CallFlow, placement: Placement, scope: Scope, scoped: bool) -> dict[Term, Reason]:
     """The classes to give up: for each refusal the split leaf in or near its tensors that holds least parameters."""
     refusals: list[tuple[Reason, tuple[int, ...]]] = [(r.why, r.tensors) for r in placement.refusals]
@@ -231,6 +236,7 @@ def _solution(
         draws=any(draws(call, trace) for call in trace.calls),
         outputs=_outputs(trace),
         shapes=output_shapes(trace, done.axes),
+        given=_given(trace) if heads else (),
     )
     return Solution(
         trace=trace,

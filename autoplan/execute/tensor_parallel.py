@@ -291,5 +291,5 @@ def _install_root(model: nn.Module, plan: Plan, running: Running) -> list[Any]:
     outputs = [one for one in plan.runtime.of(Boundary) if _at_exit(one)]
     random = bool(plan.runtime.random or plan.runtime.random_whole)
     draws = (random, plan.runtime.draws)
-    handles = install_root(model, heads, outputs, running, draws, plan.runtime.outputs, plan.runtime.shapes)
+    handles = install_root(model, heads, outputs, running, draws, plan.runtime)
     return handles + install_inner_entries(model, heads, running, draws)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import autoplan
+from autoplan.check.ranks.run import run_ranks
 from autoplan.values import Plan, SplitLogits
 
 WIDTH, HEADS, WORDS = 32, 4, 96
@@ -80,3 +83,30 @@ def test_a_loss_that_is_added_to_other_values_is_seen_and_the_head_gathers() -> 
     assert style_of_head(plan) == "colwise_gather_output" and plan.proof.ok
     assert {finding.level for finding in plan.findings if finding.check == "rule-conflict"} == {"note"}
     assert autoplan.verify(model, plan, inputs=inputs).ok
+
+
+class OtherWords(HomeMade):
+    """Its targets have a name that says nothing."""
+
+    def forward(self, idx: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        x = self.wte(idx)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.lm_head(self.norm(x))
+        return logits, None if y is None else F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def test_targets_of_any_name_that_the_plan_has_not_seen_are_exact() -> None:
+    torch.manual_seed(0)
+    model, inputs = OtherWords().double(), given()
+    plan = autoplan.plan(model, tp_size=2, inputs={"idx": inputs["idx"]})
+    assert style_of_head(plan) == "colwise" and plan.runtime.given == ("idx",)
+    wanted = model(inputs["idx"], inputs["targets"])[1]
+
+    def on_rank(rank: int) -> Tensor:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        sharded = autoplan.parallelize(copy.deepcopy(model), mesh, plan)
+        return sharded(inputs["idx"], inputs["targets"])[1].detach()
+
+    for loss in run_ranks(on_rank, 2):
+        torch.testing.assert_close(loss, wanted.detach())

@@ -28,7 +28,7 @@ from autoplan.execute.hooks.unseen_outputs import UnseenOutputs, check_shapes
 from autoplan.execute.randomness.dropout import may_draw
 from autoplan.execute.sequence.apply import gather_shard
 from autoplan.execute.vocabulary.split_logits import SplitLogits, columns_in
-from autoplan.values import AroundModule, Boundary, CallRewrite, Instruction, OutputShape
+from autoplan.values import AroundModule, Boundary, CallRewrite, Instruction, OutputShape, Runtime
 from autoplan.values import SplitLogits as LogitsHead
 
 __all__ = ["ModuleWork", "Root", "install", "install_root"]
@@ -166,16 +166,16 @@ def install_root(
     outputs: list[Boundary],
     running: Running,
     random: tuple[bool, bool],
-    seen: tuple[tuple[Any, ...], ...],
-    shapes: tuple[OutputShape, ...] = (),
+    seen: Runtime,
 ) -> list[RemovableHandle]:
     """The model's own entry and exit: shared randomness, whole or split logits, whole other outputs.
 
-    `random`: does the model draw random numbers when rates say so, and does it in eval mode too?
+    `random`: does the model draw random numbers when rates say so, and does it in eval mode too? `seen`: what it was
+    given and what it returned when the plan was made.
     """
     root = Root(model, heads, outputs, running, random)
-    root.shapes = shapes
-    root.unseen = UnseenOutputs(seen, root.names, running.group)
+    root.shapes, root.given = seen.shapes, seen.given
+    root.unseen = UnseenOutputs(seen.outputs, root.names, running.group)
     return [
         model.register_forward_pre_hook(root.before, with_kwargs=True, prepend=True),
         model.register_forward_hook(root.after, with_kwargs=True),
@@ -203,6 +203,7 @@ class Root:
         self.unseen = UnseenOutputs((), self.names, running.group)
         self.target_words = conventions().target_words
         self.shapes: tuple[OutputShape, ...] = ()  # to be compared in the first forward
+        self.given: tuple[str, ...] = ()  # what the plan has seen it take
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.running.depth += 1
@@ -210,11 +211,19 @@ class Root:
             return
         given = dict(zip(self.names, args, strict=False)) | kwargs
         loss = any(value is not None and any(w in name for w in self.target_words) for name, value in given.items())
+        loss = loss or (not torch.compiler.is_compiling() and self._may_read_logits(given))
         self.running.whole_logits = loss and not self.running.split_loss
         self.running.loss = loss and self.running.split_loss
         in_training = self.random and module.training and (self.running.draws or not torch.compiler.is_compiling())
         if in_training or self.always:
             self.running.randomness.begin(module.training)
+
+    def _may_read_logits(self, given: dict[str, Any]) -> bool:
+        """Is it given something that nobody saw it take? What it does with that may read its logits (targets have many
+        names), which then must know that they are a rank's columns."""
+        return bool(self.given) and any(
+            isinstance(value, torch.Tensor) and name not in self.given for name, value in given.items()
+        )
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         output = self._leave(output)
