@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from autoplan.common.errors import AutoplanError
+from autoplan.common.options import check_argument
 from autoplan.execute.data_parallel.gradients import clip_gradients
 from autoplan.execute.tensor_parallel import applied
 from autoplan.execute.weights.load import load_weights
@@ -36,6 +37,7 @@ def hand_over(host: Host, model: nn.Module | None = None) -> Host:
     Checkpoints hold the unsharded model's weights, as `save_pretrained` writes them, and the optimizer's state by names
     of parameters: a run may go on at another tp size. Every rank saves and loads.
     """
+    check_argument("host", host, type, "give a class: Trainer, one that descends from it, or Accelerator")
     names = {cls.__name__ for cls in host.__mro__}
     made: Any = None
     if "Trainer" in names:

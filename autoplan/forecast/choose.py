@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autoplan.api import parallelize
 from autoplan.check.prove import proven_plan
 from autoplan.common.errors import AutoplanError, IndivisibleError, PlanMismatchError
-from autoplan.common.options import Wish
+from autoplan.common.options import Wish, check_argument, check_count
 from autoplan.forecast.devices import Device, load_device
 from autoplan.forecast.estimate import Asked, estimate_with
 from autoplan.forecast.script import script_text
@@ -107,8 +107,9 @@ class Choice:
 
 def parse_memory(text: str | int) -> int:
     """Bytes of "80GB", "79GiB" or a number."""
-    if isinstance(text, int):
+    if isinstance(text, int) and text > 0 and not isinstance(text, bool):
         return text
+    check_argument("memory", text, str, "write it like 80GB or 79GiB")
     for ending, unit in (("GiB", 2**30), ("GB", 10**9), ("TB", 10**12), ("G", 10**9), ("", 1)):
         if text.endswith(ending) and text.removesuffix(ending).replace(".", "", 1).isdigit():
             return int(float(text.removesuffix(ending)) * unit)
@@ -135,6 +136,7 @@ def choose(
     `global_batch`: sequences a step of all ranks (by default one for each GPU); for "inference", those held at once.
     The device is one of rules/devices, or a file of one's own.
     """
+    check_count("gpus", gpus)
     device = gpu if isinstance(gpu, Device) else load_device(gpu)
     if gpus < 1 or global_batch < 0:
         raise AutoplanError(f"{gpus} GPUs, global batch {global_batch}", hint="give numbers from 1 on")

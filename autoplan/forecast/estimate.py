@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoplan.common.errors import AutoplanError
-from autoplan.common.options import Request
+from autoplan.common.options import Request, check_argument, check_count
 from autoplan.execute.data_parallel.fsdp import default_precision
 from autoplan.forecast.devices import Device, load_device
 from autoplan.forecast.memory import DataRanks, Walk, held_bytes
@@ -91,7 +91,11 @@ def mesh_sizes(mesh: DeviceMesh | Mapping[str, int] | str) -> tuple[tuple[str, i
     if isinstance(mesh, DeviceMesh):
         return tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     if isinstance(mesh, Mapping):
+        for name, size in mesh.items():
+            check_argument("a name of a mesh dim", name, str, 'write the mesh like {"dp_shard": 8, "tp": 8}')
+            check_count(f"mesh[{name!r}]", size)
         return tuple(mesh.items())
+    check_argument("mesh", mesh, str, "give a DeviceMesh, a dict of sizes, or text like dp_shard=8,tp=8")
     found = []
     for part in mesh.split(","):
         name, _, size = part.partition("=")

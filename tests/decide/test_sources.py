@@ -95,7 +95,7 @@ def test_a_module_that_does_not_import() -> None:
     ("config", "says"),
     [
         (None, "has no config.json"),
-        ("{", "is not JSON"),
+        ("{", "cannot be parsed as JSON"),
         ("[1]", "holds a list"),
         ('{"model_type": "lama"}', "did you mean"),
         ('{"model_type": "mine", "auto_map": {"AutoConfig": "c.C"}}', "--trust-remote-code"),
@@ -114,7 +114,7 @@ def test_an_unreachable_hub_id_is_one_clear_error(monkeypatch: pytest.MonkeyPatc
     def unreachable(*_: object, **__: object) -> None:
         raise OSError("We couldn't connect\nto the hub. Second sentence")
 
-    monkeypatch.setattr("autoplan.hf.model_string.AutoConfig.from_pretrained", unreachable)
+    monkeypatch.setattr("autoplan.hf.model_string.PretrainedConfig.get_config_dict", unreachable)
     with pytest.raises(SourceError) as caught:
         resolve("somebody/some-model")
     assert "couldn't connect to the hub" in caught.value.message and "Second" not in caught.value.message
@@ -341,7 +341,7 @@ def test_no_two_rule_files_say_the_same() -> None:
 def test_a_family_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "inputs").mkdir()
     (tmp_path / "inputs" / "twins.toml").write_text('applies_to = ["one", "two"]\nwhy = "x"\n[tiny]\nheads = 2\n')
-    monkeypatch.setattr("autoplan.hf.type_rules.rules_folder", lambda: tmp_path)
+    monkeypatch.setattr("autoplan.hf.type_rules.rules_folders", lambda: (tmp_path,))
     assert type_rules("one") == type_rules("two") and type_rules("one").tiny == {"heads": 2}
     assert type_rules("twins").why == ""
     (tmp_path / "inputs" / "two.toml").write_text('why = "y"\n')
@@ -353,7 +353,7 @@ def test_a_family_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rule_file_with_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "inputs").mkdir()
     (tmp_path / "inputs" / "broken_one.toml").write_text('why = "x"\ntyni = 3\n')
-    monkeypatch.setattr("autoplan.hf.type_rules.rules_folder", lambda: tmp_path)
+    monkeypatch.setattr("autoplan.hf.type_rules.rules_folders", lambda: (tmp_path,))
     with pytest.raises(SourceError, match="unknown keys tyni"):
         type_rules("broken_one")
 

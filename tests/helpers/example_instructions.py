@@ -33,7 +33,7 @@ def filled(hint: Any, **given: Any) -> Any:
             values[per_rank] = (7, 7)
         if "ep_size" in values:
             values |= {"tp_size": 2, "ep_size": 2}
-        if "shapes" in values:  # of the parameter whose layout that is, along the dim 7
+        if hints.get("shapes") == tuple[tuple[int, ...], ...]:  # of the parameter whose layout that is, along the dim 7
             values["shapes"] = ((16,) * 8,)
         return hint(**values | given)
     origin, arguments = get_origin(hint), get_args(hint)

@@ -21,6 +21,7 @@ from typing import Any
 from autoplan.common.errors import AutoplanError
 from autoplan.common.files.plain import NotPlain, read_plain
 from autoplan.common.files.shapes import misshapen
+from autoplan.common.options import check_argument
 from autoplan.common.rules_folder import rules_folders
 from autoplan.decide.written_plans.choices import Choice, ChoiceError, Choices, check_style
 
@@ -82,6 +83,7 @@ def register_plan(
     `sequence_parallel` holds the entries that differ under it, or says why there are none. A second plan for the same
     class takes the place of the first. Returns a function that takes the plan away again.
     """
+    check_argument("model_class", model_class, (str, type), 'give the class, or "package.module.Class"')
     name = model_class if isinstance(model_class, str) else f"{model_class.__module__}.{model_class.__qualname__}"
     where = f"the plan registered for {name}"
     for given in (entries, sequence_parallel):

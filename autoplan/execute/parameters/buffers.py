@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
+from autoplan.common.options import check_argument
 from autoplan.common.random_values import BUILDING
 from autoplan.execute.parameters.held import plain_name, record_of
 from autoplan.execute.parameters.optimizer_state import mark_parameters
@@ -47,6 +48,7 @@ def rebuild_buffers(model: nn.Module) -> None:
     and parameters know again how they lie. Call it after `model.to_empty(device=...)`, before the weights are loaded
     and the optimizer is made.
     """
+    check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
     mark_parameters(model)
     _tie(model)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

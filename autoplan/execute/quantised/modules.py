@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from autoplan.common.errors import PlanMismatchError
+from autoplan.common.options import check_argument
 from autoplan.common.patterns import matches
 from autoplan.execute.parameters.local_views import stored_tensor
 from autoplan.execute.quantised.formats import DEQUANTISED, dequantise
@@ -34,6 +35,8 @@ def packed_model(model: nn.Module, plan: Plan) -> nn.Module:
     `model` is the plain one that the plan was made for, best on meta. `load_weights` fills it, before or after
     `parallelize`.
     """
+    check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
+    check_argument("plan", plan, Plan, "give a plan that autoplan.plan made of a quantised model")
     chosen = _chosen(model, plan)
     for module, weights in chosen:
         stored: dict[str, tuple[PackedWeight, torch.dtype]] = {}

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from autoplan.common.conventions import CheckpointWriter, conventions
 from autoplan.common.errors import AutoplanError
+from autoplan.common.options import check_argument
 from autoplan.execute.parameters.held import held_parameters, plain_name, record_of
 from autoplan.execute.parameters.state_dict import gathered
 
@@ -48,6 +49,8 @@ def save_weights(
     `max_shard_size`: how large a file may grow, and so what the first rank holds at most. `original_names`: the names
     and layouts that the model's checkpoints have, where its library changes them when it loads.
     """
+    check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
+    check_argument("folder", folder, (str, os.PathLike), "give the folder to write into")
     model = getattr(model, "_orig_mod", model)
     writer = conventions().checkpoint_writer(model, original_names)
     limit = _bytes(max_shard_size)  # refused on every rank
