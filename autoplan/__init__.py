@@ -41,6 +41,7 @@ from autoplan.values import (
     Traffic,
     Trial,
 )
+from autoplan.values.estimate import Estimate
 from autoplan.values.quantised import PackedWeight
 from autoplan.version import __version__
 
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from autoplan.decide.written_plans.read import PlanSource
     from autoplan.emit.exports.expressible import ExportError
     from autoplan.emit.exports.reach import Exported
+    from autoplan.execute.collectives import RankGroup
     from autoplan.execute.data_parallel.gradients import clip_gradients, global_norm, to_local, unshard
     from autoplan.execute.parameters.buffers import rebuild_buffers
     from autoplan.execute.parameters.gather import full_tensors
@@ -73,8 +75,9 @@ if TYPE_CHECKING:
     from autoplan.execute.vocabulary.shards import Ranks
     from autoplan.execute.weights.load import load_weights
     from autoplan.execute.weights.save import save_weights
-    from autoplan.forecast.choose import choose
-    from autoplan.forecast.dry_run import dry_run
+    from autoplan.forecast.choose import Choice, choose
+    from autoplan.forecast.devices import Device
+    from autoplan.forecast.dry_run import DryRun, dry_run
     from autoplan.forecast.estimate import estimate
     from autoplan.frameworks import hand_over
     from autoplan.hf.source import Model
@@ -87,9 +90,13 @@ __all__ = [
     "CaptureError",
     "Change",
     "Checkpointing",
+    "Choice",
     "Cost",
     "DataParallel",
+    "Device",
+    "DryRun",
     "Entry",
+    "Estimate",
     "ExportError",
     "Exported",
     "Fed",
@@ -108,6 +115,7 @@ __all__ = [
     "PlanRefusedError",
     "PlanSource",
     "Proof",
+    "RankGroup",
     "Ranks",
     "Replicated",
     "Report",
@@ -156,6 +164,10 @@ __all__ = [
 
 _RENAMED: dict[str, Renamed] = {}  # names that were replaced, once something was released
 _HOMES = {
+    "Choice": "autoplan.forecast.choose",
+    "Device": "autoplan.forecast.devices",
+    "DryRun": "autoplan.forecast.dry_run",
+    "RankGroup": "autoplan.execute.collectives",
     "ExportError": "autoplan.emit.exports.expressible",
     "Exported": "autoplan.emit.exports.reach",
     "Keywords": "autoplan.common.options",

@@ -68,7 +68,7 @@ def _made(model: str, tp: int | None, ep: int, how: dict[str, Any]) -> Plan:
         return load_plan(model)
     if tp is None:
         raise typer.BadParameter("needed unless MODEL is a plan file, or --mesh has it", param_hint="--tp")
-    experts = {"ep_size": ep} if ep > 1 else {}
+    experts: dict[str, Any] = {"ep_size": ep} if ep > 1 else {}
     with progress(f"planning {model} for tp {tp}"):
         return autoplan.plan(model, tp_size=tp, **how, **experts)
 

@@ -146,6 +146,7 @@ VALUES = {
     *("PlanRefusedError", "SourceError", "UnprovenPlanWarning"),
     *("Cost", "Exported", "Fed", "MadeFor", "Obstacle", "PackedWeight", "Replicated", "Runtime", "TopLogits"),
     *("Traffic", "Trial", "Keywords", "Model", "PlanSource", "Ranks"),
+    *("Choice", "Device", "DryRun", "Estimate", "RankGroup"),
     "AutoplanError",
     "Applied",
     "Change",

@@ -27,9 +27,9 @@ def check_filters(temperature: float, top_k: int | None, top_p: float | None, vo
     """Refuse what keeps nothing."""
     check_argument("temperature", temperature, (int, float), "give a positive number")
     if top_k is not None:
-        check_argument("top_k", top_k, int, f"give a whole number from 1 to {vocabulary}, the vocabulary")
+        check_argument("top-k", top_k, int, f"give a whole number from 1 to {vocabulary}, the vocabulary")
     if top_p is not None:
-        check_argument("top_p", top_p, (int, float), "give a number above 0, up to 1, which keeps all")
+        check_argument("top-p", top_p, (int, float), "give a number above 0, up to 1, which keeps all")
     if not temperature > 0:
         raise AutoplanError(f"temperature={temperature}", hint="give a positive number; argmax is its limit")
     if top_k is not None and not 1 <= top_k <= vocabulary:

@@ -226,9 +226,9 @@ def _last_tokens(
     """Which positions have no next token: the last of each packed sequence, and padding after all of them."""
     if cu_seqlens is None and position_ids is None:
         return None
-    for name, given in (("cu_seqlens", cu_seqlens), ("position_ids", position_ids)):
+    for given in (cu_seqlens, position_ids):
         if given is not None:
-            check_argument(name, given, torch.Tensor, "give a tensor of whole numbers")
+            check_argument("where packed sequences begin", given, torch.Tensor, "give a tensor of whole numbers")
     if not shift or (cu_seqlens is not None and position_ids is not None):
         raise AutoplanError(
             "cu_seqlens and position_ids say where a next token belongs to another sequence"
