@@ -32,7 +32,9 @@ from autoplan.analyse.splits.model_ends import (
 )
 from autoplan.analyse.splits.own_loss import without_own_loss
 from autoplan.analyse.splits.packed import parted_blocks
+from autoplan.analyse.splits.recurrent import Recurrent, recurrent
 from autoplan.analyse.splits.requests import NO_DEMANDS, Demands
+from autoplan.analyse.splits.tables import looked_up_in
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.layout import Layout
 from autoplan.ops.records.record import Reduction
@@ -54,6 +56,7 @@ from autoplan.values.reasons import (
     OfDim,
     Reason,
     SingleNumber,
+    TableByColumns,
     Unused,
 )
 
@@ -122,7 +125,7 @@ def solve(
     sequence = (
         place_sequence(done.shards, flow, done.placement, sequence_stacks) if sequence_stacks is not None else None
     )
-    return replace(_solution(trace, flow, done, tp, refusals, sequence, legal), parted=parted)
+    return replace(_solution(trace, flow, done, tp, refusals, sequence, legal, demands), parted=parted)
 
 
 def _settle(
@@ -215,11 +218,12 @@ def _held(shards: Shards) -> dict[Term, int]:
 
 def _solution(
     trace: Trace, flow: CallFlow, done: _Round, tp: int, refusals: list[AxisWhole], sequence: SequencePlacement | None,
-    legal: tuple[int, ...],
+    legal: tuple[int, ...], demands: Demands,
 ) -> Solution:  # fmt: skip
     cut = sequence if sequence is not None and sequence.applies else None
     ids = _class_ids(trace, done)
-    facts = tuple(_parameter_facts(trace, done, ids, cut))
+    beside = recurrent(done.shards, flow, done.scope.calls, demands) if tp > 1 else Recurrent()
+    facts = tuple(_parameter_facts(trace, done, ids, cut, beside))
     heads, gathers = head_sites(trace, flow, done.shards, done.placement, done.choice.vocabularies)
     runtime = Runtime(
         parameters=tuple(_rules(facts)),
@@ -230,6 +234,7 @@ def _solution(
             *gathers,
             *heads,
             *done.scope.calls,
+            *beside.calls,
         ),
         random=tuple(sorted({*done.scope.random, *(cut.random if cut else ())})),
         random_whole=done.scope.random_whole,
@@ -301,9 +306,11 @@ def _parted_facts(trace: Trace, axes: Axes, done: _Round) -> Iterator[ClassFact]
 
 
 def _parameter_facts(
-    trace: Trace, done: _Round, ids: dict[Term, int], cut: SequencePlacement | None
+    trace: Trace, done: _Round, ids: dict[Term, int], cut: SequencePlacement | None, beside: Recurrent
 ) -> Iterator[ParameterFact]:
     placement, shards = done.placement, done.shards
+    gathered = (looked_up_in(trace.ops[index], done.axes) for index in done.axes.gathered)
+    tables = {table: TableByColumns() for table in gathered if table is not None and shards.is_split(table)}
     for tensor, info in enumerate(trace.tensors):
         if info.kind not in ("parameter", "buffer") or not info.names:
             continue
@@ -315,18 +322,22 @@ def _parameter_facts(
             else "local"
         )  # fmt: skip
         split = sorted(shards.split_leaves(tensor), key=lambda leaf: -leaf.size)
+        held, how = beside.rows.get(tensor), beside.how.get(tensor) or tables.get(tensor)
+        layout = held if dim is None else str(layouts[dim])
+        dim = 0 if held is not None else dim
         yield ParameterFact(
             names=info.names,
             shape=info.shape,
             bytes=prod(info.shape) * info.item_size,
             buffer=info.kind == "buffer",
             dim=dim,
-            layout=None if dim is None else str(layouts[dim]),
+            layout=layout,
             gradient=gradient,  # type: ignore[arg-type]
             divide=tensor in placement.divided_biases,
             axis=ids.get(split[0]) if split else None,
             axes=tuple(sorted(ids[leaf] for leaf in split if leaf in ids)),
             why=() if dim is not None else _why_whole(tensor, done),
+            how=how,
         )
 
 

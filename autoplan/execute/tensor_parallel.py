@@ -39,6 +39,7 @@ from autoplan.values import (
     IntegerEdit,
     ParameterRule,
     Plan,
+    RecurrentCall,
     SplitLogits,
     VocabularyTable,
 )
@@ -132,7 +133,8 @@ def apply_plan(
     with whole_or_as_it_was(model):
         edits = _edit_integers(modules, plan, running, undo)
         _localise_padding(modules, works, group, undo)
-        prepared = prepare_parameters(model, mesh, rules)
+        gathering = {name for name, work in works.items() if work.of(RecurrentCall)}
+        prepared = prepare_parameters(model, mesh, rules, gathering)
         undo.append(prepared.undo)
         prepared.commit()
         for name, work in works.items():

@@ -16,7 +16,9 @@ from autoplan.ops.records.sizes import NO_SIZES, Indexed
 from autoplan.ops.reductions import averaged
 from autoplan.values import Ref, refs
 
-__all__: list[str] = []
+__all__ = ["TABLES"]
+
+TABLES = ("embedding", "_embedding_bag", "_embedding_bag_forward_only")  # take the table, then the ids
 
 _STRETCHING = ("expand", "_to_copy", "clone", "alias", "detach", "to")
 

@@ -24,7 +24,12 @@ from autoplan.ops.records.sizes import NO_SIZES
 from autoplan.values import Ref
 from autoplan.values.reasons import NotPlaced
 
-__all__: list[str] = []
+__all__ = ["CELLS", "NETWORKS"]
+
+# Recurrent networks as calls, and how many gates lie behind one another in the rows of their weights.
+_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+NETWORKS = _GATES  # all steps of all layers in one call
+CELLS = {f"{name}_cell": gates for name, gates in _GATES.items()}  # one step
 
 
 def _operands(at: SplitOp) -> Product:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from autoplan.axes.events import Event
 from autoplan.ops.elementwise import elementwise
+from autoplan.ops.products import NETWORKS
 from autoplan.ops.records.on_shards import as_written, recorded
 from autoplan.ops.records.record import ALWAYS, Linear, by_rate, kept_whole, nothing, op, python_call, unknown
 from autoplan.ops.records.site import Answer, Site
@@ -66,5 +67,5 @@ op("rrelu_with_noise", "rrelu_with_noise_functional",
 python_call("dropout1d", "dropout2d", "dropout3d", becomes="feature_dropout")
 python_call("gumbel_softmax", sizes=NO_SIZES, linear=Linear.NO, random=ALWAYS)
 # Recurrent networks as one call: dropout lies between their layers.
-for _name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+for _name in NETWORKS:
     python_call(_name, sizes=NO_SIZES, linear=Linear.NO, random=by_rate(-1, "dropout"))

@@ -30,6 +30,7 @@ class ParameterFact:
     axis: int | None = None  # ClassFact.id of the largest class that cuts it
     axes: tuple[int, ...] = ()  # of all of them
     why: tuple[Reason, ...] = ()
+    how: Reason | None = None  # where it is cut in an unusual way: why so
 
     @property
     def reason(self) -> str:

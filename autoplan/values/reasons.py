@@ -19,6 +19,7 @@ __all__ = [
     "AlreadySplit",
     "AxisWhole",
     "CutElsewhere",
+    "CutOfRecurrent",
     "DifferedOnRanks",
     "DoesNotDivide",
     "ExpertsDoNotDivide",
@@ -43,6 +44,7 @@ __all__ = [
     "SingleNumber",
     "SingleWeight",
     "SizeOfInput",
+    "TableByColumns",
     "TooFewRows",
     "Unused",
     "sentence",
@@ -321,6 +323,26 @@ class ExpertsWhole(Reason):
 
 
 # ------------------------------------------------------------------------------------------------ of one parameter
+
+
+@dataclass(frozen=True)
+class CutOfRecurrent(Reason):
+    """Why rows of a recurrent weight lie in shards although no axis is split: what is gathered for it."""
+
+    at_each_step: bool
+
+    def __str__(self) -> str:
+        if self.at_each_step:
+            return "a step needs all of the state before it: ranks compute their hidden units, and gather the new state"
+        return "a step needs all of the state before it: the weights are gathered for the call, which each rank runs"
+
+
+@dataclass(frozen=True)
+class TableByColumns(Reason):
+    """Why a table is cut by its columns rather than by its rows."""
+
+    def __str__(self) -> str:
+        return "every rank looks up all ids; gathering their columns moves half of what a sum over cut rows would"
 
 
 @dataclass(frozen=True)

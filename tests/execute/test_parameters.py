@@ -294,7 +294,7 @@ def test_key_heads_shared_by_pairs_of_ranks_sum_within_the_pair() -> None:
         ("packed", {"qkv.weight": rule(0, "5!|11!")}, IndivisibleError, r"\[9, 7\] rows"),
         ("mlp", {"up.weight": rule(0, "8!", gradient="sum")}, PlanMismatchError, "one holder"),
         ("tied", {"embed.weight": rule(0, "10!"), "head.weight": rule(1, "6!")}, PlanMismatchError, "one tensor"),
-        ("foreign readers", {"recurrent.weight_ih_l0": rule(0, "24!")}, AutoplanError, "recurrent.*LSTM"),
+        ("foreign readers", {"recurrent.weight_ih_l0": rule(0, "24!")}, AutoplanError, "recurrent.*fused call"),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused_and_nothing_changes(name: str, rules: Any, error: Any, text: str) -> None:

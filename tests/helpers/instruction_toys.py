@@ -125,6 +125,23 @@ class Dropped(nn.Module):
         return F.dropout(self.down(inner), 0.3, self.training)
 
 
+class Recurrent(nn.Module):
+    """A recurrent network as one call, or step by step."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.inner, nn.RNNBase):
+            return self.inner(x)[0]
+        state, states = None, []
+        for step in x.unbind(1):
+            state = self.inner(step, state)
+            states.append(state[0] if isinstance(state, tuple) else state)
+        return torch.stack(states, 1)
+
+
 def toy(model: nn.Module, given: torch.Tensor = X) -> Subject:
     model = model.double().eval()
     entries = {"forward": {"x" if given is X else "ids": given}}
@@ -168,6 +185,8 @@ TOYS: dict[str, Callable[[], Subject]] = {
     "half split": lambda: toy(HalfSplit()),
     "attention": lambda: toy(Attention()),
     "dropped": lambda: toy(Dropped()),
+    "recurrent": lambda: toy(Recurrent(nn.LSTM(16, 24, batch_first=True))),
+    "recurrent cell": lambda: toy(Recurrent(nn.LSTMCell(16, 24))),
     "branches": lambda: decoder("gptj", GPTJ),
     "sequence": lambda: decoder("gptj", GPTJ, ["transformer.h.0", "transformer.h.1"]),
     "experts": lambda: decoder("mixtral", MIXTRAL, experts="apart", build={"experts_implementation": "eager"}),

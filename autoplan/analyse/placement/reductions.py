@@ -12,6 +12,7 @@ from math import prod
 from autoplan.analyse.placement.fused_attention import argument, obstacle
 from autoplan.analyse.placement.inside_calls import axis_lost_in, why_no_partial_sum, why_sizes_differ
 from autoplan.analyse.shards import Shards
+from autoplan.analyse.splits.tables import looked_up_in
 from autoplan.ops import call_record, op_record
 from autoplan.ops.records.on_shards import SplitOp
 from autoplan.ops.records.record import Reduction
@@ -96,6 +97,9 @@ def lengths_in(call: Call, trace: Trace) -> tuple[Op, int]:
 def gathered_dim(call: Call, shards: Shards) -> tuple[str, int] | None:
     """Of a product that may be gathered: the layout of what its weight brings in, and in which dim, from the end, the
     result has it. None for a call that is no such product."""
+    table = next((t for op in _lookups(call, shards) if (t := looked_up_in(op, shards.axes)) is not None), None)
+    if table is not None:
+        return str(shards.layouts(table)[1]), -1
     weight = call.args[1] if len(call.args) > 1 else call.kwargs.get("weight")
     product = call_record(call.name).product
     if product is None or product.out is None or not isinstance(weight, Ref):
@@ -103,6 +107,11 @@ def gathered_dim(call: Call, shards: Shards) -> tuple[str, int] | None:
     own, out = product.out
     dims = len(shards.trace.tensors[weight.id].shape)  # where the result has it from the front, it has as many
     return str(shards.layouts(weight.id)[own]), out if out < 0 else out - dims
+
+
+def _lookups(call: Call, shards: Shards) -> list[Op]:
+    """The ops of a call whose columns are gathered by decision and that are no products."""
+    return [shards.trace.ops[index] for index in range(*call.ops) if index in shards.axes.gathered]
 
 
 def row_bias_of(call: Call, reduction: str | NotPlaced | None) -> int | None:

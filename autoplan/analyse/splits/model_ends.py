@@ -18,6 +18,7 @@ from autoplan.analyse.placement.placement import Placement, Refusal
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.low_rank import branch_weights
 from autoplan.analyse.splits.requests import NO_DEMANDS, Demands
+from autoplan.analyse.splits.tables import looked_up_in, tables_to_gather
 from autoplan.axes.events import FORBIDDING
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.layout import Layout
@@ -119,7 +120,7 @@ def products_to_gather(
         size = min(prod(shape), prod(stored))
         if size >= _WORTH_GATHERING * total and not odd and (shape[out] % tp == 0 or shape[out] >= _VOCABULARY):
             wanted.add(ends[index])
-    return wanted
+    return wanted | tables_to_gather(trace, axes, shards, _given_ids(trace), demands).keys()
 
 
 def _ends_of_products(trace: Trace, axes: Axes, products: Container[int]) -> dict[int, int]:
@@ -172,6 +173,9 @@ def product_weight(op: Op, axes: Axes) -> tuple[int, int] | None:
 def gathered_product(op: Op, axes: Axes) -> tuple[int, int] | None:
     """Of an op whose result is gathered: the parameter that says how it is sharded, a weight or a bias, and in which
     of its dims."""
+    table = looked_up_in(op, axes)
+    if table is not None:
+        return table, 1
     bias = added_bias(op, axes)
     return product_weight(op, axes) if bias is None else (bias, 0)
 

@@ -158,7 +158,7 @@ def _at_call(planned: CallRewrite, shards: Shards, flow: CallFlow, reached: Coll
         for move in planned.moves:
             if move.of is Amount.ARGUMENT:
                 for tensor in flow.inputs[index]:
-                    if move.path in flow.path_of(index, tensor) and made in reached:
+                    if move.path in flow.path_of(index, tensor) and (made in reached or not move.backward):
                         elements = prod(trace.tensors[tensor].shape)
                         yield _Moved(span, call.module, move.backward, move.collective, elements, tensor)
             else:

@@ -149,7 +149,7 @@ class _Player:
             columns = range(whole.shape[out]) if layout is None else layout.rows(rank, self.tp)
             whole.index_copy_(out, torch.tensor(list(columns)), part)
         self.outcome.reductions[op.module] += 1
-        return [[whole.clone()] for _ in results]
+        return [[whole.clone(), *more] for _, *more in results]
 
     # -------------------------------------------------------------------------------------------- what ranks hold
 

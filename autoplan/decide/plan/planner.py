@@ -36,11 +36,12 @@ from autoplan.values import (
     Replicated,
     Stack,
 )
-from autoplan.values.reasons import GradientSummed, NothingToSplit, Reason
+from autoplan.values.reasons import CutOfRecurrent, GradientSummed, NothingToSplit, Reason
 
 __all__ = ["make_plan"]
 
 Source = Literal["user", "handwritten", "inferred", "hf"]
+_RECURRENT = "recurrent weights"  # of those that no box of the picture stands for
 _Whole = tuple[str, tuple[Reason, ...]]  # the role of a parameter that stays whole ("": none), and why it does
 
 
@@ -146,6 +147,8 @@ class _Desk:
     def _style(self, module: str, fact: ParameterFact) -> str:
         if module in self.experts and fact.dim == 0:
             return "expert_parallel"
+        if isinstance(fact.how, CutOfRecurrent):
+            return "local"
         nodes = [reading.node for reading in self.read.get(fact.names[0], ()) if _owner(reading.name) == module]
         return style_of(
             fact, nodes, self.tp, gathered=not self.gathered.isdisjoint(fact.names), reduced=module in self.reducing
@@ -166,7 +169,7 @@ class _Desk:
             pattern=pattern,
             parameters=tuple(name.rpartition(".")[2] for name, _ in facts),
             style=self._chosen(style, naming),
-            role=naming.role if naming else GENERIC,
+            role=naming.role if naming else _RECURRENT if isinstance(leading[1].how, CutOfRecurrent) else GENERIC,
             rule=naming.rule.id if naming else GENERIC,
             source=source,
             reason=reason_text(leading[1], naming, self.tp),

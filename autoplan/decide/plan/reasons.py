@@ -8,7 +8,7 @@ from math import prod
 from autoplan.common.layout import Layout
 from autoplan.decide.matching.naming import Naming
 from autoplan.values import ParameterFact
-from autoplan.values.reasons import Reason, sentence
+from autoplan.values.reasons import CutOfRecurrent, Reason, sentence
 
 __all__ = ["reason_text", "units_text", "whole_text"]
 
@@ -25,6 +25,7 @@ def units_text(fact: ParameterFact, naming: Naming | None) -> str:
     units = _first_sharded(layout).size
     rows = layout.size // units if layout.size % units == 0 and layout.kind == "product" else 1
     unit = "group" if naming is not None and naming.unit == "head" and _heads(naming, units) > units else None
+    unit = _unit_of_gates(layout) if isinstance(fact.how, CutOfRecurrent) else unit
     return _count(units, unit or _unit(naming, layout)) + (f" × {rows}" if rows > 1 else "")
 
 
@@ -34,12 +35,15 @@ def reason_text(fact: ParameterFact, naming: Naming | None, tp: int) -> str:
         return "every rank holds it whole and sees a part of its gradient: the parts are summed"
     assert fact.layout is not None
     layout = Layout.parse(fact.layout)
-    parts = [_heads_text(layout, naming, tp) or _shards_text(layout, _unit(naming, layout), tp)]
+    unit = _unit_of_gates(layout) if isinstance(fact.how, CutOfRecurrent) else _unit(naming, layout)
+    parts = [_heads_text(layout, naming, tp) or _shards_text(layout, unit, tp)]
     held = _held_by_all(layout)
     if held:
         parts.append(f"{held} of its {layout.size} rows are held by every rank, their gradients summed")
     if layout.kind == "concatenation":
         parts.append(f"each of its {len(layout.parts)} segments is cut by itself")
+    if fact.how is not None:
+        return "; ".join([*parts, str(fact.how)])
     text = "; ".join(parts)
     return text if naming is not None else f"a proven split that no rule names: {text}"
 
@@ -80,6 +84,11 @@ def _unit(naming: Naming | None, layout: Layout) -> str:
     if naming is None:
         return "unit"
     return _OF_HEADS if naming.unit == "head" and _is_minor(layout) else naming.unit
+
+
+def _unit_of_gates(layout: Layout) -> str:
+    """Of recurrent weights: a rank has all gates of its hidden units, or some rows."""
+    return "hidden unit" if layout.kind == "product" else "row"
 
 
 def _is_minor(layout: Layout) -> bool:

@@ -2,6 +2,7 @@
 
 import autoplan.execute.calls.fused_attention
 import autoplan.execute.calls.norms
+import autoplan.execute.calls.recurrent
 import autoplan.execute.calls.reductions
 import autoplan.execute.calls.variance
 import autoplan.execute.calls.vector_norms

@@ -11,7 +11,7 @@ Parameters that are one object stay one object under all their names.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,10 +45,11 @@ def shard_parameters(model: nn.Module, tp_mesh: DeviceMesh, rules: Rules) -> Pre
     return prepared
 
 
-def prepare_parameters(model: nn.Module, tp_mesh: DeviceMesh, rules: Rules) -> Prepared:
+def prepare_parameters(model: nn.Module, tp_mesh: DeviceMesh, rules: Rules, gathering: Container[str] = ()) -> Prepared:
     """Check `rules` (by full name of a parameter or buffer; absent or None: whole) and cut all pieces.
 
     Collective: ranks compare samples of their weights, for pieces of differently seeded models would train silently.
+    `gathering`: modules that compute with more than what lies here, since their weights are gathered for a call.
     """
     builder = _Builder(tp_mesh, RankGroup.of(tp_mesh), _by_tensor(model, rules))
     prepared = Prepared(model)
@@ -60,7 +61,9 @@ def prepare_parameters(model: nn.Module, tp_mesh: DeviceMesh, rules: Rules) -> P
         record = ModuleRecord(reading, type(module))
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                new, record.parameters[name] = builder.parameter(_join(path, name), parameter, module)
+                new, record.parameters[name] = builder.parameter(
+                    _join(path, name), parameter, fused=isinstance(module, nn.RNNBase) and path not in gathering
+                )
                 prepared.swaps.append(_Swap(module._parameters, name, parameter, new))
         for name, buffer in module._buffers.items():
             if buffer is None:
@@ -136,14 +139,14 @@ class _Builder:
         self.made: dict[int, tuple[nn.Parameter, Held]] = {}
         self.originals: list[tuple[str, torch.Tensor]] = []
 
-    def parameter(self, fqn: str, parameter: nn.Parameter, module: nn.Module) -> tuple[nn.Parameter, Held]:
+    def parameter(self, fqn: str, parameter: nn.Parameter, *, fused: bool) -> tuple[nn.Parameter, Held]:
         if id(parameter) not in self.made:
             _refuse_parameter(fqn, parameter)
             held = self._held(fqn, parameter)
-            if held.dim is not None and isinstance(module, nn.RNNBase):
+            if held.dim is not None and fused:
                 raise AutoplanError(
-                    f"{fqn} cannot be split: {type(module).__name__} computes all gates in one fused call",
-                    hint="keep its parameters whole",
+                    f"{fqn} cannot be split: a recurrent network computes all gates in one fused call",
+                    hint="keep its parameters whole, or let autoplan plan it: the call then gets gathered weights",
                 )
             self.made[id(parameter)] = (self._distribute(parameter, held), held)
             self.originals.append((fqn, parameter))
