@@ -119,6 +119,7 @@ def parse_memory(text: str | int) -> int:
     if isinstance(text, int) and text > 0 and not isinstance(text, bool):
         return text
     check_argument("memory", text, str, "write it like 80GB or 79GiB")
+    text = str(text)
     for ending, unit in (("GiB", 2**30), ("GB", 10**9), ("TB", 10**12), ("G", 10**9), ("", 1)):
         if text.endswith(ending) and text.removesuffix(ending).replace(".", "", 1).isdigit():
             return int(float(text.removesuffix(ending)) * unit)

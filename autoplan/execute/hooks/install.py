@@ -241,7 +241,7 @@ class Root:
             if self.running.depth == 1:
                 self.unseen.check(output)
             if self.running.loss:
-                return columns_in(output, self._beside_a_loss)
+                return columns_in(output, self.beside_a_loss)
             if not self.running.whole_logits:
                 for head in self.heads:
                     for path in head.outputs:
@@ -260,7 +260,7 @@ class Root:
     def _wrap(self, head: LogitsHead) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda local: self._leaving(local, head.dim, head.columns)
 
-    def _beside_a_loss(self, local: torch.Tensor, kind: type[SplitLogits]) -> torch.Tensor:
+    def beside_a_loss(self, local: torch.Tensor, kind: type[SplitLogits]) -> torch.Tensor:
         """Logits returned next to a loss. A compiled model wants a gradient for every DTensor that it returns with one,
         and fails where only the loss has a backward: there they carry none."""
         if torch.compiler.is_compiling() and not self.running.returns_whole_logits:

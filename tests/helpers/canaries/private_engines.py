@@ -9,8 +9,11 @@ import threading
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch._guards import detect_fake_mode
 from torch._subclasses import fake_tensor
+from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _python_dispatch as dispatch
 
 from canaries.private import Private
@@ -62,6 +65,24 @@ def _fake() -> bool:
             real = torch.ones(2)
     is_fake = isinstance(inside, fake_tensor.FakeTensor) and fake_tensor.FakeTensor is torch._subclasses.FakeTensor
     return is_fake and not isinstance(real, fake_tensor.FakeTensor) and number.constant.item() == 3
+
+
+def _is_fake() -> bool:
+    with fake_tensor.FakeTensorMode():
+        inside = torch.ones(2)
+    return bool(fake_tensor.is_fake(inside) and not fake_tensor.is_fake(torch.ones(2)))
+
+
+def _detected() -> bool:
+    with fake_tensor.FakeTensorMode() as mode:
+        return detect_fake_mode() is mode
+
+
+def _same_storage() -> bool:
+    tensor = torch.ones(4)
+    return (
+        tensor[1:].untyped_storage()._cdata == tensor.untyped_storage()._cdata != torch.ones(4).untyped_storage()._cdata
+    )
 
 
 def _depends_on_data() -> bool:
@@ -163,5 +184,18 @@ ENGINES = (
         "torch.utils._python_dispatch._disable_current_modes",
         "a number in a tensor is read without being recorded",
         _dispatch,
+    ),
+    Private("torch._subclasses.fake_tensor.is_fake", "a parameter without storage is told from a real one", _is_fake),
+    Private("torch._guards.detect_fake_mode", "nothing is sent where tensors have no values", _detected),
+    Private("torch.UntypedStorage._cdata", "a storage is known again while it lives", _same_storage),
+    Private(
+        "torch.testing._internal.distributed.fake_pg.FakeStore",
+        "a world of fake ranks, for dry runs",
+        lambda: isinstance(FakeStore(), torch.distributed.Store),
+    ),
+    Private(
+        "torch.distributed.distributed_c10d._resolve_process_group",
+        "a group is asked whether it is a fake one",
+        lambda: "group_name" in str(distributed_c10d._resolve_process_group.__doc__),
     ),
 )

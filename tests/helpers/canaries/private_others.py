@@ -211,4 +211,17 @@ OTHERS = (
         "a lock is given back also by a thread that was interrupted while it gave it back",
         _owned,
     ),
+    *(
+        Private(
+            f"transformers.core_model_loading.WeightTransform.{name}",
+            "names in checkpoints are those that transformers would read",
+            _has(f"transformers.core_model_loading.WeightTransform.{name}"),
+        )
+        for name in ("_original_source_patterns", "_original_target_patterns")
+    ),
+    Private(
+        "transformers.PreTrainedModel._keep_in_fp32_modules",
+        "modules that no method quantises",
+        _has("transformers.PreTrainedModel._keep_in_fp32_modules"),
+    ),
 )
