@@ -35,7 +35,9 @@ def hints(value: Any) -> Iterator[tuple[str, Any]]:
         yield from typing.get_type_hints(value, localns=NAMES).items()
     elif inspect.isclass(value):
         if dataclasses.is_dataclass(value):
-            yield from typing.get_type_hints(value, localns=NAMES).items()
+            shown = {field.name for field in dataclasses.fields(value) if field.repr}  # others are for the house
+            found = typing.get_type_hints(value, localns=NAMES)
+            yield from ((key, hint) for key, hint in found.items() if key in shown)
         for name, method in inspect.getmembers(value, inspect.isfunction):
             if not name.startswith("_") and method.__module__.startswith("autoplan"):
                 yield from (
