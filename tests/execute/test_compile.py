@@ -31,6 +31,8 @@ CASES: tuple[tuple[str, bool, dict[str, Any], dict[str, Any]], ...] = (
     ("gemma2", True, {}, {"sequence_parallel": True}),
     ("cohere", True, {}, {}),  # attention and MLP side by side: one withholds its part of the sum
     ("cohere", False, {}, {"sequence_parallel": True}),
+    ("cohere", True, {"activation_checkpointing": True}, {}),  # what is withheld stays inside the block
+    ("gemma2", False, {"activation_checkpointing": "selective"}, {"sequence_parallel": True}),
     ("mixtral", False, {}, {"ep_size": 2}),
 )
 
