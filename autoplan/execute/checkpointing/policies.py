@@ -27,7 +27,8 @@ def all_but_drawn() -> tuple[AbstractContextManager[Any], AbstractContextManager
     """Contexts of one compiled call on a CPU that compute all again but what takes random numbers (attention may).
 
     torch's partitioner keeps a state of the generator for each of those, and on a CPU puts it behind the meshes that
-    gradients of DTensors need: each is then taken for the other, and the forward fails. On a GPU it passes generators another way.
+    gradients of DTensors need: each is then taken for the other, and the forward fails. On a GPU it passes generators
+    another way.
     """
     first, again = create_selective_checkpoint_contexts(_keep_drawn)
     return first, again
