@@ -205,6 +205,33 @@ def test_every_way_to_compile_steps() -> None:
     check_walk(MORE, LENGTHS, 1800.0)
 
 
+def drawing(rank: int) -> float:
+    """How far gradients of a compiled model that draws are from those of the same one that is not compiled."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plan, found = plan_for("llama"), []
+    for backend in (None, "aot_eager"):
+        torch.manual_seed(3)
+        model = built("llama")
+        for module in model.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.3  # type: ignore[assignment]
+        model.config.attention_dropout = 0.3
+        model = autoplan.parallelize(model, mesh, plan, activation_checkpointing=True)
+        run = model if backend is None else torch.compile(model, backend=backend)
+        torch.manual_seed(3)
+        found.append(step(model, run, {"input_ids": ids(), "use_cache": False, "labels": ids()})[1])
+    eager, compiled = found
+    return max(float((compiled[name] - wanted).abs().max()) for name, wanted in eager.items())
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_checkpointed_blocks_draw_the_same_again_in_a_compiled_model() -> None:
+    """Their graph is broken: what runs again in backward must switch streams as what ran first did."""
+    assert max(run_processes(drawing, (), 2, timeout=300.0)) < 1e-8
+
+
 def test_who_may_draw() -> None:
     """Compiled training agrees on a seed only where something draws: that interrupts the graph."""
     quiet, loud = built("llama"), built("llama")

@@ -181,7 +181,7 @@ def test_experts_in_a_list_are_cut_inside() -> None:
 
 @pytest.mark.parametrize(
     ("tp_size", "ep_size", "why"),
-    [(4, 2, "legal are ep_size=1"), (2, 4, "legal are ep_size=1"), (2, 0, "from 1 on"), (2, 1.5, "from 1 on")],
+    [(4, 2, "legal are ep_size=1"), (2, 4, "legal are ep_size=1"), (2, 0, "from 1 to"), (2, 1.5, "from 1 to")],
 )
 def test_odd_sizes_are_refused(tp_size: int, ep_size: Any, why: str) -> None:
     with pytest.raises(AutoplanError, match=why):

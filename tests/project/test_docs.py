@@ -65,3 +65,14 @@ def test_reference_pages_hold_every_public_name(tmp_path: Path) -> None:
     page = (tmp_path / "autoplan.html").read_text(encoding="utf-8")
     missing = [name for name in autoplan.__all__ if f'id="{name}"' not in page and not name.startswith("__")]
     assert not missing
+
+
+def test_rows_of_the_frameworks_table_name_tests_that_there_are() -> None:
+    """`file::test` under tests/execute in the last column, or the words "not run"."""
+    text = (ROOT / "docs" / "frameworks.md").read_text(encoding="utf-8")
+    rows = [line.strip("|").split(" | ") for line in text.split("\n## ")[0].splitlines() if line.startswith("| ")][1:]
+    shown = [row[-1].strip(" `") for row in rows]
+    assert len(rows) > 15 and all(len(row) == 4 for row in rows)
+    for name in [*re.findall(r"`(test_\w+\.py::test_\w+)`", text), *(name for name in shown if name != "not run")]:
+        file, _, function = name.partition("::")
+        assert f"def {function}(" in (ROOT / "tests" / "execute" / file).read_text(encoding="utf-8"), name

@@ -17,7 +17,7 @@ import inspect
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,21 +25,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint
 
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.execute.checkpointing.cache_copies import CacheCopies, is_cache
+from autoplan.execute.checkpointing.policies import all_but_drawn, selective_contexts
 from autoplan.execute.hooks.running import Running
 from autoplan.execute.parameters.held import record_of
-from autoplan.ops import op_record
-from autoplan.ops.records.record import Drawn
 
-__all__ = ["Checkpoints", "Runs", "install_checkpoints", "is_checkpointed", "runs_of", "selective_contexts"]
+__all__ = ["Checkpoints", "Runs", "install_checkpoints", "is_checkpointed", "runs_of"]
 
 _STATE = "_autoplan_checkpoint"
 _HOOKS = (
@@ -158,15 +153,26 @@ def _checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_grad_enabled():
             return _run(self, state, args, kwargs)
         options: dict[str, Any] = {"context_fn": selective_contexts} if state.selective else {}
-        if torch.compiler.is_compiling():  # traced once: the recomputation is the compiler's, inside what it traced
-            if any(is_cache(value) for value in (*args, *kwargs.values())):
-                return _run(self, state, args, kwargs)
-            if not options and state.running is not None and state.running.mesh.device_type == "cpu":
-                options["context_fn"] = _drawn_once
-            return checkpoint(_run, self, state, args, kwargs, use_reentrant=False, **options)
-        return checkpoint(_Calls(self, state), args, kwargs, use_reentrant=False, preserve_rng_state=True, **options)
+        if not torch.compiler.is_compiling():
+            return _recorded(self, state, args, kwargs, options)
+        # traced once: the recomputation is the compiler's, inside what it traced
+        if any(is_cache(value) for value in (*args, *kwargs.values())):
+            return _run(self, state, args, kwargs)
+        if state.running is not None and state.running.draws:  # streams are switched, which no graph does
+            return _uncompiled(self, state, args, kwargs, options)
+        if not options and state.running is not None and state.running.mesh.device_type == "cpu":
+            options["context_fn"] = all_but_drawn
+        return checkpoint(_run, self, state, args, kwargs, use_reentrant=False, **options)
 
     return forward
+
+
+def _recorded(module: nn.Module, state: _State, args: Any, kwargs: Any, options: dict[str, Any]) -> Any:
+    call = _Calls(module, state)
+    return checkpoint(call, args, kwargs, use_reentrant=False, preserve_rng_state=True, **options)
+
+
+_uncompiled = torch.compiler.disable(_recorded)
 
 
 class _Calls:
@@ -296,47 +302,3 @@ def _run(module: nn.Module, state: _State, args: tuple[Any, ...], kwargs: dict[s
 def _post(module: nn.Module, hooks: Any, key: int, hook: Any, args: Any, kwargs: Any, result: Any) -> Any:
     with_kwargs = key in hooks["_forward_hooks_with_kwargs"]
     return hook(module, args, kwargs, result) if with_kwargs else hook(module, args, result)
-
-
-# ------------------------------------------------------------------------------------------------ saving by op
-
-
-def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of one call that keep every other matmul, attention and every collective; the rest is computed again."""
-    first, again = create_selective_checkpoint_contexts(_Policy())
-    return first, again
-
-
-def _drawn_once() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of one compiled call on a CPU that compute all again but what takes random numbers (attention may).
-
-    torch's partitioner keeps a state of the generator for each of those, and on a CPU puts it behind the meshes that
-    gradients of DTensors need: both are then taken for the other, and the forward fails. On a GPU it keeps no states.
-    """
-    first, again = create_selective_checkpoint_contexts(_keep_drawn)
-    return first, again
-
-
-def _keep_drawn(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    draws = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
-    return CheckpointPolicy.MUST_SAVE if draws else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-class _Policy:
-    """Counts matmuls in forward and in recomputation apart, so that both runs keep the same ones."""
-
-    def __init__(self) -> None:
-        self.matmuls = {False: 0, True: 0}
-
-    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        name = op._opname if hasattr(op, "_opname") else str(op)
-        if getattr(op, "namespace", "") in ("_c10d_functional", "c10d"):
-            return CheckpointPolicy.MUST_SAVE
-        drawn = op_record(name).drawn
-        if drawn is Drawn.ATTENTION:
-            return CheckpointPolicy.MUST_SAVE
-        if drawn is Drawn.CONTRACTION:
-            self.matmuls[context.is_recompute] += 1
-            odd = self.matmuls[context.is_recompute] % 2 == 1
-            return CheckpointPolicy.MUST_SAVE if odd else CheckpointPolicy.PREFER_RECOMPUTE
-        return CheckpointPolicy.PREFER_RECOMPUTE
