@@ -15,6 +15,7 @@ from torch import nn
 
 from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_any, capture_fake
+from autoplan.capture.other_paths import with_other_paths
 from autoplan.common.errors import CaptureError, IndivisibleError
 from autoplan.common.options import Wish
 from autoplan.common.stages import stage
@@ -95,7 +96,7 @@ def wanted_capabilities(wish: Wish) -> Capabilities:
 
 
 def capture_source(source: Source, module: nn.Module, choices: Choices | None = None) -> Captured:
-    """Make example inputs and record what the module does with them.
+    """Make example inputs and record what the module does with them, in other sizes too where that is something else.
 
     Repeated blocks are traced once, unless a written plan tells them apart.
     """
@@ -103,8 +104,9 @@ def capture_source(source: Source, module: nn.Module, choices: Choices | None = 
         module, config=source.config, model_type=source.model_type, inputs=source.inputs, recipe=source.recipe
     )
     note = kernel_note(module)
-    captured = capture_any(module, made.entries, (*made.notes, note) if note else made.notes)
-    unfold = partial(capture_fake, module, made.entries, folded=False)
+    entries = with_other_paths(module, made.entries, made.others)
+    captured = capture_any(module, entries, (*made.notes, note) if note else made.notes)
+    unfold = partial(capture_fake, module, entries, folded=False)
     if choices is None or same_in_folded_blocks(choices, captured.trace):
         return replace(captured, unfold=unfold) if captured.trace.folds else captured
     return unfold()

@@ -18,6 +18,7 @@ from torch import nn
 from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_real
 from autoplan.capture.copies import copied
+from autoplan.capture.other_paths import with_other_paths
 from autoplan.check.ranks.common import Budget
 from autoplan.common.dtypes import inputs_in, tried_dtypes, working_dtype
 from autoplan.common.errors import AutoplanError
@@ -186,7 +187,7 @@ def _recorded_clone(source: Source) -> tuple[nn.Module, dict[str, Any], Captured
         try:
             clone = one.tiny(dtype=dtype, experts="batched_mm")
             made = make_inputs(clone, model_type=one.model_type, inputs=one.inputs, recipe=one.recipe)
-            entries = inputs_in(working_dtype(clone), made.entries)
+            entries = inputs_in(working_dtype(clone), with_other_paths(clone, made.entries, made.others))
             return clone, entries, capture_real(copied(clone), entries, keep_values=True)
         except AutoplanError as error:
             refusal = refusal or error
@@ -227,7 +228,7 @@ def settle_capabilities(
             tp_size=min(tp_size, _TINY_TP),
             ep_size=min(ep_size, _TINY_TP),
             sequence_parallel=wanted.sequence,
-            checks=("forward",),
+            checks=("forward", "second_shape"),
             choices=choices,
             budget=budget,
         )

@@ -13,7 +13,7 @@ from autoplan.patches.kernels import KERNEL_GUARDS, REFERENCE_PATH
 from autoplan.patches.optimizers import OPTIMIZERS
 from autoplan.patches.patched import Patch
 from autoplan.patches.process_group import PROCESS_GROUP
-from autoplan.patches.simulated_ranks import GENERATOR, WORLD
+from autoplan.patches.simulated_ranks import GENERATOR, HOST_GENERATORS, WORLD
 from autoplan.patches.uncached import UNCACHED
 
 __all__ = ["PATCHES"]
@@ -27,5 +27,6 @@ PATCHES: tuple[Patch, ...] = (
     DOUBLE_PRECISION,
     WORLD,
     GENERATOR,
+    HOST_GENERATORS,
     PROCESS_GROUP,
 )

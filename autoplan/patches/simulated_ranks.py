@@ -1,17 +1,19 @@
 """What simulated ranks need for themselves, and what torch keeps once per process.
 
-Ranks that are threads of one process share the process-group world, a lock of DTensor's, and the CPU generator. While
-they run, torch is given a world of one part per thread, a lock that a thread may take twice, and a generator that
-asks which rank is calling; whatever was there is set aside, a live process group too.
+Ranks that are threads of one process share the process-group world, a lock of DTensor's, and the generators of torch,
+numpy and Python. While they run, torch is given a world of one part per thread, a lock that a thread may take twice,
+and generators that ask which rank is calling; whatever was there is set aside, a live process group too.
 """
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
@@ -20,7 +22,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGr
 
 from autoplan.patches.patched import Patch, Place, patched
 
-__all__ = ["GENERATOR", "WORLD", "generator_per_thread", "world_per_thread"]
+__all__ = ["GENERATOR", "HOST_GENERATORS", "WORLD", "generator_per_thread", "host_generators", "world_per_thread"]
 
 
 @contextmanager
@@ -54,6 +56,41 @@ def generator_per_thread(own: Callable[[], torch.Generator | None]) -> Iterator[
     """`torch.manual_seed`, `get_rng_state` and their like reach the calling thread's own generator, if it has one."""
     with patched(GENERATOR, [Place(torch.random, "default_generator", lambda real: _GeneratorOfThisThread(real, own))]):
         yield
+
+
+class _OwnOfThisThread:
+    """Stands in for a function of a generator that the process shares: a rank's own generator has it too."""
+
+    def __init__(self, real: Callable[..., Any], own: Callable[[], Any]) -> None:
+        self._real, self._own = real, own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        generator = self._own()
+        function = self._real if generator is None else getattr(generator, self._real.__name__)
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def host_generators(own: Callable[[], tuple[random.Random, numpy.random.RandomState] | None]) -> Iterator[None]:
+    """`random.random`, `numpy.random.rand` and their like draw from the calling thread's own generators, if it has any.
+
+    Ranks that are processes have them to themselves, each as it was seeded. Names that were imported before
+    (`from random import random`) go on with the generator of the process.
+    """
+
+    def stand_in(at: int) -> Callable[[Any], Any]:
+        return lambda real: _OwnOfThisThread(real, lambda: (own() or (None, None))[at])
+
+    places = [Place(module, name, stand_in(at)) for at, module in enumerate((random, numpy.random))
+              for name in _functions_of(module)]  # fmt: skip
+    with patched(HOST_GENERATORS, places):
+        yield
+
+
+def _functions_of(module: Any) -> list[str]:
+    """The functions of a module that its one generator has too."""
+    kind = random.Random if module is random else numpy.random.RandomState
+    return [name for name in vars(module) if name.islower() and name[0] != "_" and callable(getattr(kind, name, None))]
 
 
 def _world_canary() -> bool:
@@ -102,4 +139,27 @@ GENERATOR = Patch(
     undone="torch's own generator is put back",
     where="autoplan/patches/simulated_ranks.py",
     canary=_generator_canary,
+)
+
+
+def _host_canary() -> bool:
+    """Are the functions of `random` and `numpy.random` methods of one generator each, called by name?"""
+    mine = random.Random(7), numpy.random.RandomState(7)
+    before = random.getstate(), numpy.random.get_state()[1].copy()  # type: ignore[index, union-attr]
+    with host_generators(lambda: mine):
+        inside = random.random(), random.randint(0, 9), numpy.random.rand(), numpy.random.randint(9)
+    again = random.Random(7), numpy.random.RandomState(7)
+    same = inside == (again[0].random(), again[0].randint(0, 9), again[1].rand(), again[1].randint(9))
+    after = random.getstate(), numpy.random.get_state()[1]  # type: ignore[index]
+    return same and after[0] == before[0] and bool((after[1] == before[1]).all())
+
+
+HOST_GENERATORS = Patch(
+    name="host generators of simulated ranks",
+    replaces="the functions of random and numpy.random that draw from the generator of the process",
+    why="what a forward draws with Python or numpy must not depend on which rank's thread comes first",
+    scope="while simulated ranks run",
+    undone="the modules' own functions are put back",
+    where="autoplan/patches/simulated_ranks.py",
+    canary=_host_canary,
 )

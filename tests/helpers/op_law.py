@@ -72,7 +72,7 @@ def _judged(case: Case) -> Outcome:
     except IndivisibleError:
         return Outcome("whole", _why_nothing_is_cut(source, case.tp_size))
     whole = next((one.reason for one in plan.replicated if one.fqn == "first.weight"), "")
-    clone = Clone(case.model, {"forward": case.inputs}, {}, "")
+    clone = Clone(case.model, {"forward": case.inputs}, {}, "", {"forward": case.inputs})
     report = verify_clone(clone, plan, checks=("parameters", "forward"))
     errors = [f"{found.check} {found.where} {found.message}" for found in report.findings if found.level == "error"]
     if errors:

@@ -3,9 +3,9 @@
 What torch keeps once per process is replaced by `patches/simulated_ranks.py`; this file starts, watches and ends ranks.
 
 Threads share what processes do not, so each rank gets its own: the process-group world, the registries behind
-functional collectives, the CPU random generator, and backward passes that stay in the rank's thread. A process group
-that is alive in this process is set aside for the run and put back after it; only *other* Python threads of the process
-must not start collectives meanwhile. Numpy's and Python's random modules, default dtype and monkeypatches stay shared.
+functional collectives, the random generators of torch, numpy and Python, and backward passes that stay in the rank's
+thread. A process group that is alive in this process is set aside for the run and put back after it; only *other*
+Python threads of the process must not start collectives meanwhile. Default dtype and monkeypatches stay shared.
 
 A rank that raises sends the others out of the collectives they wait in; what it raised is what the caller sees. Ranks
 that wait for each other in different collectives are noticed after a few seconds, long before the time limit.
@@ -13,6 +13,7 @@ that wait for each other in different collectives are noticed after a few second
 
 from __future__ import annotations
 
+import random
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any, TypeVar
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
@@ -34,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.check.ranks.common import RankError, RankTimeout, one_compute_thread
 from autoplan.common.errors import AutoplanError
-from autoplan.patches.simulated_ranks import generator_per_thread, world_per_thread
+from autoplan.patches.simulated_ranks import generator_per_thread, host_generators, world_per_thread
 
 __all__ = ["counted", "is_simulated", "listening", "run_threads"]
 
@@ -54,6 +56,7 @@ class _ThisRank(threading.local):
     """What the current thread is: a rank with a generator and open collective counters, or no rank at all."""
 
     generator: torch.Generator | None = None
+    host: tuple[random.Random, numpy.random.RandomState] | None = None
     counters: list[Counter[str]] = []  # noqa: RUF012  each rank's thread sets its own
     listeners: list[Callable[[str, int], None]] = []  # noqa: RUF012  likewise
 
@@ -81,9 +84,14 @@ def run_threads(fn: Callable[[int], Result], world_size: int, timeout: float) ->
         if _unstoppable:
             raise RankTimeout(f"{len(_unstoppable)} ranks of an earlier run still run", hint="start a new process")
         ranks: list[_Rank] = []
-        state = torch.get_rng_state()
+        state = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
         with ExitStack() as stack:
-            for context in (world_per_thread(), one_compute_thread(), generator_per_thread(lambda: _this.generator)):
+            for context in (
+                world_per_thread(),
+                one_compute_thread(),
+                generator_per_thread(lambda: _this.generator),
+                host_generators(lambda: _this.host),
+            ):
                 stack.enter_context(context)
             store = c10d.HashStore()
             for number in range(world_size):
@@ -108,14 +116,18 @@ class _Body:
     number: int
     world_size: int
     store: Any
-    state: torch.Tensor
+    state: tuple[torch.Tensor, Any, Any]  # of torch's generator, Python's and numpy's
     timeout: float
     ranks: list[_Rank]
 
     def __call__(self) -> None:
         rank = self.ranks[self.number]
         _this.generator, _this.counters, _this.listeners = torch.Generator(), [], []
-        _this.generator.set_state(self.state)
+        _this.host = random.Random(), numpy.random.RandomState()
+        own, (first, second, third) = _this.host, self.state
+        _this.generator.set_state(first)
+        own[0].setstate(second)
+        own[1].set_state(third)
         torch.set_num_threads(1)
         torch.autograd.set_multithreading_enabled(False)  # or backward collectives leave this thread
         try:
@@ -133,7 +145,7 @@ class _Body:
             rank.ended = time.monotonic()
             if dist.is_initialized():
                 dist.destroy_process_group()
-            _this.generator = None
+            _this.generator = _this.host = None
 
 
 # ------------------------------------------------------------------------------------------------ waiting and failing

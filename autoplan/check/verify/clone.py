@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoplan.capture.copies import copied
+from autoplan.capture.other_paths import with_other_paths
 from autoplan.check.verify.sharded import CANNOT_RUN
 from autoplan.common.errors import AutoplanError
 
@@ -21,12 +22,16 @@ _OWN_CLONE = 3_000_000  # a module of so few parameters is verified itself
 
 @dataclass(frozen=True)
 class Clone:
-    """What is verified: a tiny model, the calls to make, and the same calls with another batch and length."""
+    """What is verified: a tiny model, the calls to make, and the same calls with another batch and length.
+
+    `planned`: the calls that its plan is made from, those of the others among them that take another way.
+    """
 
     model: Any
     entries: Mapping[str, Any]
     others: Mapping[str, Any]
     note: str
+    planned: Mapping[str, Any]
 
 
 def clone_of(source: Any) -> Clone:
@@ -60,7 +65,8 @@ def _clone_at_size(source: Any) -> Clone:
         others = {} if source.inputs is not None else entries_at(source, model, batch=3, length=12)
         if dtype != torch.float64:
             note += f"; in {str(dtype).removeprefix('torch.')}, because in others it does not run ({refusal})"
-        return Clone(model, entries, others, note)
+        planned = with_other_paths(model, entries, others) if source.recipe is not None else entries
+        return Clone(model, entries, others, note, planned)
     raise AutoplanError(
         f"the tiny clone of {source.name} cannot run unsharded: {refusal}",
         hint="pass inputs= that the model accepts, and let its code take dtypes from its inputs or weights: clones "

@@ -7,18 +7,21 @@ once and cannot treat them differently by accident. Whatever comes out is plain 
 from __future__ import annotations
 
 import inspect
+import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoplan.capture.called import PART, call
 from autoplan.common.conventions import conventions
+from autoplan.common.random_values import untouched_randomness
 from autoplan.execute.parameters.state_dict import gathered
 from autoplan.execute.randomness import streams as random_streams
 from autoplan.patches.double_precision import Lifted
@@ -84,7 +87,7 @@ class Subject:
             return
         self.model.train()
         self.model.eval()
-        with random_streams.fork():
+        with random_streams.fork(), untouched_randomness():
             self._seed_alike()
             yield
 
@@ -111,12 +114,15 @@ class Subject:
         return {"outputs": seen, "gradients": gradients}
 
     def _seed_alike(self) -> None:
-        """Ranks come with streams of their own, and share the first one's: that of the unsharded model."""
+        """Ranks come with streams of their own, and share the first one's: that of the unsharded model. What Python
+        and numpy draw is nobody's to share: ranks must be seeded alike, and so they are here."""
         random_streams.manual_seed(self.rank)
+        _seed_host(0)
 
     def seed(self, number: int) -> None:
-        """Seed this rank, differently from the others."""
+        """Seed this rank, differently from the others, but for Python and numpy."""
         random_streams.manual_seed(1000 * number + self.rank)
+        _seed_host(number)
 
     @property
     def signature(self) -> Mapping[str, inspect.Parameter]:
@@ -175,6 +181,11 @@ def _asking(inputs: Inputs) -> dict[str, torch.Tensor]:
     """Its floats, asking for gradients."""
     floats = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
     return {name: tensor.detach().clone().requires_grad_() for name, tensor in floats.items()}
+
+
+def _seed_host(number: int) -> None:
+    random.seed(number)
+    numpy.random.seed(number)
 
 
 def _copied(value: Any) -> Any:

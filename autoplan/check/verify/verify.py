@@ -43,7 +43,8 @@ __all__ = [
 # dropout draws apart on data-parallel ranks; optimizers are stepped by the training checks
 _NOT_ON_MESHES = ("dropout", "optimizer")
 _MOST_TRIALS = 32  # runs on ranks to find out which modules of a wrong plan must stay whole
-_DECISIVE = ("sharding", "parameters", "forward", "gradients")  # checks after which other capabilities are tried
+# checks after which other capabilities are tried
+_DECISIVE = ("sharding", "parameters", "forward", "gradients", "second_shape")
 
 
 @plain_surroundings()
@@ -228,6 +229,8 @@ def _narrowed(
 ) -> tuple[Capabilities, Report, Plan]:
     """Keep what is cut wrongly whole (and with it all that shares its cut), so that the rest is right."""
     sizes = Sizes(applied.tp_size, applied.ep_size)
+    apart = {finding.check for finding in report.findings if finding.level == "error"} == {"second_shape"}
+    narrowing = ("second_shape",) if apart else ("forward",)
     modules = tuple(dict.fromkeys(entry.pattern for entry in applied.entries))
 
     def planned(whole: tuple[str, ...]) -> Plan | None:
@@ -246,7 +249,7 @@ def _narrowed(
     def is_wrong(cut: tuple[str, ...]) -> bool:
         budget.check("while what is wrong was looked for")
         plan = planned(tuple(name for name in modules if name not in cut))
-        return plan is not None and _decisively_wrong(run(plan, ("forward",)))
+        return plan is not None and _decisively_wrong(run(plan, narrowing))
 
     try:
         whole = wrong_cuts(cut_together(modules, still_cut), is_wrong, _MOST_TRIALS)
@@ -295,7 +298,7 @@ def _plan_for(
     choices = None if written is None else written.for_clone()
 
     # the clone's own calls: a user's inputs have the dtype of the user's model, and the clone computes in another
-    found = resolve(clone.model, inputs=dict(clone.entries))
+    found = resolve(clone.model, inputs=dict(clone.planned))
     derived = draft_plan(found, Wish(sizes.tp, sizes.ep), choices=choices, capabilities=capabilities).plan
     return derived, [] if plan is None else _correspondence(plan, derived, clone.model)
 

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from autoplan.common.errors import AutoplanError
 from autoplan.execute.collectives import RankGroup, all_reduce, copy_to_ranks
 from autoplan.execute.parameters.held import Held, record_of
+from autoplan.execute.parameters.unseen_paths import SHAPE_ERRORS, unseen_path
 
 __all__ = ["local_view", "reading_locally", "stored_tensor", "view_class"]
 
@@ -148,6 +149,11 @@ def _reading_call(cls: type) -> Callable[..., Any]:
         reading.inside = True
         try:
             return base(self, *args, **kwargs)
+        except SHAPE_ERRORS as error:
+            named = None if before or torch.compiler.is_compiling() else unseen_path(self, error)
+            if named is None:
+                raise
+            raise named from error
         finally:
             reading.inside = before
 

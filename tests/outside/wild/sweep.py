@@ -1,7 +1,8 @@
 """Plan every model of the zoo without inputs, verify it, and print one table: `make test-wild`.
 
 A model that cannot be built here (its package is missing, or does not fit the installed torch) is a line of its own.
-Each runs in a process of its own, with a limit; lines are kept in a file, so that a sweep can go on where it stopped.
+Models run one after the other in a process that is replaced when one of them ends it or needs too many seconds of CPU;
+lines are kept in a file, so that a sweep can go on where it stopped.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import re
+import resource
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -22,6 +26,8 @@ from pathlib import Path
 
 FIELDS = ("vision", "generation", "sound", "language", "science")
 _MARK = "RESULT "
+_EACH = 15  # models that one process tries
+_WAITS = 6  # times the limit that may pass on a busy machine
 
 
 @dataclass(frozen=True)
@@ -111,32 +117,77 @@ def stand_in_for_torchvision() -> None:
 
 
 def sweep(names: list[str], limit: float, kept: Path) -> list[Line]:
-    """One process a model; what is in the file is not run again."""
+    """Try what is not in the file yet."""
     lines = {}
     if kept.exists():
         lines = {one["model"]: Line(**one) for one in map(json.loads, kept.read_text().splitlines())}
-    for name in names:
-        if name in lines:
-            continue
-        lines[name] = _in_a_process(name, limit)
-        with kept.open("a") as file:
-            file.write(json.dumps(asdict(lines[name])) + "\n")
-        print(_row(lines[name]), flush=True)
+    with Worker(limit) as worker:
+        for name in names:
+            if name in lines:
+                continue
+            lines[name] = worker.tried(name)
+            with kept.open("a") as file:
+                file.write(json.dumps(asdict(lines[name])) + "\n")
+            print(_row(lines[name]), flush=True)
     return [lines[name] for name in names]
 
 
-def _in_a_process(name: str, limit: float) -> Line:
-    try:
-        done = subprocess.run(
-            [sys.executable, __file__, "--one", name], capture_output=True, text=True, timeout=limit, env=os.environ
-        )
-    except subprocess.TimeoutExpired:
-        return Line(name, "too slow", seconds=limit, said=f"more than {limit:.0f} s")
-    found = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
-    if not found:
-        last = (done.stderr.strip().splitlines() or ["nothing said"])[-1]
+class Worker:
+    """A process that tries models by name, started anew where it ended, and after every few."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit, self.process, self.done = limit, None, 0
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  lives as long as this does
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+        self.errors.close()
+
+    def tried(self, name: str) -> Line:
+        process = self._running()
+        clock = threading.Timer(_WAITS * self.limit, process.kill)  # it hangs: that takes no CPU
+        clock.start()
+        process.stdin.write(name + "\n")
+        process.stdin.flush()
+        try:
+            for said in process.stdout:
+                if said.startswith(_MARK):
+                    return Line(**json.loads(said.removeprefix(_MARK)))
+        finally:
+            clock.cancel()
+        if process.wait() in (-signal.SIGXCPU, -signal.SIGKILL):
+            return Line(name, "too slow", seconds=self.limit, said=f"more than {self.limit:.0f} s")
+        self.errors.seek(0)
+        last = (self.errors.read().strip().splitlines() or ["nothing said"])[-1]
         return Line(name, "raw error", said=last[:300])
-    return Line(**json.loads(found[-1].removeprefix(_MARK)))
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self.process is None or self.process.poll() is not None or self.done >= _EACH:
+            self._end()
+            self.errors.truncate(0)
+            command = [sys.executable, __file__, "--work", "--limit", str(self.limit)]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors}
+            self.process, self.done = subprocess.Popen(command, text=True, **pipes), 0
+        self.done += 1
+        return self.process
+
+    def _end(self) -> None:
+        if self.process is not None:
+            self.process.stdin.close()
+            self.process.kill()
+            self.process.wait()
+
+
+def work(limit: float) -> None:
+    """Try the models that are named on stdin; the system ends this process where one needs too much CPU."""
+    for name in map(str.strip, sys.stdin):
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + limit) + 1, hard))
+        print("\n" + _MARK + json.dumps(asdict(tried(name))), flush=True)
 
 
 def _row(line: Line) -> str:
@@ -163,13 +214,17 @@ def summary(lines: list[Line]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--one", help="try one model, in this process")
+    parser.add_argument("--work", action="store_true", help="try the models that are named on stdin")
     parser.add_argument("--only", default="", help="models whose name contains this")
-    parser.add_argument("--limit", type=float, default=90.0, help="seconds for each")
+    parser.add_argument("--limit", type=float, default=90.0, help="seconds of CPU for each")
     parser.add_argument("--kept", type=Path, default=Path("build/wild.jsonl"), help="where lines are kept")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     if given.one:
         print(_MARK + json.dumps(asdict(tried(given.one))))
+        return
+    if given.work:
+        work(given.limit)
         return
     given.kept.parent.mkdir(parents=True, exist_ok=True)
     names = [name for name in models() if given.only in name]

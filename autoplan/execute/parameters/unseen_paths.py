@@ -1,0 +1,87 @@
+"""A path that no plan was made for, reached while the model runs on shards, is named: the module, the call, what to do.
+
+Code may do something else at another size or with other arguments than in the calls that were recorded. What it does
+there with a rank's shards often ends in an error of shapes, raised by torch in the middle of the model. The traceback
+tells whose code made the call; nothing is noted while models run.
+"""
+
+from __future__ import annotations
+
+import dis
+import linecache
+import os
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autoplan.common.errors import PlanMismatchError
+from autoplan.execute.parameters.held import record_of
+
+__all__ = ["SHAPE_ERRORS", "unseen_path"]
+
+SHAPE_ERRORS = (RuntimeError, IndexError, ValueError, AssertionError)
+_PLAIN = frozenset(SHAPE_ERRORS)  # what torch and Python raise; subclasses are about other things (memory, networks)
+_SHAPES_BY_NAME = "einops"  # a library that raises errors of its own for shapes
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_CALLS = nn.modules.module.__file__  # where a module calls its forward
+_RAISE = dis.opmap["RAISE_VARARGS"]
+_HINT = (
+    "if the unsharded model runs on this call, it takes a path here that the plan was not made for: plan again and "
+    "show it this call beside the usual one, inputs={'usual': {argument: value}, 'other': {argument: value}}"
+)
+
+
+def unseen_path(model: nn.Module, error: BaseException) -> PlanMismatchError | None:
+    """What to raise in place of an error of shapes that was raised below `model`; None: it is about something else."""
+    steps = list(_steps(error.__traceback__))
+    if not steps or not _is_of_shapes(error, steps[-1]):
+        return None
+    own = [at for at, step in enumerate(steps) if _runs_on_shards(step)]
+    if not own or any(step.tb_frame.f_code.co_filename.startswith(_DISTRIBUTED) for step in steps[own[-1] :]):
+        return None
+    module = steps[own[-1]].tb_frame.f_locals["self"]
+    name = next((name for name, part in model.named_modules() if part is module), "")
+    said = (str(error).strip() or "no message").splitlines()[0]
+    return PlanMismatchError(
+        f"{name or 'the model'} ({type(module).__name__}) cannot make this call on a rank's shards: "
+        f"{_place(steps[own[-1]])}: {type(error).__name__}: {said}",
+        hint=_HINT,
+    )
+
+
+def _steps(trace: TracebackType | None) -> list[TracebackType]:
+    found = []
+    while trace is not None:
+        found.append(trace)
+        trace = trace.tb_next
+    return found
+
+
+def _is_of_shapes(error: BaseException, last: TracebackType) -> bool:
+    """Did a call fail, or did the model's own code refuse something in words of its own?"""
+    if type(error).__module__.partition(".")[0] == _SHAPES_BY_NAME:
+        return True
+    code = last.tb_frame.f_code
+    refused = code.co_code[last.tb_lasti] == _RAISE and not code.co_filename.startswith(_TORCH)
+    return type(error) in _PLAIN and not refused
+
+
+def _runs_on_shards(step: TracebackType) -> bool:
+    """Is it code of a module whose parameters, or those of modules inside it, are split?"""
+    frame = step.tb_frame
+    module = frame.f_locals.get("self")
+    if not isinstance(module, nn.Module) or frame.f_code.co_filename.startswith((_OURS, _CALLS)):
+        return False
+    records = (record_of(part) for part in module.modules())
+    return any(held.dim is not None for record in records if record is not None for held in record.parameters.values())
+
+
+def _place(step: TracebackType) -> str:
+    """The file and line, and the line itself."""
+    code, number = step.tb_frame.f_code, step.tb_lineno
+    line = linecache.getline(code.co_filename, number).strip()
+    return f"{os.path.basename(code.co_filename)}:{number} in {code.co_name}" + (f", {line}" if line else "")
