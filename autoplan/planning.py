@@ -16,6 +16,7 @@ from torch import nn
 from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_any, capture_fake
 from autoplan.capture.other_paths import with_other_paths
+from autoplan.capture.weight_hooks import made_anew_in_training
 from autoplan.common.errors import CaptureError, IndivisibleError
 from autoplan.common.options import Wish
 from autoplan.common.stages import stage
@@ -74,6 +75,7 @@ def draft_plan(
     solved = partial(
         solve_source, source, captured, wish, capabilities=capabilities, sequence_stacks=blocks, packed=packed
     )
+    solved = partial(solved, remade=made_anew_in_training(module))
     solution, choices, misfit = fitting(solved, choices)
     solution = replace(solution, runtime=without_namesakes(source, solution.runtime, solution.trace.module_classes))
     made = plan_chosen(
@@ -121,6 +123,7 @@ def solve_source(
     capabilities: Capabilities = Capabilities(),  # noqa: B008 - frozen
     sequence_stacks: tuple[tuple[str, ...], ...] | None = None,
     packed: tuple[PackedWeight, ...] = (),
+    remade: tuple[str, ...] = (),
 ) -> Solution:
     """Decide the splits, under a written plan if there is one; say clearly when the size fits nothing."""
     solved = partial(
@@ -132,6 +135,7 @@ def solve_source(
         whole=capabilities.whole,
         experts=experts_of(wish.tp_size, wish.ep_size, capabilities),
         packed=packed,
+        remade=remade,
     )
     solution = solved(captured.trace)
     if captured.unfold and not same_in_like_blocks(solution.parameters, solution.runtime, captured.trace.folds):

@@ -4,18 +4,23 @@ Hooks are left behind when a model is copied to be recorded: they are the user's
 must not see runs of ours. But a hook that holds a module or a parameter may compute with it; then it is a part of the
 model's forward like any other, and goes along. So do those of torch that make a weight anew at each call (the old
 `weight_norm` and `spectral_norm`, pruning), which hold no more than its name.
+
+What makes a weight may do something else in training: a spectral norm goes on with its estimate then, and writes it
+into a buffer. Recordings are of eval mode, so such weights are named, and stay whole.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from autoplan.capture.copies import Rebinding, holds_weights
 
-__all__ = ["keep_weight_hooks", "weight_hooks"]
+__all__ = ["keep_weight_hooks", "made_anew_in_training", "weight_hooks"]
 
 _MAKING_WEIGHTS = "torch.nn.utils."
 _KINDS = {  # and what is noted about them
@@ -42,3 +47,17 @@ def keep_weight_hooks(model: nn.Module, rebinding: Rebinding) -> None:
                 theirs = vars(module)[name]
                 if number in theirs and id(theirs) in rebinding.memo:  # not in a block that was left out
                     rebinding.memo[id(theirs)][number] = rebinding.of(theirs[number])
+
+
+def made_anew_in_training(model: nn.Module) -> tuple[str, ...]:
+    """Where weights lie that are made otherwise in training: by a parametrization, or a hook of torch's."""
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, ParametrizationList):
+            made = [type(part).forward for part in module]
+        else:
+            hooks = (hook for _, _, hook in weight_hooks(module) if type(hook).__module__.startswith(_MAKING_WEIGHTS))
+            made = [type(hook).__call__ for hook in hooks]
+        if any("training" in inspect.unwrap(function).__code__.co_names for function in made):
+            found.append(name)
+    return tuple(found)

@@ -36,6 +36,7 @@ __all__ = [
     "NothingToSplit",
     "OfDim",
     "OnBothDims",
+    "MadeAnewInTraining",
     "OnlyExperts",
     "ReadAcross",
     "Reason",
@@ -290,6 +291,12 @@ class NotNamed(Reason):
 class DifferedOnRanks(Reason):
     def __str__(self) -> str:
         return "cut, a tiny clone did not give the same on simulated ranks"
+
+
+@dataclass(frozen=True)
+class MadeAnewInTraining(Reason):
+    def __str__(self) -> str:
+        return "what makes this weight does something else in training (it estimates a norm), which was not recorded"
 
 
 @dataclass(frozen=True)

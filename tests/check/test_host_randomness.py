@@ -54,13 +54,19 @@ class Normed(nn.Module):
         super().__init__()
         norm = parametrizations.spectral_norm if kind == "parametrized" else nn.utils.spectral_norm
         self.up, self.down = norm(nn.Linear(16, 32)), norm(nn.Linear(32, 16))
+        self.plain_up, self.plain_down = nn.Linear(16, 32), nn.Linear(32, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
+        x = x + self.down(torch.tanh(self.up(x)))
+        return x + self.plain_down(torch.tanh(self.plain_up(x)))
 
 
 @pytest.mark.parametrize("kind", ["parametrized", "hooked"])
 def test_spectral_norms_train_alike(kind: str) -> None:
-    report = autoplan.verify(Normed(kind), tp_size=2, inputs={"x": torch.randn(2, 6, 16)})
+    model, inputs = Normed(kind), {"x": torch.randn(2, 6, 16)}
+    plan = autoplan.plan(model, 2, inputs=inputs)
+    assert {entry.pattern for entry in plan.entries} == {"plain_up", "plain_down"}
+    assert any("in training" in str(left.reason) for left in plan.replicated)
+    report = autoplan.verify(model, plan, 2, inputs=inputs)
     assert report.ok, [str(finding) for finding in report.findings]
     assert "dropout" in report.details["checked"]

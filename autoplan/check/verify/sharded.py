@@ -19,7 +19,6 @@ from autoplan.capture.copies import copied
 from autoplan.check.ranks.common import Budget
 from autoplan.check.ranks.run import Engine, RankError, RankTimeout, one_compute_thread, run_processes, run_ranks
 from autoplan.common.errors import AutoplanError, OutsideError
-from autoplan.common.random_values import untouched_randomness
 from autoplan.common.stages import stage
 from autoplan.hf.processes import note_what_is_collected
 from autoplan.patches.kernels import where_it_runs
@@ -205,7 +204,7 @@ def _reference(subject: Any, wanted: tuple[str, ...]) -> tuple[dict[str, Any], d
 
     seen: dict[str, Any] = {}
     absent: dict[str, str] = {}
-    with random_streams.fork(), untouched_randomness():
+    with random_streams.fork():
         for check in CHECKS:
             if check.name not in wanted:
                 continue

@@ -27,6 +27,7 @@ from autoplan.check.verify.sizes import Sizes
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import check_argument
 from autoplan.common.patterns import best_match, matches
+from autoplan.common.random_values import untouched_randomness
 from autoplan.common.surroundings import plain_surroundings
 from autoplan.decide.plan.whole_blocks import whole_blocks
 from autoplan.decide.written_plans.choices import Choices
@@ -95,6 +96,7 @@ def _check_arguments(plan: Any, mesh: Any, checks: Any, switches: Mapping[str, A
         check_argument(name, value, bool, "choose True or False")
 
 
+@untouched_randomness()
 def verify_source(
     source: Any,
     plan: Plan | None = None,

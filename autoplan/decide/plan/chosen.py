@@ -17,7 +17,7 @@ from autoplan.decide.written_plans.choices import CUTS, Choice, ChoiceError, Cho
 from autoplan.decide.written_plans.constraints import check_choices, demands_of
 from autoplan.values import Finding, Plan, Stack, Trace
 from autoplan.values.quantised import PackedWeight
-from autoplan.values.reasons import DifferedOnRanks
+from autoplan.values.reasons import DifferedOnRanks, MadeAnewInTraining
 
 __all__ = ["choices_of_plan", "fitting", "plan_chosen", "solve_chosen"]
 
@@ -30,16 +30,20 @@ def solve_chosen(
     *,
     scoped: bool = True,
     whole: tuple[str, ...] = (),
+    remade: tuple[str, ...] = (),
     experts: Experts = "inside",
     packed: tuple[PackedWeight, ...] = (),
 ) -> Solution:
     """The solution under a written plan, with notes on it. Raises where the plan asks for what cannot be.
 
-    `packed`: the quantised weights of the model, whose blocks stay together.
+    `packed`: the quantised weights of the model, whose blocks stay together. `remade`: where weights lie that are made
+    otherwise in training.
     """
     how: dict[str, Any] = {"scoped": scoped, "sequence_stacks": sequence_stacks, "experts": experts}
     tried = stay_whole(trace, whole, DifferedOnRanks()) if whole else NO_DEMANDS
     blocks = Demands(packed=packed_in_trace(packed, trace)) if packed else NO_DEMANDS
+    if remade:
+        blocks = stay_whole(trace, remade, MadeAnewInTraining()).and_also(blocks)
     if choices is None:
         return solve_experts(trace, tp, demands=tried.and_also(blocks), **how)
     _refuse_tried(choices, tried)

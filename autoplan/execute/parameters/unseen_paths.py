@@ -48,7 +48,7 @@ def unseen_path(model: nn.Module, error: BaseException) -> PlanMismatchError | N
     said = (str(error).strip() or "no message").splitlines()[0]
     return PlanMismatchError(
         f"{name or 'the model'} ({type(module).__name__}) cannot make this call on a rank's shards: "
-        f"{_place(steps[own[-1]])}: {type(error).__name__}: {said}",
+        f"{_place(_innermost(steps[own[-1] :]))}: {type(error).__name__}: {said}",
         hint=_HINT,
     )
 
@@ -78,6 +78,12 @@ def _runs_on_shards(step: TracebackType) -> bool:
         return False
     records = (record_of(part) for part in module.modules())
     return any(held.dim is not None for record in records if record is not None for held in record.parameters.values())
+
+
+def _innermost(steps: list[TracebackType]) -> TracebackType:
+    """The last that is neither torch's nor ours: the model's own code, or a function that it calls."""
+    files = ((step, step.tb_frame.f_code.co_filename) for step in steps)
+    return [step for step, file in files if not file.startswith((_OURS, _TORCH))][-1]
 
 
 def _place(step: TracebackType) -> str:
