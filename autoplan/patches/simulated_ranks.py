@@ -145,7 +145,7 @@ GENERATOR = Patch(
 def _host_canary() -> bool:
     """Are the functions of `random` and `numpy.random` methods of one generator each, called by name?"""
     mine = random.Random(7), numpy.random.RandomState(7)
-    before = random.getstate(), numpy.random.get_state()[1].copy()  # type: ignore[index, union-attr]
+    before = random.getstate(), numpy.random.get_state()[1].copy()  # type: ignore[index]
     with host_generators(lambda: mine):
         inside = random.random(), random.randint(0, 9), numpy.random.rand(), numpy.random.randint(9)
     again = random.Random(7), numpy.random.RandomState(7)

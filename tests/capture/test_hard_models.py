@@ -247,3 +247,19 @@ def test_caches_see_no_traced_sizes() -> None:
     assert shape_of_heads.cache_info().currsize == 0
     shape_of_heads(torch.Size((2, 8, 32)), 4)
     assert shape_of_heads.cache_info().currsize == 1, "the cache is back"
+
+
+@pytest.mark.slow  # its run on real tensors alone takes half a minute
+def test_a_live_model_whose_kernels_take_no_repeated_rows() -> None:
+    """Routing that depends on data is recorded on real numbers, for which every weight has storage of its own."""
+    from transformers import Glm5NextConfig, Glm5NextForConditionalGeneration
+
+    from autoplan.hf.shrink import tiny_config
+
+    config = tiny_config(Glm5NextConfig(), 0, "all")
+    text = config.text_config
+    text.n_routed_experts, text.num_experts_per_tok, text.hidden_size, text.moe_intermediate_size = 4, 2, 64, 48
+    config.vision_config.out_hidden_size = 64
+    torch.manual_seed(0)
+    plan = autoplan.plan(Glm5NextForConditionalGeneration(config).eval(), 2, prove="none")
+    assert {"model.visual.blocks.*.attn.qkv", "model.language_model.embed_tokens"} <= {e.pattern for e in plan.entries}
