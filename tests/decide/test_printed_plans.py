@@ -176,7 +176,7 @@ def test_explain_says_what_runs() -> None:
         "bias dim 0: each of 4 ranks holds 3 of 12 × 64 | 3 of 12 × 64 | 3 of 12 × 64 = 576 of 2304",
     ):
         assert words in answer
-    assert "mlp" not in answer
+    assert "mlp.fc" not in answer
 
 
 def test_explain_one_parameter_of_several() -> None:
