@@ -1,4 +1,4 @@
-"""In which order a model runs its modules: what a drawing of it follows. For readers; nothing is decided by it."""
+"""In which order a model uses its modules: what a drawing of it follows. For readers; nothing is decided by it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["CutsOf", "Drawn", "FlowPart"]
 
 @dataclass(frozen=True)
 class FlowPart:
-    """Modules with parameters, in the order in which they first run.
+    """Modules with parameters, in the order in which their weights are first read.
 
     `block`: the first block of a kind, and `blocks` how many run like it; "" for what stands in no block. `steps` are
     names under it (whole names where there is no block), with `*` for many alike, such as experts.
@@ -22,10 +22,10 @@ class FlowPart:
 
 @dataclass(frozen=True)
 class CutsOf:
-    """What one plan does: (pattern of parameters, what is done to them), every parameter of the model."""
+    """What one plan does to every parameter of the model: (pattern, the dim that is cut or None, as people read it)."""
 
     name: str
-    cuts: tuple[tuple[str, str], ...]
+    cuts: tuple[tuple[str, int | None, str], ...]
 
 
 @dataclass(frozen=True)
