@@ -69,6 +69,7 @@ def run(*arguments: str) -> int:
 
 
 OFF = {"sequence_parallel": False, "trust_remote_code": False}
+PLANNED = OFF | {"trial_seconds": 300.0}
 
 
 def test_plan_prints_the_table(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,12 +77,12 @@ def test_plan_prints_the_table(asked: Asked, capsys: pytest.CaptureFixture[str])
     out, err = capsys.readouterr()
     assert out.startswith(f"{llama_plan()}\n") and "Sizes of tp that divide everything" in out
     assert err == ""  # no progress where nobody watches
-    assert asked.calls == [("plan", ("llama",), {"tp_size": 8, "source": "auto", "prove": "graph", **OFF})]
+    assert asked.calls == [("plan", ("llama",), {"tp_size": 8, "source": "auto", "prove": "graph", **PLANNED})]
 
 
 def test_plan_options_arrive(asked: Asked) -> None:
     run("plan", "x/y", "--tp", "4", "--source", "hf", "--prove", "ranks", "--trust-remote-code")
-    assert asked.calls[0][2] == {**OFF, "tp_size": 4, "source": "hf", "prove": "ranks", "trust_remote_code": True}
+    assert asked.calls[0][2] == {**PLANNED, "tp_size": 4, "source": "hf", "prove": "ranks", "trust_remote_code": True}
 
 
 def test_plan_json_is_the_plan_file(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
