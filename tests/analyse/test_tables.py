@@ -78,7 +78,7 @@ def test_columns_are_cut_and_gathered(name: str, tp: int) -> None:
 
 def test_small_tables_stay_whole() -> None:
     model = nn.Sequential(nn.Embedding(6000, 32), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
-    model.append(Positions())
+    model.append(Positions()).append(nn.LayerNorm(32))
     plan = autoplan.plan(model, tp_size=2, inputs={"input": torch.arange(14).view(2, 7)}, prove="none")
     assert any("position" in item.fqn for item in plan.replicated), plan
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from autoplan.common.layout import Layout
 from autoplan.values.costs import Cost
 from autoplan.values.instructions.base import Amount, Collective, Move, Spread, instruction
 from autoplan.values.instructions.calls import CallRewrite
@@ -65,7 +64,7 @@ class CellCall(CallRewrite):
     @property
     def by_unit(self) -> bool:
         """Does a rank hold all gates of its hidden units?"""
-        return Layout.parse(self.layout).kind == "product" or self.site.function.startswith("rnn_")
+        return "*" in self.layout or self.site.function.startswith("rnn_")
 
     @property
     def own_moves(self) -> tuple[Move, ...]:
