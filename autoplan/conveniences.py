@@ -116,6 +116,29 @@ def _bytes(memory: str | int | None) -> int:
     return parse_memory(memory)
 
 
+def _report_page(report: Report, path: str | PathLike[str]) -> None:
+    from autoplan.emit.pages.others import report_page
+    from autoplan.emit.pages.write import write_page
+
+    write_page(path, lambda: report_page(report))
+
+
+def _choice_page(found: Any, path: str | PathLike[str]) -> None:
+    from autoplan.emit.pages.others import choice_page
+    from autoplan.emit.pages.write import write_page
+
+    write_page(path, lambda: choice_page(found, found.plan if found.fits else None))
+
+
+def _in_notebook(of: str) -> Callable[[Any], str]:
+    def shown(value: Any) -> str:
+        from autoplan.emit.pages import notebook
+
+        return str(getattr(notebook, of)(value))
+
+    return shown
+
+
 def _estimate_text(found: Estimate) -> str:
     from autoplan.emit.tables.estimate_table import estimate_view
     from autoplan.emit.tables.terminal import plain_text
@@ -147,6 +170,12 @@ provided: dict[str, Callable[..., Any]] = {
     "Plan.part_for": _part_for,
     "Plan.save": _save,
     "Plan.report": _plan_report,
+    "Plan._repr_html_": _in_notebook("plan_cell"),
+    "Report.report": _report_page,
+    "Report._repr_html_": _in_notebook("report_cell"),
+    "Estimate._repr_html_": _in_notebook("estimate_cell"),
+    "Choice.report": _choice_page,
+    "Choice._repr_html_": _in_notebook("choice_cell"),
     "Report.__str__": _report_text,
     "Estimate.__str__": _estimate_text,
     "Estimate.to_dict": _estimate_to_dict,

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoplan.cli.shared import FINDINGS, OK, AsJson, Output, TpSize, Trust, emit, note, progress
+from autoplan.cli.shared import FINDINGS, OK, AsJson, Output, Page, TpSize, Trust, emit, note, progress
 from autoplan.common.errors import AutoplanError
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def audit(
     as_json: AsJson = False,
     as_sarif: Annotated[bool, typer.Option("--sarif", help="Print SARIF 2.1.0, for code review.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, for a pull request.")] = False,
+    page: Page = None,
     output: Output = None,
 ) -> None:
     """Hold a plan against the model: what is wrong, with proof; what costs more than it needs; what is dead."""
@@ -74,16 +76,27 @@ def audit(
     if model is None:
         raise typer.BadParameter("needed, unless --all-hf is given", param_hint="MODEL")
     from autoplan.check.audit import audit as run
+    from autoplan.emit.pages.write import check_page
     from autoplan.emit.tables.audit_report import audit_view, markdown
+
+    if page is not None:
+        check_page(page)
 
     with progress(f"auditing {plan} for {model} at tp {tp}"):
         report = run(model, plan, tp, layers=layers, tokens=tokens, dtype=dtype, trust_remote_code=trust_remote_code)
+    _paged(report, page)
     if as_sarif:
         emit(json.dumps(_sarif(report, plan), indent=2, ensure_ascii=False), None, False, output)
     else:
         emit(markdown(report) if as_markdown else audit_view(report), report.to_dict(), as_json, output)
     levels = ("error",) if fail_on == FailOn.error else ("error", "warn")
     raise typer.Exit(FINDINGS if any(finding.level in levels for finding in report.findings) else OK)
+
+
+def _paged(report: Report, page: Path | None) -> None:
+    if page is not None:
+        report.report(page)
+        note(f"written to {page}")
 
 
 def _sarif(report: Report, plan: str) -> dict[str, Any]:
@@ -131,14 +144,20 @@ def compare(
     tp: TpSize = 2,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
+    page: Page = None,
     output: Output = None,
 ) -> None:
     """Two plans for one model, weight by weight. The exit code is 1 when they differ, or one is wrong."""
     from autoplan.check.audit.comparison import compare_plans
+    from autoplan.emit.pages.write import check_page
     from autoplan.emit.tables.terminal import report_view
     from autoplan.hf.source import resolve
 
+    if page is not None:
+        check_page(page)
+
     with progress(f"comparing {a} and {b} for {model} at tp {tp}"):
         report = compare_plans(resolve(model, trust_remote_code=trust_remote_code), a, b, tp)
+    _paged(report, page)
     emit(report_view(report, model), report.to_dict(), as_json, output)
     raise typer.Exit(FINDINGS if report.findings else OK)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autoplan.cli.shared import FINDINGS, OK, AsJson, Cut, Model, Output, Trust, emit, progress
+from autoplan.cli.shared import FINDINGS, OK, AsJson, Cut, Model, Output, Page, Trust, emit, note, progress
 from autoplan.common.errors import AutoplanError
 
 __all__ = ["calibrate", "checkpointing_of", "choose", "dryrun", "estimate"]
@@ -44,12 +44,16 @@ def choose(
     script: Annotated[bool, typer.Option("--script", help="Print a program for torchrun instead.")] = False,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
+    page: Page = None,
     output: Output = None,
 ) -> None:
     """Say which mesh to take for so many GPUs: every legal one, ranked. Exit code 1 where none fits."""
     import autoplan
+    from autoplan.emit.pages.write import check_page
     from autoplan.emit.tables.estimate_table import choice_view, row_to_dict, row_view
 
+    if page is not None:
+        check_page(page)
     with progress(f"choosing among meshes of {gpus} GPUs for {model}"):
         found = autoplan.choose(
             model, gpus=gpus, memory=memory, gpu=gpu, per_node=per_node, sequence=sequence, global_batch=global_batch,
@@ -57,6 +61,9 @@ def choose(
         )  # fmt: skip
     if row is not None and row > len(found.rows):
         raise AutoplanError(f"there is no row {row}", hint=f"choose 1 to {len(found.rows)}")
+    if page is not None:
+        found.report(page)
+        note(f"written to {page}")
     if script:
         emit(found.script(), None, False, output)
     elif row is not None:

@@ -68,9 +68,9 @@ def _made(model: str, tp: int | None, ep: int, how: dict[str, Any]) -> Plan:
         return load_plan(model)
     if tp is None:
         raise typer.BadParameter("needed unless MODEL is a plan file, or --mesh has it", param_hint="--tp")
-    experts = {"ep_size": ep} if ep > 1 else {}
+    how = how | ({"ep_size": ep} if ep > 1 else {})
     with progress(f"planning {model} for tp {tp}"):
-        return autoplan.plan(model, tp_size=tp, **how, **experts)
+        return autoplan.plan(model, tp_size=tp, **how)
 
 
 def _estimated(model: str, mesh: str, gpu: str, how: dict[str, Any]) -> tuple[Estimate, int]:

@@ -32,6 +32,7 @@ __all__ = [
     "EpSize",
     "Model",
     "Output",
+    "Page",
     "TpSize",
     "Trust",
     "emit",
@@ -62,6 +63,7 @@ Cut = Annotated[
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write there, not to stdout.")]
+Page = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write a page to look at, too: .html.")]
 
 
 def emit(view: RenderableType | str, data: Any, as_json: bool, output: Path | None) -> None:

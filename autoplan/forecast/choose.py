@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from os import PathLike
 from typing import Any
 
 from torch import nn
@@ -103,6 +104,14 @@ class Choice:
 
     def __str__(self) -> str:
         return str(done_above("Choice.__str__", self))
+
+    def report(self, path: str | PathLike[str]) -> None:
+        """Write a page to look at: every way with its memory, and the plan of the best one, proven."""
+        done_above("Choice.report", self, path)
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        return str(done_above("Choice._repr_html_", self))
 
 
 def parse_memory(text: str | int) -> int:

@@ -11,7 +11,7 @@ from autoplan.values.costs import Cost
 from autoplan.values.facts import ClassFact, ParameterFact
 from autoplan.values.fed import Fed
 from autoplan.values.findings import Finding, Report, Score, Scoreboard, Traffic, Verdict
-from autoplan.values.flow import FlowPart
+from autoplan.values.flow import CutsOf, Drawn, FlowPart
 from autoplan.values.instructions import (
     INSTRUCTIONS,
     AllGather,
@@ -102,6 +102,8 @@ __all__ = [
     "Entry",
     "EqualPieces",
     "Fed",
+    "CutsOf",
+    "Drawn",
     "FlowPart",
     "Finding",
     "Fold",

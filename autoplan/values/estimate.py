@@ -95,6 +95,10 @@ class Estimate:
         """A table for a terminal."""
         return str(done_above("Estimate.__str__", self))
 
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        return str(done_above("Estimate._repr_html_", self))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data: what `--json` prints."""
         data: dict[str, Any] = done_above("Estimate.to_dict", self)

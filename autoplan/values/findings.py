@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from os import PathLike
 from typing import Any, Literal, get_args
 
 from autoplan.values.conveniences import done_above
+from autoplan.values.flow import Drawn
 from autoplan.values.plain import finite, plain
 
 __all__ = ["Finding", "Report", "Score", "Scoreboard", "Shipped", "Traffic", "Verdict"]
@@ -68,7 +70,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of `verify` or `audit`."""
+    """The outcome of `verify` or `audit`. `drawn`: what `report` draws, where plans were held against a model."""
 
     ok: bool
     findings: tuple[Finding, ...] = ()
@@ -76,6 +78,7 @@ class Report:
     forward: float | None = None
     tp_size: int = 1
     details: dict[str, Any] = field(default_factory=dict)
+    drawn: Drawn | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         """The verdict, what was compared, and the findings, for a terminal."""
@@ -83,8 +86,17 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data: what `autoplan verify --json` prints. JSON has no NaN: such errors are null."""
-        report: dict[str, Any] = finite(plain(self))
+        report: dict[str, Any] = finite(plain(replace(self, drawn=None)))
+        del report["drawn"]
         return report
+
+    def report(self, path: str | PathLike[str]) -> None:
+        """Write a page to look at: one HTML file, with the findings at the boxes that they are about."""
+        done_above("Report.report", self, path)
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        return str(done_above("Report._repr_html_", self))
 
 
 Verdict = Literal["exact", "wrong", "failed", "refused", "not comparable", "cannot run"]

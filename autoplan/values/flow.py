@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["FlowPart"]
+__all__ = ["CutsOf", "Drawn", "FlowPart"]
 
 
 @dataclass(frozen=True)
@@ -18,3 +18,19 @@ class FlowPart:
     block: str
     blocks: int
     steps: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CutsOf:
+    """What one plan does: (pattern of parameters, what is done to them), every parameter of the model."""
+
+    name: str
+    cuts: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a page draws of an audit (one side) or of two plans that are compared."""
+
+    flow: tuple[FlowPart, ...]
+    sides: tuple[CutsOf, ...]

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from autoplan.check.audit.checks import CHECKS
+from autoplan.check.audit.drawn import drawn_of
 from autoplan.check.audit.lines import ForeignPlan, foreign_of, read_foreign
 from autoplan.check.audit.subject import Settings, Subject
 from autoplan.check.audit.trial import Trial, try_on_ranks
@@ -97,6 +98,7 @@ def audit_source(source: Any, plan: Any, tp_size: int, settings: Settings = DEFA
             "outcome": subject.outcome,
             "seconds": round(time.perf_counter() - start, 2),
         },
+        drawn=drawn_of(subject),
     )
 
 

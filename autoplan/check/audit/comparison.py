@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autoplan.check.audit.auditor import subject_of
+from autoplan.check.audit.drawn import cut_text, drawn_of, gathers
 from autoplan.check.audit.subject import Said, Subject, Weight
 from autoplan.check.audit.verdicts import held_bytes
 from autoplan.common.patterns import fold_names
@@ -25,7 +26,7 @@ def compare_plans(source: Any, a: Any, b: Any, tp_size: int) -> Report:
         if _facts(left.said) == _facts(right.said):
             alike += 1
         else:
-            groups.setdefault((_cut(left.said), _cut(right.said)), []).append(left)
+            groups.setdefault((cut_text(left.said), cut_text(right.said)), []).append(left)
     wrong = [_wrong(subject) for subject in (one, other) if subject.is_wrong]
     findings = wrong + [_difference(cuts, weights, one) for cuts, weights in groups.items()]
     verdict = "wrong" if wrong else "they differ" if groups else "alike"
@@ -41,6 +42,7 @@ def compare_plans(source: Any, a: Any, b: Any, tp_size: int) -> Report:
             "alike": alike,
             "differ": len(one.weights) - alike,
         },
+        drawn=drawn_of(one, other),
     )
 
 
@@ -60,15 +62,4 @@ def _difference(cuts: tuple[str, str], weights: list[Weight], subject: Subject) 
 
 
 def _facts(said: Said) -> tuple[object, ...]:
-    return said.dim, said.rows, _gathers(said)
-
-
-def _gathers(said: Said) -> bool:
-    return said.dim is not None and said.line is not None and said.line.style == "colwise_gather_output"
-
-
-def _cut(said: Said) -> str:
-    if said.dim is None:
-        return "whole"
-    gathered = ", output gathered" if _gathers(said) else ""
-    return f"cut along dim {said.dim}, {len(said.rows[0])} rows on rank 0, from {said.rows[0][0]}{gathered}"
+    return said.dim, said.rows, gathers(said)

@@ -12,15 +12,16 @@ from autoplan.values.estimate import Estimate, MemoryParts
 
 __all__ = ["NO_ESTIMATE", "memory_section", "stack"]
 
-NO_ESTIMATE = (
-    "No estimate was made for this page: give a mesh (autoplan report MODEL --mesh tp=8) or plan.report an estimate."
-)
+NO_ESTIMATE = "No estimate was made for this page: `autoplan report MODEL --mesh tp=8` makes one."
 _WIDTH, _HEIGHT = 330.0, 26.0
 
 
-def memory_section(found: Estimate | None, memory: int = 0) -> Safe:
-    """The stack, its parts as a table, and where the peak is; or one sentence that there is no estimate."""
-    head = el("h2", "Memory of a rank", id="memory")
+def memory_section(found: Estimate | None, memory: int = 0, *, alone: bool = True) -> Safe:
+    """The stack, its parts as a table, and where the peak is; or one sentence that there is no estimate.
+
+    Not `alone`: without a heading.
+    """
+    head = el("h2", "Memory of a rank", id="memory") if alone else None
     if found is None:
         return el("section", head, el("p", NO_ESTIMATE, class_="soft"), aria_labelledby="memory")
     where = f"The peak, {bytes_text(found.peak)}, is reached in the {found.phase}, at {found.where}."
@@ -38,8 +39,9 @@ def memory_section(found: Estimate | None, memory: int = 0) -> Safe:
     parts = table(("", "part", "size", "share"), rows, "What fills it at the peak")
     bars = [f"{name} ± {bar:.0%} ({against})" for name, bar, against in found.bars]
     sure = el("p", f"How sure: {'; '.join(bars)}.", class_="soft") if bars else None
-    return el("section", head, el("p", on, class_="soft"), stack(found, memory), el("p", where + limit), parts, sure,
-              _messages(found), aria_labelledby="memory")  # fmt: skip
+    peak = el("p", where + limit)
+    told = (el("p", on, class_="soft"), stack(found, memory), peak, parts, sure, _messages(found))
+    return el("section", head, *told, aria_labelledby="memory" if alone else None)
 
 
 def stack(found: Estimate, memory: int = 0, scale: int = 0) -> Safe:
@@ -58,8 +60,8 @@ def stack(found: Estimate, memory: int = 0, scale: int = 0) -> Safe:
         at = f"{memory / most * _WIDTH:.2f}"
         drawn.append(el("line", x1=at, x2=at, y1=0, y2=_HEIGHT, class_="limit"))
     label = f"{bytes_text(found.peak)} at the peak" + (f", of {bytes_text(memory)}" if memory else "")
-    return el("svg", *drawn, viewBox=f"0 0 {_WIDTH:.0f} {_HEIGHT:.0f}", width=_WIDTH, height=_HEIGHT, role="img", class_="stack",
-              aria_label=label)  # fmt: skip
+    view = {"viewBox": f"0 0 {_WIDTH:.0f} {_HEIGHT:.0f}", "width": _WIDTH, "height": _HEIGHT}
+    return el("svg", *drawn, **view, role="img", class_="stack", aria_label=label)
 
 
 def _parts(found: Estimate) -> list[tuple[int, str, int]]:

@@ -30,20 +30,26 @@ from autoplan.values.estimate import Estimate
 from autoplan.values.plain import finite
 from autoplan.version import __version__
 
-__all__ = ["cause_first", "explanations", "links_of", "plan_page", "whole_page"]
+__all__ = ["cause_first", "explanations", "links_of", "plan_page", "plan_parts", "whole_page"]
 
 _RANKS = {"error": 0, "warn": 1, "note": 2}
 
 
 def plan_page(plan: Plan, data_of: dict[str, Any], estimate: Estimate | None = None, memory: int = 0) -> str:
     """The page. `data_of`: the plan as plain data; `memory`: bytes of the GPU that the estimate is held against."""
+    said = {"plan": data_of, "estimate": None if estimate is None else estimate.to_dict()}
+    parts = plan_parts(plan, memory_section(estimate, memory))
+    return whole_page(f"{plan.model} at tp {plan.tp_size}", *parts, held=said, sizes=shown_sizes(plan))
+
+
+def plan_parts(plan: Plan, after_verdict: Safe | None = None) -> list[Content]:
+    """All that a page says of a plan, from the verdict down."""
     findings = cause_first(plan.findings)
     links = links_of(plan)
-    return whole_page(
-        f"{plan.model} at tp {plan.tp_size}",
+    return [
         verdict(plan.proof),
         facts(plan),
-        memory_section(estimate, memory),
+        after_verdict,
         drawing_section(scene_of(plan, links, findings)),
         weights_section(plan),
         messages_section(plan.communication),
@@ -51,9 +57,7 @@ def plan_page(plan: Plan, data_of: dict[str, Any], estimate: Estimate | None = N
         sizes_section(plan),
         findings_section(findings),
         explanations(plan, links),
-        held={"plan": data_of, "estimate": None if estimate is None else estimate.to_dict()},
-        sizes=shown_sizes(plan),
-    )
+    ]
 
 
 def whole_page(title: str, *parts: Content, held: dict[str, Any], sizes: tuple[int, ...] = ()) -> str:

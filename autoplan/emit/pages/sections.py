@@ -17,6 +17,7 @@ from autoplan.values import Finding, Plan, Proof, Traffic
 
 __all__ = [
     "WIDTH",
+    "block_figure",
     "drawing_section",
     "facts",
     "findings_section",
@@ -56,7 +57,7 @@ def facts(plan: Plan) -> Safe:
 
 def drawing_section(scene: Scene, title: str = "One block of each kind") -> Safe:
     """Blocks beside each other, in the order in which the model runs them."""
-    figures = [_figure(block) for block in scene.blocks]
+    figures = [block_figure(block) for block in scene.blocks]
     about = (
         "From top to bottom as data flows. A box's colour and letter say which axis cuts it; grey is whole on every "
     )
@@ -64,10 +65,9 @@ def drawing_section(scene: Scene, title: str = "One block of each kind") -> Safe
     turned = el("label", el("input", type="checkbox", id="gradients"), " show what moves for gradients")
     search = el("label", "Search ", el("input", type="search", id="search"))
     found = el("span", search, " ", el("span", id="hits", aria_live="polite"), id="searching", hidden=True)
-    return el(
-        "section", el("h2", title, id="drawing"), el("p", about, edges, class_="soft"), legend(scene.axes),
-        el("p", turned, found, class_="noprint explore"), el("div", *figures, class_="blocks"), aria_labelledby="drawing",
-    )  # fmt: skip
+    tools = el("p", turned, found, class_="noprint explore")
+    head = (el("h2", title, id="drawing"), el("p", about, edges, class_="soft"), legend(scene.axes), tools)
+    return el("section", *head, el("div", *figures, class_="blocks"), aria_labelledby="drawing")
 
 
 def legend(axes: Iterable[Axis]) -> Safe:
@@ -75,10 +75,11 @@ def legend(axes: Iterable[Axis]) -> Safe:
     return el("ul", *items, class_="legend", aria_label="Axes that are cut")
 
 
-def _figure(block: Block) -> Safe:
+def block_figure(block: Block, side: str = "") -> Safe:
+    """`side`: whose it is, where several stand side by side."""
     times = f" ×{block.times}" if block.times > 1 else ""
-    return el("figure", el("figcaption", el("code", block.title), el("b", times)),
-              svg_of(draw_block(block, WIDTH), f"{block.title}{times}", "block"))  # fmt: skip
+    return el("figure", el("figcaption", side, el("code", block.title), el("b", times)),
+              svg_of(draw_block(block, WIDTH), f"{side}{block.title}{times}", "block"))  # fmt: skip
 
 
 def switch(plan: Plan) -> Safe:
@@ -102,7 +103,7 @@ def weights_section(plan: Plan) -> Safe:
     figures = [weight_figure(weight, axes.get(weight.entry.pattern), longest, sizes) for weight in weights]
     about = (
         "Shaded is what rank 0 holds; a line parts packed pieces, each of which is cut by itself. Sides are drawn "
-        "as the root of their rows. At other sizes the cuts of this plan are shown; what does not divide there is not shaded."
+        "as the root of their rows. At other sizes the cuts of this plan are shown; what does not divide is not shaded."
     )
     return el("section", el("h2", "Weights, to scale", id="weights"), el("p", about, class_="soft"), switch(plan),
               el("div", *figures, class_="weights"), aria_labelledby="weights")  # fmt: skip

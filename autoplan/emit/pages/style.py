@@ -37,6 +37,8 @@ th[scope=row]{font-weight:600;overflow-wrap:anywhere;min-width:110px}tr.lit th,t
 .blocks figcaption{max-width:360px;overflow-wrap:anywhere;margin-bottom:4px}
 .frame{fill:none;stroke:var(--line);stroke-dasharray:3 3}.box rect{fill:var(--whole);stroke:var(--line)}
 a:hover .box rect,a:focus .box rect{stroke:var(--ink);stroke-width:2}.box.pinned rect{stroke:var(--bad);stroke-width:2}
+.box.bad rect{fill:#f7b2b2}.pair{margin-bottom:20px}
+@media (prefers-color-scheme:dark){.box.bad rect{fill:#7a2222}}
 .box.lit rect{stroke:#2f81f7;stroke-width:3}.box.dim{opacity:.35}
 .t13{font-size:13px;font-weight:600}.t11{font-size:11px}svg text{fill:var(--ink)}
 svg .parent,svg .line{fill:var(--soft)}svg .box .line{fill:var(--ink)}svg .pin,svg .sum{fill:var(--sum)}

@@ -14,6 +14,7 @@ from autoplan.values.estimate import Estimate, MemoryParts, Row, Sent
 
 __all__ = [
     "PARTS",
+    "choice_reasons",
     "choice_view",
     "dry_run_to_dict",
     "dry_run_view",
@@ -99,11 +100,11 @@ def choice_view(choice: Any) -> RenderableType:
         table,
         Text(""),
     ]
-    lines += [Text(text) for text in _reasons(choice)]
+    lines += [Text(text) for text in choice_reasons(choice)]
     return Group(*lines)
 
 
-def _reasons(choice: Any) -> Iterable[str]:
+def choice_reasons(choice: Any) -> Iterable[str]:
     if choice.fits:
         first = choice.rows[0]
         yield f"first: {first}; it is the fastest that fits ({first.binds})"

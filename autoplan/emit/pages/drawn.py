@@ -1,0 +1,60 @@
+"""Boxes of a plan that somebody wrote: what it does to each weight, what came of it, and where two plans differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from autoplan.common.patterns import matches
+from autoplan.emit.pages.picture import Block, Box, Row, Scene
+from autoplan.values import CutsOf, Drawn, Finding
+
+__all__ = ["scene_of_side"]
+
+_TONES = {"wrong": "bad", "dearer": "a6", "dead": "whole"}
+
+
+def scene_of_side(
+    drawn: Drawn, side: CutsOf, other: CutsOf | None = None, words: Mapping[str, str] | None = None,
+    findings: Sequence[Finding] = (),
+) -> Scene:  # fmt: skip
+    """`other`: the side that it is held against; `words`: verdicts by pattern, as an audit gives them."""
+    blocks = []
+    for part in drawn.flow:
+        rows: list[Row] = []
+        for step in part.steps:
+            path = ".".join(filter(None, (part.block, step)))
+            parent, _, leaf = step.rpartition(".")
+            rows.append(Row(parent, (_box(leaf or path, path, side, other, words or {}, findings),)))
+        blocks.append(Block(part.block or "outside of blocks", part.blocks, tuple(rows)))
+    return Scene(tuple(blocks), ())
+
+
+def _box(
+    name: str, path: str, side: CutsOf, other: CutsOf | None, words: Mapping[str, str], findings: Sequence[Finding]
+) -> Box:
+    cuts, others = _cuts(side, path), _cuts(other, path) if other is not None else None
+    said = list(dict.fromkeys(word for pattern, word in words.items() if _about(pattern, path)))
+    lit = others is not None and cuts != others
+    tone = next((_TONES[word] for word in said if word in _TONES), _tone(cuts)) + " lit" * lit
+    found = tuple(n for n, one in enumerate(findings, 1) if any(_about(about, path) for about in one.about))
+    lines = (*dict.fromkeys(cuts.values()), *(f"plan: {word}" for word in said), *(("differs",) if lit else ()))
+    return Box(name, path, lines, findings=found, tone=tone)
+
+
+def _cuts(side: CutsOf, path: str) -> dict[str, str]:
+    """What is done to each parameter of a module."""
+    found = {}
+    for pattern, cut in side.cuts:
+        module, _, name = pattern.rpartition(".")
+        if matches(module, path):
+            found[name] = cut
+    return found
+
+
+def _about(pattern: str, path: str) -> bool:
+    return bool(pattern) and (matches(pattern, path) or matches(pattern.rpartition(".")[0], path))
+
+
+def _tone(cuts: Mapping[str, str]) -> str:
+    cut = [text for text in cuts.values() if text != "whole"]
+    return "whole" if not cut else "a1" if any("dim 1" in text for text in cut) else "a0"

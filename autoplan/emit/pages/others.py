@@ -1,0 +1,130 @@
+"""Pages of an audit, of two plans side by side, and of a choice among meshes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from autoplan.emit.pages.drawn import scene_of_side
+from autoplan.emit.pages.markup import Content, Safe, el, table
+from autoplan.emit.pages.memory import memory_section, stack
+from autoplan.emit.pages.page import cause_first, plan_parts, whole_page
+from autoplan.emit.pages.sections import block_figure, findings_section
+from autoplan.emit.tables.estimate_table import choice_reasons, row_to_dict
+from autoplan.emit.tables.sizes_table import shown_sizes
+from autoplan.emit.words import bytes_text
+from autoplan.values import Plan, Report
+from autoplan.values.estimate import Row
+
+__all__ = ["audit_parts", "choice_page", "choice_parts", "report_page"]
+
+_MOST = 24  # rows of a choice that are shown
+
+
+def report_page(report: Report) -> str:
+    """An audit, a comparison of two plans, or the outcome of `verify`."""
+    model = str(report.details.get("model", "model"))
+    return whole_page(f"{model} at tp {report.tp_size}", *audit_parts(report), held={"report": report.to_dict()})
+
+
+def audit_parts(report: Report) -> list[Content]:
+    findings = cause_first(report.findings)
+    said = str(report.details.get("verdict") or ("nothing wrong was found" if report.ok else "wrong"))
+    ran = str(report.details.get("ran", ""))
+    bar = el("p", f"{said}. {ran}", class_=f"verdict {'ok' if report.ok else 'bad'}", role="status")
+    return [bar, _facts(report), *_drawing(report), findings_section(findings), _verdicts(report), _numbers(report)]
+
+
+def _facts(report: Report) -> Safe:
+    details = report.details
+    said = [str(details["plan"])] if "plan" in details else []
+    if "bytes_per_rank" in details:
+        held, least = details["bytes_per_rank"], details["bytes_per_rank_inferred"]
+        said.append(f"{bytes_text(held)} of weights on a rank ({bytes_text(least)} if all that can is split)")
+    for side in ("a", "b"):
+        if side in details:
+            one = details[side]
+            said.append(f"{side}: {one['plan']}, {one['ran']}, {bytes_text(one['bytes_per_rank'])} on a rank")
+    return el("ul", *(el("li", one) for one in said), class_="facts")
+
+
+def _drawing(report: Report) -> Iterable[Safe]:
+    """Each kind of block: once, or once for each of two plans, where they differ lit."""
+    drawn = report.drawn
+    if drawn is None or not drawn.sides:
+        return
+    words = report.details.get("verdicts", {})
+    findings = cause_first(report.findings)
+    sides = drawn.sides
+    scenes = [
+        scene_of_side(drawn, side, sides[1 - n] if len(sides) == 2 else None, words, findings)
+        for n, side in enumerate(sides)
+    ]
+    figures = []
+    for place in range(len(drawn.flow)):
+        together = [
+            block_figure(scene.blocks[place], f"{side.name}: ") for side, scene in zip(sides, scenes, strict=True)
+        ]
+        figures.append(el("div", *together, class_="blocks pair"))
+    about = (
+        "Blue boxes are cut along dim 0, orange ones along dim 1, grey ones are whole; a finding's number stands in "
+    )
+    more = "the box that it is about." + (
+        " Where the plans differ, the box has a thick edge." if len(sides) == 2 else ""
+    )
+    title = "Side by side" if len(sides) == 2 else "What the plan does"
+    yield el("section", el("h2", title, id="drawing"), el("p", about, more, class_="soft"), *figures,
+             aria_labelledby="drawing")  # fmt: skip
+
+
+def _verdicts(report: Report) -> Safe | None:
+    rows = [(el("code", pattern), word) for pattern, word in report.details.get("verdicts", {}).items()]
+    if not rows:
+        return None
+    return el("section", el("h2", "Entries", id="entries"), table(("entry", "verdict"), rows, "What came of each"),
+              aria_labelledby="entries")  # fmt: skip
+
+
+def _numbers(report: Report) -> Safe | None:
+    """The largest errors."""
+    worst = sorted(report.gradients.items(), key=lambda item: -item[1])[:10]
+    rows = [("forward", f"{report.forward:.1e}")] if report.forward is not None else []
+    rows += [(f"gradient of {name}", f"{error:.1e}") for name, error in worst]
+    if not rows:
+        return None
+    return el("section", el("h2", "Numbers", id="numbers"), table(("of", "error"), rows, "The largest errors"),
+              aria_labelledby="numbers")  # fmt: skip
+
+
+def choice_page(choice: Any, plan: Plan | None) -> str:
+    """The rows of a choice, their memory to one scale, and the plan of the first."""
+    held = {"rows": [row_to_dict(row) for row in choice.rows], "plan": plan.to_dict() if plan is not None else None}
+    title = f"{choice.source.name} on {choice.gpus} × {choice.device.name}"
+    parts = [*choice_parts(choice), *(plan_parts(plan) if plan is not None else [])]
+    return whole_page(title, *parts, held=held, sizes=shown_sizes(plan) if plan is not None else ())
+
+
+def choice_parts(choice: Any, most: int = _MOST) -> list[Content]:
+    state = "ok" if choice.fits else "bad"
+    fitting = sum(row.fits for row in choice.rows)
+    bar = el("p", f"{fitting} of {len(choice.rows)} ways fit {bytes_text(choice.memory)}.", class_=f"verdict {state}",
+             role="status")  # fmt: skip
+    reasons = el("ul", *(el("li", text) for text in choice_reasons(choice)))
+    shown = list(choice.rows[:most])
+    if choice.nearest is not None and choice.nearest not in shown:
+        shown.append(choice.nearest)
+    scale = max((row.estimate.peak for row in shown), default=1)
+    told = [_row(choice, row, scale) for row in shown]
+    return [bar, reasons, el("section", el("h2", "Ways to run it", id="ways"), *told, aria_labelledby="ways")]
+
+
+def _row(choice: Any, row: Row, scale: int) -> Safe:
+    """One way: its stack against the line, and all about it on demand."""
+    speed = (
+        f"{row.estimate.tokens_per_second:,.0f} tokens a second"
+        if row.fits
+        else f"needs {bytes_text(row.missing)} more"
+    )
+    head = el("summary", el("b", f"{choice.rows.index(row) + 1}. {row}"), f": {speed}; {row.binds}", el("br"),
+              stack(row.estimate, choice.memory, scale))  # fmt: skip
+    return el("details", head, memory_section(row.estimate, choice.memory, alone=False))
