@@ -1,4 +1,4 @@
-"""In which order a model runs its modules: what a drawing of it follows. For readers; nothing is decided by it."""
+"""In which order a model uses its modules: what a drawing of it follows. For readers; nothing is decided by it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["CutsOf", "Drawn", "FlowPart"]
 
 @dataclass(frozen=True)
 class FlowPart:
-    """Modules with parameters, in the order in which they first run.
+    """Modules with parameters, in the order in which their weights are first read.
 
     `block`: the first block of a kind, and `blocks` how many run like it; "" for what stands in no block. `steps` are
     names under it (whole names where there is no block), with `*` for many alike, such as experts.

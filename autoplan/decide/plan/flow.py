@@ -1,6 +1,6 @@
 """The order in which a model runs its modules, one block of each kind: what a page draws from top to bottom.
 
-A trace says which module ran when. Blocks that run the same modules in the same order are one kind; a block that was
+A trace says which weight was read when. Blocks that run the same modules in the same order are one kind; a block that was
 not traced is of the kind of the one that stands for it.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from autoplan.common.patterns import fold_names
 from autoplan.decide.plan.folding import Names, starred
-from autoplan.values import FlowPart, Stack, Trace
+from autoplan.values import FlowPart, Stack, Trace, refs
 
 __all__ = ["flow_of"]
 
@@ -34,11 +34,18 @@ def flow_of(trace: Trace, layers: Sequence[Stack], names: Names) -> tuple[FlowPa
 
 
 def _with_parameters(trace: Trace) -> Iterable[str]:
-    """The modules that own parameters, each once, as they first run."""
+    """The modules that own parameters, each once, in the order in which those are first read.
+
+    A module need not run for that: the code of another may read its weight. A tied weight is that of the module which
+    runs, if it is one of its owners.
+    """
     owners = {
-        name.rpartition(".")[0] for tensor in trace.tensors if tensor.kind == "parameter" for name in tensor.names
+        number: [name.rpartition(".")[0] for name in tensor.names]
+        for number, tensor in enumerate(trace.tensors)
+        if tensor.kind == "parameter" and tensor.names
     }
-    return dict.fromkeys(visit.module for visit in trace.visits if visit.module in owners)
+    read = ((op.module, owners[ref]) for op in trace.ops for ref in refs((op.args, op.kwargs)) if ref in owners)
+    return dict.fromkeys(module if module in own else own[0] for module, own in read)
 
 
 def _parts(modules: Iterable[str], blocks: dict[str, str]) -> Iterable[Part]:
