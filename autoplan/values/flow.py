@@ -22,10 +22,10 @@ class FlowPart:
 
 @dataclass(frozen=True)
 class CutsOf:
-    """What one plan does: (pattern of parameters, what is done to them), every parameter of the model."""
+    """What one plan does to every parameter of the model: (pattern, the dim that is cut or None, as people read it)."""
 
     name: str
-    cuts: tuple[tuple[str, str], ...]
+    cuts: tuple[tuple[str, int | None, str], ...]
 
 
 @dataclass(frozen=True)

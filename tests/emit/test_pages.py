@@ -268,7 +268,12 @@ def test_memory_is_a_stack_against_the_line_or_one_sentence() -> None:
 def audit_report() -> Report:
     drawn = Drawn(
         (FlowPart("layers.0", 4, ("attention.q", "attention.o")),),
-        (CutsOf("a", (("layers.*.attention.q.weight", "cut along dim 0"), ("layers.*.attention.o.weight", "whole"))),),
+        (
+            CutsOf(
+                "a",
+                (("layers.*.attention.q.weight", 0, "cut along dim 0"), ("layers.*.attention.o.weight", None, "whole")),
+            ),
+        ),
     )
     follows = Finding("numbers", "error", "", "the output differs", kind="wrong-numbers")
     cause = Finding("pairing", "error", "layers.*.attention.o", "o does not sum", hint="cut o", bytes=4)
@@ -290,7 +295,7 @@ def test_findings_of_an_audit_stand_at_their_boxes_cause_first() -> None:
 def test_two_plans_stand_side_by_side_with_their_differences_lit() -> None:
     report = audit_report()
     one = report.drawn.sides[0]
-    other = CutsOf("b", (one.cuts[0], (one.cuts[1][0], "cut along dim 1")))
+    other = CutsOf("b", (one.cuts[0], (one.cuts[1][0], 1, "cut along dim 1")))
     page = report_page(replace(report, details={"model": "M"}, drawn=replace(report.drawn, sides=(one, other))))
     found = [how for _, how in Read(page).elements if how.get("data-path")]
     assert [(how["data-path"][-1], "lit" in how["class"]) for how in found] == [

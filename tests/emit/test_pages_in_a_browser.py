@@ -31,14 +31,15 @@ if(q.left<r.left-1||q.right>r.right+1||q.top<r.top-2||q.bottom>r.bottom+2)out.pu
 var wide=root.scrollWidth-root.clientWidth;
 var link=document.querySelector('svg a');var opened=false;
 if(link){location.hash=link.getAttribute('href');
-opened=null;setTimeout(function(){opened=document.querySelector(link.getAttribute('href')).open;tell()},200)}else tell();
+opened=null;setTimeout(function(){
+opened=document.querySelector(link.getAttribute('href')).open;tell()},200)}else tell();
 function tell(){var f=document.getElementById('search');f.value='zzz';f.dispatchEvent(new Event('input'));
 var said={out:out,wide:wide,opened:opened,hits:document.getElementById('hits').textContent,
 took:performance.timing.domContentLoadedEventEnd-performance.timing.responseEnd};
 document.body.setAttribute('data-probe',JSON.stringify(said));
 if(parent!==window)parent.postMessage(JSON.stringify(said),'*')}});</script>"""
-FRAME = """<!DOCTYPE html><html><head><meta charset="utf-8"></head><body><iframe src="page.html" width="390" height="800"
-style="border:0"></iframe><script>addEventListener('message',function(e){
+FRAME = """<!DOCTYPE html><html><head><meta charset="utf-8"></head><body>
+<iframe src="page.html" width="390" height="800" style="border:0"></iframe><script>addEventListener('message',function(e){
 document.body.setAttribute('data-probe',e.data)});</script></body></html>"""
 
 

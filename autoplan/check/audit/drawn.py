@@ -19,11 +19,11 @@ def drawn_of(*subjects: Subject) -> Drawn:
 
 
 def _side(subject: Subject) -> CutsOf:
-    groups: dict[str, list[str]] = {}
+    groups: dict[tuple[int | None, str], list[str]] = {}
     for weight in subject.weights:
-        groups.setdefault(cut_text(weight.said), []).append(weight.name)
+        groups.setdefault((weight.said.dim, cut_text(weight.said)), []).append(weight.name)
     known = Universe(name for names in groups.values() for name in names)
-    cuts = ((pattern, cut) for cut, names in groups.items() for pattern in fold_names(names, known))
+    cuts = ((pattern, dim, text) for (dim, text), names in groups.items() for pattern in fold_names(names, known))
     return CutsOf(subject.plan.name, tuple(cuts))
 
 

@@ -1,7 +1,7 @@
 """The order in which a model runs its modules, one block of each kind: what a page draws from top to bottom.
 
-A trace says which weight was read when. Blocks that run the same modules in the same order are one kind; a block that was
-not traced is of the kind of the one that stands for it.
+A trace says which weight was read when. Blocks that run the same modules in the same order are one kind; a block that
+was not traced is of the kind of the one that stands for it.
 """
 
 from __future__ import annotations

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autoplan.common.patterns import matches
+from autoplan.emit.pages.drawing import tone_of
 from autoplan.emit.pages.picture import Block, Box, Row, Scene
 from autoplan.values import CutsOf, Drawn, Finding
 
 __all__ = ["scene_of_side"]
 
+Cut = tuple[int | None, str]
 _TONES = {"wrong": "bad", "dearer": "a6", "dead": "whole"}
 
 
@@ -37,17 +39,21 @@ def _box(
     lit = others is not None and cuts != others
     tone = next((_TONES[word] for word in said if word in _TONES), _tone(cuts)) + " lit" * lit
     found = tuple(n for n, one in enumerate(findings, 1) if any(_about(about, path) for about in one.about))
-    lines = (*dict.fromkeys(cuts.values()), *(f"plan: {word}" for word in said), *(("differs",) if lit else ()))
+    lines = (
+        *dict.fromkeys(text for _, text in cuts.values()),
+        *(f"plan: {word}" for word in said),
+        *(("differs",) if lit else ()),
+    )
     return Box(name, path, lines, findings=found, tone=tone)
 
 
-def _cuts(side: CutsOf, path: str) -> dict[str, str]:
+def _cuts(side: CutsOf, path: str) -> dict[str, Cut]:
     """What is done to each parameter of a module."""
     found = {}
-    for pattern, cut in side.cuts:
+    for pattern, dim, text in side.cuts:
         module, _, name = pattern.rpartition(".")
         if matches(module, path):
-            found[name] = cut
+            found[name] = (dim, text)
     return found
 
 
@@ -55,6 +61,6 @@ def _about(pattern: str, path: str) -> bool:
     return bool(pattern) and (matches(pattern, path) or matches(pattern.rpartition(".")[0], path))
 
 
-def _tone(cuts: Mapping[str, str]) -> str:
-    cut = [text for text in cuts.values() if text != "whole"]
-    return "whole" if not cut else "a1" if any("dim 1" in text for text in cut) else "a0"
+def _tone(cuts: Mapping[str, Cut]) -> str:
+    dims = [dim for dim, _ in cuts.values() if dim is not None]
+    return tone_of(max(dims, default=-1))

@@ -66,10 +66,8 @@ def _drawing(report: Report) -> Iterable[Safe]:
             block_figure(scene.blocks[place], f"{side.name}: ") for side, scene in zip(sides, scenes, strict=True)
         ]
         figures.append(el("div", *together, class_="blocks pair"))
-    about = (
-        "Blue boxes are cut along dim 0, orange ones along dim 1, grey ones are whole; a finding's number stands in "
-    )
-    more = "the box that it is about." + (
+    about = "Blue boxes are cut along dim 0, orange ones along 1, green ones along 2, grey ones are whole; a finding's "
+    more = "number stands in the box that it is about." + (
         " Where the plans differ, the box has a thick edge." if len(sides) == 2 else ""
     )
     title = "Side by side" if len(sides) == 2 else "What the plan does"
