@@ -39,7 +39,8 @@ took:performance.timing.domContentLoadedEventEnd-performance.timing.responseEnd}
 document.body.setAttribute('data-probe',JSON.stringify(said));
 if(parent!==window)parent.postMessage(JSON.stringify(said),'*')}});</script>"""
 FRAME = """<!DOCTYPE html><html><head><meta charset="utf-8"></head><body>
-<iframe src="page.html" width="390" height="800" style="border:0"></iframe><script>addEventListener('message',function(e){
+<iframe src="page.html" width="390" height="800" style="border:0"></iframe>
+<script>addEventListener('message',function(e){
 document.body.setAttribute('data-probe',e.data)});</script></body></html>"""
 
 

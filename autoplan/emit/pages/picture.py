@@ -175,7 +175,7 @@ class _Boxes:
         whole = self._whole(path)
         size = bytes_text(sum(one.bytes for one in whole)) if whole else ""
         link = next((self.links[one.fqn] for one in whole if one.fqn in self.links), "")
-        return Box(name, path, (f"whole {size}".strip(),), None, link, found)
+        return Box(name, path, (f"whole · {size} in all" if size else "whole",), None, link, found)
 
     def _found(self, path: str) -> tuple[int, ...]:
         """Numbers of the findings that are about the module or a parameter of it."""
