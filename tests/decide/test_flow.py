@@ -1,0 +1,37 @@
+"""A plan says in which order its modules' weights are read, one block of each kind."""
+
+from __future__ import annotations
+
+import torch
+from small_models import Decoder, ids
+from torch import nn
+from torch.nn import functional as F
+
+import autoplan
+
+torch.set_num_threads(1)
+
+
+def test_like_blocks_are_one_part_and_modules_stand_in_the_order_of_the_run() -> None:
+    flow = autoplan.plan(Decoder(), tp_size=2, inputs=ids(), prove="none").flow
+    assert [(part.block, part.blocks) for part in flow] == [("", 1), ("layers.0", 2), ("", 1)]
+    assert flow[1].steps == (
+        "first", "attention.q", "attention.k", "attention.v", "attention.o", "second", "mlp.gate", "mlp.up", "mlp.down",
+    )  # fmt: skip
+    assert flow[2].steps == ("last", "head")
+
+
+class ReadByAnother(nn.Module):
+    """The module of its second weight never runs: the code of the model reads the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(32, 8, bias=False), nn.Linear(8, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.relu(F.linear(x, self.up.weight)))
+
+
+def test_a_weight_that_another_module_reads_has_its_place() -> None:
+    flow = autoplan.plan(ReadByAnother(), tp_size=2, inputs={"x": torch.randn(2, 8)}, prove="none").flow
+    assert [part.steps for part in flow] == [("up", "down")]
