@@ -27,9 +27,12 @@ from autoplan.deprecated import Renamed, successor
 from autoplan.values import (
     Change,
     Cost,
+    CutsOf,
+    Drawn,
     Entry,
     Fed,
     Finding,
+    FlowPart,
     MadeFor,
     Obstacle,
     Plan,
@@ -41,6 +44,7 @@ from autoplan.values import (
     Traffic,
     Trial,
 )
+from autoplan.values.estimate import Estimate, MemoryParts, Sent, StepTime
 from autoplan.values.quantised import PackedWeight
 from autoplan.version import __version__
 
@@ -88,15 +92,20 @@ __all__ = [
     "Change",
     "Checkpointing",
     "Cost",
+    "CutsOf",
     "DataParallel",
+    "Drawn",
     "Entry",
+    "Estimate",
     "ExportError",
     "Exported",
     "Fed",
     "Finding",
+    "FlowPart",
     "IndivisibleError",
     "Keywords",
     "MadeFor",
+    "MemoryParts",
     "Model",
     "Obstacle",
     "Options",
@@ -112,8 +121,10 @@ __all__ = [
     "Replicated",
     "Report",
     "Runtime",
+    "Sent",
     "SourceError",
     "Stack",
+    "StepTime",
     "TensorParallel",
     "TopLogits",
     "Traffic",
