@@ -27,9 +27,12 @@ from autoplan.deprecated import Renamed, successor
 from autoplan.values import (
     Change,
     Cost,
+    CutsOf,
+    Drawn,
     Entry,
     Fed,
     Finding,
+    FlowPart,
     MadeFor,
     Obstacle,
     Plan,
@@ -41,7 +44,11 @@ from autoplan.values import (
     Traffic,
     Trial,
 )
+<<<<<<< HEAD
 from autoplan.values.estimate import Estimate
+=======
+from autoplan.values.estimate import Estimate, MemoryParts, Sent, StepTime
+>>>>>>> report
 from autoplan.values.quantised import PackedWeight
 from autoplan.version import __version__
 
@@ -92,18 +99,25 @@ __all__ = [
     "Checkpointing",
     "Choice",
     "Cost",
+    "CutsOf",
     "DataParallel",
+<<<<<<< HEAD
     "Device",
     "DryRun",
+=======
+    "Drawn",
+>>>>>>> report
     "Entry",
     "Estimate",
     "ExportError",
     "Exported",
     "Fed",
     "Finding",
+    "FlowPart",
     "IndivisibleError",
     "Keywords",
     "MadeFor",
+    "MemoryParts",
     "Model",
     "Obstacle",
     "Options",
@@ -120,8 +134,10 @@ __all__ = [
     "Replicated",
     "Report",
     "Runtime",
+    "Sent",
     "SourceError",
     "Stack",
+    "StepTime",
     "TensorParallel",
     "TopLogits",
     "Traffic",

@@ -109,6 +109,7 @@ def _plan_report(plan: Plan, path: str | PathLike[str], *, estimate: Estimate | 
 
 
 def _bytes(memory: str | int | None) -> int:
+    check_argument("memory", memory, (str, int, type(None)), "give it like 80GB, or a number of bytes")
     if memory is None or isinstance(memory, int):
         return memory or 0
     from autoplan.forecast.choose import parse_memory

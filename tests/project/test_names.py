@@ -43,8 +43,8 @@ DIALECTS = {
 # What transformers uses and everybody else too: words of plain English, and of Python.
 PLAIN = frozenset(
     {
-        "cache", "config", "embeddings", "inputs", "key", "layers", "lengths", "logits", "loss", "mask", "model",
-        "optimizer", "params", "query", "reset", "scale", "self", "state", "value", "width", "x",
+        "cache", "config", "embeddings", "height", "inputs", "key", "layers", "lengths", "logits", "loss", "mask",
+        "model", "optimizer", "params", "query", "radio", "reset", "scale", "self", "state", "value", "width", "x",
     }
 )  # fmt: skip
 # Torch has these too (its RNNs are made with one), but whoever reads them here reads a config.
