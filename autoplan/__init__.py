@@ -44,11 +44,7 @@ from autoplan.values import (
     Traffic,
     Trial,
 )
-<<<<<<< HEAD
-from autoplan.values.estimate import Estimate
-=======
 from autoplan.values.estimate import Estimate, MemoryParts, Sent, StepTime
->>>>>>> report
 from autoplan.values.quantised import PackedWeight
 from autoplan.version import __version__
 
@@ -101,12 +97,9 @@ __all__ = [
     "Cost",
     "CutsOf",
     "DataParallel",
-<<<<<<< HEAD
     "Device",
     "DryRun",
-=======
     "Drawn",
->>>>>>> report
     "Entry",
     "Estimate",
     "ExportError",

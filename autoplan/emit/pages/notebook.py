@@ -44,11 +44,7 @@ def choice_cell(choice: Any) -> Safe:
 def _cell(title: str, size: str, *parts: Content) -> Safe:
     head = el("head", el("meta", charset="utf-8"), el("title", title), styles())
     page = written_here("<!DOCTYPE html>") + el(
-<<<<<<< HEAD
-        "html", head, el("body", el("h1", title), el("main", *parts)), lang="en"
-=======
         "html", head, el("body", el("header", el("h1", title)), el("main", *parts)), lang="en"
->>>>>>> report
     )
     look = f"width:100%;height:{_HEIGHTS[size]}px;border:1px solid #8888"
     return el("iframe", srcdoc=page, sandbox="", title=title, style=look)

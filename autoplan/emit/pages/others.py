@@ -60,18 +60,10 @@ def _drawing(report: Report) -> Iterable[Safe]:
         scene_of_side(drawn, side, sides[1 - n] if len(sides) == 2 else None, words, findings)
         for n, side in enumerate(sides)
     ]
-<<<<<<< HEAD
-    figures = []
-    for place in range(len(drawn.flow)):
-        together = [
-            block_figure(scene.blocks[place], f"{side.name}: ") for side, scene in zip(sides, scenes, strict=True)
-        ]
-=======
     names = ("a: ", "b: ") if len(sides) == 2 else ("",)
     figures = []
     for place in range(len(drawn.flow)):
         together = [block_figure(scene.blocks[place], side) for scene, side in zip(scenes, names, strict=True)]
->>>>>>> report
         figures.append(el("div", *together, class_="blocks pair"))
     about = "Blue boxes are cut along dim 0, orange ones along 1, green ones along 2, grey ones are whole; a finding's "
     more = "number stands in the box that it is about." + (
