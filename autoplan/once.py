@@ -19,12 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.api import plan
 from autoplan.common.errors import AutoplanError, PlanMismatchError
+from autoplan.common.files.plain import NotPlain, parse_plain
 from autoplan.common.requirements import installed_versions
 from autoplan.decide.written_plans.plan_file import plan_from_dict, plan_to_dict
 from autoplan.execute.fits import model_hash
 from autoplan.hf.source import Model
 from autoplan.values import Plan
 from autoplan.version import __version__
+
+_SENT = "the plan of another rank"
 
 __all__ = ["packed_plan", "plan_once", "unpacked_plan"]
 
@@ -64,7 +67,7 @@ def packed_plan(made: Plan) -> bytes:
 
 def unpacked_plan(data: bytes) -> Plan:
     """The inverse of `packed_plan`."""
-    return plan_from_dict(json.loads(zlib.decompress(data)), "the plan of another rank")
+    return plan_from_dict(parse_plain(zlib.decompress(data).decode(), "json", _SENT, NotPlain()), _SENT)
 
 
 def _fingerprint(model: Model, tp_size: int, wishes: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ from torch import nn
 
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
+from autoplan.common.files.plain import read_plain
 from autoplan.common.files.write import write_whole
 from autoplan.common.options import check_argument
 from autoplan.common.requirements import installed_versions
@@ -72,14 +73,14 @@ def kept_plan(place: Path | None, module: nn.Module) -> Plan | None:
     if place is None or not place.is_file():
         return None
     try:
-        data = json.loads(place.read_text(encoding="utf-8"))
+        data = read_plain(place, notation="json")
         if not isinstance(data, dict) or data.get("sha256") != _hash(data.get("plan")):
             return None
         plan = plan_from_dict(data["plan"], str(place))
         if digest(plan) != plan.made_for.content or plan.made_for.model != model_hash(module):
             return None
         check_matches(module, plan)
-    except (OSError, ValueError):  # unreadable, no JSON, no plan (AutoplanError is a ValueError): made anew
+    except (OSError, AutoplanError):  # unreadable, no JSON, no plan: made anew
         return None
     return plan
 

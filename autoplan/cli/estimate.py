@@ -9,17 +9,12 @@ import typer
 
 from autoplan.cli.shared import FINDINGS, OK, AsJson, Cut, Model, Output, Page, Trust, emit, note, progress
 from autoplan.common.errors import AutoplanError
+from autoplan.values.estimate import TRAIN
 
 __all__ = ["calibrate", "checkpointing_of", "choose", "dryrun", "estimate"]
 
 
-class Train(StrEnum):
-    """What is done with the model."""
-
-    full = "full"
-    lora = "lora"
-    inference = "inference"
-
+Train = StrEnum("Train", [(way, way) for way in TRAIN])  # type: ignore[misc]  # what is done with the model
 
 Mesh = Annotated[str, typer.Option("--mesh", help="Dims and their sizes, such as dp_shard=8,tp=8.")]
 Length = Annotated[int, typer.Option("--sequence", min=2, help="Tokens of one sequence.")]

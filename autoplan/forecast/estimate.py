@@ -23,11 +23,10 @@ from autoplan.forecast.step import Recorded, Setting, Steps
 from autoplan.forecast.steptime import Load, step_time
 from autoplan.hf.source import Model, resolve
 from autoplan.values import Plan
-from autoplan.values.estimate import Estimate, MemoryParts
+from autoplan.values.estimate import TRAIN, Estimate, MemoryParts
 
 __all__ = ["Asked", "estimate", "estimate_with", "mesh_sizes"]
 
-TRAIN = ("full", "lora", "inference")
 STATES = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "none": 0}  # numbers that an optimizer keeps for each trained
 _BARS = (
     ("memory", 0.05, "torch's MemTracker on the sharded model without storage; what an allocator wastes is not in it"),

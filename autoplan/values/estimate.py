@@ -7,7 +7,9 @@ from typing import Any
 
 from autoplan.values.conveniences import done_above
 
-__all__ = ["Estimate", "MemoryParts", "Row", "Sent", "StepTime"]
+__all__ = ["TRAIN", "Estimate", "MemoryParts", "Row", "Sent", "StepTime"]
+
+TRAIN = ("full", "lora", "inference")  # what is done with the model
 
 
 @dataclass(frozen=True)

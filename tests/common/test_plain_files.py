@@ -125,5 +125,9 @@ def test_no_other_file_parses_what_others_wrote() -> None:
         if parsing.search(path.read_text("utf-8"))
     }
     ours = {"emit/exports/torch_code.py"}  # a plan in a module that we wrote
-    weights = {"execute/weights/files.py", "execute/quantised/files.py", "hf/quantised/checkpoint.py"}  # of checkpoints
+    weights = {
+        "execute/weights/files.py",
+        "execute/quantised/files.py",
+        "hf/quantised/checkpoint.py",
+    }  # of what tensors hold
     assert found == {"common/files/plain.py"} | ours | weights

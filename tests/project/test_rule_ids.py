@@ -86,11 +86,9 @@ def renamed_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
         path.write_text(text, "utf-8")
         if path.stem in told:
             path.rename(path.with_stem(f"x-{path.stem}"))
-    monkeypatch.setattr(read, "rules_folder", lambda: tmp_path)
-    load_rules.cache_clear()
+    monkeypatch.setattr(read, "rules_folders", lambda: (tmp_path,))
     yield
     monkeypatch.undo()
-    load_rules.cache_clear()
 
 
 def test_renaming_rules_changes_no_export(request: pytest.FixtureRequest) -> None:

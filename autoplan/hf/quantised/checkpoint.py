@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.common.errors import SourceError
+from autoplan.common.files.plain import NotPlain, read_plain
 from autoplan.hf.quantised.groups import Method, named
 from autoplan.hf.quantised.methods import method_of
 from autoplan.hf.quantised.schemes import Plain, announced, packed_weight, plain_shape
@@ -55,7 +56,7 @@ def _quantization_config(folder: Path) -> dict[str, Any] | None:
         raise SourceError(
             f"{folder} has no config.json, which says how its weights are quantised", hint="copy it there"
         )
-    config = json.loads(path.read_text("utf-8"))
+    config = read_plain(path, NotPlain(error=SourceError, hint="fetch it again"), notation="json")
     parts = (config, *(value for value in config.values() if isinstance(value, dict)))
     return next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
 
