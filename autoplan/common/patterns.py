@@ -3,7 +3,8 @@
 A plan of an 80-layer model must be short enough to read, and must still say exactly which modules it means. A pattern
 is a dotted path in which `*` stands for any text inside one segment, never across a dot. `fold_names` writes patterns
 that match the given names and, among the names of the model, nothing else. Blocks may be numbered inside their names,
-too (`expert_12`): where a module holds three or more that differ in numbers only, these numbers are folded like others.
+too (`expert_12`): where a module holds three or more that differ in numbers only, and the same is said of all of them,
+these numbers are folded like others.
 
 >>> matches("model.layers.*.mlp.up_proj", "model.layers.31.mlp.up_proj")
 True
@@ -102,6 +103,22 @@ class Universe:
             node = node.get(segment, {})
         return tuple(found)
 
+    def holds_no_others(self, members: Iterable[tuple[str, ...]], at: int, shape: str) -> bool:
+        """Are these, at one place of their paths, all siblings of this shape that there are?"""
+        found: dict[tuple[str, ...], set[str]] = {}
+        for member in members:
+            found.setdefault(member[:at], set()).add(member[at])
+        return all(
+            {key for key in self._node(above) if _NUMBER.sub("*", key) == shape} == keys
+            for above, keys in found.items()
+        )
+
+    def _node(self, path: tuple[str, ...]) -> dict[str, Any]:
+        node = self._tree
+        for segment in path:
+            node = node.get(segment, {})
+        return node
+
     def _numbered(self, segment: str, siblings: dict[str, Any]) -> str:
         if not any(map(str.isdigit, segment)):
             return segment
@@ -138,11 +155,12 @@ def _fold(
     columns = list(zip(*members, strict=True))
     varying = [position for position, column in enumerate(columns) if len(set(column)) > 1]
     pattern = ".".join(shape[position] if position in varying else column[0] for position, column in enumerate(columns))
-    if not varying or all(name in wanted for name in known.meant(pattern)):
+    partly = [at for at in varying if shape[at] != "*" and not known.holds_no_others(members, at, shape[at])]
+    if not varying or (not partly and all(name in wanted for name in known.meant(pattern))):
         return [(pattern, len(members))]
     parts: dict[str, list[tuple[str, ...]]] = {}
     for member in members:
-        parts.setdefault(member[varying[0]], []).append(member)
+        parts.setdefault(member[(partly or varying)[0]], []).append(member)
     return [folded for part in parts.values() for folded in _fold(shape, part, wanted, known)]
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import autoplan
+from autoplan.common.patterns import matches
 
 WIDTH, INNER = 32, 64
 
@@ -295,7 +296,8 @@ def test_split_and_exact(name: str, size: int = 4) -> None:
     build, split, inputs = CASES[name]
     model = build()
     plan = autoplan.plan(model, tp_size=size, inputs=inputs)
-    assert split <= {rule.pattern for rule in plan.runtime.parameters if rule.dim is not None}, plan
+    rules = [rule.pattern for rule in plan.runtime.parameters if rule.dim is not None]
+    assert all(any(matches(rule, name) for rule in rules) for name in split), plan
     report = autoplan.verify(model, plan, tp_size=size, inputs=inputs, checks=["parameters", "forward", "state_dict"])
     assert report.ok and max(report.gradients.values()) < 1e-9, report.findings
 
@@ -333,12 +335,13 @@ class FewRows(nn.Module):
         return x + self.far(torch.tanh(self.near(x)))
 
 
-@pytest.mark.parametrize(("rows", "split"), [(9, False), (10, True)])
-def test_no_rank_is_left_without_a_row(rows: int, split: bool) -> None:
-    """Nine rows in pieces of three: the fourth rank would have none."""
+@pytest.mark.parametrize("rows", [9, 10])
+def test_no_rank_is_left_without_a_row(rows: int) -> None:
+    """Nine rows in pieces of three: the fourth rank would have none, and the table is cut by columns."""
     inputs = {"ids": torch.arange(8).view(2, 4)}
     model = FewRows(rows).double()
     plan = autoplan.plan(model, 4, inputs=inputs)
-    assert ("table.weight" in {rule.pattern for rule in plan.runtime.parameters if rule.dim is not None}) == split
+    dims = {rule.pattern: rule.dim for rule in plan.runtime.parameters if rule.dim is not None}
+    assert dims["table.weight"] == 1 or rows % 4 >= 2
     report = autoplan.verify(model, plan, inputs=inputs)
     assert report.ok, report.findings

@@ -20,6 +20,10 @@ PACKAGE = Path(__file__).resolve().parents[2] / "autoplan"
 ALLOWED = {
     ("hf/model_string.py", "trust_remote_code"): "transformers says in words only that a model needs it",
     ("decide/rulebook/conditions.py", "not "): "a word of the language of guards, not of a sentence",
+    (
+        "hf/quantised/schemes.py",
+        r"(whole )?(out\*in|out|in)(?:/(\d+)(?:\*(\d+))?)?",
+    ): "dims in rule files",
     ("emit/tables/scoreboard_table.py", "blocks again"): "the heading of a column that is flush right",
 }
 
