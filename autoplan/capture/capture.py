@@ -202,7 +202,8 @@ def _settle_experts(module: nn.Module) -> None:
 def capture_real(model: nn.Module, entries: dict[str, dict[str, Any]], *, keep_values: bool = False) -> Captured:
     """Record a throw-away real model (its stored integers are replaced)."""
     for parameter in model.parameters():
-        parameter.requires_grad_(False)
+        if parameter.is_leaf:  # a scripted part may hold what was made of one
+            parameter.requires_grad_(False)
     with untouched_randomness():
         trace, recording = record(model, entries, keep_values=keep_values)
     return Captured(replace(trace, real=True), recording)

@@ -51,6 +51,8 @@ def _way(twin: Twin, inputs: Mapping[str, Any]) -> _Way | None:
     noted = _Calls()
     with ExitStack() as stack:
         for name, module in twin.module.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks: what it does is its caller's
+                continue
             stack.callback(module.register_forward_pre_hook(noted.entering(name)).remove)
             stack.callback(module.register_forward_hook(noted.left, always_call=True).remove)
         try:

@@ -85,17 +85,17 @@ def rules_of_entries() -> dict[str, tuple[str, str]]:
 def my_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A rules folder of one's own."""
     shutil.copytree(rules_folder() / "roles", tmp_path / "roles")
-    monkeypatch.setattr(read, "rules_folder", lambda: tmp_path)
-    load_rules.cache_clear()
+    monkeypatch.setattr(read, "rules_folders", lambda: (tmp_path,))
+    read._load.cache_clear()
     yield tmp_path
     monkeypatch.undo()
-    load_rules.cache_clear()
+    read._load.cache_clear()
 
 
 def test_one_document_is_all_it_takes(my_rules: Path) -> None:
     assert "bilinear-mlp" not in {rule for rule, _ in rules_of_entries().values()}
     (my_rules / "roles" / "bilinear-mlp.toml").write_text(DOCUMENT, "utf-8")
-    load_rules.cache_clear()
+    read._load.cache_clear()
     assert rules_of_entries() == {
         "a": ("bilinear-mlp", "left factor"),
         "b": ("bilinear-mlp", "right factor"),
@@ -105,6 +105,6 @@ def test_one_document_is_all_it_takes(my_rules: Path) -> None:
 
 def test_its_examples_are_held_to(my_rules: Path) -> None:
     (my_rules / "roles" / "bilinear-mlp.toml").write_text(DOCUMENT, "utf-8")
-    load_rules.cache_clear()
+    read._load.cache_clear()
     rule = next(rule for rule in load_rules() if rule.id == "bilinear-mlp")
     assert [result.text for result in run_rule_tests(rules=[rule]) if not result.ok] == []

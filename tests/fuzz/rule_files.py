@@ -58,9 +58,9 @@ def run(count: int, seed: int) -> Counts:
     import torch
 
     from autoplan.capture.draw import Draw
-    from autoplan.decide.rulebook.read import load_rules
+    from autoplan.decide.rulebook.read import _load
     from autoplan.decide.rulebook.rule_tests import test_rules
-    from autoplan.decide.written_plans.handwritten import load_plans
+    from autoplan.decide.written_plans.handwritten import _of_folder
     from autoplan.hf.type_rules import rule_files
 
     draw = Draw(0, torch.float32)
@@ -68,9 +68,9 @@ def run(count: int, seed: int) -> Counts:
 
     def use(kind: str, base: Path) -> None:
         if kind == "roles":
-            test_rules(rules=load_rules.__wrapped__(base))
+            test_rules(rules=_load.__wrapped__((base,)))
         elif kind == "plans":
-            for plan in load_plans.__wrapped__(base):
+            for plan in _of_folder.__wrapped__(base):
                 plan.choices()
         elif kind == "inputs":
             for rules in rule_files.__wrapped__(base).values():

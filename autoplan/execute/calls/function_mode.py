@@ -37,7 +37,9 @@ class _PlannedCall:
         self.run: Callable[[Any, Any, Any], Any] = execute(planned, at)
         # A sum that is left out is missing elsewhere. Where a call with other numbers or a cut is, whatever runs in its
         # place may need other ones: the hash of the code, asked when a plan is applied, tells no branches apart.
-        changes = planned.communicates or bool(planned.arguments or planned.cuts)
+        # A helper that is called or not (keys are repeated only where a kernel wants it) takes its numbers with it.
+        numbers = bool(planned.arguments or planned.cuts) and ">" not in planned.site.place
+        changes = planned.communicates or numbers
         self.must_be_reached = changes and not planned.sometimes
 
     def means(self, time: int, dims: int, width: int | None) -> bool:

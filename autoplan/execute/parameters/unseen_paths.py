@@ -82,8 +82,9 @@ def _runs_on_shards(step: TracebackType) -> bool:
 
 def _innermost(steps: list[TracebackType]) -> TracebackType:
     """The last that is neither torch's nor ours: the model's own code, or a function that it calls."""
-    files = ((step, step.tb_frame.f_code.co_filename) for step in steps)
-    return [step for step, file in files if not file.startswith((_OURS, _TORCH))][-1]
+    files = [(step, step.tb_frame.f_code.co_filename) for step in steps]
+    theirs = [step for step, file in files if not file.startswith((_OURS, _TORCH))]
+    return theirs[-1] if theirs else files[-1][0]
 
 
 def _place(step: TracebackType) -> str:
