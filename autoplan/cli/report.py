@@ -29,7 +29,7 @@ def report(
     batch: Batch = 1,
     sequence: Length = 2048,
     checkpointing: Again = "none",
-    train: How = Train.full,
+    train: How = Train("full"),
     gpu: Gpu = "h100",
     sequence_parallel: Cut = False,
     trust_remote_code: Trust = False,

@@ -43,12 +43,15 @@ def unseen_path(model: nn.Module, error: BaseException) -> PlanMismatchError | N
     own = [at for at, step in enumerate(steps) if _runs_on_shards(step)]
     if not own or any(step.tb_frame.f_code.co_filename.startswith(_DISTRIBUTED) for step in steps[own[-1] :]):
         return None
+    place = _innermost(steps[own[-1] :])
+    if place is None:  # a layer of torch's was given what it cannot take, on shards or not
+        return None
     module = steps[own[-1]].tb_frame.f_locals["self"]
     name = next((name for name, part in model.named_modules() if part is module), "")
     said = (str(error).strip() or "no message").splitlines()[0]
     return PlanMismatchError(
         f"{name or 'the model'} ({type(module).__name__}) cannot make this call on a rank's shards: "
-        f"{_place(_innermost(steps[own[-1] :]))}: {type(error).__name__}: {said}",
+        f"{_place(place)}: {type(error).__name__}: {said}",
         hint=_HINT,
     )
 
@@ -80,11 +83,11 @@ def _runs_on_shards(step: TracebackType) -> bool:
     return any(held.dim is not None for record in records if record is not None for held in record.parameters.values())
 
 
-def _innermost(steps: list[TracebackType]) -> TracebackType:
+def _innermost(steps: list[TracebackType]) -> TracebackType | None:
     """The last that is neither torch's nor ours: the model's own code, or a function that it calls."""
     files = [(step, step.tb_frame.f_code.co_filename) for step in steps]
     theirs = [step for step, file in files if not file.startswith((_OURS, _TORCH))]
-    return theirs[-1] if theirs else files[-1][0]
+    return theirs[-1] if theirs else None
 
 
 def _place(step: TracebackType) -> str:
