@@ -11,10 +11,11 @@ from autoplan.cli.shared import FINDINGS, OK, AsJson, Cut, Model, Output, Page, 
 from autoplan.common.errors import AutoplanError
 from autoplan.values.estimate import TRAIN
 
-__all__ = ["calibrate", "checkpointing_of", "choose", "dryrun", "estimate"]
+__all__ = ["ALL", "calibrate", "checkpointing_of", "choose", "dryrun", "estimate"]
 
 
 Train = StrEnum("Train", [(way, way) for way in TRAIN])  # type: ignore[misc]  # what is done with the model
+ALL = Train("full")
 
 Mesh = Annotated[str, typer.Option("--mesh", help="Dims and their sizes, such as dp_shard=8,tp=8.")]
 Length = Annotated[int, typer.Option("--sequence", min=2, help="Tokens of one sequence.")]
@@ -34,7 +35,7 @@ def choose(
     per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of a node; by default the device's.")] = None,
     sequence: Length = 2048,
     global_batch: Annotated[int, typer.Option(min=0, help="Sequences a step of all ranks; 0: one for each GPU.")] = 0,
-    train: How = Train("full"),
+    train: How = ALL,
     row: Annotated[int | None, typer.Option("--explain", min=1, metavar="ROW", help="All about one row.")] = None,
     script: Annotated[bool, typer.Option("--script", help="Print a program for torchrun instead.")] = False,
     trust_remote_code: Trust = False,
@@ -75,7 +76,7 @@ def estimate(
     batch: Batch = 1,
     sequence: Length = 2048,
     checkpointing: Again = "none",
-    train: How = Train("full"),
+    train: How = ALL,
     gpu: Gpu = "h100",
     sequence_parallel: Cut = False,
     trust_remote_code: Trust = False,

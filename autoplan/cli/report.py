@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoplan.cli.estimate import Again, Batch, Gpu, How, Length, Train, checkpointing_of
+from autoplan.cli.estimate import ALL, Again, Batch, Gpu, How, Length, checkpointing_of
 from autoplan.cli.shared import FINDINGS, OK, Cut, EpSize, Trust, note, progress
 from autoplan.common.errors import AutoplanError
 
@@ -29,7 +29,7 @@ def report(
     batch: Batch = 1,
     sequence: Length = 2048,
     checkpointing: Again = "none",
-    train: How = Train("full"),
+    train: How = ALL,
     gpu: Gpu = "h100",
     sequence_parallel: Cut = False,
     trust_remote_code: Trust = False,
