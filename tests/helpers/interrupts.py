@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -75,11 +76,22 @@ class Lines:
         if event == "line":
             if self.stop < 0:
                 self.seen.append((frame.f_code.co_filename, frame.f_lineno))
+            elif self.count == self.stop and _in_finalizer(frame):
+                self.stop += 1  # nothing could be raised here: Python prints it and goes on
             elif self.count == self.stop:
                 self.count += 1
                 raise self.error(f"{frame.f_code.co_filename.removeprefix(_PACKAGE)}:{frame.f_lineno}")
             self.count += 1
         return self._line
+
+
+def _in_finalizer(frame: Any) -> bool:
+    """Whether the garbage collector called this, at a moment of its own."""
+    while frame is not None:
+        if frame.f_code.co_filename == weakref.__file__ and frame.f_code.co_name == "__call__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def lines_of(function: Callable[[], Any]) -> list[tuple[str, int]]:
