@@ -106,9 +106,9 @@ def capture_source(source: Source, module: nn.Module, choices: Choices | None = 
         module, config=source.config, model_type=source.model_type, inputs=source.inputs, recipe=source.recipe
     )
     note = kernel_note(module)
-    entries = with_other_paths(module, made.entries, made.others)
-    captured = capture_any(module, entries, (*made.notes, note) if note else made.notes)
-    unfold = partial(capture_fake, module, entries, folded=False)
+    feeds = with_other_paths(module, made.feeds, made.others)
+    captured = capture_any(module, feeds, (*made.notes, note) if note else made.notes)
+    unfold = partial(capture_fake, module, feeds, folded=False)
     if choices is None or same_in_folded_blocks(choices, captured.trace):
         return replace(captured, unfold=unfold) if captured.trace.folds else captured
     return unfold()

@@ -1,4 +1,4 @@
-"""What an entry calls: the model, or the part of it that the key "@module" names."""
+"""What a feed calls: the model, or the part of it that the key "@module" names."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PART = "@module"
 
 
 def call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    """Run the model, or the part of it that the entry names, on the other keys."""
+    """Run the model, or the part of it that the feed names, on the other keys."""
     given = dict(inputs)
     part = given.pop(PART, None)
     with where_it_runs(model):
         return (model if part is None else model.get_submodule(part))(**given)
 
 
-def calls_the_model(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The entries that call the model itself."""
-    return {name: inputs for name, inputs in entries.items() if PART not in inputs}
+def calls_the_model(feeds: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The feeds that call the model itself."""
+    return {name: inputs for name, inputs in feeds.items() if PART not in inputs}

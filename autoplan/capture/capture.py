@@ -46,10 +46,10 @@ class Captured:
     unfold: Callable[[], Captured] | None = None
 
 
-def capture_any(model: nn.Module, entries: dict[str, dict[str, Any]], notes: tuple[str, ...] = ()) -> Captured:
-    """Fake tensors if they do, else real numbers: entries that cannot run are left out with a note if others can."""
+def capture_any(model: nn.Module, feeds: dict[str, dict[str, Any]], notes: tuple[str, ...] = ()) -> Captured:
+    """Fake tensors if they do, else real numbers: feeds that cannot run are left out with a note if others can."""
     with _no_collection():
-        captured = _capture_any(model, entries, notes)
+        captured = _capture_any(model, feeds, notes)
         return replace(captured, trace=with_idle_members(captured.trace, model))
 
 
@@ -65,21 +65,21 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _capture_any(model: nn.Module, entries: dict[str, dict[str, Any]], notes: tuple[str, ...]) -> Captured:
+def _capture_any(model: nn.Module, feeds: dict[str, dict[str, Any]], notes: tuple[str, ...]) -> Captured:
     try:
-        return _with_notes(capture_fake(model, entries), notes)
+        return _with_notes(capture_fake(model, feeds), notes)
     except CaptureError as error:
         fake_error = error
     try:
-        captured = capture_hollow(model, entries)
+        captured = capture_hollow(model, feeds)
     except CaptureError as error:
         with suppress(CaptureError):
-            supposed = capture_fake(model, entries, supposing=True)
+            supposed = capture_fake(model, feeds, supposing=True)
             note = f"traced on supposed choices, since its Python asks for them: {fake_error.message}"
             return _with_notes(supposed, (*notes, note))
-        if len(entries) < 2:
+        if len(feeds) < 2:
             raise error from fake_error
-        kept, more = _runnable(model, entries)
+        kept, more = _runnable(model, feeds)
         if not kept:
             raise error from fake_error
         return _capture_any(model, kept, (*notes, *more))
@@ -87,15 +87,15 @@ def _capture_any(model: nn.Module, entries: dict[str, dict[str, Any]], notes: tu
     return _with_notes(captured, (*notes, note))
 
 
-def _runnable(model: nn.Module, entries: dict[str, dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+def _runnable(model: nn.Module, feeds: dict[str, dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], list[str]]:
     kept: dict[str, dict[str, Any]] = {}
     notes = []
-    for name, inputs in entries.items():
+    for name, inputs in feeds.items():
         try:
             capture_any(model, {name: inputs})
             kept[name] = inputs
         except CaptureError as error:
-            notes.append(f"entry {name!r} was left out: {error.message}")
+            notes.append(f"feed {name!r} was left out: {error.message}")
     return kept, notes
 
 
@@ -103,7 +103,7 @@ def _with_notes(captured: Captured, notes: tuple[str, ...]) -> Captured:
     return replace(captured, trace=replace(captured.trace, notes=captured.trace.notes + tuple(notes)))
 
 
-def capture_hollow(model: nn.Module, entries: dict[str, dict[str, Any]]) -> Captured:
+def capture_hollow(model: nn.Module, feeds: dict[str, dict[str, Any]]) -> Captured:
     """Record a folded copy whose parameters are real numbers without real storage: one random row, repeated."""
     problem: CaptureError | None = None
     for folding in _MODEL_COPIES:
@@ -117,7 +117,7 @@ def capture_hollow(model: nn.Module, entries: dict[str, dict[str, Any]]) -> Capt
         copy.module.eval()
         try:
             with untouched_randomness():
-                trace, recording = record(copy.module, entries, folds=copy.folds)
+                trace, recording = record(copy.module, feeds, folds=copy.folds)
             return Captured(replace(trace, real=True), recording)
         except CaptureError as error:
             problem = error
@@ -125,7 +125,7 @@ def capture_hollow(model: nn.Module, entries: dict[str, dict[str, Any]]) -> Capt
                 break
     raise problem or CaptureError(
         "the model's Python depends on real numbers and it is too large to run for real",
-        hint="plan a smaller model of the same class and use its plan's entries",
+        hint="plan a smaller model of the same class and use its plan's feeds",
     )
 
 
@@ -141,7 +141,7 @@ def _hollow(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def capture_fake(
-    model: nn.Module, entries: dict[str, dict[str, Any]], *, folded: bool = True, supposing: bool = False
+    model: nn.Module, feeds: dict[str, dict[str, Any]], *, folded: bool = True, supposing: bool = False
 ) -> Captured:
     """Record a storage-free copy of `model`. Raises CaptureError when its Python needs more than shapes.
 
@@ -161,7 +161,7 @@ def capture_fake(
         try:
             with untouched_randomness(), quiet():
                 fake = KnownValues(mode, supposing=supposing) if knowing else mode
-                trace, recording = record(copy.module, entries, fake_mode=fake, folds=copy.folds)
+                trace, recording = record(copy.module, feeds, fake_mode=fake, folds=copy.folds)
             return Captured(trace, recording)
         except CaptureError as error:
             problem = problem or error
@@ -199,11 +199,11 @@ def _settle_experts(module: nn.Module) -> None:
                         setattr(value, setting, choice)
 
 
-def capture_real(model: nn.Module, entries: dict[str, dict[str, Any]], *, keep_values: bool = False) -> Captured:
+def capture_real(model: nn.Module, feeds: dict[str, dict[str, Any]], *, keep_values: bool = False) -> Captured:
     """Record a throw-away real model (its stored integers are replaced)."""
     for parameter in model.parameters():
         if parameter.is_leaf:  # a scripted part may hold what was made of one
             parameter.requires_grad_(False)
     with untouched_randomness():
-        trace, recording = record(model, entries, keep_values=keep_values)
+        trace, recording = record(model, feeds, keep_values=keep_values)
     return Captured(replace(trace, real=True), recording)

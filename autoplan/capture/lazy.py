@@ -18,12 +18,12 @@ from autoplan.common.random_values import untouched_randomness
 __all__ = ["with_shapes"]
 
 
-def with_shapes(model: nn.Module, entries: Mapping[str, Mapping[str, Any]] | None) -> nn.Module:
+def with_shapes(model: nn.Module, feeds: Mapping[str, Mapping[str, Any]] | None) -> nn.Module:
     """The model itself, or a copy of it that was called once where parameters have no shape yet."""
     waiting = _waiting(model)
     if not waiting:
         return model
-    if not entries:
+    if not feeds:
         raise CaptureError(
             f"{waiting[0]} of {type(model).__name__} has no shape before its first call ({len(waiting)} such)",
             hint="call the model once on an example before it is planned, or pass inputs= (then a copy is called)",
@@ -31,7 +31,7 @@ def with_shapes(model: nn.Module, entries: Mapping[str, Mapping[str, Any]] | Non
     copy = copied(model)
     try:
         with untouched_randomness(0), torch.no_grad():
-            for inputs in entries.values():
+            for inputs in feeds.values():
                 call(copy, inputs)
     except Exception as error:  # someone else's forward may raise anything
         raise CaptureError(
@@ -43,7 +43,7 @@ def with_shapes(model: nn.Module, entries: Mapping[str, Mapping[str, Any]] | Non
     if left:
         raise CaptureError(
             f"{left[0]} of {type(model).__name__} has no shape even after a call with inputs=",
-            hint="pass a second entry, {name: {argument: tensor}}, that runs it",
+            hint="pass a second feed, {name: {argument: tensor}}, that runs it",
         )
     return copy
 

@@ -23,21 +23,21 @@ from autoplan.common.errors import OutsideError
 
 __all__ = ["OTHER_SIZES", "with_other_paths"]
 
-OTHER_SIZES = " in other sizes"  # how the name of such an entry ends
+OTHER_SIZES = " in other sizes"  # how the name of such a feed ends
 _Way = set[tuple[str, str, str]]
 
 
 def with_other_paths(
-    model: nn.Module, entries: Mapping[str, dict[str, Any]], others: Mapping[str, dict[str, Any]]
+    model: nn.Module, feeds: Mapping[str, dict[str, Any]], others: Mapping[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """The entries, and those of the `others`, by the same names, that make calls which these do not."""
-    found = dict(entries)
-    pairs = {name: inputs for name, inputs in others.items() if name in entries and PART not in inputs}
+    """The feeds, and those of the `others`, by the same names, that make calls which these do not."""
+    found = dict(feeds)
+    pairs = {name: inputs for name, inputs in others.items() if name in feeds and PART not in inputs}
     if not pairs:
         return found
     for folded in (True, False):
         twin = Twin(model, folded=folded)
-        ways = {name: (_way(twin, entries[name]), _way(twin, inputs)) for name, inputs in pairs.items()}
+        ways = {name: (_way(twin, feeds[name]), _way(twin, inputs)) for name, inputs in pairs.items()}
         if not twin.folds or not any(None in way for way in ways.values()):
             break
     for name, (first, second) in ways.items():

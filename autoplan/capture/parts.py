@@ -1,7 +1,7 @@
 """Parts of a model that its own forward never runs: they are called alone.
 
 Decoders of image tokens, heads of a second task, codecs: methods of a model run them, its forward does not, and yet
-their weights fill memory. An entry with the key "@module" calls that module in place of the model. What it takes is
+their weights fill memory. A feed with the key "@module" calls that module in place of the model. What it takes is
 derived as for any plain module. Whoever calls it, it must give whole results, and whole gradients of what it takes.
 
 Of equal parts in one list some may be read and others not: a router chose so. Those are left alone, since what their
@@ -30,7 +30,7 @@ from autoplan.common.conventions import conventions
 from autoplan.common.errors import CaptureError
 from autoplan.common.nested import flatten_tensors
 
-__all__ = ["part_entries"]
+__all__ = ["part_feeds"]
 
 _SIDES = (4, 8, 16)  # of pictures
 _WORTH = 0.001  # of the model's weights: what holds less stays whole
@@ -39,16 +39,16 @@ _WORTH = 0.001  # of the model's weights: what holds less stays whole
 Make = Callable[[str, nn.Module], dict[str, Any] | None]  # what a part is given, where something says so
 
 
-def part_entries(
-    model: nn.Module, entries: Mapping[str, Mapping[str, Any]], described: Make, size: tuple[int, int, int]
+def part_feeds(
+    model: nn.Module, feeds: Mapping[str, Mapping[str, Any]], described: Make, size: tuple[int, int, int]
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """An entry for each part of some size that none of the given ones reads, and a note for each that has none.
+    """A feed for each part of some size that none of the given ones reads, and a note for each that has none.
 
     `size`: batch, length and seed of what is derived.
     """
     found: dict[str, dict[str, Any]] = {}
     notes: list[str] = []
-    reads = _Reads.of(model, entries)
+    reads = _Reads.of(model, feeds)
     waiting = list(reads.unread_parts(model, ""))
     while waiting:
         name, part = waiting.pop(0)
@@ -58,7 +58,7 @@ def part_entries(
         except CaptureError as error:
             inside = list(reads.unread_parts(part, f"{name}."))
             if not inside:
-                notes.append(f"no entry for {name}, which forward does not run: {error.message}")
+                notes.append(f"no feed for {name}, which forward does not run: {error.message}")
             waiting = inside + waiting
     return found, notes
 
@@ -87,16 +87,16 @@ def _cut_to(value: Any, side: int) -> Any:
 
 @dataclass(frozen=True)
 class _Reads:
-    """Which parameters some entry reads, and which none does. Of equal blocks one is known for all."""
+    """Which parameters some feed reads, and which none does. Of equal blocks one is known for all."""
 
     read: frozenset[str]
     unread: frozenset[str]
     worth: float
 
     @staticmethod
-    def of(model: nn.Module, entries: Mapping[str, Mapping[str, Any]]) -> _Reads:
+    def of(model: nn.Module, feeds: Mapping[str, Mapping[str, Any]]) -> _Reads:
         """Nothing counts as unread where a run stopped halfway."""
-        runs = [tried(model, entry, supposing=True) for entry in entries.values()]
+        runs = [tried(model, feed, supposing=True) for feed in feeds.values()]
         read = frozenset[str]().union(*(run.used for run in runs))
         known = frozenset[str]().union(*(run.known for run in runs))
         unread = known - read if all(run.complete for run in runs) else frozenset[str]()

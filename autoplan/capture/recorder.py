@@ -109,7 +109,7 @@ class Recording:
     def input_tensor(self, name: str, tensor: torch.Tensor) -> None:
         self.names.setdefault(self.id_of(tensor, "input"), []).append(f"<input>.{name}")
 
-    def trace(self, folds: tuple[Fold, ...], entries: tuple[str, ...], real: bool) -> Trace:
+    def trace(self, folds: tuple[Fold, ...], feeds: tuple[str, ...], real: bool) -> Trace:
         visits = tuple(
             ModuleVisit(v["module"], v["visit"], v["inputs"], v["outputs"], (v["first"], v["last"]), v["parent"])
             for v in self.visits
@@ -124,7 +124,7 @@ class Recording:
             comparisons=tuple(self.escapes.comparisons),
             escapes=tuple(self.escapes.floats),
             folds=folds,
-            entries=entries,
+            feeds=feeds,
             real=real,
         )
 
@@ -279,14 +279,14 @@ class _VisitRecorder:
 
 def record(
     model: torch.nn.Module,
-    entries: dict[str, dict[str, Any]],
+    feeds: dict[str, dict[str, Any]],
     *,
     fake_mode: Any = None,
     folds: tuple[Fold, ...] = (),
     keep_values: bool = False,
     trace_integers: bool = True,
 ) -> tuple[Trace, Recording]:
-    """Call the model (or the part that an entry names) for each entry and return what happened.
+    """Call the model (or the part that a feed names) for each feed and return what happened.
 
     The model is a throw-away copy: its stored integers are replaced. With `fake_mode` (plain, or one of known values),
     parameters must be fake already and inputs are converted. The recording keeps the tensors themselves, for replaying.
@@ -294,12 +294,12 @@ def record(
     recording = Recording(model, keep_values=keep_values)
     if trace_integers:
         trace_attributes(recording.modules, recording.escapes)
-    for entry, kwargs in entries.items():
+    for feed, kwargs in feeds.items():
         if fake_mode is not None:
             admit = fake_mode.admit if isinstance(fake_mode, KnownValues) else fake_mode.from_tensor
             kwargs = {k: admit(v) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
         for path, tensor in flatten_tensors(kwargs):
-            recording.input_tensor(".".join([entry, *map(str, path)]), tensor)
+            recording.input_tensor(".".join([feed, *map(str, path)]), tensor)
         recording.grad_enabled = True
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
@@ -314,12 +314,12 @@ def record(
             except OutsideError:
                 raise
             except Exception as error:
-                raise _cannot_run(error, recording, entry) from error
+                raise _cannot_run(error, recording, feed) from error
     real = fake_mode is None
-    return recording.trace(folds, tuple(entries), real), recording
+    return recording.trace(folds, tuple(feeds), real), recording
 
 
-def _cannot_run(error: Exception, recording: Recording, entry: str) -> CaptureError:
+def _cannot_run(error: Exception, recording: Recording, feed: str) -> CaptureError:
     """Say which op failed, in which module."""
     visit = recording.visits[-1] if recording.visits else {"module": ""}
     running = next((f for f in reversed(recording.frames) if f[0]), None)
@@ -327,7 +327,7 @@ def _cannot_run(error: Exception, recording: Recording, entry: str) -> CaptureEr
     last = recording.calls[-1].name if recording.calls else "nothing"
     reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else ""
     return CaptureError(
-        f"the model's forward cannot run on entry {entry!r}: {type(error).__name__}: {reason} "
+        f"the model's forward cannot run on feed {feed!r}: {type(error).__name__}: {reason} "
         f"(in module {where or 'the model itself'!r} of class {recording.module_class(where)}, "
         f"after the torch call {last!r})",
         hint="pass example inputs with inputs={'name': tensor, …} as the model's forward takes them",

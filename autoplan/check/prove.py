@@ -116,7 +116,7 @@ def prove_graph(
     from autoplan.check.replay.replay import replay
 
     try:
-        clone, entries, captured = _recorded_clone(source)
+        clone, feeds, captured = _recorded_clone(source)
     except AutoplanError as error:
         text = f"no tiny clone to prove the plan on: {error.message}"
         proof = Proof("none", 1, False, (), text, trial, _found_wrong(trial))
@@ -128,7 +128,7 @@ def prove_graph(
         experts=experts_of(plan.tp_size, plan.ep_size if plan.runtime.of(LocalExperts) else 1, Capabilities()),
     )
     assert solution.shards is not None
-    law = check_permutations(clone, entries, solution.trace, solution.axes, solution.shards.marks)
+    law = check_permutations(clone, feeds, solution.trace, solution.axes, solution.shards.marks)
     played = replay(solution.shards.trace, captured.recording, solution.shards)
     missing = _never_ran(trace, captured.trace)
     findings = [*_unseen_classes(missing), *played.findings] + [
@@ -187,8 +187,8 @@ def _recorded_clone(source: Source) -> tuple[nn.Module, dict[str, Any], Captured
         try:
             clone = one.tiny(dtype=dtype, experts="batched_mm")
             made = make_inputs(clone, model_type=one.model_type, inputs=one.inputs, recipe=one.recipe)
-            entries = inputs_in(working_dtype(clone), with_other_paths(clone, made.entries, made.others))
-            return clone, entries, capture_real(copied(clone), entries, keep_values=True)
+            feeds = inputs_in(working_dtype(clone), with_other_paths(clone, made.feeds, made.others))
+            return clone, feeds, capture_real(copied(clone), feeds, keep_values=True)
         except AutoplanError as error:
             refusal = refusal or error
     assert refusal is not None

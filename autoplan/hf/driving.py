@@ -11,7 +11,7 @@ from torch import nn
 
 from autoplan.common.conventions import conventions
 
-__all__ = ["attention_switched", "decoded", "generative_entry", "has_attentions", "other_attention"]
+__all__ = ["attention_switched", "decoded", "generative_feed", "has_attentions", "other_attention"]
 
 _PAST = "past_key_values"
 _DECODER = "decoder_"  # begins the names of what the second of two stacks is given
@@ -40,15 +40,15 @@ def attention_switched(model: Any) -> Iterator[None]:
         model.set_attn_implementation(used)
 
 
-def generative_entry(signature: Collection[str], entries: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
-    """The first entry that can be decoded with a cache, and the name of its token ids; ("", "") if none."""
+def generative_feed(signature: Collection[str], feeds: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
+    """The first feed that can be decoded with a cache, and the name of its token ids; ("", "") if none."""
     if not {_PAST, conventions().cache_switch} <= set(signature):
         return "", ""
-    for entry, inputs in entries.items():
+    for feed, inputs in feeds.items():
         for ids in _IDS:
             value = inputs.get(ids)
             if isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] > 3:
-                return entry, ids
+                return feed, ids
     return "", ""
 
 

@@ -4,10 +4,10 @@
     why = "..."                    # required: what goes wrong without the file
     [tiny]                         # fields of the tiny clone; "=2*heads" is a product of numbers and sizes,
     [tiny.text_config]             #   "=default" leaves the field to its class; tables reach into sub-configs
-    [inputs.pixel_values]          # one argument of the first entry: kind, shape, low, high; or drop = true
+    [inputs.pixel_values]          # one argument of the first feed: kind, shape, low, high; or drop = true
     kind = "normal"                # ids | normal | uniform | zeros | ones | rows (one `row`, repeated) | or `value`
     shape = ["batch", 3, "config.vision_config.image_size"]
-    [prompts.image.pixel_values]   # one argument of the entry with a picture (audio, video) in its prompts: as above;
+    [prompts.image.pixel_values]   # one argument of the feed with a picture (audio, video) in its prompts: as above;
     kind = "normal"                #   placeholder tokens are counted and put into the text by autoplan, unless
                                    #   [prompts.image.placeholders] says how many: size = "batch*16"
     [parts."codec.decoder".latents]   # one argument of a part that forward does not run and that is called alone

@@ -166,7 +166,7 @@ class Trace:
     comparisons: tuple[tuple[str, Any, Any, bool], ...] = ()
     escapes: tuple[tuple[tuple[Any, ...], str], ...] = ()
     folds: tuple[Fold, ...] = ()
-    entries: tuple[str, ...] = ("forward",)
+    feeds: tuple[str, ...] = ("forward",)
     real: bool = False  # traced on real (tiny) tensors rather than fake ones
     notes: tuple[str, ...] = ()
 

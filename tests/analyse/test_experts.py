@@ -27,7 +27,7 @@ SINGLE_PRECISION_ONLY = ("grouped_mm",)
 def planned(model_type: str) -> tuple[Clone, Plan]:
     """A tiny clone, and its plan made from the one trace there is."""
     clone = clone_of(resolve(model_type))
-    return clone, draft_plan(resolve(clone.model, inputs=clone.entries), Wish(2)).plan
+    return clone, draft_plan(resolve(clone.model, inputs=clone.feeds), Wish(2)).plan
 
 
 def computing_with(clone: Clone, implementation: str) -> Clone:
@@ -36,7 +36,7 @@ def computing_with(clone: Clone, implementation: str) -> Clone:
         config._experts_implementation = implementation
     if implementation not in SINGLE_PRECISION_ONLY:
         return replace(clone, model=model)
-    entries, others = (_in_single_precision(inputs) for inputs in (clone.entries, clone.others))
+    entries, others = (_in_single_precision(inputs) for inputs in (clone.feeds, clone.others))
     return replace(clone, model=model.float(), entries=entries, others=others)
 
 

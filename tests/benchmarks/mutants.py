@@ -109,7 +109,7 @@ class Bench:
     def __init__(self, name: str) -> None:
         self.name = name
         self.clone: Clone = clone_of(resolve(name))
-        self.source = resolve(self.clone.model, inputs=self.clone.entries)
+        self.source = resolve(self.clone.model, inputs=self.clone.feeds)
         self.subject: Subject = subject_of(self.source, "inferred", 2, run=False)
         assert self.subject.plan.plan is not None
         self.plan = self.subject.plan.plan
@@ -125,7 +125,7 @@ class Bench:
     def seen_on_ranks(self, mutant: Plan, fault: Fault, model: Any = None) -> bool:
         model = self.clone.model if model is None else model
         sharding = sharding_of(mutant)
-        return not check_sharding(model, self.clone.entries, sharding, mutant.tp_size, checks=fault.checks).ok
+        return not check_sharding(model, self.clone.feeds, sharding, mutant.tp_size, checks=fault.checks).ok
 
     def elsewhere(self, mutant: Plan, fault: Fault, place: int) -> str:
         """Is a mutant that nobody noticed equivalent? Other weights at tp 2, and the same fault at tp 4."""

@@ -45,7 +45,7 @@ def _plans_of(pair: tuple[str, str]) -> tuple[tuple[str, str], dict[str, Any]]:
     transformers.logging.set_verbosity_error()
     try:
         clone = clone_of(resolve(":".join(pair)))
-        source = resolve(clone.model, inputs=clone.entries)
+        source = resolve(clone.model, inputs=clone.feeds)
         wishes = {kind: Wish(RANKS, sequence_parallel=cut) for kind, cut in KINDS.items()}
         return pair, {kind: draft_plan(source, wish).plan.to_dict() for kind, wish in wishes.items()}
     except AutoplanError as error:

@@ -19,7 +19,7 @@ from autoplan.hf.source import resolve
 
 def test_every_op_is_a_node_with_its_module():
     model = resolve("gpt2").tiny()
-    trace = capture_fake(model, make_inputs(model, config=model.config).entries).trace
+    trace = capture_fake(model, make_inputs(model, config=model.config).feeds).trace
     graph = fx_graph(trace)
     called = [n for n in graph.nodes if n.op == "call_function" and "getitem" not in n.name]
     assert len(called) == len(trace.ops)
@@ -80,7 +80,7 @@ def test_planned_and_exact(kind: str) -> None:
     assert plan.proof.ok and not plan.findings, plan.findings
     cut = [rule.pattern for rule in plan.runtime.parameters if rule.dim is not None]
     assert all(any(matches(pattern, name) for pattern in cut) for name in MATRICES), plan
-    packed = next(entry for entry in plan.entries if entry.pattern.endswith("packed"))
+    packed = next(feed for feed in plan.entries if feed.pattern.endswith("packed"))
     assert packed.role == "fused query, key, value", packed
     report = autoplan.verify(graph, plan, 2, inputs=inputs, checks=["parameters", "forward", "state_dict"])
     assert report.ok and max(report.gradients.values()) < 1e-10, report.findings

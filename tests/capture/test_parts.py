@@ -66,10 +66,10 @@ class Painter(nn.Module):
 def test_parts_that_forward_never_runs_have_entries() -> None:
     """Halves that methods run are parts; of choices the one that was not taken follows the other."""
     model = Painter()
-    entries = make_inputs(model, config=model.config).entries
-    assert set(entries) == {"text", "press.inward", "press.outward", "sketch"}
-    assert entries["sketch"][PART] == "sketch"
-    torch.testing.assert_close(call(model, entries["sketch"]), model.sketch(entries["sketch"]["tide"]))
+    feeds = make_inputs(model, config=model.config).feeds
+    assert set(feeds) == {"text", "press.inward", "press.outward", "sketch"}
+    assert feeds["sketch"][PART] == "sketch"
+    torch.testing.assert_close(call(model, feeds["sketch"]), model.sketch(feeds["sketch"]["tide"]))
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -77,11 +77,11 @@ def test_parts_are_split_and_a_method_that_runs_them_is_right(tp: int) -> None:
     """What goes into a part carries gradient within the model: the table's gradient shows that none is lost."""
     torch.manual_seed(0)
     model = Painter().double()
-    entries = make_inputs(model, config=model.config).entries
-    plan = autoplan.plan(model, tp, inputs=entries)
+    feeds = make_inputs(model, config=model.config).feeds
+    plan = autoplan.plan(model, tp, inputs=feeds)
     whole = {item.fqn for item in plan.replicated}
     assert not {f"{part}.{half}.weight" for part in ("press.outward", "sketch") for half in ("rise", "fall")} & whole
-    assert autoplan.verify(model, plan, tp_size=tp, inputs=entries).ok
+    assert autoplan.verify(model, plan, tp_size=tp, inputs=feeds).ok
     ids = torch.arange(12).view(2, 6)
     model.paint(ids).square().sum().backward()
 

@@ -51,19 +51,19 @@ def subject(model_type: str) -> tuple[torch.nn.Module, dict, Plan]:
     config = AutoConfig.for_model(model_type, **SMALL[model_type])
     model = AutoModelForCausalLM.from_config(config).double().eval()
     randomise(model)
-    entries = make_inputs(model, config=config, model_type=model_type).entries
-    solution = solve(capture_real(copy.deepcopy(model), entries).trace, 2)
-    return model, entries, Plan(model=model_type, tp_size=2, runtime=solution.runtime)
+    feeds = make_inputs(model, config=config, model_type=model_type).feeds
+    solution = solve(capture_real(copy.deepcopy(model), feeds).trace, 2)
+    return model, feeds, Plan(model=model_type, tp_size=2, runtime=solution.runtime)
 
 
 def report_of(model_type: str, fault: Fault | None):
-    model, entries, plan = subject(model_type)
+    model, feeds, plan = subject(model_type)
     if fault is None:
-        return check_sharding(model, entries, sharding_of(plan), 2)
+        return check_sharding(model, feeds, sharding_of(plan), 2)
     planted = plant(fault, plan, sharding_of)
     if planted is None or (fault.name == "untied head" and not tied(model)):
         return None
-    return check_sharding(model, entries, planted.sharding, 2, checks=fault.checks)
+    return check_sharding(model, feeds, planted.sharding, 2, checks=fault.checks)
 
 
 def tied(model: torch.nn.Module) -> bool:

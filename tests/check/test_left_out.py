@@ -13,8 +13,8 @@ from autoplan.values import INSTRUCTIONS, Instruction
 
 @pytest.mark.parametrize("name", TOYS)
 def test_right_plans_are_clean(name: str) -> None:
-    model, entries, plan = subject(name)
-    report = check_sharding(model, entries, sharding_of(plan), 2, checks=("parameters", "forward", "dropout"))
+    model, feeds, plan = subject(name)
+    report = check_sharding(model, feeds, sharding_of(plan), 2, checks=("parameters", "forward", "dropout"))
     assert report.ok, report.findings[:3]
 
 
@@ -22,9 +22,9 @@ def test_right_plans_are_clean(name: str) -> None:
 def test_what_is_left_out_is_noticed(fault: Fault) -> None:
     found = toy_for(lambda plan: fault.spoil(plan) is not None)
     assert found is not None, f"no toy has {fault.kind.__name__}: add one to helpers/instruction_toys.py"
-    model, entries, plan = found
+    model, feeds, plan = found
     planted = plant(fault, plan, sharding_of)
-    report = check_sharding(model, entries, planted.sharding, 2, checks=fault.checks)
+    report = check_sharding(model, feeds, planted.sharding, 2, checks=fault.checks)
     assert not report.ok, f"{fault.name} went unnoticed"
 
 
@@ -32,9 +32,9 @@ def test_what_is_left_out_is_noticed(fault: Fault) -> None:
 def test_what_cannot_be_noticed_is_so(kind: type[Instruction]) -> None:
     """Else it belongs to those that are."""
     fault = Fault(f"no {kind.__name__}", "", first(kind, without), checks=("parameters", "forward", "dropout"))
-    model, entries, plan = toy_for(lambda plan: fault.spoil(plan) is not None)
+    model, feeds, plan = toy_for(lambda plan: fault.spoil(plan) is not None)
     planted = plant(fault, plan, sharding_of)
-    assert check_sharding(model, entries, planted.sharding, 2, checks=fault.checks).ok
+    assert check_sharding(model, feeds, planted.sharding, 2, checks=fault.checks).ok
 
 
 def test_each_class_has_a_fault_or_a_reason() -> None:

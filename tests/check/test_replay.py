@@ -62,7 +62,7 @@ class Study:
     """A model, what it did, and what is split."""
 
     model: nn.Module
-    entries: dict
+    feeds: dict
     trace: object
     recording: object
     axes: object
@@ -82,15 +82,15 @@ class Study:
 def study() -> Study:
     torch.manual_seed(0)
     model = give_random_values(Model()).double().eval()
-    entries = {"forward": {"ids": torch.randint(30, (2, 5))}}
-    trace, recording = record(copy.deepcopy(model), entries, keep_values=True)
+    feeds = {"forward": {"ids": torch.randint(30, (2, 5))}}
+    trace, recording = record(copy.deepcopy(model), feeds, keep_values=True)
     axes = infer_axes(trace)
     marks = {}
     for block in ("blocks.0", "blocks.1"):
         queries = segments(axes.of(trace.by_name[f"{block}.qkv.weight"])[0])[0]
         gate = segments(axes.of(trace.by_name[f"{block}.gate_up.weight"])[0])[0]
         marks |= {factors(queries)[0]: "!", gate: "!"}  # groups of heads, hidden features
-    return Study(model, entries, trace, recording, axes, marks)
+    return Study(model, feeds, trace, recording, axes, marks)
 
 
 # ------------------------------------------------------------------------------------------------ permutation law
@@ -107,7 +107,7 @@ def test_permuted_indices_follow_products_and_concatenations() -> None:
 
 def test_every_split_axis_obeys_the_law(study: Study) -> None:
     before = copy.deepcopy(study.model.state_dict())
-    outcome = check_permutations(study.model, study.entries, study.trace, study.axes, study.marks)
+    outcome = check_permutations(study.model, study.feeds, study.trace, study.axes, study.marks)
     assert len(outcome.passed) == len(study.marks) == 4 and not outcome.failed and not outcome.left_out
     assert all(torch.equal(tensor, before[name]) for name, tensor in study.model.state_dict().items())
 
@@ -117,20 +117,20 @@ def test_a_parameter_left_out_breaks_the_law(study: Study, forgotten: str) -> No
     """As if analysis had not seen that this parameter has the axis."""
     number = study.trace.by_name[forgotten]
     dims = {**study.axes.dims, number: tuple(leaf(term.size) for term in study.axes.of(number))}
-    outcome = check_permutations(study.model, study.entries, study.trace, replace(study.axes, dims=dims), study.marks)
+    outcome = check_permutations(study.model, study.feeds, study.trace, replace(study.axes, dims=dims), study.marks)
     assert outcome.failed == {study.axis("blocks.0.out.weight", 1): pytest.approx(1, abs=1)}
     assert len(outcome.passed) == 3
 
 
 def test_a_split_head_is_compared_with_its_output_permuted(study: Study) -> None:
     head = study.axes.of(study.trace.by_name["head.weight"])[0]
-    outcome = check_permutations(study.model, study.entries, study.trace, study.axes, [head])
+    outcome = check_permutations(study.model, study.feeds, study.trace, study.axes, [head])
     assert outcome.passed == [head]
 
 
 def test_rows_looked_up_by_number_are_left_out(study: Study) -> None:
     rows = study.axes.of(study.trace.by_name["embedding.weight"])[0]
-    outcome = check_permutations(study.model, study.entries, study.trace, study.axes, [rows])
+    outcome = check_permutations(study.model, study.feeds, study.trace, study.axes, [rows])
     assert outcome.left_out == {rows: "its rows are looked up by number"}
 
 

@@ -17,7 +17,7 @@ from autoplan.values import Plan
 
 def planned(sequence_parallel: bool = False) -> tuple[Clone, Plan]:
     clone = clone_of(resolve("llama"))
-    plan = autoplan.plan(clone.model, 2, prove="none", inputs=dict(clone.entries), sequence_parallel=sequence_parallel)
+    plan = autoplan.plan(clone.model, 2, prove="none", inputs=dict(clone.feeds), sequence_parallel=sequence_parallel)
     assert plan.sequence_parallel == sequence_parallel
     return clone, plan
 
@@ -33,7 +33,7 @@ def test_a_right_plan_only_rounds() -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_layers_whose_output_is_cut_are_put_together(sequence_parallel: bool) -> None:
     clone, plan = planned(sequence_parallel)
-    found = measure_rounding(clone.model, clone.entries, plan, exact=True)
+    found = measure_rounding(clone.model, clone.feeds, plan, exact=True)
     assert found["verdict"] == "rounding" and len(found["layers"]) == 3
 
 
@@ -45,8 +45,8 @@ def test_a_bug_is_a_bug() -> None:
     wrong = replace(plan, runtime=replace(plan.runtime, instructions=left))
     report = verify_clone(clone, wrong, checks=["forward"])
     assert not report.ok
-    assert measure_rounding(clone.model, clone.entries, wrong, exact=report.ok)["verdict"] == "bug"
-    assert measure_rounding(clone.model, clone.entries, wrong, exact=True)["verdict"] == "unclear"
+    assert measure_rounding(clone.model, clone.feeds, wrong, exact=report.ok)["verdict"] == "bug"
+    assert measure_rounding(clone.model, clone.feeds, wrong, exact=True)["verdict"] == "unclear"
 
 
 def test_it_is_not_measured_on_meshes() -> None:

@@ -314,7 +314,7 @@ def plan_of_the_clone(model_type: str, ep_size: int) -> Plan:
     from autoplan.planning import capture_source, solve_source
 
     clone = clone_of(resolve(model_type))
-    source = resolve(clone.model, inputs=clone.entries)
+    source = resolve(clone.model, inputs=clone.feeds)
     return make_plan(solve_source(source, capture_source(source, clone.model), Wish(2, ep_size)), model=model_type)
 
 

@@ -38,7 +38,7 @@ CHECKS = ("parameters", "forward", "second_shape")
 @cache
 def planned(model_type: str, tp_size: int = 2, ep_size: int = 2) -> tuple[Clone, Plan]:
     clone = clone_of(resolve(model_type))
-    return clone, draft_plan(resolve(clone.model, inputs=clone.entries), Wish(tp_size, ep_size)).plan
+    return clone, draft_plan(resolve(clone.model, inputs=clone.feeds), Wish(tp_size, ep_size)).plan
 
 
 def expert_weights(plan: Plan) -> dict[str, tuple[int | None, str | None]]:
@@ -94,7 +94,7 @@ def test_ranks_that_hold_experts_and_nothing_else() -> None:
 @pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "gpt_oss", "llama4_text"])
 def test_under_sequence_parallel(model_type: str) -> None:
     clone = clone_of(resolve(model_type))
-    source = resolve(clone.model, inputs=clone.entries)
+    source = resolve(clone.model, inputs=clone.feeds)
     plan = draft_plan(source, Wish(2, 2), capabilities=Capabilities(True, True)).plan
     assert plan.sequence_parallel and plan.runtime.of(LocalExperts)
     report = verify_clone(clone, plan, checks=CHECKS)
@@ -105,7 +105,7 @@ def test_under_sequence_parallel(model_type: str) -> None:
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=2,ep=2"])
 def test_training_on_a_mesh(mesh: str) -> None:
     clone, _ = planned("mixtral")
-    report = autoplan.verify(clone.model, mesh=mesh, ep_size=2, inputs=clone.entries, checks=["parameters", "forward"])
+    report = autoplan.verify(clone.model, mesh=mesh, ep_size=2, inputs=clone.feeds, checks=["parameters", "forward"])
     assert report.ok, report.findings
     assert "training with checkpointing" in report.details["checked"]
 
@@ -263,7 +263,7 @@ def test_files_differences_and_text(tmp_path: Path) -> None:
 def test_a_plan_file_is_a_source_for_its_own_size(tmp_path: Path) -> None:
     clone, plan = planned("mixtral")
     plan.save(tmp_path / "plan.yaml")
-    how: dict[str, Any] = {"source": str(tmp_path / "plan.yaml"), "inputs": clone.entries}
+    how: dict[str, Any] = {"source": str(tmp_path / "plan.yaml"), "inputs": clone.feeds}
     assert autoplan.plan(clone.model, 2, ep_size=2, **how) == plan
     with pytest.raises(PlanMismatchError, match="a plan for ep=2, not 1"):
         autoplan.plan(clone.model, 2, **how)
@@ -274,7 +274,7 @@ def test_real_ranks_of_ep_verify_themselves() -> None:
 
     def rank_body(rank: int) -> Any:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-        how: Any = {"mesh": mesh, "inputs": clone.entries, "checks": CHECKS[:2]}
+        how: Any = {"mesh": mesh, "inputs": clone.feeds, "checks": CHECKS[:2]}
         return autoplan.verify(copy.deepcopy(clone.model), plan, **how)
 
     assert all(report.ok and report.details["engine"] == "mesh" for report in run_ranks(rank_body, 2))
@@ -283,7 +283,7 @@ def test_real_ranks_of_ep_verify_themselves() -> None:
 def test_written_plans_that_cut_experts_inside_stay_so() -> None:
     clone, _ = planned("mixtral")
     chosen = {"model.layers.*.mlp.experts.gate_up_proj": "packed_colwise"}
-    how: Any = {"inputs": clone.entries, "prove": "none", "overrides": chosen}
+    how: Any = {"inputs": clone.feeds, "prove": "none", "overrides": chosen}
     plan = autoplan.plan(clone.model, 2, ep_size=2, **how)
     (told,) = [finding for finding in plan.findings if finding.check == "experts" and finding.level == "warn"]
     assert not plan.runtime.of(LocalExperts) and "overrides cuts" in told.message
@@ -291,7 +291,7 @@ def test_written_plans_that_cut_experts_inside_stay_so() -> None:
 
 def test_rounding_is_measured_too() -> None:
     clone, plan = planned("mixtral", 1, 2)
-    how: Any = {"inputs": clone.entries, "checks": CHECKS[:2], "rounding": True}
+    how: Any = {"inputs": clone.feeds, "checks": CHECKS[:2], "rounding": True}
     report = autoplan.verify(clone.model, plan, **how)
     assert report.ok and report.details["rounding"]
 
@@ -329,7 +329,7 @@ def test_weights_are_read_by_expert(tmp_path: Path) -> None:
 
 def test_torchs_own_parallelize_module() -> None:
     clone, plan = planned("mixtral")
-    inputs = next(iter(clone.entries.values()))
+    inputs = next(iter(clone.feeds.values()))
     with torch.no_grad():
         expected = clone.model(**inputs).logits
 
@@ -376,7 +376,7 @@ def test_exports_refuse_what_they_cannot_say(target: str) -> None:
 @pytest.mark.parametrize(("tp_size", "ep_size"), [(2, 2), (1, 2)])
 def test_an_audit_finds_nothing_wrong(tp_size: int, ep_size: int) -> None:
     clone, plan = planned("gpt_oss", tp_size, ep_size)
-    report = autoplan.audit(clone.model, plan, tp_size, inputs=clone.entries)
+    report = autoplan.audit(clone.model, plan, tp_size, inputs=clone.feeds)
     assert report.ok and not [f for f in report.findings if f.level == "error"], report.findings
     assert tp_size == 1 or not report.findings, report.findings
 

@@ -28,7 +28,7 @@ SLOW_FAMILIES = ("falcon", "mixtral", "nemotron_h", "deepseek_v3", "t5", "llava"
 def assert_trains_exactly(kind: str, mesh: str, **how: Any) -> None:
     sizes = parse_mesh(mesh)
     made = clone(kind)
-    findings, done = check_training(made.model, made.entries, made.others, plan_of(kind, sizes.tp_size), sizes, **how)
+    findings, done = check_training(made.model, made.feeds, made.others, plan_of(kind, sizes.tp_size), sizes, **how)
     assert not findings, findings
     assert done == ("training", "training with checkpointing")
 
@@ -70,7 +70,7 @@ def test_a_missing_average_over_data_parallel_ranks_is_found(monkeypatch: pytest
 
     monkeypatch.setattr(fsdp, "_wrap", without_average)
     made = clone("gpt2")
-    findings, _ = check_training(made.model, made.entries, made.others, plan_of("gpt2", 1), parse_mesh("dp=2"))
+    findings, _ = check_training(made.model, made.feeds, made.others, plan_of("gpt2", 1), parse_mesh("dp=2"))
     assert {finding.level for finding in findings} == {"error"}
 
 

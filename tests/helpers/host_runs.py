@@ -105,7 +105,7 @@ def _run(job: Job, mesh: DeviceMesh) -> Outcome:
     source = resolve(job.model)
     made = clone_of(source)
     plain, sharded = made.model, clone_of(source).model
-    inputs = {"use_cache": False} | next(iter(made.entries.values()))
+    inputs = {"use_cache": False} | next(iter(made.feeds.values()))
     mode = _mode_that_runs(plain, inputs)
     sharded = _HOSTS[job.host](sharded, mesh, job.exported)
     split = sum(isinstance(p, DTensor) and not p.placements[0].is_replicate() for p in sharded.parameters())

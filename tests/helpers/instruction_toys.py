@@ -144,8 +144,8 @@ class Recurrent(nn.Module):
 
 def toy(model: nn.Module, given: torch.Tensor = X) -> Subject:
     model = model.double().eval()
-    entries = {"forward": {"x" if given is X else "ids": given}}
-    return model, entries, _planned(model, entries)
+    feeds = {"forward": {"x" if given is X else "ids": given}}
+    return model, feeds, _planned(model, feeds)
 
 
 def decoder(model_type: str, sizes: dict[str, Any], blocks: Iterable[str] = (), **how: Any) -> Subject:
@@ -154,14 +154,14 @@ def decoder(model_type: str, sizes: dict[str, Any], blocks: Iterable[str] = (), 
     config = AutoConfig.for_model(model_type, **sizes)
     model = AutoModelForCausalLM.from_config(config, **how.pop("build", {})).double().eval()
     randomise(model)
-    entries = make_inputs(model, config=config, model_type=model_type).entries
+    feeds = make_inputs(model, config=config, model_type=model_type).feeds
     if blocks:
         how["sequence_stacks"] = (tuple(blocks),)
-    return model, entries, _planned(model, entries, **how)
+    return model, feeds, _planned(model, feeds, **how)
 
 
-def _planned(model: nn.Module, entries: dict[str, Any], **how: Any) -> Plan:
-    solution = solve_experts(capture_real(copy.deepcopy(model), entries).trace, 2, **how)
+def _planned(model: nn.Module, feeds: dict[str, Any], **how: Any) -> Plan:
+    solution = solve_experts(capture_real(copy.deepcopy(model), feeds).trace, 2, **how)
     return Plan(model="toy", tp_size=2, runtime=solution.runtime, ep_size=2 if how.get("experts") else 1)
 
 

@@ -108,4 +108,4 @@ def plan_of(kind: str, tp: int) -> Plan:
     made = clone(kind)
     if tp == 1:
         return Plan(kind, 1, layers=layers(made.model))
-    return draft_plan(resolve(copy.deepcopy(made.model), inputs=dict(made.entries)), Wish(tp)).plan
+    return draft_plan(resolve(copy.deepcopy(made.model), inputs=dict(made.feeds)), Wish(tp)).plan

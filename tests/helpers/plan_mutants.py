@@ -55,7 +55,7 @@ class Subject:
 
     name: str
     build: Callable[[], nn.Module]
-    entries: dict[str, Any]
+    feeds: dict[str, Any]
     plan: Plan
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ def subject(name: str) -> Subject:
     kind, _, sequence = name.partition(", ")
     wish = Wish(2, sequence_parallel=bool(sequence))
     made = clone(kind)
-    return Subject(name, lambda: model_of(kind), dict(made.entries), proven_plan(resolve(model_of(kind)), wish))
+    return Subject(name, lambda: model_of(kind), dict(made.feeds), proven_plan(resolve(model_of(kind)), wish))
 
 
 # ------------------------------------------------------------------------------------------------ how files are edited
@@ -307,7 +307,7 @@ def _run(subject: Subject, plan: Plan) -> tuple[str, str]:
     key = repr(steering(plan))
     if key not in subject.exact:
         try:
-            report = check_sharding(subject.build(), subject.entries, sharding_of(plan), plan.ranks)
+            report = check_sharding(subject.build(), subject.feeds, sharding_of(plan), plan.ranks)
         except Exception:  # noqa: BLE001
             return "raw", traceback.format_exc(limit=-3)
         subject.exact[key] = report.ok

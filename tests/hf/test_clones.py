@@ -37,12 +37,12 @@ KINDS = {
 def test_the_seldom_kinds_of_layer_run_in_the_clone(name: str) -> None:
     source = resolve(name)
     clone = source.tiny(dtype=torch.float32)
-    entries = make_inputs(clone, config=clone.config, model_type=source.model_type).entries
+    feeds = make_inputs(clone, config=clone.config, model_type=source.model_type).feeds
     ran: set[str] = set()
     for module in clone.modules():
         module.register_forward_hook(lambda module, *_: ran.add(type(module).__name__))
-    for entry in entries.values():
-        clone(**entry)
+    for feed in feeds.values():
+        clone(**feed)
     assert KINDS[name] in ran, sorted(ran)
 
 
@@ -60,7 +60,7 @@ def test_what_the_clone_never_ran_is_not_called_proven() -> None:
     trace = capture_source(source, source.module()).trace
     classes = {name: "Seldom" if name.endswith(".mlp") else kind for name, kind in trace.module_classes.items()}
     proof = prove_graph(source, plan, replace(trace, module_classes=classes))
-    unproven = {entry.pattern for entry in proof.stamp(plan.entries) if entry.proof == "unproven"}
+    unproven = {feed.pattern for feed in proof.stamp(plan.entries) if feed.proof == "unproven"}
     assert unproven == {f"model.layers.*.mlp.{name}_proj" for name in ("gate", "up", "down")}
     assert proof.proof.text.endswith("not in Seldom, which the tiny clone never runs")
 
@@ -89,7 +89,7 @@ def test_what_is_reshaped_in_place_is_another_value() -> None:
     before, after = (trace.tensors[ref.id].shape for ref in (squeezed.args[0], squeezed.outputs[0]))
     assert (before, after) == ((3, 1, 4, 32), (3, 4, 32))
     plan = autoplan.plan(model, 2, inputs=inputs)
-    assert plan.proof.ok and {entry.style for entry in plan.entries} == {"colwise", "rowwise"}
+    assert plan.proof.ok and {feed.style for feed in plan.entries} == {"colwise", "rowwise"}
     report = autoplan.verify(model, plan, inputs=inputs)
     assert report.ok, report.findings
 

@@ -14,7 +14,7 @@ from autoplan.capture.called import calls_the_model
 from autoplan.capture.draw import Draw, evaluate
 from autoplan.capture.dry_run import tried
 from autoplan.common.errors import CaptureError, SourceError
-from autoplan.hf.inputs.make import entries_for, make_inputs
+from autoplan.hf.inputs.make import feeds_for, make_inputs
 from autoplan.hf.source import resolve
 
 
@@ -129,8 +129,8 @@ def test_plain_modules(kind: type[nn.Module], shapes: dict[str, Any]) -> None:
     with torch.device("meta"):
         empty = kind()
     state = torch.get_rng_state()
-    made = entries_for(model, batch=3, length=5)["forward"]
-    again = entries_for(empty, batch=3, length=5)["forward"]
+    made = feeds_for(model, batch=3, length=5)["forward"]
+    again = feeds_for(empty, batch=3, length=5)["forward"]
     assert torch.equal(state, torch.get_rng_state())
     assert {n: tuple(v.shape) if isinstance(v, torch.Tensor) else None for n, v in made.items()} == shapes
     for name, value in made.items():
@@ -140,19 +140,19 @@ def test_plain_modules(kind: type[nn.Module], shapes: dict[str, Any]) -> None:
 
 
 def test_ids_reach_up_to_the_rows_of_their_table() -> None:
-    ids = entries_for(Tokens(), batch=8, length=60)["forward"]["idx"]
+    ids = feeds_for(Tokens(), batch=8, length=60)["forward"]["idx"]
     assert 60 < ids.max() < 97 and ids.min() >= 0
 
 
 def test_floats_have_the_dtype_of_the_model() -> None:
-    assert entries_for(Product().double())["forward"]["x"].dtype == torch.float64
+    assert feeds_for(Product().double())["forward"]["x"].dtype == torch.float64
 
 
 def test_deriving_leaves_no_trace() -> None:
     model = Recurrent().train()
     model.register_forward_hook(lambda *_: None)
     before = {n: p.clone() for n, p in model.named_parameters()}
-    entries_for(model)
+    feeds_for(model)
     assert model.training and len(model._forward_hooks) == 1 and not model.cell._forward_pre_hooks
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
 
@@ -175,11 +175,11 @@ def test_what_cannot_be_derived_is_named() -> None:
             return x
 
     with pytest.raises(CaptureError, match=r"Nested.forward\(record: object\)(.|\n)*inputs={'record': torch"):
-        entries_for(Nested())
+        feeds_for(Nested())
     with pytest.raises(CaptureError, match=r"takes \*args only"):
-        entries_for(Star())
+        feeds_for(Star())
     with pytest.raises(CaptureError, match="positional-only"):
-        entries_for(Positional())
+        feeds_for(Positional())
 
 
 def test_a_wrong_width_is_named() -> None:
@@ -193,7 +193,7 @@ def test_a_wrong_width_is_named() -> None:
             return self.outer(self.inner(x))
 
     with pytest.raises(CaptureError, match="self.outer") as caught:
-        entries_for(Odd())
+        feeds_for(Odd())
     assert "x=float [2, 10, 6] ->" in str(caught.value)
 
 
@@ -202,15 +202,15 @@ def test_a_wrong_width_is_named() -> None:
 
 def test_the_users_inputs_are_taken_as_they_are() -> None:
     x = torch.ones(1, 4)
-    assert entries_for(nn.Linear(4, 4), inputs={"input": x})["forward"]["input"] is x
-    two = entries_for(nn.Linear(4, 4), inputs={"short": {"input": x}, "long": {"input": x}})
+    assert feeds_for(nn.Linear(4, 4), inputs={"input": x})["forward"]["input"] is x
+    two = feeds_for(nn.Linear(4, 4), inputs={"short": {"input": x}, "long": {"input": x}})
     assert list(two) == ["short", "long"]
 
 
 @pytest.mark.parametrize("wrong", [{}, [1], {1: torch.ones(1)}])
 def test_inputs_that_are_none(wrong: Any) -> None:
     with pytest.raises(CaptureError, match="inputs="):
-        entries_for(nn.Linear(4, 4), inputs=wrong)
+        feeds_for(nn.Linear(4, 4), inputs=wrong)
 
 
 # ------------------------------------------------------------------------------------------------- transformers
@@ -224,7 +224,7 @@ RUNS += ["wav2vec2", "llava", "qwen2_vl", "reformer"]
 def test_tiny_clones_run(text: str, variant: int, batch: int, length: int) -> None:
     source = resolve(text)
     model = source.tiny(variant)
-    for keywords in entries_for(model, batch=batch, length=length).values():
+    for keywords in feeds_for(model, batch=batch, length=length).values():
         with torch.no_grad():
             out = model(**keywords)
         first = next(v for v in out.values() if isinstance(v, torch.Tensor))
@@ -237,11 +237,11 @@ def test_a_model_on_meta_gets_real_inputs_of_the_same_values() -> None:
     )
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
-    made = entries_for(empty)["text"]
+    made = feeds_for(empty)["text"]
     assert made["input_ids"].device.type == "cpu" and made["use_cache"] is False
-    assert torch.equal(made["input_ids"], entries_for(LlamaForCausalLM(config))["text"]["input_ids"])
-    assert not torch.equal(made["input_ids"], entries_for(empty, seed=1)["text"]["input_ids"])
-    many = entries_for(empty, batch=50, length=50)["text"]["input_ids"]
+    assert torch.equal(made["input_ids"], feeds_for(LlamaForCausalLM(config))["text"]["input_ids"])
+    assert not torch.equal(made["input_ids"], feeds_for(empty, seed=1)["text"]["input_ids"])
+    many = feeds_for(empty, batch=50, length=50)["text"]["input_ids"]
     assert not (many == 21).any(), "a special token is no example"
 
 
@@ -250,19 +250,19 @@ def test_a_picture_reaches_the_vision_tower(text: str) -> None:
     """On the text alone no parameter of the tower gets a gradient; with a picture those do."""
     model = resolve(text).tiny()
     reached: dict[str, set[str]] = {}
-    for entry, keywords in entries_for(model).items():
+    for feed, keywords in feeds_for(model).items():
         model.zero_grad()
         model(**keywords).logits.square().sum().backward()
-        reached[entry] = {name for name, p in model.named_parameters() if p.grad is not None and p.dim() > 1}
+        reached[feed] = {name for name, p in model.named_parameters() if p.grad is not None and p.dim() > 1}
     assert list(reached) == ["text", "image"]
     assert {n for n in reached["image"] if "vis" in n} and not {n for n in reached["text"] if "vis" in n}
 
 
 def test_a_decoder_alone_gets_an_encoders_states() -> None:
     model = resolve("marian:MarianForCausalLM").tiny()
-    entries = entries_for(model)
-    assert list(entries) == ["text", "cross"]
-    model(**entries["cross"]).logits.square().sum().backward()
+    feeds = feeds_for(model)
+    assert list(feeds) == ["text", "cross"]
+    model(**feeds["cross"]).logits.square().sum().backward()
     assert model.model.decoder.layers[0].encoder_attn.k_proj.weight.grad is not None
 
 
@@ -279,7 +279,7 @@ def test_a_decoder_alone_gets_an_encoders_states() -> None:
     ],
 )
 def test_what_a_type_reads_beside_text(text: str, expected: set[str]) -> None:
-    assert set(calls_the_model(entries_for(resolve(text).tiny()))) == expected  # other entries call parts of it
+    assert set(calls_the_model(feeds_for(resolve(text).tiny()))) == expected  # other feeds call parts of it
 
 
 class Listener(nn.Module):
@@ -301,7 +301,7 @@ class Listener(nn.Module):
 @pytest.mark.parametrize(("hears", "expected"), [(True, ["text", "cross"]), (False, ["text"])])
 def test_states_are_given_to_who_uses_them(hears: bool, expected: list[str]) -> None:
     model = Listener(hears)
-    assert list(make_inputs(model, config=model.config).entries) == expected
+    assert list(make_inputs(model, config=model.config).feeds) == expected
 
 
 def test_what_a_call_reads_is_known() -> None:

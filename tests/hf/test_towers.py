@@ -18,10 +18,10 @@ from autoplan.capture.called import calls_the_model
 from autoplan.capture.capture import capture_fake
 from autoplan.capture.known_values import KnownValues
 from autoplan.check.ranks.run import run_ranks
-from autoplan.hf.inputs.make import entries_for, make_inputs
+from autoplan.hf.inputs.make import feeds_for, make_inputs
 from autoplan.hf.source import resolve
 
-# model, the method that makes features, what of the entry it takes
+# model, the method that makes features, what of the feed it takes
 FAMILIES = {
     "one picture": ("llava:LlavaForConditionalGeneration", "image", "get_image_features", ("pixel_values",)),
     "tiles, a parameter of the method's own": (
@@ -51,26 +51,26 @@ def features(made: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("planned", ["all entries", "text only"])
+@pytest.mark.parametrize("planned", ["all feeds", "text only"])
 def test_a_sharded_model_is_called_in_every_way(family: str, planned: str) -> None:
     """With text, with a picture, by the method that makes features; planned with a picture or without one."""
-    text, entry, method, taken = FAMILIES[family]
+    text, feed, method, taken = FAMILIES[family]
     model = resolve(text).tiny()
-    entries = entries_for(model)
-    given = {name: entries[entry][name] for name in taken}
+    feeds = feeds_for(model)
+    given = {name: feeds[feed][name] for name in taken}
     with torch.no_grad():
-        expected = {name: model(**keywords).logits for name, keywords in entries.items()}
+        expected = {name: model(**keywords).logits for name, keywords in feeds.items()}
         expected["features"] = features(getattr(model, method)(**given))
-    inputs = entries if planned == "all entries" else entries["text"]
+    inputs = feeds if planned == "all feeds" else feeds["text"]
     plan = autoplan.plan(model, tp_size=2, inputs=inputs, prove="none")
     cut = [rule.pattern for rule in plan.runtime.parameters if rule.dim is not None]
-    assert any("tower" in name or "visual" in name for name in cut) == (planned == "all entries")
+    assert any("tower" in name or "visual" in name for name in cut) == (planned == "all feeds")
 
     def rank_body(rank: int) -> dict[str, torch.Tensor]:
         sharded = autoplan.parallelize(copy.deepcopy(model), mesh_of(tp=2), plan, gather_logits=True)
         with torch.no_grad():
             found = {"features": features(getattr(sharded, method)(**given))}
-            found |= {name: sharded(**keywords).logits for name, keywords in entries.items()}
+            found |= {name: sharded(**keywords).logits for name, keywords in feeds.items()}
         return found
 
     for found in run_ranks(rank_body, 2):
@@ -165,10 +165,10 @@ class OneAtATime(Senses):
 )
 def test_a_picture_and_a_sound_in_one_prompt_where_that_shows_more(kind: type[Senses], expected: list[str]) -> None:
     model = kind()
-    entries = make_inputs(model, config=model.config).entries
-    assert list(calls_the_model(entries)) == expected
-    plan = autoplan.plan(model, tp_size=2, inputs=entries)
-    assert autoplan.verify(model, plan, tp_size=2, inputs=entries).ok
+    feeds = make_inputs(model, config=model.config).feeds
+    assert list(calls_the_model(feeds)) == expected
+    plan = autoplan.plan(model, tp_size=2, inputs=feeds)
+    assert autoplan.verify(model, plan, tp_size=2, inputs=feeds).ok
 
 
 # ------------------------------------------------------------------------------------------------- stems are gathered

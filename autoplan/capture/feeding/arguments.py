@@ -83,7 +83,7 @@ class Arguments:
         if only is not None:
             raise CaptureError(
                 f"argument {only.name!r} of {name}.forward is positional-only",
-                hint="entries are keyword arguments; wrap the model in a module whose forward names its arguments",
+                hint="feeds are keyword arguments; wrap the model in a module whose forward names its arguments",
             )
         stars = [p.name for p in signature.parameters.values() if p.kind is p.VAR_POSITIONAL]
         if stars and not named:

@@ -113,7 +113,7 @@ def _audited(mapping: str, model_type: str, class_name: str, tp_size: int) -> Wi
     clone = clone_of(resolve(f"{model_type}:{class_name}"))
     if not getattr(clone.model, "_tp_plan", None):
         return Wild(mapping, model_type, class_name, Shipped.NO_PLAN)
-    source = resolve(clone.model, inputs=clone.entries)
+    source = resolve(clone.model, inputs=clone.feeds)
     return _row(Wild(mapping, model_type, class_name, Shipped.NOT_BUILT), audit_source(source, "hf", tp_size))
 
 

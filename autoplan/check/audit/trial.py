@@ -66,7 +66,7 @@ def try_on_ranks(source: Any, plan: ForeignPlan, tp_size: int, right: Plan | Non
     thawed: dict[str, None] = {}
     _freeze_alike(clone.model, source.module())
     sharding = _noticing(sharding_for(plan), thawed)
-    report = check_sharding(clone.model, clone.entries, sharding, size, checks=_CHECKS)
+    report = check_sharding(clone.model, clone.feeds, sharding, size, checks=_CHECKS)
     return Trial(report, tiny=clone, full_size=same and size == tp_size, thawed=tuple(thawed))
 
 
@@ -112,7 +112,7 @@ def _try_ours(clone: Any, source: Any, foreign: ForeignPlan, same: bool, right: 
 
         checks = ("parameters", *_CHECKS)
         how: Any = {"checks": checks, "dims": mesh_of(plan)}
-        report = check_sharding(clone.model, clone.entries, sharding_for(foreign), plan.ranks, **how)
+        report = check_sharding(clone.model, clone.feeds, sharding_for(foreign), plan.ranks, **how)
         return Trial(report, tiny=clone)
     if right is not None and right.runtime != plan.runtime:
         return Trial(reason="the clone has other sizes than the plan", tiny=clone)

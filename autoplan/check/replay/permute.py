@@ -54,7 +54,7 @@ class Permuted:
 
 
 def check_permutations(
-    model: nn.Module, entries: Mapping[str, Mapping[str, Any]], trace: Trace, axes: Axes, split: Iterable[Term]
+    model: nn.Module, feeds: Mapping[str, Mapping[str, Any]], trace: Trace, axes: Axes, split: Iterable[Term]
 ) -> Permuted:
     """Try every split axis on `model`, whose trace this is. Its parameters are put back."""
     outcome = Permuted()
@@ -70,7 +70,7 @@ def check_permutations(
     if not tried:
         return outcome
     limit = _TOLERANCE.get(_dtype(model), tolerance_for(_dtype(model)).limit)
-    law = _Law(model, entries, trace, axes)
+    law = _Law(model, feeds, trace, axes)
     if law.error(tried) <= limit:
         outcome.passed = tried
         return outcome
@@ -86,8 +86,8 @@ def check_permutations(
 class _Law:
     """One model, its outputs as they are, and what happens to them under permutations."""
 
-    def __init__(self, model: nn.Module, entries: Mapping[str, Any], trace: Trace, axes: Axes) -> None:
-        self.model, self.entries, self.trace, self.axes = model, entries, trace, axes
+    def __init__(self, model: nn.Module, feeds: Mapping[str, Any], trace: Trace, axes: Axes) -> None:
+        self.model, self.feeds, self.trace, self.axes = model, feeds, trace, axes
         self.known = {tensor for op in trace.ops for tensor in refs(op.outputs)}
         self.outputs = self._run()
 
@@ -111,16 +111,16 @@ class _Law:
     def _run(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         with torch.no_grad(), one_compute_thread(), random_streams.fork(0):
-            for entry, inputs in self.entries.items():
+            for feed, inputs in self.feeds.items():
                 outputs = tensors_in(call(copied(self.model), inputs))  # a run may keep tables for the next
-                found.update({f"{entry} {name}": tensor.detach() for name, tensor in outputs.items()})
+                found.update({f"{feed} {name}": tensor.detach() for name, tensor in outputs.items()})
         return found
 
     def _number(self, name: str, tensor: torch.Tensor) -> int | None:
-        """Which tensor of the trace an output is: that of the visit of the model, or the part, of its entry."""
-        entry, _, path = name.partition(" ")
+        """Which tensor of the trace an output is: that of the visit of the model, or the part, of its feed."""
+        feed, _, path = name.partition(" ")
         visits = [visit for visit in self.trace.visits if visit.parent is None]
-        visit = visits[list(self.entries).index(entry)]
+        visit = visits[list(self.feeds).index(feed)]
         for found, number in visit.outputs:
             if ".".join(map(str, found)) in (path, "") and self.trace.tensors[number].shape == tuple(tensor.shape):
                 return number

@@ -58,16 +58,16 @@ def score(model_type: str, class_name: str, how: How) -> Score:
 
 
 def _scored(blank: Score, how: How) -> Score:
-    from autoplan.check.verify.clone import clone_of, entries_at
+    from autoplan.check.verify.clone import clone_of, feeds_at
     from autoplan.hf.source import resolve
 
     try:
         source = resolve(f"{blank.model_type}:{blank.class_name}")
         clone = clone_of(source)
         runs = {
-            f"{entry}, length {length}": inputs
+            f"{feed}, length {length}": inputs
             for length in how.lengths
-            for entry, inputs in entries_at(source, clone.model, batch=2, length=length).items()
+            for feed, inputs in feeds_at(source, clone.model, batch=2, length=length).items()
         }
     except (AutoplanError, ImportError) as error:
         return replace(blank, reason=_said(error))
@@ -75,7 +75,7 @@ def _scored(blank: Score, how: How) -> Score:
 
 
 def score_clone(clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | None = None) -> Score:
-    """Fill in the blank: plan and verify a tiny model that runs. `runs` are verified instead of the clone's entries."""
+    """Fill in the blank: plan and verify a tiny model that runs. `runs` are verified instead of the clone's feeds."""
     from autoplan.check.verify.verify import verify_clone
     from autoplan.common.options import Wish
     from autoplan.decide.plan.planner import make_plan
@@ -83,7 +83,7 @@ def score_clone(clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | 
     from autoplan.hf.stacks import layers
     from autoplan.planning import capture_source, solve_source
 
-    source = resolve(clone.model, inputs=clone.entries)
+    source = resolve(clone.model, inputs=clone.feeds)
     captured = capture_source(source, clone.model)
     stacks = layers(clone.model)
     blocks = tuple(stack.fqns for stack in stacks) if how.sequence_parallel else None
@@ -110,7 +110,7 @@ def score_clone(clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | 
         uncut="; ".join(solution.sequence_notes) if how.sequence_parallel and not cut else "",
     )
     try:
-        tested = replace(clone, entries=runs) if runs else clone
+        tested = replace(clone, feeds=runs) if runs else clone
         report = verify_clone(tested, plan, engine=how.engine, checks=how.checks, checkpointing=how.checkpointing)
         if how.mesh and report.ok:
             report = _trained(report, tested, plan, how)
@@ -135,9 +135,7 @@ def _trained(report: Report, clone: Clone, plan: Plan, how: How) -> Report:
     """With what training on a mesh, with and without checkpointing, has to say."""
     from autoplan.check.verify.mesh_training import check_training
 
-    findings, _ = check_training(
-        clone.model, clone.entries, clone.others, plan, parse_mesh(how.mesh), engine=how.engine
-    )
+    findings, _ = check_training(clone.model, clone.feeds, clone.others, plan, parse_mesh(how.mesh), engine=how.engine)
     ok = not any(finding.level == "error" for finding in findings)
     return replace(report, ok=ok, findings=(*report.findings, *findings))
 

@@ -18,7 +18,7 @@ from autoplan.capture.called import calls_the_model
 from autoplan.check.verify.compare import Tolerance, compare
 from autoplan.check.verify.subject import Observation, Subject, plain, tensors_in
 from autoplan.common.conventions import conventions
-from autoplan.hf.driving import attention_switched, decoded, generative_entry, has_attentions, other_attention
+from autoplan.hf.driving import attention_switched, decoded, generative_feed, has_attentions, other_attention
 from autoplan.values import Finding
 
 __all__ = ["CHECKS", "Check", "judge", "labels_for"]
@@ -48,7 +48,7 @@ def parameters(subject: Subject) -> Observation:
 
 
 def forward(subject: Subject) -> Observation:
-    return _each(subject, subject.entries)
+    return _each(subject, subject.feeds)
 
 
 def second_shape(subject: Subject) -> Observation:
@@ -58,26 +58,26 @@ def second_shape(subject: Subject) -> Observation:
 def loss(subject: Subject) -> Observation:
     """Targets go in, a loss comes out; its gradients are the ones that training uses."""
     known, found = conventions(), dict[str, dict[str, torch.Tensor]]()
-    for entry, labels in subject.labels.items():
+    for feed, labels in subject.labels.items():
         subject.model.zero_grad(set_to_none=True)
-        outputs = tensors_in(subject.forward({**subject.entries[entry], known.targets: labels}))
+        outputs = tensors_in(subject.forward({**subject.feeds[feed], known.targets: labels}))
         outputs[known.loss].backward()
-        found[f"{entry} output"] = {name: tensor.detach().clone() for name, tensor in outputs.items()}
-        found[f"{entry} gradient"] = subject.gradients()
+        found[f"{feed} output"] = {name: tensor.detach().clone() for name, tensor in outputs.items()}
+        found[f"{feed} gradient"] = subject.gradients()
     return found
 
 
 def attention(subject: Subject) -> Observation:
     """The attention implementation that was not in use."""
     with attention_switched(subject.model):
-        return _each(subject, subject.entries)
+        return _each(subject, subject.feeds)
 
 
 def cache(subject: Subject) -> Observation:
     """Read all but two tokens, then decode two, one at a time, from the cache."""
-    entry, ids = generative_entry(subject.signature, subject.entries)
+    feed, ids = generative_feed(subject.signature, subject.feeds)
     with torch.no_grad():
-        steps = decoded(subject.forward, subject.entries[entry], ids)
+        steps = decoded(subject.forward, subject.feeds[feed], ids)
     return {"decoded output": {tokens: plain(logits) for tokens, logits in steps.items()}}
 
 
@@ -89,7 +89,7 @@ def state_dict(subject: Subject) -> Observation:
             parameter.zero_()
     subject.model.load_state_dict(saved)
     again = {name: plain(tensor).clone() for name, tensor in subject.model.state_dict().items()}
-    return {"saved tensor": saved, "tensor loaded back": again, **_each(subject, subject.entries, backward=False)}
+    return {"saved tensor": saved, "tensor loaded back": again, **_each(subject, subject.feeds, backward=False)}
 
 
 def dropout(subject: Subject) -> Observation:
@@ -108,15 +108,15 @@ def _trained(subject: Subject) -> Observation:
     """
     subject.model.train()
     try:
-        entries = calls_the_model(subject.entries)  # a part draws its random numbers within the model's run
+        feeds = calls_the_model(subject.feeds)  # a part draws its random numbers within the model's run
         with _buffers_kept(subject.model):
             subject.seed(1)
-            first = _each(subject, entries)
+            first = _each(subject, feeds)
             left = _buffers(subject.model)
         if subject.gather is None:
             with _buffers_kept(subject.model):
                 subject.seed(2)
-                second = _each(subject, entries)
+                second = _each(subject, feeds)
             first[NOISE] = {} if _same(first, second) else {"yes": torch.ones(1)}
         return first | {"buffer after a step": left}
     finally:
@@ -166,13 +166,13 @@ def _is_rate(value: Any) -> bool:
 def optimizer(subject: Subject) -> Observation:
     """Three steps of SGD at a rate that moves the parameters visibly; then clipping and AdamW over all at once."""
     wanted = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
-    entry = next(iter(subject.entries.values()))
-    subject.forward_and_backward(entry)
+    feed = next(iter(subject.feeds.values()))
+    subject.forward_and_backward(feed)
     sizes = [float(gradient.abs().max()) for gradient in subject.gradients().values() if gradient.numel()]
     largest = max(sizes, default=0.0) or 1.0  # where every gradient is zero, nothing moves at any rate
     sgd = torch.optim.SGD(wanted, lr=0.01 / largest, momentum=0.9)
     for _ in range(3):
-        subject.forward_and_backward(entry)
+        subject.forward_and_backward(feed)
         sgd.step()
     stepped = subject.parameters()
     norm = torch.nn.utils.clip_grad_norm_(wanted, 0.1 * largest, foreach=True)
@@ -184,16 +184,16 @@ def optimizer(subject: Subject) -> Observation:
     }
 
 
-def _each(subject: Subject, entries: Any, *, backward: bool = True) -> Observation:
+def _each(subject: Subject, feeds: Any, *, backward: bool = True) -> Observation:
     found: Observation = {}
-    for entry, inputs in entries.items():
+    for feed, inputs in feeds.items():
         if backward:
             seen = subject.forward_and_backward(inputs)
-            found[f"{entry} gradient"] = seen["gradients"]
-            found[f"{entry} output"] = seen["outputs"]
+            found[f"{feed} gradient"] = seen["gradients"]
+            found[f"{feed} output"] = seen["outputs"]
         else:
             with torch.no_grad():
-                found[f"{entry} output"] = tensors_in(subject.forward(inputs))
+                found[f"{feed} output"] = tensors_in(subject.forward(inputs))
     return found
 
 
@@ -205,16 +205,16 @@ def _same(one: Observation, other: Observation) -> bool:
 
 
 def labels_for(subject: Subject) -> dict[str, torch.Tensor]:
-    """Random labels for each entry whose class takes them: one per row of its logits."""
+    """Random labels for each feed whose class takes them: one per row of its logits."""
     known, found = conventions(), dict[str, torch.Tensor]()
     if known.targets not in subject.signature:
         return found
-    for entry, inputs in calls_the_model(subject.entries).items():
+    for feed, inputs in calls_the_model(subject.feeds).items():
         with torch.no_grad():
             logits = tensors_in(subject.forward(inputs)).get(known.logits)
         if logits is not None and logits.dim() > 1 and logits.shape[-1] > 1 and known.targets not in inputs:
             generator = torch.Generator().manual_seed(3)
-            found[entry] = torch.randint(logits.shape[-1], logits.shape[:-1], generator=generator).to(logits.device)
+            found[feed] = torch.randint(logits.shape[-1], logits.shape[:-1], generator=generator).to(logits.device)
     return found
 
 
@@ -231,7 +231,7 @@ def _one_attention(subject: Subject) -> str:
         return "the model has one attention implementation"
     try:
         with attention_switched(subject.model):
-            _each(subject, subject.entries, backward=False)
+            _each(subject, subject.feeds, backward=False)
     except (ValueError, RuntimeError, TypeError, NotImplementedError) as error:
         other = other_attention(subject.model)
         return f"the unsharded model has no {other} attention: {str(error).splitlines()[0]}"
@@ -239,7 +239,7 @@ def _one_attention(subject: Subject) -> str:
 
 
 def _no_cache(subject: Subject) -> str:
-    if not generative_entry(subject.signature, subject.entries)[0]:
+    if not generative_feed(subject.signature, subject.feeds)[0]:
         return "the model takes no cache"
     try:
         cache(subject)

@@ -15,7 +15,7 @@ from autoplan.capture.other_paths import with_other_paths
 from autoplan.check.verify.sharded import CANNOT_RUN
 from autoplan.common.errors import AutoplanError
 
-__all__ = ["Clone", "clone_of", "entries_at"]
+__all__ = ["Clone", "clone_of", "feeds_at"]
 
 _OWN_CLONE = 3_000_000  # a module of so few parameters is verified itself
 
@@ -28,7 +28,7 @@ class Clone:
     """
 
     model: Any
-    entries: Mapping[str, Any]
+    feeds: Mapping[str, Any]
     others: Mapping[str, Any]
     note: str
     planned: Mapping[str, Any]
@@ -55,18 +55,18 @@ def _clone_at_size(source: Any) -> Clone:
     refusal = ""
     for dtype in tried_dtypes(source.module()):
         model, note = _built(source, dtype)
-        entries = entries_at(source, model, batch=2, length=10)
+        feeds = feeds_at(source, model, batch=2, length=10)
         try:
-            if _needs_lifting(model, entries) and not _traced(source, model, entries):
+            if _needs_lifting(model, feeds) and not _traced(source, model, feeds):
                 raise TypeError("some of its paths can be traced in single precision only")
         except CANNOT_RUN as error:
             refusal = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
             continue
-        others = {} if source.inputs is not None else entries_at(source, model, batch=3, length=12)
+        others = {} if source.inputs is not None else feeds_at(source, model, batch=3, length=12)
         if dtype != torch.float64:
             note += f"; in {str(dtype).removeprefix('torch.')}, because in others it does not run ({refusal})"
-        planned = with_other_paths(model, entries, others) if source.recipe is not None else entries
-        return Clone(model, entries, others, note, planned)
+        planned = with_other_paths(model, feeds, others) if source.recipe is not None else feeds
+        return Clone(model, feeds, others, note, planned)
     raise AutoplanError(
         f"the tiny clone of {source.name} cannot run unsharded: {refusal}",
         hint="pass inputs= that the model accepts, and let its code take dtypes from its inputs or weights: clones "
@@ -74,21 +74,21 @@ def _clone_at_size(source: Any) -> Clone:
     )
 
 
-def _traced(source: Any, model: Any, entries: Mapping[str, Any]) -> bool:
+def _traced(source: Any, model: Any, feeds: Mapping[str, Any]) -> bool:
     """Can all its paths be traced as they are, with nothing given double precision?"""
     from autoplan.capture.called import calls_the_model
     from autoplan.capture.capture import capture_any
 
-    if _calls(_made(source, model, 2, 10)) < len(calls_the_model(entries)):
+    if _calls(_made(source, model, 2, 10)) < len(calls_the_model(feeds)):
         return False
     try:
-        capture_any(copied(model), dict(entries))
+        capture_any(copied(model), dict(feeds))
     except AutoplanError:
         return False
     return True
 
 
-def _needs_lifting(model: Any, entries: Mapping[str, Any]) -> bool:
+def _needs_lifting(model: Any, feeds: Mapping[str, Any]) -> bool:
     """Does it run only where what asks for single precision is given double? Raises if it does not run even so."""
     import torch
 
@@ -97,13 +97,13 @@ def _needs_lifting(model: Any, entries: Mapping[str, Any]) -> bool:
 
     lifted = False
     with torch.no_grad():
-        for entry in entries.values():
+        for feed in feeds.values():
             try:
-                call(copied(model), entry)
+                call(copied(model), feed)
             except CANNOT_RUN:
                 lifted = True
                 with Lifted():
-                    call(copied(model), entry)
+                    call(copied(model), feed)
     return lifted
 
 
@@ -126,7 +126,7 @@ def _is_small_and_real(model: Any) -> bool:
     return sum(p.numel() for p in parameters) <= _OWN_CLONE and not any(p.is_meta for p in parameters)
 
 
-def entries_at(source: Any, model: Any, *, batch: int, length: int) -> dict[str, Any]:
+def feeds_at(source: Any, model: Any, *, batch: int, length: int) -> dict[str, Any]:
     """The calls that exercise a clone of a source, in the clone's own dtype.
 
     Where a path does not run it is tried in single precision too, which models are written for.
@@ -140,7 +140,7 @@ def entries_at(source: Any, model: Any, *, batch: int, length: int) -> dict[str,
         probe = copied(model)
         cast_numbers(probe, torch.float32)
         made = max(made, _made(source, probe, batch, length), key=_calls)
-    return inputs_in(working_dtype(model), made.entries)
+    return inputs_in(working_dtype(model), made.feeds)
 
 
 def _made(source: Any, model: Any, batch: int, length: int) -> Any:
@@ -153,4 +153,4 @@ def _made(source: Any, model: Any, batch: int, length: int) -> Any:
 def _calls(made: Any) -> int:
     from autoplan.capture.called import calls_the_model
 
-    return len(calls_the_model(made.entries))
+    return len(calls_the_model(made.feeds))

@@ -55,7 +55,7 @@ class _Job:
 @on_reference_path()
 def check_training(
     model: nn.Module,
-    entries: Mapping[str, Inputs],
+    feeds: Mapping[str, Inputs],
     others: Mapping[str, Inputs],
     plan: Plan,
     mesh: MeshSizes,
@@ -64,11 +64,11 @@ def check_training(
     timeout: float = 180.0,
 ) -> tuple[list[Finding], tuple[str, ...]]:
     """Findings, and the names of the checks that were made."""
-    entries = calls_the_model(entries)
-    name = max(entries, key=lambda entry: len(entries[entry]))  # with pictures, where there are any
-    shapes = [entries[name], others.get(name, entries[name])]
+    feeds = calls_the_model(feeds)
+    name = max(feeds, key=lambda feed: len(feeds[feed]))  # with pictures, where there are any
+    shapes = [feeds[name], others.get(name, feeds[name])]
     batches = tuple(shapes[place % 2] for place in range(mesh.data_size))
-    lifted = can_be_lifted(Subject(copied(model).eval(), entries))
+    lifted = can_be_lifted(Subject(copied(model).eval(), feeds))
     reference, max_norm, rate = _reference(model, batches, lifted)
     findings: list[Finding] = []
     done: list[str] = []

@@ -36,7 +36,7 @@ Outputs = dict[str, torch.Tensor]
 
 
 def measure_rounding(
-    model: Any, entries: Mapping[str, Any], plan: Plan, *, exact: bool, engine: Engine = "threads", mesh: Any = None
+    model: Any, feeds: Mapping[str, Any], plan: Plan, *, exact: bool, engine: Engine = "threads", mesh: Any = None
 ) -> dict[str, Any]:
     """The verdict ("rounding", "bug", "unclear" or "not measured"), why, and the spread of each layer.
 
@@ -45,7 +45,7 @@ def measure_rounding(
     names = tuple(name for stack in plan.layers for name in stack.fqns)
     try:
         with one_compute_thread():
-            layers = _spread(_Job(model, entries, plan, names), engine, mesh)
+            layers = _spread(_Job(model, feeds, plan, names), engine, mesh)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         why = (str(error) or repr(error)).splitlines()[0]
         return {"verdict": "bug" if not exact else "not measured", "why": f"no run in bfloat16: {why}", "layers": {}}
@@ -76,7 +76,7 @@ def _verdict(layers: Mapping[str, Mapping[str, float]], exact: bool) -> dict[str
 @dataclass(frozen=True)
 class _Job:
     model: Any
-    entries: Mapping[str, Any]
+    feeds: Mapping[str, Any]
     plan: Plan
     layers: tuple[str, ...]
 
@@ -102,7 +102,7 @@ def _spread(job: _Job, engine: Engine, mesh: Any) -> dict[str, dict[str, float]]
 
 def _in_dtype(job: _Job, dtype: torch.dtype) -> _Job:
     """A copy of the model and its inputs in a dtype."""
-    return _Job(copied(job.model).eval().to(dtype), inputs_in(dtype, job.entries), job.plan, job.layers)
+    return _Job(copied(job.model).eval().to(dtype), inputs_in(dtype, job.feeds), job.plan, job.layers)
 
 
 def _on_ranks(job: _Job, engine: Engine, mesh: Any) -> list[Outputs]:
@@ -136,29 +136,29 @@ def _split_over(mesh: Any, plan: Plan) -> Any:
 def _sharded(job: _Job, mesh: Any) -> Outputs:
     model = job.model.to(mesh.device_type)
     apply_plan(model, _split_over(mesh, job.plan), job.plan, sequence_padding="pad")
-    return _outputs(_Job(model, job.entries, job.plan, job.layers))
+    return _outputs(_Job(model, job.feeds, job.plan, job.layers))
 
 
 def _outputs(job: _Job) -> Outputs:
     """What each layer and the model itself returned, in each of its calls."""
     seen: Outputs = {}
     with torch.no_grad():
-        for entry, given in job.entries.items():
-            with _watched(job, entry, seen):
+        for feed, given in job.feeds.items():
+            with _watched(job, feed, seen):
                 result = call(job.model, given)
             known = conventions()
             for name, tensor in tensors_in(result).items():
                 if name in (known.logits, known.hidden, "output"):
-                    seen[f"{entry}: {_OUTPUT}"] = tensor.detach().to("cpu", torch.float64)
+                    seen[f"{feed}: {_OUTPUT}"] = tensor.detach().to("cpu", torch.float64)
     return seen
 
 
 @contextmanager
-def _watched(job: _Job, entry: str, seen: Outputs) -> Iterator[None]:
+def _watched(job: _Job, feed: str, seen: Outputs) -> Iterator[None]:
     def note(name: str, module: Any, args: Any, output: Any) -> None:
         first = output[0] if isinstance(output, (tuple, list)) and output else output
         if isinstance(first, torch.Tensor) and first.is_floating_point():
-            seen[f"{entry}: {name}"] = first.detach().to("cpu", torch.float64)
+            seen[f"{feed}: {name}"] = first.detach().to("cpu", torch.float64)
 
     modules = dict(job.model.named_modules())
     handles = [modules[name].register_forward_hook(partial(note, name)) for name in job.layers if name in modules]

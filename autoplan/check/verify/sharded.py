@@ -82,7 +82,7 @@ class _Job:
 
 def check_sharding(
     model: Any,
-    entries: Mapping[str, Mapping[str, Any]],
+    feeds: Mapping[str, Mapping[str, Any]],
     sharding: Sharding,
     tp_size: int,
     *,
@@ -95,18 +95,18 @@ def check_sharding(
 ) -> Report:
     """Compare `model` sharded over `tp_size` ranks with itself unsharded, on a copy; weights and dtype as they are.
 
-    `entries` are the calls to make, by name; `others` the same calls with another batch and length. `dims`: the mesh to
+    `feeds` are the calls to make, by name; `others` the same calls with another batch and length. `dims`: the mesh to
     simulate, names and sizes, where it has more than the one dim "tp".
     """
     with one_compute_thread(), where_it_runs(model):  # checkpointed blocks run again in backward
         return _check(
-            model, entries, sharding, tp_size, others or {}, _chosen(checks), engine, mesh, budget or Budget(), dims
+            model, feeds, sharding, tp_size, others or {}, _chosen(checks), engine, mesh, budget or Budget(), dims
         )
 
 
 def _check(
     model: Any,
-    entries: Mapping[str, Any],
+    feeds: Mapping[str, Any],
     sharding: Sharding,
     tp_size: int,
     others: Mapping[str, Any],
@@ -121,7 +121,7 @@ def _check(
     from autoplan.check.verify.compare import tolerance_for
     from autoplan.check.verify.sensitivity import tolerance_of
 
-    subject = _prepared(model, entries, others)
+    subject = _prepared(model, feeds, others)
     stage("running the tiny clone unsharded")
     reference, absent = _reference(subject, wanted)
     job = _Job(subject, sharding, tp_size, tuple(reference), tuple((dims or {"tp": tp_size}).items()))
@@ -171,12 +171,12 @@ def _chosen(checks: Iterable[str] | None) -> tuple[str, ...]:
     return wanted
 
 
-def _prepared(model: Any, entries: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
-    """The unsharded subject, in eval mode, with labels for the entries that take them."""
+def _prepared(model: Any, feeds: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
+    """The unsharded subject, in eval mode, with labels for the feeds that take them."""
     from autoplan.check.verify.checks import labels_for
     from autoplan.check.verify.subject import Subject
 
-    subject = Subject(copied(model).eval(), entries, others)
+    subject = Subject(copied(model).eval(), feeds, others)
     subject = replace(subject, lifted=can_be_lifted(subject))
     return replace(subject, labels=labels_for(_copy(subject)))  # a run may leave hooks behind
 
@@ -190,7 +190,7 @@ def can_be_lifted(subject: Any) -> bool:
     lifted = replace(subject, model=copied(subject.model), lifted=True)
     try:
         with torch.no_grad():
-            for inputs in subject.entries.values():
+            for inputs in subject.feeds.values():
                 lifted.forward(inputs)
     except CANNOT_RUN:
         return False
@@ -242,7 +242,7 @@ def _dtype(model: Any) -> Any:
 
 
 def _worst(errors: Mapping[str, Mapping[str, float]], kind: str) -> dict[str, float]:
-    """The worst error of each name over all groups of one kind (one group per entry)."""
+    """The worst error of each name over all groups of one kind (one group per feed)."""
     worst: dict[str, float] = {}
     for group, found in errors.items():
         if group.endswith(kind):

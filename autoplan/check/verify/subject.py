@@ -35,14 +35,14 @@ Gather = Callable[[nn.Module, bool], Mapping[str, torch.Tensor]]  # (model, grad
 
 @dataclass
 class Subject:
-    """`entries` are the calls to make, `others` the same in another batch and length, `labels` where taken.
+    """`feeds` are the calls to make, `others` the same in another batch and length, `labels` where taken.
 
     `gather` brings parameters and gradients back in checkpoint layout; None: the model is not sharded. `lifted`: what
     it computes in single precision inside is computed in double precision.
     """
 
     model: nn.Module
-    entries: Mapping[str, Inputs]
+    feeds: Mapping[str, Inputs]
     others: Mapping[str, Inputs] = field(default_factory=dict)
     labels: Mapping[str, torch.Tensor] = field(default_factory=dict)
     gather: Gather | None = None

@@ -33,7 +33,7 @@ def measured_traffic(subject: Any, blocks: Iterable[str]) -> Measured:
     from autoplan.check.verify.subject import tensors_in, weighted_sum
     from autoplan.execute.tensor_parallel import applied
 
-    inputs = next(iter(subject.entries.values()))
+    inputs = next(iter(subject.feeds.values()))
     done = applied(subject.model)
     recorder = _Recorder(1 if done is None else done.tp_size)
     modules = dict(subject.model.named_modules())

@@ -142,7 +142,7 @@ def verify_source(
         from autoplan.check.verify.rounding import measure_rounding
 
         how: Any = {"exact": report.ok, "engine": engine, "mesh": mesh}
-        details["rounding"] = measure_rounding(clone.model, clone.entries, applied, **how)
+        details["rounding"] = measure_rounding(clone.model, clone.feeds, applied, **how)
     findings = [*report.findings, *findings, *whole_blocks(plan or applied)]
     return replace(report, ok=not any(f.level == "error" for f in findings), findings=tuple(findings), details=details)
 
@@ -170,10 +170,10 @@ def _verify_mesh(
         applied, findings = Plan(source.name, 1, layers=layers(clone.model)), list[Finding]()
         if sizes.ranks > 1:
             applied, findings = _plan_for(clone, source, plan, sizes, capabilities)
-        report = check_sharding(clone.model, clone.entries, sharding_of(applied), sizes.ranks, checks=wanted, **how)
+        report = check_sharding(clone.model, clone.feeds, sharding_of(applied), sizes.ranks, checks=wanted, **how)
         if not any(f.level == "error" and f.check in _DECISIVE for f in report.findings):
             break
-    trained, done = check_training(clone.model, clone.entries, clone.others, applied, mesh, engine=engine)
+    trained, done = check_training(clone.model, clone.feeds, clone.others, applied, mesh, engine=engine)
     findings = [*report.findings, *findings, *trained]
     details = {k: v for k, v in report.details.items() if k != "blocks"}
     details |= {"mesh": str(mesh), "model": source.name, "plan_tp": (plan or applied).tp_size}
@@ -198,11 +198,11 @@ def verify_clone(
     budget = Budget() if budget is None else budget
     how: Any = {"others": clone.others, "engine": engine, "mesh": mesh, "dims": mesh_of(plan), "budget": budget}
     sharding = sharding_of(plan, checkpointing=checkpointing)
-    report = check_sharding(clone.model, clone.entries, sharding, plan.ranks, checks=wanted, **how)
+    report = check_sharding(clone.model, clone.feeds, sharding, plan.ranks, checks=wanted, **how)
     findings = list(report.findings)
     if report.ok and "loss" in wanted and plan.runtime.of(SplitLogits):
         gathered = sharding_of(plan, gather_logits=True)
-        again = check_sharding(clone.model, clone.entries, gathered, plan.ranks, checks=["loss"], **how)
+        again = check_sharding(clone.model, clone.feeds, gathered, plan.ranks, checks=["loss"], **how)
         findings += [replace(found, message=f"with gathered logits: {found.message}") for found in again.findings]
     ok = not any(finding.level == "error" for finding in findings)
     details = {**report.details, "clone": clone.note}

@@ -93,16 +93,16 @@ def first_that_runs(
     ]
     twin = Twin(model)
     for chosen in _nearest_first(ways):
-        entry = dict(main)
+        feed = dict(main)
         for name, way in zip(names, chosen, strict=True):
             if way is not _ABSENT:
-                entry[name] = _drawn(way, batch, draw)
+                feed[name] = _drawn(way, batch, draw)
         try:
-            twin.run(twin.module, entry)
+            twin.run(twin.module, feed)
         except Exception as error:  # someone else's forward may raise anything
             if not depends_on_data(error):
                 continue
-        return entry
+        return feed
     return None
 
 

@@ -17,30 +17,30 @@ from transformers import PretrainedConfig
 from autoplan.capture.derive_inputs import derive
 from autoplan.capture.draw import Draw
 from autoplan.capture.dry_run import failure_of, tried
-from autoplan.capture.parts import part_entries
+from autoplan.capture.parts import part_feeds
 from autoplan.common.dtypes import working_dtype
 from autoplan.common.errors import CaptureError
 from autoplan.hf.inputs.by_argument import NAMES, first_that_runs
 from autoplan.hf.inputs.pictures import pictures
-from autoplan.hf.inputs.prompts import MODALITIES, Modality, prompt_entry, together
+from autoplan.hf.inputs.prompts import MODALITIES, Modality, prompt_feed, together
 from autoplan.hf.inputs.sounds import sounds, spectrum
 from autoplan.hf.shrink import all_configs
 from autoplan.hf.tiny_sizes import is_token_id
 from autoplan.hf.type_rules import type_rules
 
-__all__ = ["make_entries"]
+__all__ = ["make_feeds"]
 
 _SAMPLES, _FRAMES = 4000, 128
 _PICTURE = ("pixel_values",)
 _AUDIO = ("input_features", "input_values", "audio_values")
 
 
-def make_entries(
+def make_feeds(
     model: nn.Module, config: PretrainedConfig, model_type: str, batch: int, length: int, seed: int
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """All entries of a transformers model, and a note for each that is missing."""
+    """All feeds of a transformers model, and a note for each that is missing."""
     maker = _Maker(model, config, model_type, batch, length, seed)
-    main = maker.main_entry()
+    main = maker.main_feed()
     if any(maker.requires(name) and name not in main for name in maker.parameters):
         made = (
             maker.tower_alone() or maker.another_way(main) or derive(model, batch, length, seed)
@@ -53,26 +53,26 @@ def make_entries(
         )
     main = maker.with_what_text_needs(main) if "input_ids" in main else maker.as_it_runs(main)
     name = "text" if "input_ids" in main or "decoder_input_ids" in main else "forward"
-    entries, notes = {name: main}, []
-    for entry, modality in maker.prompts(main) if name == "text" else ():
+    feeds, notes = {name: main}, []
+    for feed, modality in maker.prompts(main) if name == "text" else ():
         try:
-            entries[entry] = maker.prompt_entry(entry, modality, main)
+            feeds[feed] = maker.prompt_feed(feed, modality, main)
         except CaptureError as error:
-            notes.append(f"no entry with {modality.argument}: {error.message}; pass one in inputs= to plan more")
-    if {"image", "audio"} <= entries.keys():
-        entries |= together(model, {kind: entries[kind] for kind in ("image", "audio")})
+            notes.append(f"no feed with {modality.argument}: {error.message}; pass one in inputs= to plan more")
+    if {"image", "audio"} <= feeds.keys():
+        feeds |= together(model, {kind: feeds[kind] for kind in ("image", "audio")})
     argument = maker.states_argument() if name == "text" else None
     if argument is not None:
         crossed = {**main, argument: maker.encoded()}
         with_states = tried(model, crossed, main)
         if with_states.failure is not None and getattr(config, "is_decoder", True):
-            notes.append(f"no entry with an encoder's states: {' '.join(str(with_states.failure).split())[:200]}")
+            notes.append(f"no feed with an encoder's states: {' '.join(str(with_states.failure).split())[:200]}")
         elif with_states.failure is None and with_states.used:
-            entries["cross"] = crossed
+            feeds["cross"] = crossed
     if len(maker.configs) > 1 or config.is_encoder_decoder:  # else there is nothing but a text model to run
-        parts, missing = part_entries(model, entries, maker.part, (batch, length, seed))
-        return {**entries, **parts}, [*notes, *missing]
-    return entries, notes
+        parts, missing = part_feeds(model, feeds, maker.part, (batch, length, seed))
+        return {**feeds, **parts}, [*notes, *missing]
+    return feeds, notes
 
 
 class _Maker:
@@ -106,7 +106,7 @@ class _Maker:
         allowed = [i for i in range(min(20, top // 2), top) if i not in special] or list(range(top))
         return self.draw.choice(allowed, (batch or self.batch, length or self.length))
 
-    def main_entry(self) -> dict[str, Any]:
+    def main_feed(self) -> dict[str, Any]:
         """The text pass where there is one, else whatever the model mainly takes."""
         made: dict[str, Any] = {}
         speech_only = self.main in _AUDIO and (self.config.is_encoder_decoder or not self.takes("input_ids"))
@@ -127,9 +127,9 @@ class _Maker:
         """A vision tower on its own: patches, under whatever name comes first, with their grid."""
         first = next(iter(self.parameters))
         for given in pictures(self.config, self.config, self.takes, self.draw, self.batch):
-            entry = {first if name == "pixel_values" else name: value for name, value in given.items()}
-            if len(entry) > 1 and failure_of(self.model, entry) is None:
-                return entry
+            feed = {first if name == "pixel_values" else name: value for name, value in given.items()}
+            if len(feed) > 1 and failure_of(self.model, feed) is None:
+                return feed
         return None
 
     def with_what_text_needs(self, main: dict[str, Any]) -> dict[str, Any]:
@@ -197,24 +197,24 @@ class _Maker:
         """What can be put into a prompt: as the type's rule file says, and whatever else the forward takes."""
         described = type_rules(self.model_type).prompts
         known = {modality.name: modality for modality in MODALITIES}
-        for entry in described:
-            kind = entry.split("_")[0]  # "image_wide" is another way to hand over an image
-            yield entry, next((m for m in MODALITIES if m.name == kind), Modality(kind, kind))
+        for feed in described:
+            kind = feed.split("_")[0]  # "image_wide" is another way to hand over an image
+            yield feed, next((m for m in MODALITIES if m.name == kind), Modality(kind, kind))
             known.pop(kind, None)
         for modality in known.values():
             if self.takes(modality.argument) and modality.argument not in main:
                 yield modality.name, modality
 
-    def prompt_entry(self, entry: str, modality: Modality, main: Mapping[str, Any]) -> dict[str, Any]:
+    def prompt_feed(self, feed: str, modality: Modality, main: Mapping[str, Any]) -> dict[str, Any]:
         """The text pass with a picture, a sound or a film in its prompts."""
         others = {name: value for name, value in main.items() if name not in ("input_ids", "use_cache")}
-        guesses = ({**others, **given} for given in self._given(entry, modality))
-        made = prompt_entry(modality, self.model, self.config, self.ids(), guesses, self.takes)
+        guesses = ({**others, **given} for given in self._given(feed, modality))
+        made = prompt_feed(modality, self.model, self.config, self.ids(), guesses, self.takes)
         return {**made, **self.without_cache()}
 
-    def _given(self, entry: str, modality: Modality) -> Iterator[dict[str, Any]]:
+    def _given(self, feed: str, modality: Modality) -> Iterator[dict[str, Any]]:
         """What can be handed to the tower: as the type's rule file says, else guesses."""
-        described = type_rules(self.model_type).prompts.get(entry)
+        described = type_rules(self.model_type).prompts.get(feed)
         if described is not None:
             yield {name: self.draw.described(rule, self.known()) for name, rule in described.items()}
         elif modality.name == "image":

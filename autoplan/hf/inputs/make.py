@@ -1,7 +1,7 @@
 """Example inputs: what to call a model with so that its forward runs and touches what there is to plan.
 
-An *entry* is one way to call a model: keyword arguments for its forward, under a name. The text pass comes first;
-models with several towers get one entry more per tower, because a text pass never touches a vision tower. Inputs are
+An *feed* is one way to call a model: keyword arguments for its forward, under a name. The text pass comes first;
+models with several towers get one feed more per tower, because a text pass never touches a vision tower. Inputs are
 real CPU tensors also for models on meta, ids are below the vocabulary and are no special tokens, no size is 1, and
 the same arguments give the same numbers without touching any global random state.
 
@@ -22,24 +22,24 @@ from transformers import PretrainedConfig, PreTrainedModel
 from autoplan.capture.derive_inputs import Recipe, derive
 from autoplan.capture.feeding.wants import SIZES
 from autoplan.common.errors import CaptureError
-from autoplan.hf.inputs.from_config import make_entries
+from autoplan.hf.inputs.from_config import make_feeds
 
-__all__ = ["Entries", "core_of", "entries_for", "make_inputs", "users_entries"]
+__all__ = ["Feeds", "core_of", "feeds_for", "make_inputs", "users_feeds"]
 
 
 @dataclass(frozen=True)
-class Entries:
-    """Entry name -> keyword arguments, and a note for each entry that could not be made.
+class Feeds:
+    """Feed name -> keyword arguments, and a note for each feed that could not be made.
 
     `others`: the same calls in other sizes, where it is known that they may change: paths that depend on sizes show.
     """
 
-    entries: dict[str, dict[str, Any]]
+    feeds: dict[str, dict[str, Any]]
     notes: tuple[str, ...] = ()
     others: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def entries_for(
+def feeds_for(
     model: nn.Module,
     *,
     config: PretrainedConfig | None = None,
@@ -49,10 +49,10 @@ def entries_for(
     length: int = 10,
     seed: int = 0,
 ) -> dict[str, dict[str, Any]]:
-    """Entry name -> keyword arguments for `model(**kwargs)`. Raises CaptureError when not even one can be made."""
+    """Feed name -> keyword arguments for `model(**kwargs)`. Raises CaptureError when not even one can be made."""
     return make_inputs(
         model, config=config, model_type=model_type, inputs=inputs, batch=batch, length=length, seed=seed
-    ).entries
+    ).feeds
 
 
 def make_inputs(
@@ -65,23 +65,23 @@ def make_inputs(
     length: int = 10,
     seed: int = 0,
     recipe: Recipe | None = None,
-) -> Entries:
-    """`entries_for` with notes on what is missing. The user's inputs are taken as they are, at any size asked.
+) -> Feeds:
+    """`feeds_for` with notes on what is missing. The user's inputs are taken as they are, at any size asked.
 
     A `recipe` has two sizes: its first for the usual batch and length, else the other.
     """
     if inputs is not None:
-        return Entries(users_entries(inputs))
+        return Feeds(users_feeds(inputs))
     core = core_of(model)
     config = config or (core.config if core is not None else None)
     if config is not None:
-        made, notes = make_entries(core or model, config, model_type or config.model_type or "", batch, length, seed)
-        return Entries(made, tuple(notes))
+        made, notes = make_feeds(core or model, config, model_type or config.model_type or "", batch, length, seed)
+        return Feeds(made, tuple(notes))
     if recipe is None:
-        return Entries({"forward": derive(model, batch, length, seed)})
+        return Feeds({"forward": derive(model, batch, length, seed)})
     usual = (batch, length) == (SIZES["batch"], SIZES["length"])
     others = {"forward": recipe.draw(model, seed, other=usual)} if recipe.other is not None else {}
-    return Entries({"forward": recipe.draw(model, seed, other=not usual)}, others=others)
+    return Feeds({"forward": recipe.draw(model, seed, other=not usual)}, others=others)
 
 
 def core_of(model: nn.Module) -> PreTrainedModel | None:
@@ -96,19 +96,19 @@ def core_of(model: nn.Module) -> PreTrainedModel | None:
     return core if passes_on or core.main_input_name in {parameter.name for parameter in taken} else None
 
 
-def users_entries(inputs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """`{argument: value}` is one entry; `{entry: {argument: value}}` is as many as it says.
+def users_feeds(inputs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """`{argument: value}` is one feed; `{feed: {argument: value}}` is as many as it says.
 
-    An entry with the key "@module" calls that part in place of the model (`called.py`).
+    A feed with the key "@module" calls that part in place of the model (`called.py`).
     """
     if not isinstance(inputs, Mapping) or not inputs:
         raise CaptureError(
             f"inputs= is {'empty' if isinstance(inputs, Mapping) else type(inputs).__name__}",
-            hint="give {argument: tensor}, or {entry name: {argument: tensor}}",
+            hint="give {argument: tensor}, or {feed name: {argument: tensor}}",
         )
     wrong = [name for name in inputs if not isinstance(name, str)]
     if wrong:
         raise CaptureError(f"inputs= has the key {wrong[0]!r}", hint="keys are names of forward's arguments")
     if all(isinstance(value, Mapping) for value in inputs.values()):
-        return {entry: dict(keywords) for entry, keywords in inputs.items()}
+        return {feed: dict(keywords) for feed, keywords in inputs.items()}
     return {"forward": dict(inputs)}

@@ -2,7 +2,7 @@
 
 The prompt must hold exactly as many placeholder tokens as the tower makes features. How many that is, only the model
 knows: so its own `get_image_features` (or `get_audio_features`, …) is run on a copy, and the whole call is tried on
-that copy before it is offered as an entry. What is handed to the tower is described in `rules/inputs/<type>.toml`, or
+that copy before it is offered as a feed. What is handed to the tower is described in `rules/inputs/<type>.toml`, or
 guessed (`pictures.py`, `sounds.py`).
 """
 
@@ -21,7 +21,7 @@ from autoplan.capture.dry_run import Twin, depends_on_data, tried
 from autoplan.common.errors import CaptureError
 from autoplan.hf.shrink import all_configs
 
-__all__ = ["MODALITIES", "Modality", "prompt_entry", "together"]
+__all__ = ["MODALITIES", "Modality", "prompt_feed", "together"]
 
 _TOKEN_TYPES = ("mm_token_type_ids", "moe_mm_token_type_ids")
 _ALONG_TEXT = ("input_ids", *_TOKEN_TYPES)
@@ -50,7 +50,7 @@ MODALITIES = (
 )
 
 
-def prompt_entry(
+def prompt_feed(
     modality: Modality,
     model: nn.Module,
     config: PretrainedConfig,
@@ -75,15 +75,15 @@ def prompt_entry(
     raise CaptureError(f"the {modality.name}'s path does not run: {type(first).__name__}: {reason}") from first
 
 
-def together(model: nn.Module, entries: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The entries as one, a prompt with all that theirs have, if that makes the model read what none of them does."""
+def together(model: nn.Module, feeds: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The feeds as one, a prompt with all that theirs have, if that makes the model read what none of them does."""
     merged: dict[str, Any] = {}
-    for entry in entries.values():
-        for name, value in entry.items():
+    for feed in feeds.values():
+        for name, value in feed.items():
             joins = name in merged and name in _ALONG_TEXT
             merged[name] = torch.cat([merged[name], value], dim=1) if joins else value
-    found = tried(model, merged, *entries.values())
-    return {"_".join(entries): merged} if found.failure is None and found.used else {}
+    found = tried(model, merged, *feeds.values())
+    return {"_".join(feeds): merged} if found.failure is None and found.used else {}
 
 
 def _token(modality: Modality, config: PretrainedConfig) -> int | None:
@@ -101,19 +101,19 @@ def _tried(
     takes: Callable[[str], bool],
 ) -> dict[str, Any] | Exception:
     """The whole call, if it runs on the twin, else what was raised."""
-    entry: dict[str, Any] = {}
+    feed: dict[str, Any] = {}
     try:
         ids, maker, count = text, _maker(twin.module, modality, given), given.pop("placeholders", None)
         if count is None and maker is not None and token is not None:
             count = _features(twin.run(maker, _known_to(maker, given)))
         if count is not None and token is not None:
             ids = _with_placeholders(text, token, count)
-        entry = {"input_ids": ids, **given, **_token_types(ids == token, takes, modality)}
-        twin.run(twin.module, entry)
+        feed = {"input_ids": ids, **given, **_token_types(ids == token, takes, modality)}
+        twin.run(twin.module, feed)
     except Exception as error:  # someone else's forward, tried on a guess, may raise anything
-        if not (entry and depends_on_data(error)):
+        if not (feed and depends_on_data(error)):
             return error
-    return entry
+    return feed
 
 
 def _maker(twin: nn.Module, modality: Modality, given: Mapping[str, Any]) -> Callable[..., Any] | None:

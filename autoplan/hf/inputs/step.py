@@ -26,8 +26,8 @@ def step_inputs(
     made = make_inputs(
         module, config=source.config, model_type=source.model_type, inputs=users, batch=batch, length=length
     )
-    names = [name for name, entry in made.entries.items() if "@module" not in entry]
-    found = dict(made.entries[next((name for name in _FIRST if name in names), names[0])])
+    names = [name for name, feed in made.feeds.items() if "@module" not in feed]
+    found = dict(made.feeds[next((name for name in _FIRST if name in names), names[0])])
     known = conventions()
     takes = _taken(module)
     if known.cache_switch in takes:

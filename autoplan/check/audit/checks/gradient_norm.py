@@ -47,17 +47,17 @@ def _norms(subject: Subject, clone: Any, function: Any) -> tuple[float, list[flo
     size = subject.numbers.tp_size
     sharding = sharding_for(subject.plan)
     with one_compute_thread():
-        whole = Running(copied(clone.model), clone.entries)
-        entry = next(iter(clone.entries.values()))
-        whole.forward_and_backward(entry)
+        whole = Running(copied(clone.model), clone.feeds)
+        feed = next(iter(clone.feeds.values()))
+        whole.forward_and_backward(feed)
         unique = {p for p in whole.model.parameters() if p.grad is not None}
         want = math.sqrt(sum(float(p.grad.double().pow(2).sum()) for p in unique))
         models = [copied(clone.model) for _ in range(size)]
-        got = run_ranks(partial(_on_rank, models=models, entry=entry, sharding=sharding, function=function), size)
+        got = run_ranks(partial(_on_rank, models=models, feed=feed, sharding=sharding, function=function), size)
     return want, got
 
 
-def _on_rank(rank: int, *, models: list[Any], entry: Any, sharding: Any, function: Any) -> float:
+def _on_rank(rank: int, *, models: list[Any], feed: Any, sharding: Any, function: Any) -> float:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -65,5 +65,5 @@ def _on_rank(rank: int, *, models: list[Any], entry: Any, sharding: Any, functio
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = sharding.shard(models[rank], mesh)
-    Running(model, {"": entry}, gather=lambda model, grads: {}).forward_and_backward(entry)
+    Running(model, {"": feed}, gather=lambda model, grads: {}).forward_and_backward(feed)
     return float(function(model, mesh))

@@ -49,6 +49,6 @@ def _spread(subject: Subject, clone: Any, dtype: str) -> tuple[float, float]:
     assert subject.numbers is not None
     model = copied(clone.model)
     cast_numbers(model, wanted)
-    entries = inputs_in(wanted, clone.entries)
-    report = check_sharding(model, entries, sharding_for(subject.plan), subject.numbers.tp_size, checks=("forward",))
+    feeds = inputs_in(wanted, clone.feeds)
+    report = check_sharding(model, feeds, sharding_for(subject.plan), subject.numbers.tp_size, checks=("forward",))
     return report.forward or 0.0, max(report.gradients.values(), default=0.0)
