@@ -63,7 +63,7 @@ class Painter(nn.Module):
         return self.press.unpack(self.sketch(self.token(input_ids))).tanh()
 
 
-def test_parts_that_forward_never_runs_have_entries() -> None:
+def test_parts_that_forward_never_runs_have_feeds() -> None:
     """Halves that methods run are parts; of choices the one that was not taken follows the other."""
     model = Painter()
     feeds = make_inputs(model, config=model.config).feeds
@@ -97,3 +97,25 @@ def test_parts_are_split_and_a_method_that_runs_them_is_right(tp: int) -> None:
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 torch.testing.assert_close(gradients[name], parameter.grad)
+
+
+class Counted(nn.Module):
+    """Reads how often each row comes before anything else: a run on shapes alone ends there, whatever it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ribs = Ribs()
+        self.table = nn.Embedding(600, 60_000)  # too large to be run for real
+
+    def forward(self, tide: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        if sum(counts.tolist()) != 3:
+            raise ValueError("three rows are wanted")
+        return self.ribs(tide) + self.table(tide.long().sum(-1))[..., :16]
+
+
+def test_what_is_inside_a_part_is_fed_where_the_part_itself_cannot_be() -> None:
+    model = Painter()
+    with torch.device("meta"):
+        model.counted = Counted()
+    feeds = make_inputs(model, config=model.config).feeds
+    assert "counted" not in feeds and "counted.table" in feeds

@@ -21,10 +21,6 @@ from autoplan.values import SplitLogits
 torch.set_num_threads(1)
 LOOKALIKES = {"baichuan": "baichuan", "decilm": "decilm", "nemotron-labs-diffusion": "nemotron_labs_diffusion"}
 PLANS = {plan.id: plan for plan in load_plans()}
-# Open: what held until the blocks of the model's vision tower stopped to be cut alike at full size.
-NOT_ALONG_THE_SEQUENCE = {
-    "qwen3_5-multimodal": "at full size its blocks are not cut alike, and its tower cannot be recorded block by block"
-}
 
 
 def model_of(plan: HandwrittenPlan) -> Any:
@@ -96,8 +92,6 @@ def test_sequence_parallel_variant(name: str) -> None:
     if isinstance(variant, str):
         assert len(variant) > 40
         return
-    if name in NOT_ALONG_THE_SEQUENCE:
-        pytest.xfail(NOT_ALONG_THE_SEQUENCE[name])
     model = model_of(PLANS[name])
     made = autoplan.plan(model, 2, sequence_parallel=True, prove="none")
     assert made.sequence_parallel and made.source == "handwritten"

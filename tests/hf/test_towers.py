@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 import autoplan
 from autoplan.capture.called import calls_the_model
 from autoplan.capture.capture import capture_fake
+from autoplan.capture.dry_run import tried
 from autoplan.capture.known_values import KnownValues
 from autoplan.check.ranks.run import run_ranks
 from autoplan.hf.inputs.make import feeds_for, make_inputs
@@ -169,6 +170,19 @@ def test_a_picture_and_a_sound_in_one_prompt_where_that_shows_more(kind: type[Se
     assert list(calls_the_model(feeds)) == expected
     plan = autoplan.plan(model, tp_size=2, inputs=feeds)
     assert autoplan.verify(model, plan, tp_size=2, inputs=feeds).ok
+
+
+def test_a_tower_is_fed_by_its_own_config_where_the_prompt_does_not_run() -> None:
+    """Its features are wider than the text that they go into, so nothing but the tower itself can be called."""
+    model = resolve("qwen2_5_vl").tiny()
+    config = copy.deepcopy(model.config)
+    config.vision_config.out_hidden_size = 2 * config.text_config.hidden_size
+    with torch.device("meta"):
+        apart = type(model)(config).double()
+    made = make_inputs(apart, config=config, model_type="qwen2_5_vl")
+    assert any("do not match" in note for note in made.notes)
+    tower = made.feeds["model.visual"]
+    assert tower["grid_thw"].shape[1] == 3 and tried(apart.model.visual, dict(list(tower.items())[1:])).complete
 
 
 # ------------------------------------------------------------------------------------------------- stems are gathered

@@ -80,7 +80,7 @@ class _Maker:
 
     def __init__(self, model: nn.Module, config: PretrainedConfig, model_type: str, batch: int, length: int, seed: int):
         self.model, self.config, self.model_type = model, config, model_type
-        self.batch, self.length = batch, length
+        self.batch, self.length, self.seed = batch, length, seed
         self.parameters = inspect.signature(model.forward).parameters
         self.main = getattr(model, "main_input_name", "input_ids")
         self.configs = all_configs(config)
@@ -224,11 +224,14 @@ class _Maker:
             yield from sounds(self.configs, self.takes, self.draw, self.batch)
 
     def part(self, name: str, part: nn.Module) -> dict[str, Any] | None:
-        """What the type's rule file says that a part takes which is called alone."""
+        """What a part takes that is called alone: what the type's rule file says; pictures, for a vision tower."""
         for path, described in type_rules(self.model_type).parts.items():
             if f".{name}".endswith(f".{path}"):
                 return {argument: self.draw.described(rule, self.known()) for argument, rule in described.items()}
-        return None
+        config = getattr(part, "config", None)
+        if not isinstance(config, PretrainedConfig) or config is self.config:
+            return None
+        return _Maker(part, config, config.model_type, self.batch, self.length, self.seed).tower_alone()
 
     def without_cache(self) -> dict[str, Any]:
         """A cache would be returned; asking for none beats writing to the config."""
