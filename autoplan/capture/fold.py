@@ -366,7 +366,7 @@ def _count_places(blocks: nn.ModuleList) -> None:
 def _deepcopy(module: nn.Module, memo: dict[int, Any], name: str) -> nn.Module:
     try:
         return copy.deepcopy(module, memo)
-    except Exception as error:
+    except Exception as error:  # someone's __deepcopy__ may raise anything
         where, culprit = _not_copyable(module, dict(memo), name)
         raise CaptureError(
             f"a copy of the model is needed to run it safely, but {where} cannot be copied: {culprit or error}",

@@ -313,7 +313,7 @@ def record(
                 call(model, kwargs)
             except OutsideError:
                 raise
-            except Exception as error:
+            except Exception as error:  # someone else's forward may raise anything
                 raise _cannot_run(error, recording, feed) from error
     real = fake_mode is None
     return recording.trace(folds, tuple(feeds), real), recording

@@ -149,7 +149,7 @@ def _fill(mine: Hold, patch: Patch, places: Iterable[Place], together: bool) -> 
                     _join(mine, one)
             for place in places:
                 _stand(mine, patch, place)
-        except BaseException:
+        except BaseException:  # undone, and raised on
             _leave(mine)
             raise
 

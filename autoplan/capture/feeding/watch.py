@@ -92,7 +92,7 @@ class Watch(TorchFunctionMode):
             self.last = paths or self.last
         try:
             result = func(*args, **kwargs)
-        except Exception:
+        except Exception:  # noted, and raised on
             self.failed = FailedCall(func, tuple(args), dict(kwargs))
             raise
         if any(tensor.numel() > _LARGEST for _, tensor in flatten_tensors(result)):

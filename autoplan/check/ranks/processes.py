@@ -200,7 +200,7 @@ def _taken_over(job: bytes) -> Any:
     """What is to be run; its classes are imported anew here, and importing runs code of the user's."""
     try:
         return _unpacked(job)
-    except Exception as error:
+    except Exception as error:  # what an import runs may raise anything
         name = f" {error.name!r}" if isinstance(error, ImportError) and error.name else ""
         raise RankNotStarted(
             f"a rank's process cannot import{name} what the model is made of: {type(error).__name__}: {error}",

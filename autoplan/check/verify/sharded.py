@@ -320,7 +320,7 @@ def _observe(rank: int, job: _Job, mesh: Any) -> tuple[dict[str, Any], dict[str,
 
     try:
         model = replacing(job.subject.model, lambda model: job.sharding.shard(model, mesh))
-    except Exception as error:
+    except Exception as error:  # whatever a plan does to a model is a finding about the plan
         raise CheckFailed("sharding", _said(error)) from error
     subject = replace(job.subject, model=model, gather=job.sharding.gather, rank=rank)
     seen: dict[str, Any] = {}
@@ -332,7 +332,7 @@ def _observe(rank: int, job: _Job, mesh: Any) -> tuple[dict[str, Any], dict[str,
                     seen[check.name] = check.run(subject)
             except OutsideError as error:
                 raise CheckFailed(check.name, error.message) from error
-            except Exception as error:
+            except Exception as error:  # as above: what the sharded forward raises is the finding
                 raise CheckFailed(check.name, f"the sharded model cannot run: {_said(error)}") from error
             if check.name == "forward":
                 collectives = {**subject.collectives, "blocks": _measured(job, subject), "noted": _noted(job, subject)}
