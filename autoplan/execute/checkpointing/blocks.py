@@ -293,7 +293,7 @@ def _run(module: nn.Module, state: _State, args: tuple[Any, ...], kwargs: dict[s
             changed = _post(module, hooks, key, hook, args, kwargs, result)
             result = result if changed is None else changed
         return result
-    except BaseException:  # undone, and raised on
+    except BaseException:  # hooks that are always called are called, and it is raised on
         for key in [k for k in hooks["_forward_hooks_always_called"] if k not in called]:
             _post(module, hooks, key, hooks["_forward_hooks"][key], args, kwargs, result)
         raise
