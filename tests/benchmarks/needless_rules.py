@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import transformers
