@@ -37,6 +37,7 @@ from autoplan.values import Capabilities, Finding, LocalExperts, Plan, Trace
 from autoplan.values.quantised import PackedWeight
 from autoplan.values.reasons import DoesNotDivide
 from autoplan.values.steering import digest
+from autoplan.values.whole_sequence import WholeSequence
 
 __all__ = ["Draft", "capture_source", "draft_plan", "solve_source", "wanted_capabilities"]
 
@@ -144,8 +145,8 @@ def solve_source(
         except CaptureError as error:  # what need not be alike along the sequence is so without it
             if sequence_stacks is None:
                 raise
-            uneven = f"its blocks are not cut alike, and cannot be recorded one by one: {error.message}"
-            solution = replace(solved(captured.trace, sequence_stacks=None), sequence_notes=(uneven,))
+            uneven = WholeSequence("blocks-apart", error=error.message)
+            solution = replace(solved(captured.trace, sequence_stacks=None), whole_sequence=(uneven,))
     if wish.ranks > 1:
         _refuse_useless(source, solution, wish, packed)
     return solution
@@ -187,6 +188,6 @@ def _refuse_useless(source: Source, solution: Solution, wish: Wish, packed: tupl
 def sequence_findings(solution: Solution) -> tuple[Finding, ...]:
     """What sequence parallelism leaves whole, or why there is none."""
     if not solution.sequence_parallel:
-        why = "; ".join(solution.sequence_notes)
+        why = "; ".join(map(str, solution.whole_sequence))
         return (Finding("sequence", "warn", "", f"sequence parallelism was asked for and is not applied: {why}"),)
-    return tuple(Finding("sequence", "note", "", f"the whole sequence at {note}") for note in solution.sequence_notes)
+    return tuple(Finding("sequence", "note", "", f"the whole sequence at {why}") for why in solution.whole_sequence)

@@ -59,6 +59,7 @@ from autoplan.values.reasons import (
     TableByColumns,
     Unused,
 )
+from autoplan.values.whole_sequence import WholeSequence
 
 __all__ = ["Solution", "solve"]
 
@@ -79,7 +80,7 @@ class Solution:
     legal_tp: tuple[int, ...]
     refusals: tuple[AxisWhole, ...] = ()
     sequence_parallel: bool = False
-    sequence_notes: tuple[str, ...] = ()
+    whole_sequence: tuple[WholeSequence, ...] = ()
     notes: tuple[str, ...] = ()  # on a written plan, where there is one
     parted: tuple[ClassFact, ...] = ()  # classes that would be cut inside a block of a quantised weight
     experts_inside: tuple[tuple[str, Reason], ...] = ()  # modules whose experts could not be placed apart, and why
@@ -254,7 +255,7 @@ def _solution(
         legal_tp=legal,
         refusals=tuple(dict.fromkeys(refusals)),
         sequence_parallel=cut is not None,
-        sequence_notes=() if sequence is None else tuple(dict.fromkeys(cut.whole)) if cut else (sequence.reason,),
+        whole_sequence=() if sequence is None else tuple(dict.fromkeys(cut.whole)) if cut else sequence.refused,
         shards=done.shards,
     )
 

@@ -15,6 +15,7 @@ the boundaries cannot be found the plan stays without sequence parallelism and s
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import reduce
 
 from autoplan.analyse.placement.callflow import CallFlow, Crossing
@@ -34,6 +35,7 @@ from autoplan.values import (
     Side,
     WithholdPartial,
 )
+from autoplan.values.whole_sequence import WholeSequence
 
 __all__ = ["SequencePlacement", "place_sequence", "sequence_boundaries"]
 
@@ -43,24 +45,23 @@ def place_sequence(
 ) -> SequencePlacement:
     """Cut the residual stream of every stack of blocks along its sequence; one that cannot be stays whole."""
     found: list[SequencePlacement] = []
-    refused: list[tuple[str, str]] = []
-    without: list[str] = []
+    refused: list[WholeSequence] = []
+    without: list[WholeSequence] = []
     for number, names in enumerate(blocks for blocks in stacks if blocks):
         stream = Stream(shards, flow, placement, names).run()
         if stream is None:
-            without.append(f"nothing that {names[0]} takes in has a dim of positions")
+            without.append(WholeSequence("no-positions", names[0]))
             continue
-        if stream.reason:
-            refused.append((names[0].rpartition(".")[0], stream.reason))
+        if stream.refused:
+            refused += [replace(why, stack=names[0].rpartition(".")[0]) for why in stream.refused]
             continue
         stream.name_crossings(f"s{number}")
         found.append(stream)
     if not found:
-        none = "the model has no repeated blocks whose stream could be cut"
-        reasons = [why for _, why in refused] or without or [none]
-        return SequencePlacement(reason="; ".join(dict.fromkeys(reasons)))
+        reasons = [replace(why, stack=None) for why in refused] or without or [WholeSequence("no-blocks")]
+        return SequencePlacement(refused=tuple(dict.fromkeys(reasons)))
     result = reduce(_merged, found)
-    result.whole += [f"all of {stack or 'the stack'}: {why}" for stack, why in refused]
+    result.whole += refused
     return result
 
 

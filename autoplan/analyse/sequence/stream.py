@@ -8,6 +8,7 @@ until nothing is left to add.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from autoplan.analyse.placement.callflow import Crossing
 from autoplan.analyse.sequence.positions import Positions, integers
@@ -16,6 +17,7 @@ from autoplan.analyse.splits.literal_sizes import evaluate
 from autoplan.axes.terms import Term
 from autoplan.ops import call_record
 from autoplan.values import ModuleVisit, Symbolic
+from autoplan.values.whole_sequence import WholeSequence, WholeWhy
 
 __all__ = ["SequencePlacement", "Stream"]
 
@@ -67,8 +69,8 @@ class Stream(CutStream):
                 except Again:
                     continue
         except Refused as refused:
-            return SequencePlacement(reason=str(refused))
-        return SequencePlacement(reason="the boundaries of the stream did not settle")
+            return SequencePlacement(refused=(refused.reason,))
+        return SequencePlacement(refused=(WholeSequence("unsettled"),))
 
     # ------------------------------------------------------------------ the walk
 
@@ -81,7 +83,7 @@ class Stream(CutStream):
         for start, origin in self.starts.items():
             start_dim = self.positions.plain_dim(origin)
             if start_dim is None:
-                raise Refused("the stream's sequence is merged with another dim where the first block begins")
+                raise Refused(WholeSequence("merged-at-start"))
             result.scatters[(start, "input")] = start_dim
         scattered_out = {self.tensor_at(b, "output") for b, side in result.scatters if side == "output"}
         scattered_in = [(self.tensor_at(b, "input"), b) for b, side in result.scatters if side == "input"]
@@ -103,15 +105,15 @@ class Stream(CutStream):
                 self.cut.update(t for t in outputs if self.positions.dims_of(t))
                 return
             if self._told_a_shard(index):
-                reason = f"{call.name} in {call.module or 'the model'} is told the length of a shard"
-                self._gather_around(index, reason)
-                raise Refused(reason)
+                told = self._whole("told-shard", index)
+                self._gather_around(index, told)
+                raise Refused(told)
             self._cut_sums(index, outputs)
             return
         if flow.is_identity(index):
             return
         reason = self._crosses(index, cut)
-        if reason:
+        if reason is not None:
             for tensor in cut:
                 self._make_whole(tensor, index, reason)
             return
@@ -159,28 +161,33 @@ class Stream(CutStream):
 
     # ------------------------------------------------------------------ can a call run on a shard?
 
-    def _crosses(self, index: int, cut: list[int]) -> str:
-        """Why a call needs the whole sequence, or an empty string."""
+    def _whole(self, why: WholeWhy, index: int) -> WholeSequence:
+        """A reason that is about a call."""
+        call = self.trace.calls[index]
+        return WholeSequence(why, call.module, call.name)
+
+    def _crosses(self, index: int, cut: list[int]) -> WholeSequence | None:
+        """Why a call needs the whole sequence; None if it does not."""
         call = self.trace.calls[index]
         for op in range(*call.ops):
             if self.positions.crossed_by(op):
-                return f"{self.trace.ops[op].name} in {call.module or 'the model'} reads across the sequence"
+                return WholeSequence("reads-across", call.module, self.trace.ops[op].name)
         along = call_record(call.name).along
         what = "" if along is None else along.what
         if what == "picks" and self.positions.picks(index, cut):
-            return f"{call.name} in {call.module or 'the model'} picks positions"
+            return self._whole("picks", index)
         if what == "parts" and self._parts(index, cut):
-            return f"{call.name} in {call.module or 'the model'} parts positions"
+            return self._whole("parts", index)
         if what == "scatters" and self._along(index, cut):  # several positions may be added together
-            return f"{call.name} in {call.module or 'the model'} writes positions to places of their own"
+            return self._whole("places", index)
         for tensor in (*self.flow.inputs[index], *self.flow.outputs[index]):
             if len(self.positions.dims_of(tensor)) > 1:
-                return f"{call.name} in {call.module or 'the model'} meets two positions at once"
+                return self._whole("two-positions", index)
         if index in self.placement.reductions or any(self.shards.is_split(t) for t in self.flow.outputs[index]):
-            return f"{call.name} in {call.module or 'the model'} enters a split region"
+            return self._whole("enters-split", index)
         if not self._sizes_follow(index, cut):
-            return f"{call.name} in {call.module or 'the model'} is told the length of the sequence"
-        return ""
+            return self._whole("told-length", index)
+        return None
 
     def _along(self, index: int, cut: list[int]) -> list[int]:
         """The cut values whose sequence is the dim that a call works along."""
@@ -237,7 +244,7 @@ class Stream(CutStream):
 
     # ------------------------------------------------------------------ boundaries
 
-    def _make_whole(self, tensor: int, index: int, reason: str) -> None:
+    def _make_whole(self, tensor: int, index: int, reason: WholeSequence) -> None:
         """Gather a value for a call: at the module that takes it in, else where it is returned."""
         dim = self.positions.plain_dim(tensor)
         if dim is not None:
@@ -258,9 +265,9 @@ class Stream(CutStream):
             for source in self.flow.inputs[maker]:
                 if self.positions.dims_of(source) and self.is_cut(source, maker):
                     self._make_whole(source, maker, reason)
-        raise Refused(f"{reason}, and no module boundary lies before it")
+        raise Refused(replace(reason, inside=True))
 
-    def _gather_around(self, index: int, reason: str) -> None:
+    def _gather_around(self, index: int, reason: WholeSequence) -> None:
         """Give the whole sequence to the innermost module around a call that takes in a cut value."""
         around = [(i, v) for i, v in enumerate(self.trace.visits) if v.calls[0] <= index < v.calls[1]]
         for number, visit in sorted(around, key=lambda item: item[1].calls[1] - item[1].calls[0]):
@@ -274,18 +281,21 @@ class Stream(CutStream):
                     self._add(self.result.gathers, [(crossing, "input") for crossing in crossings], dim, reason)
 
     def _add(
-        self, where: dict[tuple[Crossing, str], int], keys: list[tuple[Crossing, str]], dim: int, reason: str
+        self,
+        where: dict[tuple[Crossing, str], int],
+        keys: list[tuple[Crossing, str]],
+        dim: int,
+        reason: WholeSequence | None,
     ) -> None:
         if any(key in where or (key[0].module, key[1], key[0].path) in self.closed for key in keys):
             return
         where.update(dict.fromkeys(keys, dim))
-        if reason:
-            self.result.whole.append(f"{keys[0][0].module}: {reason}")
+        if reason is not None:
+            self.result.whole.append(replace(reason, at=keys[0][0].module))
         raise Again
 
     def _cut_partner(self, tensor: int, index: int, cut: list[int]) -> None:
         """A whole value meets a cut one: cut it too, or what it was made of, else make the other whole."""
-        call = self.trace.calls[index]
         source, reader = tensor, index
         for _ in range(_MAKERS):
             self._cut_at_boundary(source, reader)
@@ -296,7 +306,7 @@ class Stream(CutStream):
                 break
             source = sources[0]
         for value in cut:
-            self._make_whole(value, index, f"{call.name} in {call.module or 'the model'} meets a whole value")
+            self._make_whole(value, index, self._whole("meets-whole", index))
 
     def _cut_at_boundary(self, tensor: int, index: int) -> None:
         """Cut a value where a module returns it or takes it in."""
@@ -307,11 +317,11 @@ class Stream(CutStream):
         leaving = [b for b in self.flow.leaving.get(tensor, []) if b.first <= producer < b.last <= index]
         for crossing in sorted(leaving, key=lambda b: b.last - b.first):
             if self._all_after(crossing, tensor) and (crossing, "output") not in self.result.gathers:
-                self._add(self.result.scatters, [(crossing, "output")], dim, "")
+                self._add(self.result.scatters, [(crossing, "output")], dim, None)
         entering = [b for b in self.flow.entering.get(tensor, []) if b.first <= index < b.last]
         for crossing in sorted(entering, key=lambda b: b.last - b.first):
             if crossing.module not in self.names or any(crossing.visit == start.visit for start in self.starts):
-                self._add(self.result.scatters, [(crossing, "input")], dim, "")
+                self._add(self.result.scatters, [(crossing, "input")], dim, None)
 
     def _all_after(self, crossing: Crossing, tensor: int) -> bool:
         """Do all read the value behind the boundary, and where the walk sees them?"""
@@ -324,9 +334,8 @@ class Stream(CutStream):
                 continue
             parameters = self._made_of(tensor, index)
             if parameters is None:
-                call = self.trace.calls[index]
                 for value in cut:
-                    self._make_whole(value, index, f"{call.name} in {call.module} uses a value that others use whole")
+                    self._make_whole(value, index, self._whole("shared-value", index))
             else:
                 self.result.summed_parameters |= parameters
 

@@ -15,7 +15,8 @@ from autoplan.analyse.placement.hook_points import HookPoint
 from autoplan.analyse.placement.placement import Placement
 from autoplan.analyse.sequence.positions import Positions
 from autoplan.analyse.shards import Shards
-from autoplan.values import AllReduce, AllReduceGradient, SequenceName, WithholdPartial
+from autoplan.values import AllReduce, AllReduceGradient, Call, SequenceName, WithholdPartial
+from autoplan.values.whole_sequence import WholeSequence
 
 __all__ = ["Again", "CutStream", "Refused", "SequencePlacement"]
 
@@ -35,8 +36,8 @@ class SequencePlacement:
     random: set[str] = field(default_factory=set)
     names: dict[Crossing, SequenceName] = field(default_factory=dict)  # which sequence a crossing is about
     flattened: set[Crossing] = field(default_factory=set)
-    whole: list[str] = field(default_factory=list)  # what runs on the whole sequence, and why
-    reason: str = ""  # why there is no sequence parallelism
+    whole: list[WholeSequence] = field(default_factory=list)  # what runs on the whole sequence, and why
+    refused: tuple[WholeSequence, ...] = ()  # why there is no sequence parallelism
 
     def name_crossings(self, name: str) -> None:
         """Say of every crossing which sequence it is about."""
@@ -46,11 +47,15 @@ class SequencePlacement:
 
     @property
     def applies(self) -> bool:
-        return not self.reason
+        return not self.refused
 
 
 class Refused(Exception):
-    """No boundary can be found; the message says for what."""
+    """No boundary can be found, and for what."""
+
+    def __init__(self, reason: WholeSequence) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
 
 
 class Again(Exception):
@@ -130,7 +135,7 @@ class CutStream:
                 continue
             dim = self.positions.plain_dim(tensor)
             if dim is None:
-                raise Refused(f"the sequence is merged with another dim where {crossing.module} takes it in")
+                raise Refused(WholeSequence("merged-taken-in", crossing.module))
             result.gather_sums[(crossing, side)] = dim
         for index, visit in enumerate(self.trace.visits):
             if visit.parent is None and visit.calls[1] > self.first_call:
@@ -138,15 +143,15 @@ class CutStream:
                     if tensor in self.cut and not self.leaving.get(tensor):
                         dim = self.positions.plain_dim(tensor)
                         if dim is None:
-                            raise Refused("what the model returns has its sequence merged with another dim")
+                            raise Refused(WholeSequence("merged-returned"))
                         result.gathers[(Crossing(index, visit.module, path, *visit.calls), "output")] = dim
         for tensor in result.summed_parameters:
             uses = self.flow.gradient_uses(tensor)
             whole = [u for u in uses if not self._reaches_shard(u)]
             if whole and tensor not in self.placement.summed_parameters:
                 call = self.trace.calls[min(whole)]
-                name, place = self.trace.tensors[tensor].names[0], call.module or "the model"
-                raise Refused(f"{call.name} in {place} uses {name} on the whole sequence, others use it on shards")
+                name = self.trace.tensors[tensor].names[0]
+                raise Refused(WholeSequence("shared-parameter", call.module, call.name, parameter=name))
         self._even_points()
         self._note_shards()
 
@@ -203,20 +208,19 @@ class CutStream:
             for b, side in (*result.gather_sums, *((b, "output") for b in result.reduce_scatters))
         }
         for point in sorted(uneven & fixed, key=str):
-            raise Refused(
-                f"{point[0] or 'the model'} runs on shards and on the whole sequence{self._of(point, points)}"
-            )
+            call = self._maker(point, points)
+            name, maker = ("", "") if call is None else (call.name, call.module)
+            raise Refused(WholeSequence("runs-both-ways", point[0], name, maker=maker))
         if uneven:  # look for other boundaries
             self.closed |= uneven
             self.result = SequencePlacement()
             raise Again
 
-    def _of(self, point: HookPoint, points: dict[HookPoint, set[int]]) -> str:
+    def _maker(self, point: HookPoint, points: dict[HookPoint, set[int]]) -> Call | None:
         """What made the value that is whole where others are cut."""
         runs = self.flow.runs_through(*point)
         made = (self.flow.producer.get(tensor, -1) for visit, tensor in runs.items() if visit not in points[point])
-        call = next((self.trace.calls[index] for index in made if index >= 0), None)
-        return "" if call is None else f", which {call.name} in {call.module or 'the model'} made"
+        return next((self.trace.calls[index] for index in made if index >= 0), None)
 
     def _reaches_shard(self, call: int) -> bool:
         """Is what a call makes of a parameter used on shards of the positions?"""

@@ -107,7 +107,7 @@ def score_clone(clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | 
         scoped=len(solution.runtime.of(CallRewrite)),
         notes=(*captured.trace.notes, *map(str, solution.refusals), *_on_experts(plan, solution), clone.note),
         regions=regions_per_block(plan) if cut else None,
-        uncut="; ".join(solution.sequence_notes) if how.sequence_parallel and not cut else "",
+        uncut="; ".join(map(str, solution.whole_sequence)) if how.sequence_parallel and not cut else "",
     )
     try:
         tested = replace(clone, feeds=runs) if runs else clone

@@ -44,4 +44,4 @@ def _whole_sequence(subject: Subject) -> str:
 
     stacks = tuple(stack.fqns for stack in subject.stacks)
     solution = solve(subject.solution.trace, subject.tp_size, sequence_stacks=stacks)
-    return "; ".join(solution.sequence_notes[:2])
+    return "; ".join(map(str, solution.whole_sequence[:2]))
