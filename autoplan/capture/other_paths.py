@@ -1,9 +1,9 @@
-"""Calls of other sizes that take another way through a model's code: they are recorded beside the first.
+"""Calls that take another way through a model's code, of another size or in training: they are recorded too.
 
 The problem: windows are shifted only where a picture is larger than one, and attention is sparse only where a sequence
 is long. What one call never reaches is planned by nobody. So calls of two sizes run on a plain copy, and the torch
 calls that each makes are compared, by module and place in the code; where the second makes one that the first does not,
-both are recorded, and the plan is made for both.
+both are recorded, and the plan is made for both. The same is done with what runs in training only.
 """
 
 from __future__ import annotations
@@ -16,40 +16,45 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autoplan.capture.called import PART
+from autoplan.capture.called import PART, TRAINING
 from autoplan.capture.dry_run import Twin
+from autoplan.capture.training_paths import has_training_paths, in_training
 from autoplan.common.code_place import call_name, code_place
 from autoplan.common.errors import OutsideError
+from autoplan.common.nested import flatten_tensors
 
-__all__ = ["OTHER_SIZES", "with_other_paths"]
+__all__ = ["with_other_paths"]
 
-OTHER_SIZES = " in other sizes"  # how the name of such a feed ends
+_OTHER_SIZES, _IN_TRAINING = " in other sizes", " in training"  # how the names of such feeds end
 _Way = set[tuple[str, str, str]]
 
 
 def with_other_paths(
     model: nn.Module, feeds: Mapping[str, dict[str, Any]], others: Mapping[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """The feeds, and those of the `others`, by the same names, that make calls which these do not."""
-    found = dict(feeds)
-    pairs = {name: inputs for name, inputs in others.items() if name in feeds and PART not in inputs}
-    if not pairs:
-        return found
+    """The feeds, and those of other sizes and of training that make calls which these do not."""
+    main = {name: inputs for name, inputs in feeds.items() if PART not in inputs}
+    more = {name + _OTHER_SIZES: (main[name], inputs) for name, inputs in others.items() if name in main}
+    if has_training_paths(model):
+        more |= {name + _IN_TRAINING: (inputs, {**inputs, TRAINING: True}) for name, inputs in main.items()}
+    if not more:
+        return dict(feeds)
     for folded in (True, False):
         twin = Twin(model, folded=folded)
-        ways = {name: (_way(twin, feeds[name]), _way(twin, inputs)) for name, inputs in pairs.items()}
+        twin.module.eval()
+        ways = {name: (_way(twin, first), _way(twin, second)) for name, (first, second) in more.items()}
         if not twin.folds or not any(None in way for way in ways.values()):
             break
-    for name, (first, second) in ways.items():
-        if first is not None and second is not None and second - first:
-            found[name + OTHER_SIZES] = pairs[name]
-    return found
+    another = [name for name, (first, second) in ways.items() if first and second and second - first]
+    return {**feeds, **{name: more[name][1] for name in another}}
 
 
 def _way(twin: Twin, inputs: Mapping[str, Any]) -> _Way | None:
     """The torch calls of one run; None where it does not run on the copy."""
-    noted = _Calls()
+    noted, given = _Calls(), dict(inputs)
     with ExitStack() as stack:
+        if given.pop(TRAINING, False):
+            stack.enter_context(in_training(twin.module))
         for name, module in twin.module.named_modules():
             if isinstance(module, torch.jit.ScriptModule):  # takes no hooks: what it does is its caller's
                 continue
@@ -57,7 +62,7 @@ def _way(twin: Twin, inputs: Mapping[str, Any]) -> _Way | None:
             stack.callback(module.register_forward_hook(noted.left, always_call=True).remove)
         try:
             with noted:
-                twin.run(twin.module, inputs)
+                twin.run(twin.module, given)
         except OutsideError:
             raise
         except Exception:  # someone else's forward may raise anything; recording says what, if it is the first
@@ -82,7 +87,12 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = call_name(func)
-        if not name.startswith("attr:"):
+        if not name.startswith("attr:") and _works(args, kwargs):
             with torch._C.DisableTorchFunction():
                 self.found.add((self.running[-1], name, code_place()))
         return func(*args, **(kwargs or {}))
+
+
+def _works(args: Any, kwargs: Any) -> bool:
+    """Is it given a tensor with dims? What draws or compares one number splits nothing."""
+    return any(tensor.dim() for _, tensor in flatten_tensors((args, kwargs or {})))

@@ -19,6 +19,7 @@ from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_real
 from autoplan.capture.copies import copied
 from autoplan.capture.other_paths import with_other_paths
+from autoplan.capture.training_paths import has_training_paths
 from autoplan.check.ranks.common import Budget
 from autoplan.common.dtypes import inputs_in, tried_dtypes, working_dtype
 from autoplan.common.errors import AutoplanError
@@ -228,7 +229,7 @@ def settle_capabilities(
             tp_size=min(tp_size, _TINY_TP),
             ep_size=min(ep_size, _TINY_TP),
             sequence_parallel=wanted.sequence,
-            checks=("forward", "second_shape"),
+            checks=("forward", "second_shape", *(("dropout",) if has_training_paths(source.module()) else ())),
             choices=choices,
             budget=budget,
         )

@@ -98,7 +98,7 @@ class _Law:
             found = self._run()
         worst = 0.0
         for name, before in self.outputs.items():
-            after, number = found[name], self._number(name, before)
+            after, number = found[name], self._number(*name, before)
             if number is not None and self._taken_out(number):
                 continue
             for dim, term in enumerate(() if number is None else self.axes.of(number)):
@@ -108,17 +108,16 @@ class _Law:
             worst = max(worst, error_of(after, before, float(before.abs().max()) if before.numel() else 0.0))
         return worst
 
-    def _run(self) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
+    def _run(self) -> dict[tuple[str, str], torch.Tensor]:
+        found: dict[tuple[str, str], torch.Tensor] = {}
         with torch.no_grad(), one_compute_thread(), random_streams.fork(0):
             for feed, inputs in self.feeds.items():
                 outputs = tensors_in(call(copied(self.model), inputs))  # a run may keep tables for the next
-                found.update({f"{feed} {name}": tensor.detach() for name, tensor in outputs.items()})
+                found.update({(feed, name): tensor.detach() for name, tensor in outputs.items()})
         return found
 
-    def _number(self, name: str, tensor: torch.Tensor) -> int | None:
+    def _number(self, feed: str, path: str, tensor: torch.Tensor) -> int | None:
         """Which tensor of the trace an output is: that of the visit of the model, or the part, of its feed."""
-        feed, _, path = name.partition(" ")
         visits = [visit for visit in self.trace.visits if visit.parent is None]
         visit = visits[list(self.feeds).index(feed)]
         for found, number in visit.outputs:

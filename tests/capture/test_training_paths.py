@@ -1,0 +1,81 @@
+"""What runs in training only is recorded, planned and tried: heads that only training reads, losses on shards."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+import autoplan
+from autoplan.capture.other_paths import with_other_paths
+from autoplan.capture.training_paths import has_training_paths, in_training
+from autoplan.check.ranks.run import run_ranks
+
+X = torch.linspace(-1, 1, 2 * 6 * 16, dtype=torch.float64).view(2, 6, 16)
+
+
+class Block(nn.Module):
+    """In training it has one more head, and a term of its loss made of what is split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+        self.aux, self.drop = nn.Linear(32, 24, bias=False), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        inner = F.gelu(self.up(x))
+        found = {"x": x + self.drop(self.down(inner))}
+        if self.training:
+            heads = inner.view(2, 6, 8, 4).softmax(-1)
+            found |= {"aux": self.aux(heads.flatten(-2)), "balance": inner.square().mean((1, 2))}
+        return found
+
+
+class Plain(nn.Module):
+    """Asks for the mode, and runs one code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.rate = nn.Linear(16, 32), nn.Linear(32, 16), 0.1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.dropout(self.up(x), 0.0 if not self.training else self.rate, self.training))
+
+
+def test_code_of_training_is_told_from_numbers_of_training() -> None:
+    assert has_training_paths(Block()) and not has_training_paths(Plain())
+    model = Block().eval()
+    with in_training(model):
+        assert model.training and not model.drop.training
+    assert not model.training
+
+
+def test_training_is_recorded_where_it_runs_something_else() -> None:
+    feeds = {"usual": {"x": X.float()}}
+    assert list(with_other_paths(Block(), feeds, {})) == ["usual", "usual in training"]
+    assert list(with_other_paths(Plain(), feeds, {})) == ["usual"]
+
+
+def test_both_modes_are_exact() -> None:
+    torch.manual_seed(0)
+    model = Block().double().eval()
+    plan = autoplan.plan(model, 2, inputs={"x": X})
+    assert plan.proof.ok and {"up", "down", "aux"} == {entry.pattern for entry in plan.entries}
+    assert autoplan.verify(model, plan, tp_size=2, inputs={"x": X}).ok
+
+    def rank(_: int) -> list[dict[str, torch.Tensor]]:
+        own = copy.deepcopy(model)
+        autoplan.parallelize(own, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan)
+        own.drop.p = 0.0
+        with torch.no_grad():
+            return [own.train(mode)(X) for mode in (False, True, False)]
+
+    model.drop.p = 0.0
+    with torch.no_grad():
+        expected = [model.train(mode)(X) for mode in (False, True, False)]
+    for got in run_ranks(rank, 2):
+        for mine, wanted in zip(got, expected, strict=True):
+            torch.testing.assert_close(mine, wanted)
