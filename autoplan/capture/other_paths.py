@@ -8,8 +8,9 @@ both are recorded, and the plan is made for both. The same is done with what run
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from autoplan.capture.training_paths import has_training_paths, in_training
 from autoplan.common.code_place import call_name, code_place
 from autoplan.common.errors import OutsideError
 from autoplan.common.nested import flatten_tensors
+from autoplan.common.random_values import drawn_so_far
 
 __all__ = ["with_other_paths"]
 
@@ -30,12 +32,16 @@ _Way = set[tuple[str, str, str]]
 
 
 def with_other_paths(
-    model: nn.Module, feeds: Mapping[str, dict[str, Any]], others: Mapping[str, dict[str, Any]]
+    model: nn.Module,
+    feeds: Mapping[str, dict[str, Any]],
+    others: Mapping[str, dict[str, Any]],
+    *,
+    training: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """The feeds, and those of other sizes and of training that make calls which these do not."""
+    """The feeds, and those that make other calls: of other sizes, and of `training` where it draws nothing."""
     main = {name: inputs for name, inputs in feeds.items() if PART not in inputs}
     more = {name + _OTHER_SIZES: (main[name], inputs) for name, inputs in others.items() if name in main}
-    if has_training_paths(model):
+    if training and has_training_paths(model):
         more |= {name + _IN_TRAINING: (inputs, {**inputs, TRAINING: True}) for name, inputs in main.items()}
     if not more:
         return dict(feeds)
@@ -62,12 +68,19 @@ def _way(twin: Twin, inputs: Mapping[str, Any]) -> _Way | None:
             stack.callback(module.register_forward_hook(noted.left, always_call=True).remove)
         try:
             with noted:
-                twin.run(twin.module, given)
+                drew = twin.run(partial(_drew, twin.module), given)
         except OutsideError:
             raise
         except Exception:  # someone else's forward may raise anything; recording says what, if it is the first
             return None
-    return noted.found
+    return None if drew and inputs.get(TRAINING) else noted.found
+
+
+def _drew(function: Callable[..., Any], **given: Any) -> bool:
+    """Call it: does it draw random numbers?"""
+    before = drawn_so_far()
+    function(**given)
+    return drawn_so_far() != before
 
 
 class _Calls(TorchFunctionMode):

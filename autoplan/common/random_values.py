@@ -26,6 +26,12 @@ _VECTOR_STD = 0.3
 _WEIGHT_STD = 0.12
 
 
+def drawn_so_far() -> tuple[object, ...]:
+    """The state of every generator: another one after a run that drew something."""
+    numbers = numpy.asarray(numpy.random.get_state()[1]).tobytes(), numpy.random.get_state()[2]
+    return (torch.get_rng_state().numpy().tobytes(), numbers, random.getstate())
+
+
 @contextmanager
 def untouched_randomness(seed: int | None = None) -> Iterator[None]:
     """Leave torch's CPU generator, numpy's and Python's as they were found; inside, they start from `seed`."""

@@ -45,6 +45,13 @@ class Plain(nn.Module):
         return self.down(F.dropout(self.up(x), 0.0 if not self.training else self.rate, self.training))
 
 
+class Noisy(Block):
+    """Draws in training what nobody can compare."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return super().forward(x + torch.rand_like(x) if self.training else x)
+
+
 def test_code_of_training_is_told_from_numbers_of_training() -> None:
     assert has_training_paths(Block()) and not has_training_paths(Plain())
     model = Block().eval()
@@ -55,8 +62,9 @@ def test_code_of_training_is_told_from_numbers_of_training() -> None:
 
 def test_training_is_recorded_where_it_runs_something_else() -> None:
     feeds = {"usual": {"x": X.float()}}
-    assert list(with_other_paths(Block(), feeds, {})) == ["usual", "usual in training"]
-    assert list(with_other_paths(Plain(), feeds, {})) == ["usual"]
+    assert list(with_other_paths(Block(), feeds, {}, training=True)) == ["usual", "usual in training"]
+    assert list(with_other_paths(Plain(), feeds, {}, training=True)) == ["usual"]
+    assert list(with_other_paths(Noisy(), feeds, {}, training=True)) == ["usual"], "numbers of two runs differ"
 
 
 def test_both_modes_are_exact() -> None:

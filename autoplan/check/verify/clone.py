@@ -65,7 +65,8 @@ def _clone_at_size(source: Any) -> Clone:
         others = {} if source.inputs is not None else feeds_at(source, model, batch=3, length=12)
         if dtype != torch.float64:
             note += f"; in {str(dtype).removeprefix('torch.')}, because in others it does not run ({refusal})"
-        planned = with_other_paths(model, feeds, others if source.recipe is not None else {})
+        unfamiliar = others if source.recipe is not None else {}
+        planned = with_other_paths(model, feeds, unfamiliar, training=source.config is None)
         return Clone(model, feeds, others, note, planned)
     raise AutoplanError(
         f"the tiny clone of {source.name} cannot run unsharded: {refusal}",
