@@ -225,13 +225,14 @@ def settle_capabilities(
     """
     from autoplan.check.verify.verify import verify_source
 
+    modes = source.config is None and has_training_paths(source.module())
     try:
         report = verify_source(
             source,
             tp_size=min(tp_size, _TINY_TP),
             ep_size=min(ep_size, _TINY_TP),
             sequence_parallel=wanted.sequence,
-            checks=("forward", "second_shape", *(("dropout",) if has_training_paths(source.module()) else ())),
+            checks=("forward", "second_shape", *(["dropout"] if modes else [])),
             choices=choices,
             budget=budget,
         )

@@ -11,6 +11,7 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy
 import torch
@@ -28,8 +29,8 @@ _WEIGHT_STD = 0.12
 
 def drawn_so_far() -> tuple[object, ...]:
     """The state of every generator: another one after a run that drew something."""
-    numbers = numpy.asarray(numpy.random.get_state()[1]).tobytes(), numpy.random.get_state()[2]
-    return (torch.get_rng_state().numpy().tobytes(), numbers, random.getstate())
+    state: Any = numpy.random.get_state()
+    return (torch.get_rng_state().numpy().tobytes(), state[1].tobytes(), state[2], random.getstate())
 
 
 @contextmanager
