@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoplan.common.errors import AutoplanError
-from autoplan.common.options import Request, check_argument, check_count
+from autoplan.common.options import Request, check_argument, check_count, check_expert_size
 from autoplan.execute.data_parallel.fsdp import default_precision
 from autoplan.forecast.devices import Device, load_device
 from autoplan.forecast.memory import DataRanks, Walk, held_bytes
 from autoplan.forecast.sharded import UnitSize
-from autoplan.forecast.step import Recorded, Setting, Steps
+from autoplan.forecast.step import Loss, Recorded, Setting, Steps
 from autoplan.forecast.steptime import Load, step_time
 from autoplan.hf.source import Model, resolve
 from autoplan.values import Plan
@@ -52,7 +52,9 @@ class Asked:
     accumulate: int = 1
     gather_logits: bool = False
     exact: bool = True  # record at this very batch, rather than read it off two smaller ones
+    experts: bool = False  # whole ones on the ranks of tp
     updates: bool = True  # look at the optimizer's step as well
+    loss: Loss | None = None
 
     def __post_init__(self) -> None:
         if self.train not in TRAIN:
@@ -67,6 +69,10 @@ class Asked:
 
     def size(self, *names: str) -> int:
         return next((size for name, size in self.mesh if name in names), 1)
+
+    @property
+    def ep(self) -> int:
+        return self.size("tp") if self.experts else self.size("ep")
 
     @property
     def ranks(self) -> int:
@@ -116,8 +122,10 @@ def estimate(
     train: str = "full",
     reshard_after_forward: bool | None = None,
     sequence_parallel: bool = False,
+    ep_size: int = 1,
     gather_logits: bool = False,
     accumulate: int = 1,
+    loss: Loss | None = None,
     device: str | Device = "h100",
     plan: Plan | None = None,
     inputs: Mapping[str, Any] | None = None,
@@ -127,15 +135,21 @@ def estimate(
 
     `batch`: sequences that a rank takes at once, `accumulate` times a step. `train`: "full", "lora" (of a model that
     has adapters, or with all else frozen), "inference" (a forward that keeps its keys and values). The other keywords
-    are those of `parallelize`. A step runs on a folded copy without storage: what is estimated is what is run.
+    are those of `parallelize`. `loss(outputs, labels)` is yours, where the model's own, from labels, is not what you
+    train with: what it keeps is much of the peak. A step runs on a folded copy without storage: what is estimated is
+    what is run.
 
     A `Plan` in the place of the model needs `plan.model` to name it: a folder, a type, or a hub id.
     """
     given = model if isinstance(model, Plan) else plan
     found = model.model if isinstance(model, Plan) else model
     steps = Steps(resolve(found, trust_remote_code=trust_remote_code, inputs=inputs), given, inputs)
-    asked = Asked(mesh_sizes(mesh), batch, sequence, activation_checkpointing, mp_policy, optimizer, train,
-                  reshard_after_forward, sequence_parallel, accumulate, gather_logits)  # fmt: skip
+    sizes = mesh_sizes(mesh)
+    tp = dict(sizes).get("tp", 1)
+    check_expert_size(tp, ep_size)
+    asked = Asked(sizes, batch, sequence, activation_checkpointing, mp_policy, optimizer, train,
+                  reshard_after_forward, sequence_parallel, accumulate, gather_logits, experts=ep_size == tp > 1,
+                  loss=loss)  # fmt: skip
     return estimate_with(steps, asked, device if isinstance(device, Device) else load_device(device))
 
 
@@ -169,6 +183,7 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
         parts=parts, where=where, phase=phase, messages=sent, flops=load.flops * asked.accumulate,
         time=step_time(load, device, asked.mesh, asked.accumulate), device=device.name, bars=_BARS,
         tokens=asked.batch * asked.sequence * asked.accumulate * copies,
+        moments=tuple((*where, size + parts.overhead) for where, size in walk.moments.items()),
     )  # fmt: skip
 
 
@@ -186,10 +201,10 @@ def _policy(asked: Asked, steps: Steps) -> MixedPrecisionPolicy | None:
 
 def _recorded(steps: Steps, asked: Asked, policy: MixedPrecisionPolicy | None) -> Recorded:
     setting = Setting(
-        tp=asked.size("tp"), ep=asked.size("ep"), sequence_parallel=asked.sequence_parallel,
+        tp=asked.size("tp"), ep=asked.ep, sequence_parallel=asked.sequence_parallel,
         checkpointing=asked.activation_checkpointing, gather_logits=asked.gather_logits, batch=asked.batch,
         sequence=asked.sequence, training=asked.train != "inference", compute=policy.param_dtype if policy else None,
-        output=policy.output_dtype if policy else None,
+        output=policy.output_dtype if policy else None, loss=asked.loss,
     )  # fmt: skip
     return steps.at(setting) if asked.exact else steps.scaled(setting)
 

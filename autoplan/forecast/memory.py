@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from autoplan.forecast.depth import expanded
-from autoplan.forecast.program import Program, Stretch
+from autoplan.forecast.recording.depth import expanded
+from autoplan.forecast.recording.program import Program, Stretch
+from autoplan.forecast.recording.tape import LeftOut, UnitEvent
 from autoplan.forecast.sharded import Held, UnitSize
-from autoplan.forecast.tape import LeftOut, UnitEvent
 from autoplan.values.estimate import MemoryParts, Sent
 
 __all__ = ["DataRanks", "Peak", "Walk", "held_bytes"]
@@ -89,6 +89,7 @@ class Walk:
         self.sent: dict[tuple[str, str], list[int]] = {}
         self.flops: dict[str, int] = {}
         self.moved = 0
+        self.moments: dict[tuple[str, str], int] = {}  # the highest moment in each module
 
     def run(self) -> Peak:
         self._check("the model", "forward")
@@ -102,6 +103,9 @@ class Walk:
 
     def _stretch(self, step: Stretch, block: str, phase: str) -> None:
         total = sum(self.live.values()) + sum(step.at.values())
+        if step.at:
+            moment = phase, _place(block, step.module)
+            self.moments[moment] = max(int(total), self.moments.get(moment, 0))
         if total > self.peak.total and step.at:
             parts = dict(self.live)
             for kind, size in step.at.items():
@@ -146,9 +150,10 @@ class Walk:
         size = self.data.gathered(unit)
         self._give("unsharded", size)
         self._check(f"{unit.name or 'the model'} is gathered", "forward")
-        self._give("unsharded", size - self.pending)
-        self.pending = size
+        self._give("unsharded", size)  # copied out while the last gather's buffer is held: it overlaps with the next
         self._check(f"{unit.name or 'the model'} is gathered", "forward")
+        self._give("unsharded", -self.pending)
+        self.pending = size
         self.gathered.add(unit.name)
         self._count("all-gather", size)
 

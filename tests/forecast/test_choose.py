@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, T5Config
 from typer.testing import CliRunner
 
 import autoplan
@@ -55,6 +55,8 @@ def test_the_choice_is_a_value(chosen: Choice) -> None:
 def test_nothing_fits() -> None:
     found = choose(_llama(), gpus=2, memory="1.75GB", sequence=1024)
     assert not found.fits and found.enough is not None and found.enough > 2
+    assert choose(_llama(), gpus=found.enough, memory="1.75GB", sequence=1024).fits
+    assert not choose(_llama(), gpus=found.enough - 1, memory="1.75GB", sequence=1024).fits
     with pytest.raises(autoplan.AutoplanError, match="does not fit 2 GPUs"):
         _ = found.best
 
@@ -66,6 +68,12 @@ def test_sizes_that_cannot_be_are_one_error_with_the_nearest() -> None:
     with pytest.raises(autoplan.AutoplanError, match="no size"):
         parse_memory("much")
     assert (parse_memory("80GB"), parse_memory("1GiB"), parse_memory(5)) == (80 * 10**9, 2**30, 5)
+
+
+def test_what_cannot_be_cut_along_one_of_its_sequences_is_left_out() -> None:
+    config = T5Config(d_model=64, d_ff=128, num_heads=4, num_layers=2, vocab_size=512)  # the decoder's is one shorter
+    found = choose(config, gpus=2, sequence=64, global_batch=2)
+    assert found.fits and any("sequence parallel" in text for text in found.dropped)
 
 
 def test_inference_is_chosen_by_weights_and_cache() -> None:
@@ -115,3 +123,10 @@ def test_a_measured_machine_is_a_device(tmp_path: Path, monkeypatch: pytest.Monk
     mine, like = load_device(str(path)), load_device("a100")
     assert 0 < mine.flops["bfloat16"] < like.flops["bfloat16"] and mine.inside == like.inside
     assert choose(_llama(num_hidden_layers=2), gpus=1, memory="8GB", sequence=64, gpu=str(path)).fits
+
+
+def test_an_audit_says_what_a_rank_needs(tmp_path: Path) -> None:
+    _llama(num_hidden_layers=2, hidden_size=256, intermediate_size=512, vocab_size=512).save_pretrained(tmp_path)
+    ran = CliRunner().invoke(app, ["audit", str(tmp_path), "--tp", "2"])
+    assert ran.exit_code == 0, ran.output
+    assert "Memory of a rank [" in ran.stdout and "messages of a block" in ran.stdout

@@ -15,10 +15,28 @@ from autoplan.capture.dry_run import quiet
 from autoplan.capture.fold import fold
 from autoplan.capture.known_values import KnownValues
 from autoplan.common.random_values import untouched_randomness
+from autoplan.forecast.recording.kernels import kernels_of_a_gpu
+from autoplan.forecast.recording.world import fake_mesh
 from autoplan.forecast.sharded import as_on_a_gpu, faker
 from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of
-from autoplan.forecast.world import fake_mesh
 from autoplan.patches.kernels import on_reference_path
+
+
+class _Nothing:
+    """Stands for a hook that was not registered."""
+
+    def remove(self) -> None:
+        pass
+
+
+class _Tracker(MemTracker):
+    """torch's tracker, which asks for the gradient of every parameter: not of those that have none."""
+
+    def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> tuple[int, int]:
+        for parameter in module.parameters():
+            if not parameter.requires_grad:
+                self._param_to_grad_hook_handles.setdefault(parameter, (_Nothing(), _Nothing()))
+        return super()._track_module_params_and_buffers(module, install_grad_hooks)
 
 
 def tracked_peak(steps: Steps, dims: dict[str, int], options: dict[str, Any], batch: int, sequence: int) -> int:
@@ -33,7 +51,7 @@ def tracked_peak(steps: Steps, dims: dict[str, int], options: dict[str, Any], ba
                 as_on_a_gpu(model)
                 autoplan.parallelize(model, mesh, steps.plan(dims["tp"]), check=False, **options)
                 model.train()
-                with mode if how == "fake" else KnownValues(mode):
+                with kernels_of_a_gpu(), mode if how == "fake" else KnownValues(mode):
                     return _tracked(model, inputs_of(steps, setting))
         except Exception as error:
             problem = problem or error
@@ -51,7 +69,7 @@ def _tracked(model: nn.Module, inputs: dict[str, Any]) -> int:
     step()
     optimizer.step()
     optimizer.zero_grad()
-    tracker = MemTracker()
+    tracker = _Tracker()
     tracker.track_external(model, optimizer)
     with tracker:
         step()

@@ -20,6 +20,7 @@ __all__ = [
     "dry_run_view",
     "estimate_to_dict",
     "estimate_view",
+    "memory_bar",
     "mesh_text",
     "row_to_dict",
     "row_view",
@@ -30,6 +31,9 @@ PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer
           "kept": "activations kept for backward", "temporary": "values of the moment",
           "unsharded": "units gathered, and their buffers", "communication": "messages",
           "cache": "keys and values", "overhead": "context and communicators"}  # fmt: skip
+_LETTERS = {"W": ("weights",), "G": ("gradients",), "O": ("optimizer",), "A": ("kept", "cache"),
+            "T": ("temporary", "unsharded", "communication"), "C": ("overhead",)}  # fmt: skip
+_WORDS = {"W": "Weights", "G": "Gradients", "O": "Optimizer", "A": "Activations", "T": "Temporary", "C": "Context"}
 _SHOWN = 12
 
 
@@ -67,6 +71,18 @@ def estimate_view(found: Estimate) -> RenderableType:
     return Group(*lines)
 
 
+def memory_bar(found: Estimate, memory: int, width: int = 36) -> Text:
+    """One line: the peak of a rank as a stack of letters, against what the device has; and what they stand for."""
+    scale = max(found.peak, memory, 1)
+    sizes = {letter: sum(getattr(found.parts, part) for part in parts) for letter, parts in _LETTERS.items()}
+    stack = "".join(letter * round(width * size / scale) for letter, size in sizes.items())[:width]
+    told = ", ".join(f"{_WORDS[letter]} {size / 2**30:.1f}" for letter, size in sizes.items() if size >= 0.05 * 2**30)
+    fits = "" if found.peak <= memory else ", does not fit"
+    of = f"{found.peak / 2**30:.1f} of {memory / 2**30:.1f} GiB{fits}"
+    step = f"a step of {found.batch} × {found.sequence:,} tokens"
+    return Text(f"Memory of a rank [{stack:·<{width}}] {of} ({step})\n  {told}")
+
+
 def sent_table(sent: Iterable[Sent]) -> Table:
     table = Table("messages of a step over", "", "number", "GiB", box=None, pad_edge=False)
     for one in sent:
@@ -86,7 +102,7 @@ def choice_view(choice: Any) -> RenderableType:
         place = choice.rows.index(row) + 1
         found = row.estimate
         again = {True: "blocks", False: "none"}.get(row.checkpointing, str(row.checkpointing))
-        kept = ", kept" if row.reshard is False else ""
+        kept = (", experts apart" if row.experts else "") + (", kept" if row.reshard is False else "")
         speed = f"{found.tokens_per_second:,.0f}" if row.fits else "does not fit"
         cells = (mesh_text(found.mesh) + kept, f"{found.batch} × {row.accumulate}", again)
         cut = "cut" if row.sequence_parallel else ""
@@ -142,7 +158,8 @@ def estimate_to_dict(found: Estimate) -> dict[str, Any]:
 def row_to_dict(row: Row) -> dict[str, Any]:
     return {"mesh": row.mesh, "checkpointing": row.checkpointing, "sequence_parallel": row.sequence_parallel,
             "reshard_after_forward": row.reshard, "accumulate": row.accumulate, "fits": row.fits, "binds": row.binds,
-            "missing_bytes": row.missing, "estimate": estimate_to_dict(row.estimate)}  # fmt: skip
+            "missing_bytes": row.missing, "experts_apart": row.ep > 1,
+            "estimate": estimate_to_dict(row.estimate)}  # fmt: skip
 
 
 def dry_run_view(found: Any) -> RenderableType:

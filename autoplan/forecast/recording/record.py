@@ -21,11 +21,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.common.nested import flatten_tensors
-from autoplan.forecast.flops import flops_of
-from autoplan.forecast.tape import Block, Changed, Item, Message, Storage, Tape, UnitEvent, Worked
+from autoplan.forecast.recording.flops import flops_of
+from autoplan.forecast.recording.kernels import grouped_in_bfloat16, kernels_of_a_gpu
+from autoplan.forecast.recording.tape import Block, Changed, Item, Message, Place, Storage, Tape, UnitEvent, Worked
 
-__all__ = ["Marks", "record_step"]
+__all__ = ["LOSS", "Marks", "record_step"]
 
+LOSS = "the loss"  # what is computed after the model has run
 _COLLECTIVES = ("_c10d_functional", "c10d", "_dtensor", "c10d_functional")
 _SENDS = {"all_gather_into_tensor": "all-gather", "_allgather_base_": "all-gather", "allgather_": "all-gather",
           "reduce_scatter_tensor": "reduce-scatter", "_reduce_scatter_base_": "reduce-scatter",
@@ -35,10 +37,11 @@ _SENDS = {"all_gather_into_tensor": "all-gather", "_allgather_base_": "all-gathe
 
 @dataclass(frozen=True)
 class Marks:
-    """Modules whose runs are told apart: units of data parallelism, and blocks of folded stacks."""
+    """Modules whose runs are told apart: units of data parallelism, blocks of folded stacks, and others (`places`)."""
 
     units: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (name of the unit, its modules)
     blocks: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
 
 
 @dataclass
@@ -69,6 +72,9 @@ class _Log:
     def leave(self, *_: Any) -> None:
         if len(self.modules) > 1:
             self.modules.pop()
+
+    def at(self, name: str, *_: Any) -> None:
+        self.items.append(Place(name))
 
     def made(self, tensor: torch.Tensor, collective: bool) -> None:
         storage = tensor.untyped_storage()
@@ -124,10 +130,12 @@ class _Watching(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # as it is on a device; without storage torch would make another tensor of it
-        result = func(*args, **kwargs)
+        result = grouped_in_bfloat16(func, args, kwargs)
+        if result is None:
+            result = func(*args, **kwargs)
         log, space = self.log, func.namespace
         collective = space in _COLLECTIVES
-        made = list(tensors_within(result))
+        made = [one for one in tensors_within(result) if not one.is_meta]  # meta: somebody asks about shapes
         if collective:
             self._message(func, args, kwargs, made)
         for tensor in made:
@@ -242,6 +250,9 @@ def _followed(model: nn.Module, marks: Marks, log: _Log) -> Iterator[None]:
         follower = _Follower(log, first.get(name, []), last.get(name, []))
         handles.append(modules[name].register_forward_pre_hook(follower.before, with_kwargs=True, prepend=True))
         handles.append(modules[name].register_forward_hook(follower.after, with_kwargs=True))
+    for name in marks.places:
+        handles.append(modules[name].register_forward_pre_hook(partial(log.at, name), prepend=True))
+        handles.append(modules[name].register_forward_hook(partial(log.at, name)))
     for parameter in model.parameters():
         if parameter.requires_grad:
             handles.append(parameter.register_post_accumulate_grad_hook(log.gradient_of))
@@ -278,8 +289,10 @@ def record_step(
     standing = [*map(_local, model.parameters()), *map(_local, model.buffers()), *tensors_within(inputs), *standing]
     for tensor in standing:
         log.known[tensor.untyped_storage()._cdata] = -1
-    with _Watching(log, groups), _followed(model, marks, log):
+    with kernels_of_a_gpu(), _Watching(log, groups), _followed(model, marks, log):
         result = model(**inputs)
+        log.at(LOSS)
+        log.enter(LOSS)
         loss = None if loss_of is None else loss_of(result)
         log.ended, log.forward = len(log.items), False
         if loss is not None:
