@@ -22,6 +22,7 @@ from autoplan.common.layout import Layout
 from autoplan.common.patterns import is_under, matches
 from autoplan.decide.plan.folding import starred
 from autoplan.decide.rulebook.read import exported_as
+from autoplan.emit.exports.stored import in_plain_weights
 from autoplan.values import Entry, Plan
 
 __all__ = ["HEADS", "OBSTACLES", "ExportError", "Need", "Part", "Refused", "check_nothing_lost", "is_end", "layout_of"]
@@ -85,7 +86,8 @@ class Part:
     @property
     def gathered(self) -> tuple[Entry, ...]:
         """The linear layers of the part; what else it holds stays whole when products are gathered."""
-        return tuple(e for e in self.entries if _is_linear(e) and e.pattern not in dict(self.hindered))
+        kept = dict(self.hindered)
+        return tuple(e for e in self.entries if _is_linear(e) and e.pattern not in kept and not _is_uneven(e))
 
     def refused(self, why: str) -> Iterator[Refused]:
         for entry in self.entries:
@@ -98,6 +100,7 @@ def parts_of(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[Part, .
 
     `obstacles` are the kinds that hinder the other system.
     """
+    plan = in_plain_weights(plan)
     parents = {entry.pattern.rpartition(".")[0] for entry in plan.entries}
     groups: dict[str, list[Entry]] = {}
     for entry in plan.entries:
@@ -166,8 +169,10 @@ def _needs(
     for entry in entries:
         if any("@" in segment for segment in entry.segments):
             yield Need(f"{entry.pattern} is sharded over groups of ranks")
-        if kind in ("plain", "latent") and entry.style in _COLUMN + _ROW and not _contiguous(entry, plan.tp_size):
+        if kind in ("plain", "latent") and entry.style in _COLUMN + _ROW and not _one_run(entry, plan.tp_size):
             yield Need(f"{entry.pattern} is packed", packed=True)
+        if _is_uneven(entry):
+            yield Need(f"{entry.pattern} is cut unevenly, between blocks")
 
 
 def _home(pattern: str, containers: Iterable[str]) -> str | None:
@@ -176,9 +181,15 @@ def _home(pattern: str, containers: Iterable[str]) -> str | None:
     return max(found, key=lambda container: container.count("."), default=None)
 
 
-def _contiguous(entry: Entry, tp: int) -> bool:
+def _is_uneven(entry: Entry) -> bool:
+    """Others cut evenly, also where they gather: inside blocks."""
     layout = layout_of(entry)
-    return layout is None or layout.contiguous(tp)
+    return layout is not None and layout.is_uneven
+
+
+def _one_run(entry: Entry, tp: int) -> bool:
+    layout = layout_of(entry)
+    return layout is None or layout.one_run(tp)
 
 
 def layout_of(entry: Entry) -> Layout | None:

@@ -14,17 +14,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.options import check_argument
 from autoplan.common.patterns import matches
+from autoplan.execute.parameters.held import record_of
 from autoplan.execute.parameters.local_views import stored_tensor
 from autoplan.execute.quantised.formats import DEQUANTISED, dequantise
 from autoplan.patches.classes import give_class
 from autoplan.values import Plan
 from autoplan.values.quantised import PackedTensor, PackedWeight
 
-__all__ = ["packed_model"]
+__all__ = ["compute_in", "is_packed", "packed_model"]
 
 _STORED = "_autoplan_stored"
 
@@ -32,8 +34,8 @@ _STORED = "_autoplan_stored"
 def packed_model(model: nn.Module, plan: Plan) -> nn.Module:
     """Give `model`, in place, the packed tensors that `plan` says its weights are stored as; they have no numbers yet.
 
-    `model` is the plain one that the plan was made for, best on meta. `load_weights` fills it, before or after
-    `parallelize`.
+    `model` is the plain one that the plan was made for, best on meta; packed tensors are on meta in any case.
+    `load_weights` fills it, before or after `parallelize`.
     """
     check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
     check_argument("plan", plan, Plan, "give a plan that autoplan.plan made of a quantised model")
@@ -45,12 +47,23 @@ def packed_model(model: nn.Module, plan: Plan) -> nn.Module:
             assert old is not None
             stored[weight.parameter] = (weight, old.dtype)
             for tensor in weight.tensors:
-                empty = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=old.device)
+                empty = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
                 module._parameters[tensor.name] = nn.Parameter(empty, requires_grad=False)
         module.__dict__[_STORED] = stored
         kind: type = type(module)
         give_class(module, _stored_class(kind, tuple(stored)))
     return model
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Does a module itself hold packed tensors?"""
+    return _STORED in module.__dict__
+
+
+def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
+    """From now on the plain numbers of a packed module have this dtype: what reaches it is cast to it."""
+    stored = module.__dict__[_STORED]
+    module.__dict__[_STORED] = {name: (weight, dtype) for name, (weight, _) in stored.items()}
 
 
 def _chosen(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, list[PackedWeight]]]:
@@ -95,6 +108,9 @@ def _reader(name: str) -> Any:
         return dequantise(weight, parts, _local_shape(weight, parts[weight.tensors[0].name])).to(dtype)
 
     def read(module: nn.Module) -> torch.Tensor:
+        kept = module._parameters.get(name)
+        if isinstance(kept, DTensor) and (kept.device_mesh.ndim > 1 or record_of(module) is None):
+            return kept  # FSDP2 looks at what it keeps between uses, while the model's forward runs too
         if not torch._C._is_torch_function_mode_enabled():
             return plain(module)
         with torch._C.DisableTorchFunction():  # a scoped function mode counts the module's calls, not ours
