@@ -50,6 +50,7 @@ def plan(
     overrides: Mapping[str, Any] | None = None,
     unmatched: str = "error",
     strict: bool = False,
+    uneven: str = "never",
     prove: str = "graph",
     trial_seconds: float = TRIAL_SECONDS,
     trust_remote_code: bool = False,
@@ -72,14 +73,15 @@ def plan(
 
     `inputs` are example arguments of the forward, where autoplan cannot make them itself. `sequence_parallel` cuts the
     stream between split regions along the sequence too; where a model does not allow it, a finding says why and the
-    plan is without. `strict` raises where an axis does not divide by `tp_size`. `prove` is "graph" (default), "ranks"
+    plan is without. `strict` raises where an axis does not divide by `tp_size`. `uneven="blocks"` cuts quantised weights
+    whose blocks do not divide between blocks, so that some ranks hold one more. `prove` is "graph" (default), "ranks"
     (all that `verify` does, too) or "none". The trial on simulated ranks may take `trial_seconds`; where they run out
     the plan says so, and is not proven. `rules` is a folder of rules and plans of one's own, which count before ours
     (`AUTOPLAN_RULES` names such folders for all calls). `cache` is a folder in which plans are kept: the same model,
     code, versions and wishes give the plan that was made for them before (`AUTOPLAN_CACHE` names one for all calls).
     """
     check_versions()
-    wish = Wish(tp_size, ep_size, sequence_parallel, strict, prove, trial_seconds)
+    wish = Wish(tp_size, ep_size, sequence_parallel, strict, prove, trial_seconds, uneven)
     with with_rules(rules):
         found = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
         module = found.module()

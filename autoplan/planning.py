@@ -136,6 +136,7 @@ def solve_source(
         whole=capabilities.whole,
         experts=experts_of(wish.tp_size, wish.ep_size, capabilities),
         packed=packed,
+        uneven=wish.uneven == "blocks",
         remade=remade,
     )
     solution = solved(captured.trace)

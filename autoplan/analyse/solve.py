@@ -31,7 +31,7 @@ from autoplan.analyse.splits.model_ends import (
     vocabularies,
 )
 from autoplan.analyse.splits.own_loss import without_own_loss
-from autoplan.analyse.splits.packed import parted_blocks
+from autoplan.analyse.splits.packed import parted_blocks, unevenly
 from autoplan.analyse.splits.recurrent import Recurrent, recurrent
 from autoplan.analyse.splits.requests import NO_DEMANDS, Demands
 from autoplan.analyse.splits.tables import looked_up_in
@@ -143,9 +143,10 @@ def _settle(
     blocked: dict[Term, Term | None] = {}
     inside: dict[Term, InsideQuantisedBlock] = {}
     order: tuple[Term, ...] = ()
+    uneven = unevenly(trace, axes, demands.packed, tp) if demands.uneven else {}
     for _ in range(_ROUNDS):
         special = vocabularies(trace, axes) | gathered_leaves(trace, axes)
-        choice = choose(trace, axes, tp, refused=refused, vocabularies=special)
+        choice = choose(trace, axes, tp, refused=refused, vocabularies=special, uneven=uneven)
         order = order or choice.order
         shards = Shards(trace, axes, choice.marks, tp)
         parted = parted_blocks(shards, demands.packed)

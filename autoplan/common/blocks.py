@@ -71,6 +71,9 @@ def _divided(layout: Layout, tp: int, block: int) -> Layout | None:
 def _divided_leaf(leaf: Layout, tp: int, block: int) -> Layout | None:
     """Consecutive rows, cut by ceiling: all cuts must fall between blocks, and be those of the blocks cut alike."""
     assert leaf.split is not None
+    if leaf.block:
+        between = leaf.block % block == 0
+        return Layout("factor", -(-leaf.size // block), (), leaf.split, leaf.block // block) if between else None
     pieces = leaf.split[0] or tp
     blocks = -(-leaf.size // block)
     for index in range(pieces):
@@ -85,9 +88,9 @@ def _scaled(layout: Layout, by: int, tp: int) -> Layout | None:
     if by == 1:
         return layout
     if not layout.parts:
-        if layout.split is not None and layout.size % (layout.split[0] or tp):
+        if layout.split is not None and not layout.block and layout.size % (layout.split[0] or tp):
             return None
-        return Layout("factor", layout.size * by, split=layout.split)
+        return Layout("factor", layout.size * by, split=layout.split, block=layout.block * by)
     if layout.kind == "concatenation":
         scaled = [_scaled(part, by, tp) for part in layout.parts]
         return _concatenation(scaled)

@@ -5,9 +5,11 @@
     "14336!|14336!"              packed gate and up
     "(16!|1)*64"                 Falcon: query heads are cut, the shared key is held by every rank
     "2!2@2*4!2@1*64"             grouped heads over four ranks: groups over pairs of ranks, heads within a pair
+    "768!~128"                   six blocks of 128 rows, unevenly: over four ranks 256, 256, 128 and 128 rows
 
 A number is a factor; `*` multiplies (major first); `|` concatenates; `!` marks a factor that is sharded over all
-ranks; `n!p@s` shards it in p parts, rank r taking part (r // s) % p. A bare factor is held whole by every rank.
+ranks; `n!p@s` shards it in p parts, rank r taking part (r // s) % p; `n!~b` shards it between blocks of b, the first
+ranks with one block more where they do not divide. A bare factor is held whole by every rank.
 
 >>> Layout.parse("2!*2|3").rows(rank=1, tp=2)
 (2, 3, 4, 5, 6)
@@ -22,15 +24,26 @@ from math import prod
 
 from autoplan.common.errors import AutoplanError
 
-__all__ = ["Layout", "chunk"]
+__all__ = ["Layout", "chunk", "dealt"]
 
-_TOKEN = re.compile(r"\s*(\d+!\d+@\d+|\d+!|\d+|[()*|])")
+_TOKEN = re.compile(r"\s*(\d+!\d+@\d+|\d+!~[1-9]\d*|\d+!|\d+|[()*|])")
 
 
 def chunk(size: int, parts: int, index: int) -> range:
     """The index-th of `parts` pieces, cut by ceiling as DTensor does: uneven pieces are the last ones."""
     step = -(-size // parts)
     return range(min(index * step, size), min((index + 1) * step, size))
+
+
+def dealt(size: int, parts: int, index: int, block: int) -> range:
+    """The index-th of `parts` pieces of whole blocks, as even as may be: the first ones have a block more.
+
+    >>> [len(dealt(768, 4, rank, 128)) for rank in range(4)]
+    [256, 256, 128, 128]
+    """
+    each, more = divmod(-(-size // block), parts)
+    first = index * each + min(index, more)
+    return range(min(first * block, size), min((first + each + (index < more)) * block, size))
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,7 @@ class Layout:
     size: int
     parts: tuple[Layout, ...] = ()
     split: tuple[int, int] | None = None  # (pieces, stride); (0, 1) means: over all ranks
+    block: int = 0  # of an uneven cut: how many are never parted
 
     @staticmethod
     def parse(text: str) -> Layout:
@@ -50,6 +64,19 @@ class Layout:
     @property
     def is_split(self) -> bool:
         return self.split is not None or any(part.is_split for part in self.parts)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Is it cut between blocks that need not divide?"""
+        return self.block > 0 or any(part.is_uneven for part in self.parts)
+
+    def piece(self, rank: int, tp: int) -> range:
+        """Of a factor that is sharded, what a rank holds."""
+        assert self.split is not None
+        pieces, stride = self.split
+        if self.block:
+            return dealt(self.size, tp, rank, self.block)
+        return chunk(self.size, pieces or tp, (rank // stride) % (pieces or tp))
 
     def rows(self, rank: int, tp: int) -> tuple[int, ...]:
         """Indices of the whole dimension that `rank` holds, in the order it holds them."""
@@ -71,7 +98,7 @@ class Layout:
     def __str__(self) -> str:
         if not self.parts:
             mark = "" if self.split is None else "!" if self.split[0] == 0 else f"!{self.split[0]}@{self.split[1]}"
-            return f"{self.size}{mark}"
+            return f"{self.size}{mark}~{self.block}" if self.block else f"{self.size}{mark}"
         if self.kind == "concatenation":
             return "|".join(str(part) for part in self.parts)
         return "*".join(f"({part})" if part.kind == "concatenation" else str(part) for part in self.parts)
@@ -116,6 +143,8 @@ def _parse(text: str) -> Layout:
         size, mark, how = token.partition("!")
         if not mark:
             return Layout("factor", int(size))
+        if how.startswith("~"):
+            return Layout("factor", int(size), split=(0, 1), block=int(how[1:]))
         pieces, _, stride = how.partition("@")
         return Layout("factor", int(size), split=(int(pieces or 0), int(stride or 1)))
 
@@ -130,8 +159,7 @@ def _rows(layout: Layout, rank: int, tp: int) -> tuple[int, ...]:
     if not layout.parts:
         if layout.split is None:
             return tuple(range(layout.size))
-        pieces, stride = layout.split
-        return tuple(chunk(layout.size, pieces or tp, (rank // stride) % (pieces or tp)))
+        return tuple(layout.piece(rank, tp))
     if layout.kind == "product":
         rows: tuple[int, ...] = (0,)
         for part in layout.parts:

@@ -34,6 +34,7 @@ Request: TypeAlias = "bool | str | Callable[[str, nn.Module], bool | str]"
 
 MOST_RANKS = 1 << 16
 PROOFS = ("graph", "ranks", "none")
+UNEVEN = ("never", "blocks")
 TRIAL_SECONDS = 300.0  # most trials take a few; one that looks for wrong cuts tries up to 32 plans
 MODES = ("block", "submodule", "selective")  # of checkpointing
 SCOPES = {"text": ("decoder", "encoder"), "vision": ("vision",), "audio": ("audio",)}  # kinds of stacks by name
@@ -47,6 +48,7 @@ class Wish:
 
     `strict` raises where an axis does not divide. `prove`: "graph" (a trial of a tiny clone on simulated ranks, and
     the recorded graph), "ranks" (all that verify does, too), or "none". `trial_seconds`: how long the trial may take.
+    `uneven`: "blocks" lets some ranks have one block of a quantised weight more than others.
     """
 
     tp_size: int = 1
@@ -55,12 +57,14 @@ class Wish:
     strict: bool = False
     prove: str = "graph"
     trial_seconds: float = TRIAL_SECONDS
+    uneven: str = "never"
 
     def __post_init__(self) -> None:
         check_ranks("tp_size", self.tp_size)
         check_expert_size(self.tp_size, self.ep_size)
         _yes_or_no(self, "sequence_parallel", "strict")
         _choose("prove", self.prove, PROOFS)
+        _choose("uneven", self.uneven, UNEVEN)
         number = isinstance(self.trial_seconds, int | float) and not isinstance(self.trial_seconds, bool)
         if not number or not self.trial_seconds > 0:
             raise AutoplanError(f"trial_seconds={self.trial_seconds!r}", hint="give a number of seconds above 0")

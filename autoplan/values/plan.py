@@ -182,6 +182,11 @@ class Plan:
         """Over how many ranks parameters are cut: those of tp, or those of ep where nothing but experts is split."""
         return max(self.tp_size, self.ep_size)
 
+    @property
+    def uneven(self) -> str:
+        """Do some ranks hold a block of a quantised weight more than others ("blocks"), or "never"?"""
+        return "blocks" if any("!~" in rule.layout for rule in self.runtime.parameters if rule.layout) else "never"
+
     def __str__(self) -> str:
         """A table for a terminal."""
         return str(done_above("Plan.__str__", self))

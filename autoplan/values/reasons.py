@@ -166,17 +166,23 @@ class InsideScaledBlock(Reason):
 
 @dataclass(frozen=True)
 class InsideQuantisedBlock(Reason):
-    """Another tp size may remove it. `size`: of the dim of `weight` (a pattern) that is stored in blocks."""
+    """Another tp size may remove it. `size`: of the dim of `weight` (a pattern) that is stored in blocks.
+
+    `uneven`: the most that a rank would hold of it, were it cut unevenly between blocks; 0: it cannot be.
+    """
 
     weight: str
     size: int
     ranks: int
     block: int
+    uneven: int = 0
 
     def __str__(self) -> str:
         held = f"{self.size / self.ranks:g} of {self.size}"
         parts = self.size / self.ranks / self.block
         said = f"{parts:g} quantised blocks of {self.block} in {self.weight}"
+        blocks = -(-self.size // self.block)
+        said += f" (there are {blocks} for {self.ranks} ranks)" if blocks < self.ranks else ""
         return f"at tp={self.ranks} a rank would hold {held}, {said}"
 
 

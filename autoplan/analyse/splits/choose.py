@@ -12,8 +12,10 @@ model. It may be cut unevenly.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import gcd, prod
+from types import MappingProxyType
 
 from autoplan.analyse.infer import Axes
 from autoplan.axes.events import FORBIDDING
@@ -149,9 +151,18 @@ def _contracts_weight(op: Op, tensors: tuple[int, ...], trace: Trace, axes: Axes
 
 
 def choose(
-    trace: Trace, axes: Axes, tp: int, *, refused: dict[Term, Reason], vocabularies: set[Term] | None = None
+    trace: Trace,
+    axes: Axes,
+    tp: int,
+    *,
+    refused: dict[Term, Reason],
+    vocabularies: set[Term] | None = None,
+    uneven: Mapping[Term, int] = MappingProxyType({}),
 ) -> Choice:
-    """Pick the classes to split at `tp`. `refused` are leaves an earlier round could not place, with reasons."""
+    """Pick the classes to split at `tp`. `refused` are leaves an earlier round could not place, with reasons.
+
+    `uneven`: those that may be cut unevenly, and how many of each stay together.
+    """
     choice = Choice()
     found = occurrences(trace, axes)
     residual = residual_leaves(trace, axes)
@@ -193,7 +204,10 @@ def choose(
         if partner is not None:
             choice.partners[leaf] = partner
         groups = gcd(leaf.size, tp)
-        if leaf.size % tp and groups > 1 and partner is not None and partner.size % (tp // groups) == 0:
+        if partner is None and leaf in uneven:
+            choice.marks[leaf] = f"!~{uneven[leaf]}"
+            taken |= own
+        elif leaf.size % tp and groups > 1 and partner is not None and partner.size % (tp // groups) == 0:
             choice.marks[leaf] = f"!{groups}@{tp // groups}"
             choice.marks[partner] = f"!{tp // groups}@1"
             taken |= own

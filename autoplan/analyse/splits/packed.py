@@ -7,19 +7,23 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from math import gcd
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from math import gcd, lcm, prod
 
 from autoplan.analyse.infer import Axes
 from autoplan.analyse.shards import Shards
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.blocks import in_blocks, joined
-from autoplan.common.layout import Layout
+from autoplan.common.layout import Layout, dealt
 from autoplan.values import Trace
 from autoplan.values.quantised import PackedTensor, PackedWeight
 from autoplan.values.reasons import InsideQuantisedBlock
 
-__all__ = ["Packed", "fits_blocks", "marks_at", "packed_layouts", "parted_blocks"]
+__all__ = ["Packed", "fits_blocks", "marks_at", "packed_layouts", "parted_blocks", "unevenly"]
+
+# What may happen to an axis of which ranks hold unequal numbers: products, and what is done to each element by itself.
+_ANY_NUMBER = frozenset({"contract_w", "batch_w", "batch_a", "free_a"})
 
 Packed = Mapping[str, tuple[PackedWeight, ...]]  # by name in the trace, for all blocks that its block stands for
 
@@ -27,6 +31,7 @@ Packed = Mapping[str, tuple[PackedWeight, ...]]  # by name in the trace, for all
 def parted_blocks(shards: Shards, packed: Packed) -> dict[Term, InsideQuantisedBlock]:
     """The split axes for which a rank would hold a part of a block, each with the first weight where it would."""
     found: dict[Term, InsideQuantisedBlock] = {}
+    can_be: dict[Term, int] | None = None
     for name, weights in packed.items():
         number = shards.trace.by_name.get(name)
         layouts = shards.layouts(number) if number is not None else ()
@@ -35,9 +40,52 @@ def parted_blocks(shards: Shards, packed: Packed) -> dict[Term, InsideQuantisedB
                 assert number is not None
                 term = shards.axes.of(number)[dim]
                 for leaf in leaves(term):
-                    if find(leaf) in shards.marks:
-                        found.setdefault(find(leaf), why)
+                    if find(leaf) in shards.marks and find(leaf) not in found:
+                        can_be = unevenly(shards.trace, shards.axes, packed, shards.tp) if can_be is None else can_be
+                        found[find(leaf)] = _with_uneven(why, find(leaf), can_be.get(find(leaf), 0))
     return found
+
+
+def unevenly(trace: Trace, axes: Axes, packed: Packed, tp: int) -> dict[Term, int]:
+    """The axes that can be cut between blocks where their size does not divide so, each with how many stay together."""
+    blocks: dict[Term, int] = {}
+    for name, weights in packed.items():
+        for dims in axes.of(trace.by_name[name]) if name in trace.by_name else ():
+            for leaf in map(find, leaves(dims)):
+                layouts = Shards(trace, axes, {leaf: "!"}, tp).layouts(trace.by_name[name])
+                for weight in weights:
+                    blocks[leaf] = lcm(blocks.get(leaf, 1), *_kept_together(weight, layouts))
+    return {leaf: block for leaf, block in blocks.items() if _can_be_uneven(leaf, block, tp)}
+
+
+def _with_uneven(why: InsideQuantisedBlock, leaf: Term, block: int) -> InsideQuantisedBlock:
+    """The reason with the most that a rank would hold of the dim, were it cut unevenly."""
+    most = len(dealt(leaf.size, why.ranks, 0, block)) if block else 0
+    return replace(why, uneven=why.size * most // leaf.size)
+
+
+def _can_be_uneven(leaf: Term, block: int, tp: int) -> bool:
+    """Is there a block for each rank, but not one number of blocks?"""
+    even = leaf.size % (tp * block) == 0
+    return not even and -(-leaf.size // block) >= tp and leaf.events <= _ANY_NUMBER
+
+
+def _kept_together(weight: PackedWeight, layouts: tuple[Layout | None, ...]) -> Iterator[int]:
+    """Of an axis that is split alone: how many of it make a block, for each stored tensor."""
+    for tensor in weight.tensors:
+        for dim in tensor.dims:
+            if any(layouts[one] is not None for one in dim.of):
+                over = joined(tuple(layouts[one] or Layout("factor", weight.shape[one]) for one in dim.of))
+                yield from (dim.factor // gcd(dim.factor, inner) for inner in _inside(over))
+
+
+def _inside(layout: Layout, inner: int = 1) -> Iterator[int]:
+    """How many elements each of what is split stands for."""
+    if layout.split is not None:
+        yield inner
+    for place, part in enumerate(layout.parts):
+        after = prod(one.size for one in layout.parts[place + 1 :]) if layout.kind == "product" else 1
+        yield from _inside(part, inner * after)
 
 
 def fits_blocks(trace: Trace, axes: Axes, marks: dict[Term, str], tp: int, packed: Packed) -> bool:

@@ -24,13 +24,14 @@ class Demands:
     """`whole`: why no axis in a (parameter, dim) may be split. `gathered`: weights whose product is to be gathered.
 
     Of the other products analysis gathers what it likes, unless `only_those`. `packed`: quantised weights, whose blocks
-    are not parted.
+    are not parted; `uneven`: where blocks do not divide, some ranks have one more.
     """
 
     whole: Mapping[tuple[str, int], Reason] = field(default_factory=dict)
     gathered: frozenset[str] = frozenset()
     only_those: bool = False
     packed: Packed = field(default_factory=dict)
+    uneven: bool = False
 
     def with_whole(self, trace: Trace, tensors: Iterable[int], why: Reason) -> Demands:
         """These tensors stay whole too."""
@@ -41,7 +42,8 @@ class Demands:
     def and_also(self, other: Demands) -> Demands:
         """Both: what either keeps whole stays whole, for its own reason where it has one."""
         whole, packed = {**other.whole, **self.whole}, {**other.packed, **self.packed}
-        return replace(self, whole=whole, gathered=self.gathered | other.gathered, packed=packed)
+        uneven = self.uneven or other.uneven
+        return replace(self, whole=whole, gathered=self.gathered | other.gathered, packed=packed, uneven=uneven)
 
     def refused(self, trace: Trace, axes: Axes) -> dict[Term, Reason]:
         """The axes that may not be split, as the solver wants them."""

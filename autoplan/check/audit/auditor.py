@@ -175,7 +175,7 @@ def _right(source: Any, plan: Plan, module: Any) -> Plan | None:
     from autoplan.planning import draft_plan
 
     try:
-        wish = Wish(plan.tp_size, plan.ep_size, plan.sequence_parallel)
+        wish = Wish(plan.tp_size, plan.ep_size, plan.sequence_parallel, uneven=plan.uneven)
         return draft_plan(source, wish, choices=choices_of_plan(plan), module=module).plan
     except AutoplanError:
         return None

@@ -2,7 +2,7 @@
 
 A stored tensor is cut with the weight that it stands for: its layout is the weight's, in blocks. Where a size would
 part a block, the weight stays whole with whatever shares its cut, and the ways out are said in order: whole experts on
-different ranks, fewer ranks, leaving it whole; each with the bytes that a rank would hold.
+different ranks, fewer ranks, uneven cuts between blocks, leaving it whole; each with the bytes that a rank would hold.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CHECK = "quantised"
 class WayOut:
     """What to do where a block would be parted. `size`: of tp or ep; `bytes`: of the weights in question, per rank."""
 
-    kind: str  # "experts apart", "smaller tp", "whole"
+    kind: str  # "experts apart", "smaller tp", "uneven", "whole"
     size: int
     bytes: int
 
@@ -37,6 +37,7 @@ class WayOut:
         said = {
             "experts apart": f"ep_size={self.size} (whole experts on different ranks)",
             "smaller tp": f"tp_size={self.size}",
+            "uneven": 'uneven="blocks" (cut between blocks, some ranks hold one more)',
             "whole": "leave them whole or gather (strict=False)",
         }
         return f"{said[self.kind]}: {self.bytes / 2**20:,.1f} MiB of them per rank"
@@ -155,6 +156,9 @@ def ways_out(facts: Sequence[ClassFact], solution: Solution, packed: tuple[Packe
         found.append(WayOut("experts apart", tp, size // tp))
     smaller = max((legal for legal in solution.legal_tp if legal < tp), default=1)
     found.append(WayOut("smaller tp", smaller, size // smaller))
+    uneven = [fact.reason for fact in facts if isinstance(fact.reason, InsideQuantisedBlock) and fact.reason.uneven]
+    if uneven:
+        found.append(WayOut("uneven", tp, size * uneven[0].uneven // uneven[0].size))
     return (*found, WayOut("whole", tp, size))
 
 

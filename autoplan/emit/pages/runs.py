@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from autoplan.common.layout import Layout, chunk
+from autoplan.common.layout import Layout
 
 __all__ = ["MOST", "divides", "runs", "segments"]
 
@@ -43,8 +43,7 @@ def _runs(layout: Layout, rank: int, ranks: int) -> list[Run] | None:
     if not layout.parts:
         if layout.split is None:
             return [(0, layout.size)]
-        pieces, stride = layout.split
-        held = chunk(layout.size, pieces or ranks, (rank // stride) % (pieces or ranks))
+        held = layout.piece(rank, ranks)
         return [(held.start, held.stop)] if held else []
     parts = [_runs(part, rank, ranks) for part in layout.parts]
     known = [part for part in parts if part is not None]

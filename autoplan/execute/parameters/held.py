@@ -4,7 +4,9 @@ The problem: a sharded parameter must still be able to say which rows of the che
 order. torch's `Shard(dim)` can say it for consecutive rows only. A packed weight (q, k and v in one matrix) is
 therefore kept in *rank order*: the rows of rank 0, then those of rank 1, and so on. To DTensor that is an ordinary
 `Shard(dim)`, which FSDP2 may cut further; the checkpoint's order is restored wherever tensors leave the model. A row
-that several ranks hold appears once per rank, so the size in rank order may exceed the checkpoint's.
+that several ranks hold appears once per rank, so the size in rank order may exceed the checkpoint's. Where ranks hold
+unequal numbers of rows in a way that `Shard(dim)` does not know, each has room for as many as the first: the room that
+is left over is zero, and no code of the model sees it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from autoplan.common.layout import Layout
+from autoplan.common.layout import Layout, chunk
 from autoplan.execute.collectives import RankGroup, take_rows, whole_order
 
 __all__ = ["Held", "ModuleRecord", "held_parameters", "plain_name", "record_of"]
@@ -59,9 +61,44 @@ class Held:
         return _rows(self.layout, self.group.size)
 
     @cached_property
+    def own(self) -> int:
+        """How many rows this rank holds."""
+        return len(self.rows[self.group.rank])
+
+    @cached_property
+    def room(self) -> tuple[int, ...]:
+        """For how many rows each rank's parameter has room."""
+        counts = [len(rows) for rows in self.rows]
+        usual = [len(chunk(sum(counts), len(counts), rank)) for rank in range(len(counts))]
+        return tuple(counts) if counts == usual else (max(counts),) * len(counts)
+
+    @cached_property
+    def has_spare_room(self) -> bool:
+        """Has a parameter room for more rows than some rank holds?"""
+        return self.dim is not None and sum(self.room) > sum(map(len, self.rows))
+
+    @cached_property
     def in_rank_order(self) -> bool:
         """Is it packed, so that concatenating the ranks' pieces does not give the checkpoint's tensor?"""
-        return self.dim is not None and whole_order(self.rows) is not None
+        return self.dim is not None and (whole_order(self.rows) is not None or self.has_spare_room)
+
+    def roomy(self, piece: torch.Tensor) -> torch.Tensor:
+        """A rank's rows with zeros in the room that its parameter has left over."""
+        if not self.has_spare_room or piece.size(self.dim or 0) == self.room[0]:
+            return piece
+        assert self.dim is not None
+        sizes = list(piece.shape)
+        sizes[self.dim] = self.room[0]
+        wide = piece.new_zeros(sizes)
+        wide.narrow(self.dim, 0, piece.size(self.dim)).copy_(piece)
+        return wide
+
+    def held_of(self, local: torch.Tensor) -> torch.Tensor:
+        """The rows of a local parameter that stand for rows of the checkpoint, as a view."""
+        if not self.has_spare_room or self.own == self.room[0]:
+            return local
+        assert self.dim is not None
+        return local.narrow(self.dim, 0, self.own)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's piece of the checkpoint's tensor, as a new tensor; `whole` itself when it is not split."""
@@ -76,11 +113,14 @@ class Held:
 
     def to_checkpoint_order(self, ranked: torch.Tensor) -> torch.Tensor:
         """The inverse; a row that several ranks hold is taken from the first."""
-        order = whole_order(self.rows) if self.dim is not None else None
-        if order is None:
+        if self.dim is None:
             return ranked
-        assert self.dim is not None
-        return take_rows(ranked, self.dim, order)
+        if self.has_spare_room and ranked.size(self.dim) == sum(self.room):
+            counts = [len(rows) for rows in self.rows]
+            pieces = [ranked.narrow(self.dim, r * self.room[0], count) for r, count in enumerate(counts)]
+            ranked = torch.cat(pieces, self.dim)
+        order = whole_order(self.rows)
+        return ranked if order is None else take_rows(ranked, self.dim, order)
 
 
 @lru_cache(maxsize=4096)

@@ -48,6 +48,7 @@ def local_view(parameter: torch.Tensor | None, held: Held | None) -> torch.Tenso
     local = parameter.to_local()
     if held is None:
         return local
+    local = held.held_of(local)
     if held.gradient != "local" and held.group.size > 1 and local.requires_grad:
         if held.dim is None:
             local = copy_to_ranks(local, held.group)

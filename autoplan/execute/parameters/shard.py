@@ -173,12 +173,12 @@ class _Builder:
 
     def _distribute(self, parameter: nn.Parameter, held: Held) -> nn.Parameter:
         with torch.no_grad():
-            local = self._to_device(held.cut(parameter.detach()))
+            local = self._to_device(held.roomy(held.cut(parameter.detach())))
             if held.dim is None:
                 shape, stride, placement = local.shape, local.stride(), Replicate()
             else:
                 sizes = list(held.shape)
-                sizes[held.dim] = sum(len(rows) for rows in held.rows)
+                sizes[held.dim] = sum(held.room)
                 shape, stride = torch.Size(sizes), make_contiguous_strides_for(sizes)
                 placement = Shard(held.dim)
             tensor = DTensor.from_local(local, self.mesh, [placement], run_check=False, shape=shape, stride=stride)
@@ -243,7 +243,7 @@ def _refuse_layout(fqn: str, held: Held, layout: Layout, tp: int) -> None:
     missing = size - len({row for rows in held.rows for row in rows})
     if missing:
         raise IndivisibleError(f"{where}: layout {layout} leaves {missing} of {size} rows to no rank at tp {tp}")
-    if counts != [len(chunk(sum(counts), tp, rank)) for rank in range(tp)]:
+    if not layout.is_uneven and counts != [len(chunk(sum(counts), tp, rank)) for rank in range(tp)]:
         raise IndivisibleError(f"{where}: layout {layout} gives the ranks {counts} rows at tp {tp}, which is uneven")
     if held.gradient == "sum" and tp > 1 and not held.shared.count:
         raise PlanMismatchError(f"{where}: every row of {layout} has one holder, so no gradient can be summed")

@@ -72,7 +72,7 @@ def whole_tensor(tensor: torch.Tensor, held: Held | None) -> torch.Tensor:
         return tensor.clone()
     if tensor.is_meta:
         return torch.empty(held.shape if held is not None else tensor.shape, dtype=tensor.dtype, device="meta")
-    rows = None if held is None or held.dim is None else [len(mine) for mine in held.rows]
+    rows = None if held is None or held.dim is None else held.room
     whole = gathered(tensor, rows)
     if held is not None and held.in_rank_order:
         return held.to_checkpoint_order(whole)
@@ -82,7 +82,7 @@ def whole_tensor(tensor: torch.Tensor, held: Held | None) -> torch.Tensor:
 def gathered(tensor: DTensor, rows: Sequence[int] | None = None) -> torch.Tensor:
     """`full_tensor()`, for 8-bit floats too: not every backend sends those, but each sends bytes.
 
-    `rows`: how many each rank of tp holds, where that is not as DTensor would have it.
+    `rows`: for how many each rank of tp has room, where that is not as DTensor would have it.
     """
     if _is_cut_again(tensor):
         return _put_together(tensor, rows)
@@ -189,7 +189,7 @@ def local_piece(whole: torch.Tensor, held: Held, mesh: DeviceMesh, placements: S
 
     FSDP2 puts its mesh dims before tp's, and cuts what a tp rank holds into consecutive pieces.
     """
-    local = held.cut(whole.detach())
+    local = held.roomy(held.cut(whole.detach()))
     for mesh_dim, placement in enumerate(placements[:-1]):
         dim = getattr(placement, "dim", None)
         if dim is not None:

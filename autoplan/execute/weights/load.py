@@ -98,9 +98,13 @@ class _Saved:
                 dim = getattr(placement, "dim", None)
                 if dim is not None:
                     held = rows.get(dim, range(self.shape[dim]))
-                    mine = chunk(len(held), mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
+                    room = self.held.room[0] if self.held is not None and self._is_roomy(dim) else len(held)
+                    mine = chunk(room, mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
                     rows[dim] = held[mine.start : mine.stop]
         return rows
+
+    def _is_roomy(self, dim: int) -> bool:
+        return self.held is not None and self.held.has_spare_room and self.held.dim == dim
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a tensor that could not be read by pieces."""
@@ -115,6 +119,10 @@ class _Saved:
     def fill(self, piece: torch.Tensor) -> None:
         """Copy into the memory there is; on meta, put a new tensor at every place."""
         local = self.tensor.to_local() if isinstance(self.tensor, DTensor) else self.tensor
+        if local.shape != piece.shape:  # room that no row of the checkpoint fills
+            wide = piece.new_zeros(local.shape)
+            wide[tuple(slice(size) for size in piece.shape)] = piece
+            piece = wide
         if not local.is_meta:
             local.copy_(piece)
             return
