@@ -84,6 +84,9 @@ def draft_plan(
     )
     made = replace(made, tp_size=wish.tp_size, ep_size=wish.ep_size, findings=misfit + made.findings)
     made = with_packed(with_made_for(made, module), solution, packed)
+    if wish.uneven != "never" and not packed:
+        text = f"uneven={wish.uneven!r} changes nothing: no weight of {source.name} is stored in blocks"
+        made = replace(made, findings=(*made.findings, Finding("quantised", "note", "", text)))
     made = replace(made, fed=source.recipe.fed() if source.recipe is not None else ())
     found = sequence_findings(solution) if capabilities.sequence else ()
     if wish.ep_size > 1 and capabilities.experts:

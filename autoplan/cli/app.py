@@ -91,6 +91,9 @@ def plan(
     prove: Annotated[Prove, typer.Option(help="What must hold before the plan is shown.")] = Prove.graph,
     ep: EpSize = 1,
     sequence_parallel: Cut = False,
+    uneven: Annotated[
+        str, typer.Option(metavar="never|blocks", help="May ranks hold unequal numbers of a quantised weight's blocks?")
+    ] = "never",
     trial_seconds: Annotated[
         float, typer.Option("--trial-seconds", min=0.001, help="How long the trial on simulated ranks may take.")
     ] = 300.0,
@@ -108,6 +111,7 @@ def plan(
     if output is not None:
         check_suffix(output)
     how: dict[str, Any] = {"ep": ep, "sequence_parallel": sequence_parallel, "trial_seconds": trial_seconds}
+    how |= {"uneven": uneven}
     made = _make_plan(model, tp, source, prove.value, trust_remote_code, **how)
     if output is None:
         sizes = sizes_view(made)
@@ -356,6 +360,7 @@ def _make_plan(
     ep: int = 1,
     sequence_parallel: bool = False,
     trial_seconds: float | None = None,
+    uneven: str = "never",
 ) -> Plan:
     import autoplan
 
@@ -363,7 +368,7 @@ def _make_plan(
     how |= {"ep_size": ep} if ep > 1 else {}
     how |= {"trial_seconds": trial_seconds} if trial_seconds is not None else {}
     with progress(f"planning {model} for tp {tp}"):
-        return autoplan.plan(model, tp_size=tp, sequence_parallel=sequence_parallel, **how)
+        return autoplan.plan(model, tp_size=tp, sequence_parallel=sequence_parallel, uneven=uneven, **how)
 
 
 def _exit_code(findings: tuple[Finding, ...]) -> int:

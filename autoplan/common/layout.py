@@ -95,6 +95,10 @@ class Layout:
         """Is this what a plain `Shard(dim)` holds: consecutive rows, cut by ceiling?"""
         return all(self.rows(r, tp) == tuple(chunk(self.size, tp, r)) for r in range(tp))
 
+    def one_run(self, tp: int) -> bool:
+        """Are the ranks' rows one after the other those of the whole, however many each of them holds?"""
+        return self.contiguous(tp) or [row for r in range(tp) for row in self.rows(r, tp)] == list(range(self.size))
+
     def __str__(self) -> str:
         if not self.parts:
             mark = "" if self.split is None else "!" if self.split[0] == 0 else f"!{self.split[0]}@{self.split[1]}"

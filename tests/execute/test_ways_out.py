@@ -17,7 +17,6 @@ from transformers import AutoConfig
 import autoplan
 from autoplan.check.ranks.run import run_ranks
 from autoplan.common.errors import IndivisibleError
-from autoplan.common.patterns import matches
 
 SHAPES = Path(__file__).parents[2] / "examples" / "shapes" / "quantised"
 BLOCK = 16
@@ -30,23 +29,28 @@ OF = {  # model: tp, what a rank would hold there, sizes
     "qwen3-coder-480b-a35b-fp8": (8, "40 of 320, 2.5 quantised blocks of 16",
                                   {"moe_intermediate_size": 320, "head_dim": 16, "num_experts": 8}),
     "deepseek-r1-fp8": (32, "72 of 2304, 4.5 quantised blocks of 16",
-                        {"intermediate_size": 2304, "moe_intermediate_size": 256, "n_routed_experts": 32,
+                        {"hidden_size": 64, "intermediate_size": 2304, "moe_intermediate_size": 256, "n_routed_experts": 32,
                          "first_k_dense_replace": 1, "q_lora_rank": 192, "kv_lora_rank": 64, "qk_nope_head_dim": 16,
-                         "qk_rope_head_dim": 8, "v_head_dim": 16}),
+                         "qk_rope_head_dim": 8, "head_dim": 8, "v_head_dim": 16}),
     "qwen3.6-35b-a3b-fp8": (8, "8 of 64, 0.5 quantised blocks of 16",
-                            {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "head_dim": 32,
+                            {"num_hidden_layers": 1, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "head_dim": 32,
                              "num_experts": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 16}),
-    "qwen2.5-vl-72b-awq": (2, "1848 of 3696, 115.5 quantised blocks of 16", {"intermediate_size": 3696}),
+    "qwen2.5-vl-72b-awq": (2, "1848 of 3696, 115.5 quantised blocks of 16",
+                           {"intermediate_size": 3696, "hidden_size": 1024, "num_hidden_layers": 1,
+                            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6,
+                                                "mrope_section": [2, 3, 3]}}),
 }  # fmt: skip
 CASES = [
-    *((name, how) for name, (tp, _, _) in OF.items() for how in ({"tp_size": tp, "uneven": "blocks"}, {"tp_size": tp})),
-    *((name, {"tp_size": OF[name][0], "ep_size": OF[name][0]}) for name in list(OF)[:5]),
+    *((name, {"tp_size": OF[name][0], "uneven": "blocks"}) for name in OF),
+    *((name, {"tp_size": tp}) for name, (tp, _, _) in OF.items()),  # that one whole
+    *((name, {"tp_size": tp, "ep_size": tp}) for name, (tp, _, _) in list(OF.items())[:5]),
     ("qwen3-30b-a3b-fp8", {"tp_size": 2}),
     ("minimax-m2.5-fp8", {"tp_size": 4}),
     ("qwen3-coder-480b-a35b-fp8", {"tp_size": 4}),
     ("deepseek-r1-fp8", {"tp_size": 16}),
     ("qwen3.6-35b-a3b-fp8", {"tp_size": 4}),
 ]
+QUICK = (0, 1, 2, 5, 13)
 
 
 def shrunken(name: str) -> Any:
@@ -55,7 +59,7 @@ def shrunken(name: str) -> Any:
     for key, value in (SMALL | OF[name][2]).items():
         setattr(text, key, value)
     if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[-2:]
+        text.layer_types = text.layer_types[-text.num_hidden_layers :]
     data = dict(config.quantization_config)
     data["group_size" if "group_size" in data else "weight_block_size"] = (
         BLOCK if "group_size" in data else [BLOCK, BLOCK]
@@ -64,14 +68,12 @@ def shrunken(name: str) -> Any:
     config._experts_implementation = text._experts_implementation = "eager"
     vision = getattr(config, "vision_config", None)
     if vision is not None:
-        vision.depth, vision.hidden_size, vision.intermediate_size = 1, 32, 32
-        vision.out_hidden_size = SMALL["hidden_size"]
-    if "mrope_section" in (getattr(text, "rope_parameters", None) or {}):
-        text.rope_parameters["mrope_section"] = [0, 0, 1] if False else text.rope_parameters["mrope_section"]
+        vision.depth = 1
+        vision.out_hidden_size = text.hidden_size
     return config
 
 
-@pytest.mark.parametrize("name", OF)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if "3.6" in n else n for n in OF])
 def test_the_arithmetic_is_as_published(name: str) -> None:
     tp, numbers, _ = OF[name]
     with pytest.raises(IndivisibleError, match="Ways out, in order") as refused:
@@ -79,16 +81,19 @@ def test_the_arithmetic_is_as_published(name: str) -> None:
     assert numbers in str(refused.value)
 
 
-@pytest.mark.parametrize(("name", "how"), CASES)
+@pytest.mark.parametrize(
+    ("name", "how"), [pytest.param(*case, marks=() if n in QUICK else pytest.mark.slow) for n, case in enumerate(CASES)]
+)
 def test_a_way_out_runs(name: str, how: dict[str, Any], tmp_path: Path) -> None:
     """Packed and plain, on as many simulated ranks as published: logits, stored tensors and dequantised weights."""
     config = shrunken(name)
     made = autoplan.plan(config, prove="none", **how)
-    plain = checkpoint(config, made, tmp_path, listed=False)
+    checkpoint(config, made, tmp_path, listed=False)
     whole = autoplan.packed_model(built(config, "meta"), made)
     autoplan.load_weights(whole, tmp_path)
     ids = torch.arange(12).view(2, 6)
-    expected = whole(ids).logits.detach()
+    with torch.no_grad():
+        expected = whole(ids).logits
     stored = {key: value.detach() for key, value in whole.state_dict().items()}
 
     def rank_body(rank: int) -> None:
@@ -96,13 +101,10 @@ def test_a_way_out_runs(name: str, how: dict[str, Any], tmp_path: Path) -> None:
         model = autoplan.packed_model(built(config, "meta"), made)
         model = autoplan.parallelize(model, mesh, made, gather_logits=True)
         autoplan.load_weights(model, tmp_path)
-        torch.testing.assert_close(model(ids).logits.detach(), expected, rtol=1e-4, atol=1e-4)
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
         for key, value in autoplan.full_tensors(model).items():
             assert value.dtype == stored[key].dtype and torch.equal(value.float(), stored[key].float()), key
 
     run_ranks(rank_body, made.ranks)
-    assert torch.isfinite(expected).all() and plain
-    parted = [f for f in made.findings if f.check == "quantised" and f.level == "warn"]
-    is_way_out = how != {"tp_size": OF[name][0]}
-    assert is_way_out == (not parted) or how.get("uneven")
-    assert matches("a.*", "a.b")
+    assert torch.isfinite(expected).all() and expected.abs().max() > 0.1

@@ -54,5 +54,4 @@ def _packed(style: str, fact: ParameterFact, tp: int, *, gathered: bool) -> str:
     if style == "colwise" and gathered:
         return "colwise_gather_output"
     assert fact.layout is not None
-    contiguous = Layout.parse(fact.layout).contiguous(tp)
-    return style if contiguous or style.startswith("embedding") else f"packed_{style}"
+    return style if Layout.parse(fact.layout).one_run(tp) or style.startswith("embedding") else f"packed_{style}"

@@ -208,7 +208,7 @@ def _check_packing(choices: Choices, choice: Choice, fact: ParameterFact, tp: in
 
 def is_packed(layout: str, tp: int) -> bool:
     """Is this dim cut segment by segment, so that a rank's rows are not one run?"""
-    return not Layout.parse(layout).contiguous(tp)
+    return not Layout.parse(layout).one_run(tp)
 
 
 def _grouped(layout: str) -> bool:

@@ -166,8 +166,10 @@ def _needs(
     for entry in entries:
         if any("@" in segment for segment in entry.segments):
             yield Need(f"{entry.pattern} is sharded over groups of ranks")
-        if kind in ("plain", "latent") and entry.style in _COLUMN + _ROW and not _contiguous(entry, plan.tp_size):
+        if kind in ("plain", "latent") and entry.style in _COLUMN + _ROW and not _one_run(entry, plan.tp_size):
             yield Need(f"{entry.pattern} is packed", packed=True)
+        if any(Layout.parse(segment.partition(":")[2] or "1").is_uneven for segment in entry.segments):
+            yield Need(f"{entry.pattern} is cut unevenly, between blocks")
 
 
 def _home(pattern: str, containers: Iterable[str]) -> str | None:
@@ -176,9 +178,9 @@ def _home(pattern: str, containers: Iterable[str]) -> str | None:
     return max(found, key=lambda container: container.count("."), default=None)
 
 
-def _contiguous(entry: Entry, tp: int) -> bool:
+def _one_run(entry: Entry, tp: int) -> bool:
     layout = layout_of(entry)
-    return layout is None or layout.contiguous(tp)
+    return layout is None or layout.one_run(tp)
 
 
 def layout_of(entry: Entry) -> Layout | None:

@@ -23,7 +23,7 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
         said, fact = weight.said, weight.fact
         if said.line is None or said.dim is None or said.dim != fact.dim or fact.layout is None:
             continue
-        packed = not Layout.parse(fact.layout).contiguous(subject.tp_size) and "@" not in fact.layout
+        packed = not Layout.parse(fact.layout).one_run(subject.tp_size) and "@" not in fact.layout
         if (packed or said.parts > 1) and subject.wanted_rows(weight) != said.rows and weight.is_matrix:
             groups.setdefault((said.line.pattern, fact.layout), []).append(weight)
     for (pattern, layout), weights in groups.items():
