@@ -118,6 +118,18 @@ def latent(data: dict[str, Any]) -> Any:
     return config
 
 
+def fused(data: dict[str, Any]) -> Any:
+    """Query, key and value in one matrix, gate and up in one."""
+    from transformers import Phi3Config
+
+    config = Phi3Config(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+        head_dim=32, vocab_size=96, pad_token_id=0, architectures=["Phi3ForCausalLM"],
+    )  # fmt: skip
+    config.quantization_config = data
+    return config
+
+
 def built(config: Any, device: str = "cpu") -> Any:
     import transformers
 
@@ -174,4 +186,4 @@ def _listed(name: str, described: PackedWeight, numbers: dict[str, torch.Tensor]
     return state
 
 
-MODELS = {"dense": tiny, "experts": experts, "latent": latent}
+MODELS = {"dense": tiny, "experts": experts, "latent": latent, "fused": fused}

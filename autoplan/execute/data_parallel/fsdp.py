@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from autoplan.common.options import DataParallel
 from autoplan.execute.collectives import RankGroup, all_reduce
 from autoplan.execute.data_parallel.units import Units, choose_units
+from autoplan.execute.quantised.modules import compute_in, is_packed
 from autoplan.execute.tensor_parallel import applied, record
 from autoplan.values import Stack
 
@@ -58,7 +59,11 @@ def shard_data_parallel(
         options = replace(options, reshard_after_forward=False)
     known = applied(model)
     assert known is not None, "what was done is recorded first"
-    units = choose_units(model, stacks, frozen=options.frozen)
+    casts = _precision(options, model).param_dtype
+    units = choose_units(model, stacks, frozen=options.frozen, casts=casts is not None)
+    for module in model.modules() if casts is not None else ():
+        if is_packed(module):
+            compute_in(module, casts)
     with unset_fake_temporarily():  # meshes are asked for ranks, which must be numbers
         _wrap(model, mesh, units, options)
     sizes = (mesh.size(0), mesh.size(1)) if mesh.ndim == 2 else (1, mesh.size())

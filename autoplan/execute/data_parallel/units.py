@@ -5,7 +5,8 @@ first step; two dtypes in one unit stop it too; a module that is several blocks'
 the first. So units are decided here, whole, before anything is wrapped:
 
     1. modules shared by several blocks, and groups of modules that a tied parameter holds together across units
-    2. the parts of a unit whose dtype is not that of its other trainable parameters (kept as it is, never cast)
+    2. the parts of a unit whose dtype is not that of its other trainable parameters, and those that hold packed tensors
+       where others are cast (kept as they are, never cast)
     3. the blocks of every stack, in call order
     4. the input table and the output head, when they are not tied
     5. the model itself: everything else
@@ -22,6 +23,7 @@ from torch import nn
 
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
+from autoplan.execute.quantised.modules import is_packed
 from autoplan.values import Stack
 
 __all__ = ["FROZEN", "Unit", "Units", "choose_units"]
@@ -49,8 +51,13 @@ class Units:
     notes: list[str] = field(default_factory=list)
 
 
-def choose_units(model: nn.Module, stacks: tuple[Stack, ...], *, frozen: str = "units") -> Units:
-    """Decide all units of `model`. Raises, naming parameters, where a unit cannot be made of one dtype."""
+def choose_units(
+    model: nn.Module, stacks: tuple[Stack, ...], *, frozen: str = "units", casts: bool = False
+) -> Units:
+    """Decide all units of `model`. Raises, naming parameters, where a unit cannot be made of one dtype.
+
+    `casts`: parameters are computed with in another dtype than they have, all but packed ones.
+    """
     if frozen not in FROZEN:
         raise AutoplanError(f"frozen={frozen!r}", hint=f"choose one of {', '.join(FROZEN)}")
     search = _Search(model)
@@ -67,6 +74,7 @@ def choose_units(model: nn.Module, stacks: tuple[Stack, ...], *, frozen: str = "
     parts: list[Unit] = []
     for unit in [*inner, *outer, root]:
         parts += search.by_dtype(unit, [*inner, *outer, *parts], chosen)
+        parts += search.packed(unit, [*inner, *outer, *parts]) if casts else ()
     chosen.units = [*parts, *inner, *outer]
     return chosen
 
@@ -171,6 +179,13 @@ class _Search:
         for part in found:
             chosen.notes.append(f"{part.names[0]} is kept in its own dtype: a unit of its own")
         return found
+
+    def packed(self, unit: Unit, others: list[Unit]) -> list[Unit]:
+        """The modules of a unit that hold packed tensors, whose bits a cast would spoil: one unit together."""
+        elsewhere = {id(self.modules[n]) for other in others if other != unit for n in other.names if n}
+        own = {id(m): m for n in unit.names for m in self._own(n, elsewhere) if is_packed(m)}
+        names = tuple(self.first_name[number] for number in own)
+        return [Unit(names, kept_dtype=True)] if names and names != unit.names else []
 
     def _split(
         self, name: str, main: torch.dtype, elsewhere: set[int], ignored: set[nn.Parameter], found: list[Unit]

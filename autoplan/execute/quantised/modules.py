@@ -24,7 +24,7 @@ from autoplan.patches.classes import give_class
 from autoplan.values import Plan
 from autoplan.values.quantised import PackedTensor, PackedWeight
 
-__all__ = ["packed_model"]
+__all__ = ["compute_in", "is_packed", "packed_model"]
 
 _STORED = "_autoplan_stored"
 
@@ -51,6 +51,17 @@ def packed_model(model: nn.Module, plan: Plan) -> nn.Module:
         kind: type = type(module)
         give_class(module, _stored_class(kind, tuple(stored)))
     return model
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Does a module itself hold packed tensors?"""
+    return _STORED in module.__dict__
+
+
+def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
+    """From now on the plain numbers of a packed module have this dtype: what reaches it is cast to it."""
+    stored = module.__dict__[_STORED]
+    module.__dict__[_STORED] = {name: (weight, dtype) for name, (weight, _) in stored.items()}
 
 
 def _chosen(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, list[PackedWeight]]]:
