@@ -73,8 +73,8 @@ def plan(
 
     `inputs` are example arguments of the forward, where autoplan cannot make them itself. `sequence_parallel` cuts the
     stream between split regions along the sequence too; where a model does not allow it, a finding says why and the
-    plan is without. `strict` raises where an axis does not divide by `tp_size`. `uneven="blocks"` cuts quantised weights
-    whose blocks do not divide between blocks, so that some ranks hold one more. `prove` is "graph" (default), "ranks"
+    plan is without. `strict` raises where an axis does not divide by `tp_size`. Where the blocks of a quantised weight
+    do not divide, `uneven="blocks"` gives some ranks one more than others. `prove` is "graph" (default), "ranks"
     (all that `verify` does, too) or "none". The trial on simulated ranks may take `trial_seconds`; where they run out
     the plan says so, and is not proven. `rules` is a folder of rules and plans of one's own, which count before ours
     (`AUTOPLAN_RULES` names such folders for all calls). `cache` is a folder in which plans are kept: the same model,

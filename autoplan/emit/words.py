@@ -60,7 +60,9 @@ def layout_text(text: str, tp_size: int) -> str:
         return f"whole on each of {count(tp_size, 'rank')}"
     if layout.is_uneven:
         held = [len(layout.rows(rank, tp_size)) for rank in range(tp_size)]
-        return f"between blocks: the ranks hold {min(held)} to {max(held)} of {layout.size}; rank 0: {ranges_text(rows)}"
+        return (
+            f"between blocks: the ranks hold {min(held)} to {max(held)} of {layout.size}; rank 0: {ranges_text(rows)}"
+        )
     shard, total = _shard(layout, tp_size), f"{len(rows)} of {layout.size}"
     equation = shard if shard == total else f"{shard} = {total}"
     return f"each of {count(tp_size, 'rank')} holds {equation}; rank 0: {ranges_text(rows)}"

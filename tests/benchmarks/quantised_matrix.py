@@ -28,6 +28,8 @@ import autoplan  # noqa: E402
 from autoplan.check.ranks.run import run_ranks  # noqa: E402
 from autoplan.common.errors import PlanMismatchError  # noqa: E402
 
+NOT_LOADED: dict[str, str] = {}  # why a packed model was not filled, and whose
+
 
 def cell(name: str, kind: str, tp: int) -> str:
     config = MODELS[kind](METHODS[name])
@@ -45,7 +47,7 @@ def cell(name: str, kind: str, tp: int) -> str:
 
 
 def _same(config: Any, made: autoplan.Plan, folder: Path, plain: dict[str, torch.Tensor]) -> str:
-    """"" where anything differs; else what was held against the checkpoint."""
+    """ "" where anything differs; else what was held against the checkpoint."""
     found: list[str] = []
 
     def rank_body(rank: int) -> None:
@@ -69,7 +71,11 @@ def _packed_as_stored(config: Any, made: autoplan.Plan, mesh: Any, folder: Path)
         model = autoplan.parallelize(autoplan.packed_model(built(config, "meta"), made), mesh, made)
     except PlanMismatchError:
         return None
-    autoplan.load_weights(whole, folder)
+    try:
+        autoplan.load_weights(whole, folder)
+    except autoplan.AutoplanError as error:
+        NOT_LOADED.setdefault(str(error), config.architectures[0])
+        return None
     autoplan.load_weights(model, folder)
     wanted = dict(whole.named_parameters())
     held = autoplan.full_tensors(model)
@@ -91,6 +97,8 @@ def main() -> int:
             wrong += sum("DIFFERS" in one for one in cells)
             line.append(f"{kind} {' / '.join(one.strip() for one in cells)}")
         print(f"{name}: {'; '.join(line)}", flush=True)
+    for why, whose in NOT_LOADED.items():
+        print(f"not packed: {whose}: {why}")
     print(f"{wrong} differ")
     return int(wrong > 0)
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from packing import random_parts
-from quantised_models import METHODS, MODELS, built, checkpoint, saved, tiny, weights_of
+from quantised_models import METHODS, MODELS, adapted, built, checkpoint, random_state, saved, tiny, weights_of
 from safetensors.torch import load_file, save_file
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoplan
@@ -22,7 +21,6 @@ from autoplan.execute.quantised.files import DequantisedFiles
 from autoplan.execute.quantised.formats import dequantise
 from autoplan.hf.quantised.methods import method_of
 from autoplan.hf.quantised.schemes import Plain, packed_weight
-
 
 SHAPES = {"model.layers.0.q_proj.weight": (256, 128), "model.layers.0.down_proj.weight": (128, 512)}
 
@@ -175,29 +173,6 @@ def test_only_a_method_that_can_be_computed_is_packed() -> None:
 # ------------------------------------------------------------------------------------------------- adapters on top
 
 
-class Adapted(nn.Module):
-    """A frozen layer with a low-rank update next to it, as adapter libraries write it."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base.requires_grad_(False)
-        self.lora_A = nn.Linear(base.in_features, 4, bias=False)
-        self.lora_B = nn.Linear(4, base.out_features, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base_layer(x) + self.lora_B(self.lora_A(x))
-
-
-def adapted(config: Any, device: str) -> Any:
-    model = built(config, device).requires_grad_(False)
-    with torch.device(device):
-        for block in model.model.layers:
-            for owner, names in ((block.self_attn, ("q_proj", "o_proj")), (block.mlp, ("up_proj", "down_proj"))):
-                for name in names:
-                    setattr(owner, name, Adapted(getattr(owner, name)))
-    return model
-
-
 @pytest.mark.parametrize("name", ["awq", "fp8 blocks", "ct packed"])
 def test_adapters_on_a_packed_base(name: str, tmp_path: Path) -> None:
     """The base is frozen and packed, adapters plain, their gradients those of the unsharded model."""
@@ -206,7 +181,7 @@ def test_adapters_on_a_packed_base(name: str, tmp_path: Path) -> None:
     assert made.packed and not any("lora" in weight.name for weight in made.packed)
     torch.manual_seed(3)
     whole = autoplan.packed_model(adapted(config, "meta"), made)
-    save_file(_random_state(whole), tmp_path / "model.safetensors")
+    save_file(random_state(whole), tmp_path / "model.safetensors")
     ids = torch.arange(12).view(2, 6)
 
     def step(model: Any) -> dict[str, torch.Tensor]:
@@ -226,20 +201,6 @@ def test_adapters_on_a_packed_base(name: str, tmp_path: Path) -> None:
             torch.testing.assert_close(gradient, expected[key], rtol=1e-3, atol=1e-5)
 
     run_ranks(rank_body, 2)
-
-
-def _random_state(model: Any) -> dict[str, torch.Tensor]:
-    state = {}
-    for name, tensor in model.state_dict().items():
-        if tensor.dtype == torch.float32 and "scale" not in name:
-            state[name] = torch.randn(tensor.shape) / 8
-        elif "scale" in name:
-            state[name] = ((0.5 + torch.rand(tensor.shape)) / 64).to(tensor.dtype)
-        elif tensor.dtype == torch.float8_e4m3fn:
-            state[name] = torch.randn(tensor.shape).to(tensor.dtype)
-        else:
-            state[name] = torch.randint(-(2**31), 2**31 - 1, tensor.shape).to(tensor.dtype)
-    return state
 
 
 # ------------------------------------------------------------------------------------------- the library's own modules

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from packing import random_parts
 from safetensors.torch import save_file
+from torch import nn
 
 import autoplan
 from autoplan.common.patterns import matches
@@ -187,3 +188,41 @@ def _listed(name: str, described: PackedWeight, numbers: dict[str, torch.Tensor]
 
 
 MODELS = {"dense": tiny, "experts": experts, "latent": latent, "fused": fused}
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank update next to it, as adapter libraries write it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A = nn.Linear(base.in_features, 4, bias=False)
+        self.lora_B = nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+def adapted(config: Any, device: str) -> Any:
+    model = built(config, device).requires_grad_(False)
+    with torch.device(device):
+        for block in model.model.layers:
+            for owner, names in ((block.self_attn, ("q_proj", "o_proj")), (block.mlp, ("up_proj", "down_proj"))):
+                for name in names:
+                    setattr(owner, name, Adapted(getattr(owner, name)))
+    return model
+
+
+def random_state(model: Any) -> dict[str, torch.Tensor]:
+    """Numbers for a packed model on meta."""
+    state = {}
+    for name, tensor in model.state_dict().items():
+        if tensor.dtype == torch.float32 and "scale" not in name:
+            state[name] = torch.randn(tensor.shape) / 8
+        elif "scale" in name:
+            state[name] = ((0.5 + torch.rand(tensor.shape)) / 64).to(tensor.dtype)
+        elif tensor.dtype == torch.float8_e4m3fn:
+            state[name] = torch.randn(tensor.shape).to(tensor.dtype)
+        else:
+            state[name] = torch.randint(-(2**31), 2**31 - 1, tensor.shape).to(tensor.dtype)
+    return state

@@ -51,9 +51,7 @@ class Units:
     notes: list[str] = field(default_factory=list)
 
 
-def choose_units(
-    model: nn.Module, stacks: tuple[Stack, ...], *, frozen: str = "units", casts: bool = False
-) -> Units:
+def choose_units(model: nn.Module, stacks: tuple[Stack, ...], *, frozen: str = "units", casts: bool = False) -> Units:
     """Decide all units of `model`. Raises, naming parameters, where a unit cannot be made of one dtype.
 
     `casts`: parameters are computed with in another dtype than they have, all but packed ones.

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.options import check_argument
 from autoplan.common.patterns import matches
+from autoplan.execute.parameters.held import record_of
 from autoplan.execute.parameters.local_views import stored_tensor
 from autoplan.execute.quantised.formats import DEQUANTISED, dequantise
 from autoplan.patches.classes import give_class
@@ -106,6 +108,9 @@ def _reader(name: str) -> Any:
         return dequantise(weight, parts, _local_shape(weight, parts[weight.tensors[0].name])).to(dtype)
 
     def read(module: nn.Module) -> torch.Tensor:
+        kept = module._parameters.get(name)
+        if isinstance(kept, DTensor) and (kept.device_mesh.ndim > 1 or record_of(module) is None):
+            return kept  # FSDP2 looks at what it keeps between uses, while the model's forward runs too
         if not torch._C._is_torch_function_mode_enabled():
             return plain(module)
         with torch._C.DisableTorchFunction():  # a scoped function mode counts the module's calls, not ours
