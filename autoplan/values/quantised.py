@@ -94,6 +94,11 @@ class PackedWeight:
         return sum(tensor.bytes for tensor in self.tensors)
 
     @property
+    def is_flat(self) -> bool:
+        """Is the matrix stored as one long row?"""
+        return any(len(dim.of) > 1 for tensor in self.tensors for dim in tensor.dims)
+
+    @property
     def elements(self) -> int:
         return prod(self.shape)
 

@@ -99,6 +99,14 @@ def test_files_that_no_config_announces(tmp_path: Path) -> None:
         stored(tmp_path)
 
 
+def test_a_long_row_without_its_shape(tmp_path: Path) -> None:
+    saved(METHODS["bnb nf4"], SHAPES, tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    save_file({key: part for key, part in state.items() if "quant_state" not in key}, tmp_path / "model.safetensors")
+    with pytest.raises(SourceError, match="quant_state.*is absent"):
+        stored(tmp_path)
+
+
 def test_a_companion_is_absent(tmp_path: Path) -> None:
     saved(METHODS["gptq"], SHAPES, tmp_path)
     state = load_file(tmp_path / "model.safetensors")

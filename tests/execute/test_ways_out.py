@@ -1,4 +1,4 @@
-"""The published sizes that part blocks: each way out that is named there runs on ranks and gives the whole model's numbers.
+"""The published sizes that part blocks: each way out named there runs on ranks and gives the whole model's numbers.
 
 The models are shrunken so that the arithmetic stays: sizes and blocks are an eighth, heads and ranks as published.
 """
@@ -22,24 +22,41 @@ SHAPES = Path(__file__).parents[2] / "examples" / "shapes" / "quantised"
 BLOCK = 16
 SMALL = {"num_hidden_layers": 2, "hidden_size": 128, "vocab_size": 256, "max_position_embeddings": 64}
 OF = {  # model: tp, what a rank would hold there, sizes
-    "qwen3-30b-a3b-fp8": (4, "24 of 96, 1.5 quantised blocks of 16",
-                          {"moe_intermediate_size": 96, "head_dim": 16, "num_experts": 8}),
-    "minimax-m2.5-fp8": (8, "24 of 192, 1.5 quantised blocks of 16",
-                         {"intermediate_size": 192, "head_dim": 16, "num_local_experts": 8, "rotary_dim": 8}),
-    "qwen3-coder-480b-a35b-fp8": (8, "40 of 320, 2.5 quantised blocks of 16",
-                                  {"moe_intermediate_size": 320, "head_dim": 16, "num_experts": 8}),
-    "deepseek-r1-fp8": (32, "72 of 2304, 4.5 quantised blocks of 16",
-                        {"hidden_size": 64, "intermediate_size": 2304, "moe_intermediate_size": 256, "n_routed_experts": 32,
-                         "first_k_dense_replace": 1, "q_lora_rank": 192, "kv_lora_rank": 64, "qk_nope_head_dim": 16,
-                         "qk_rope_head_dim": 8, "head_dim": 8, "v_head_dim": 16}),
-    "qwen3.6-35b-a3b-fp8": (8, "8 of 64, 0.5 quantised blocks of 16",
-                            {"num_hidden_layers": 1, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "head_dim": 32,
-                             "num_experts": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 16}),
-    "qwen2.5-vl-72b-awq": (2, "1848 of 3696, 115.5 quantised blocks of 16",
-                           {"intermediate_size": 3696, "hidden_size": 1024, "num_hidden_layers": 1,
-                            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6,
-                                                "mrope_section": [2, 3, 3]}}),
-}  # fmt: skip
+    "qwen3-30b-a3b-fp8": (
+        4,
+        "24 of 96, 1.5 quantised blocks of 16",
+        {"moe_intermediate_size": 96, "head_dim": 16, "num_experts": 8},
+    ),
+    "minimax-m2.5-fp8": (
+        8,
+        "24 of 192, 1.5 quantised blocks of 16",
+        {"intermediate_size": 192, "head_dim": 16, "num_local_experts": 8, "rotary_dim": 8},
+    ),
+    "qwen3-coder-480b-a35b-fp8": (
+        8,
+        "40 of 320, 2.5 quantised blocks of 16",
+        {"moe_intermediate_size": 320, "head_dim": 16, "num_experts": 8},
+    ),
+    "deepseek-r1-fp8": (
+        32,
+        "72 of 2304, 4.5 quantised blocks of 16",
+        {"hidden_size": 64, "intermediate_size": 2304, "moe_intermediate_size": 256, "n_routed_experts": 32}
+        | {"first_k_dense_replace": 1, "q_lora_rank": 192, "kv_lora_rank": 64, "qk_nope_head_dim": 16}
+        | {"qk_rope_head_dim": 8, "head_dim": 8, "v_head_dim": 16},
+    ),
+    "qwen3.6-35b-a3b-fp8": (
+        8,
+        "8 of 64, 0.5 quantised blocks of 16",
+        {"num_hidden_layers": 1, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "head_dim": 32}
+        | {"num_experts": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    ),
+    "qwen2.5-vl-72b-awq": (
+        2,
+        "1848 of 3696, 115.5 quantised blocks of 16",
+        {"intermediate_size": 3696, "hidden_size": 1024, "num_hidden_layers": 1}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}},
+    ),
+}
 CASES = [
     *((name, {"tp_size": OF[name][0], "uneven": "blocks"}) for name in OF),
     *((name, {"tp_size": tp}) for name, (tp, _, _) in OF.items()),  # that one whole

@@ -74,9 +74,7 @@ def saved(data: dict[str, Any], shapes: dict[str, tuple[int, ...]], folder: Path
         parts = random_parts(weight)
         plain[weight.name] = dequantise(weight, parts, weight.shape).reshape(weight.shape)
         state |= {f"{weight.owner}.{name}": part.contiguous() for name, part in parts.items()}
-        if "bnb-4bit" in weight.scheme.id:
-            text = json.dumps({"shape": weight.shape, "blocksize": 64}).encode()
-            state[f"{weight.name}.quant_state.bitsandbytes__nf4"] = torch.tensor(list(text), dtype=torch.uint8)
+        state |= _quant_state(weight)
     save_file(state, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"quantization_config": data}))
     return plain
@@ -170,7 +168,15 @@ def _stored(plain: Plain, described: PackedWeight, numbers: dict[str, torch.Tens
     scales = {n for n, p in parts.items() if n.endswith(("scale_inv", "_scale", "scales")) and p.dtype.itemsize > 1}
     scaled = {name: part / 16 if name in scales else part for name, part in parts.items()}
     numbers[plain.name] = dequantise(weight, scaled, weight.shape)
-    return {f"{weight.owner}.{name}": part for name, part in scaled.items()}
+    return {f"{weight.owner}.{name}": part for name, part in scaled.items()} | _quant_state(weight)
+
+
+def _quant_state(weight: PackedWeight) -> dict[str, torch.Tensor]:
+    """What bitsandbytes says of a weight in a tensor of bytes."""
+    if weight.scheme.id != "bnb-4bit":
+        return {}
+    text = json.dumps({"shape": weight.shape, "blocksize": 64}).encode()
+    return {f"{weight.name}.quant_state.bitsandbytes__nf4": torch.tensor(list(text), dtype=torch.uint8)}
 
 
 def _listed(name: str, described: PackedWeight, numbers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -219,6 +225,8 @@ def random_state(model: Any) -> dict[str, torch.Tensor]:
     for name, tensor in model.state_dict().items():
         if tensor.dtype == torch.float32 and "scale" not in name:
             state[name] = torch.randn(tensor.shape) / 8
+        elif name.endswith("g_idx"):
+            state[name] = (torch.arange(tensor.numel()) // 32).to(tensor.dtype)
         elif "scale" in name:
             state[name] = ((0.5 + torch.rand(tensor.shape)) / 64).to(tensor.dtype)
         elif tensor.dtype == torch.float8_e4m3fn:

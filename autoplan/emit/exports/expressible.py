@@ -22,6 +22,7 @@ from autoplan.common.layout import Layout
 from autoplan.common.patterns import is_under, matches
 from autoplan.decide.plan.folding import starred
 from autoplan.decide.rulebook.read import exported_as
+from autoplan.emit.exports.stored import in_plain_weights
 from autoplan.values import Entry, Plan
 
 __all__ = ["HEADS", "OBSTACLES", "ExportError", "Need", "Part", "Refused", "check_nothing_lost", "is_end", "layout_of"]
@@ -85,7 +86,8 @@ class Part:
     @property
     def gathered(self) -> tuple[Entry, ...]:
         """The linear layers of the part; what else it holds stays whole when products are gathered."""
-        return tuple(e for e in self.entries if _is_linear(e) and e.pattern not in dict(self.hindered))
+        kept = dict(self.hindered)
+        return tuple(e for e in self.entries if _is_linear(e) and e.pattern not in kept and not _is_uneven(e))
 
     def refused(self, why: str) -> Iterator[Refused]:
         for entry in self.entries:
@@ -98,6 +100,7 @@ def parts_of(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[Part, .
 
     `obstacles` are the kinds that hinder the other system.
     """
+    plan = in_plain_weights(plan)
     parents = {entry.pattern.rpartition(".")[0] for entry in plan.entries}
     groups: dict[str, list[Entry]] = {}
     for entry in plan.entries:
@@ -168,7 +171,7 @@ def _needs(
             yield Need(f"{entry.pattern} is sharded over groups of ranks")
         if kind in ("plain", "latent") and entry.style in _COLUMN + _ROW and not _one_run(entry, plan.tp_size):
             yield Need(f"{entry.pattern} is packed", packed=True)
-        if any(Layout.parse(segment.partition(":")[2] or "1").is_uneven for segment in entry.segments):
+        if _is_uneven(entry):
             yield Need(f"{entry.pattern} is cut unevenly, between blocks")
 
 
@@ -176,6 +179,12 @@ def _home(pattern: str, containers: Iterable[str]) -> str | None:
     """The innermost container that a module is in, or is. Patterns are compared as written."""
     found = [c for c in containers if pattern == c or is_under(c, pattern) or matches(c, pattern)]
     return max(found, key=lambda container: container.count("."), default=None)
+
+
+def _is_uneven(entry: Entry) -> bool:
+    """Others cut evenly, also where they gather: inside blocks."""
+    layout = layout_of(entry)
+    return layout is not None and layout.is_uneven
 
 
 def _one_run(entry: Entry, tp: int) -> bool:

@@ -23,6 +23,7 @@ from autoplan.emit.exports.expressible import (
     layout_of,
     parts_of,
 )
+from autoplan.emit.exports.stored import cut_otherwise
 from autoplan.values import AllReduceGradient, Entry, Plan
 from autoplan.values.reasons import OfDim
 
@@ -49,7 +50,7 @@ def to_hf(plan: Plan, *, shipped: Iterable[str] = (), old: bool = False, drop: b
 
     Raises ExportError on what transformers cannot say; with `drop` that stays whole.
     """
-    found, refused = hf_entries(plan)
+    found, refused = _as_stored(plan, *hf_entries(plan))
     if old:
         found, more = _in_old_spelling(found, plan)
         refused += more
@@ -57,6 +58,19 @@ def to_hf(plan: Plan, *, shipped: Iterable[str] = (), old: bool = False, drop: b
     if not old:
         found |= {key: "replicate" for key in shipped if starred(key) not in found}
     return found
+
+
+def _as_stored(plan: Plan, found: dict[str, str], refused: list[Refused]) -> tuple[dict[str, str], list[Refused]]:
+    """transformers cuts each stored tensor of a quantised module alike: a container where that is wrong is refused."""
+    why = {entry.pattern: told for entry in plan.entries if (told := cut_otherwise(plan, entry))}
+    containers = {starred(pattern).rpartition(".")[0]: pattern for pattern in why}
+    gone = [e for e in plan.entries if _home(e) in containers and starred(e.pattern) in found]
+    more = [Refused(e.pattern, e.bytes, why.get(e.pattern) or f"it goes with {containers[_home(e)]}") for e in gone]
+    return {key: style for key, style in found.items() if key.rpartition(".")[0] not in containers}, [*refused, *more]
+
+
+def _home(entry: Entry) -> str:
+    return starred(entry.pattern).rpartition(".")[0]
 
 
 def hf_entries(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[dict[str, str], list[Refused]]:

@@ -55,7 +55,7 @@ class DequantisedFiles(CheckpointFiles):
             return super().read(key, rows)
         weight = self.packed[key]
         wanted = {dim: tuple(held) for dim, held in (rows or {}).items()}
-        if any(len(dim.of) > 1 for tensor in weight.tensors for dim in tensor.dims):
+        if weight.is_flat:
             return self._read_flat(weight, wanted)
         return self._read_blocks(weight, wanted)
 

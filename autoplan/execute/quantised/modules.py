@@ -34,8 +34,8 @@ _STORED = "_autoplan_stored"
 def packed_model(model: nn.Module, plan: Plan) -> nn.Module:
     """Give `model`, in place, the packed tensors that `plan` says its weights are stored as; they have no numbers yet.
 
-    `model` is the plain one that the plan was made for, best on meta. `load_weights` fills it, before or after
-    `parallelize`.
+    `model` is the plain one that the plan was made for, best on meta; packed tensors are on meta in any case.
+    `load_weights` fills it, before or after `parallelize`.
     """
     check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
     check_argument("plan", plan, Plan, "give a plan that autoplan.plan made of a quantised model")
@@ -47,7 +47,7 @@ def packed_model(model: nn.Module, plan: Plan) -> nn.Module:
             assert old is not None
             stored[weight.parameter] = (weight, old.dtype)
             for tensor in weight.tensors:
-                empty = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=old.device)
+                empty = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
                 module._parameters[tensor.name] = nn.Parameter(empty, requires_grad=False)
         module.__dict__[_STORED] = stored
         kind: type = type(module)

@@ -90,6 +90,11 @@ def _plain(
     if state is not None:
         said = json.loads(bytes(read(state).tolist()).decode("utf-8"))
         return Plain(name, tuple(said["shape"]))
+    if packed_weight(Plain(name, (1, 1)), scheme).is_flat:
+        raise SourceError(
+            f"{name} is stored as {scheme.title}, row after row; {name}.quant_state…, which says its shape, is absent",
+            hint="complete the download, or save the checkpoint again with its package",
+        )
     sizes, transposed = plain_shape(name, scheme, stacked, lambda own: shape(f"{name.rpartition('.')[0]}.{own}"))
     return Plain(name, sizes, transposed)
 

@@ -1,0 +1,169 @@
+"""What the packages of quantisation methods write is read as they read it; peft trains on packed bases."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantised_models import METHODS, built, compressed, random_state, tiny, torchao
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autoplan
+from autoplan.check.ranks.run import run_ranks
+from autoplan.execute.quantised.files import DequantisedFiles
+from autoplan.execute.quantised.formats import dequantise
+from autoplan.hf.quantised.methods import method_of
+from autoplan.hf.quantised.schemes import Plain, packed_weight
+
+pytestmark = pytest.mark.hosts
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    absent = find_spec(package) is None
+    return pytest.mark.skipif(absent, reason=f"NOT TRIED: {package} is absent; pip install it to run this")
+
+
+@needs("bitsandbytes")
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_bitsandbytes_four_bits(kind: str, nested: bool, tmp_path: Path) -> None:
+    """Its own CPU path, bit for bit, whole and by the rows and columns of ranks."""
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    torch.manual_seed(0)
+    module = Linear4bit(256, 128, bias=False, quant_type=kind, compress_statistics=nested)
+    how: dict[str, Any] = {"requires_grad": False, "quant_type": kind, "compress_statistics": nested}
+    module.weight = Params4bit(torch.randn(128, 256), **how)
+    module = module.to("cpu")
+    theirs = dequantize_4bit(module.weight.data, module.weight.quant_state).float()
+    said = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
+    said["bnb_4bit_use_double_quant"] = nested
+    _same_as(theirs, module.state_dict(), said, tmp_path)
+
+
+@needs("bitsandbytes")
+def test_bitsandbytes_eight_bits(tmp_path: Path) -> None:
+    from bitsandbytes.functional import int8_vectorwise_dequant
+    from bitsandbytes.nn import Int8Params, Linear8bitLt
+
+    torch.manual_seed(0)
+    module = Linear8bitLt(256, 128, bias=False, has_fp16_weights=False)
+    module.weight = Int8Params(torch.randn(128, 256), requires_grad=False, has_fp16_weights=False)
+    state = module.to("cpu").state_dict()
+    theirs = int8_vectorwise_dequant(state["weight"], state["SCB"])
+    kept = {key: state[key] for key in ("weight", "SCB")}
+    _same_as(theirs, kept, {"quant_method": "bitsandbytes", "load_in_8bit": True}, tmp_path)
+
+
+def _same_as(theirs: torch.Tensor, state: dict[str, Any], said: dict[str, Any], folder: Path) -> None:
+    save_file({f"a.{key}": value.contiguous() for key, value in state.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": said}))
+    files = DequantisedFiles(folder)
+    assert files.keys == ("a.weight",) and torch.equal(files.read("a.weight"), theirs)
+    for tp in (2, 4, 8):
+        for dim in (0, 1):
+            pieces = theirs.chunk(tp, dim)
+            size = theirs.shape[dim] // tp
+            for rank, piece in enumerate(pieces):
+                rows = range(rank * size, (rank + 1) * size)
+                assert torch.equal(files.read("a.weight", {dim: rows}), piece), (tp, dim, rank)
+
+
+@needs("torchao")
+@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_torchao(kind: str) -> None:
+    import torchao.quantization
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 128, bias=False, dtype=torch.bfloat16))
+    torchao.quantization.quantize_(model, getattr(torchao.quantization, kind)())
+    weight: Any = model[0].weight
+    scheme = method_of(torchao_config(kind)).groups[0].scheme
+    assert scheme is not None
+    described = packed_weight(Plain("a.weight", (128, 256)), scheme)
+    stored = {"_weight_qdata": weight.qdata, "_weight_scale": weight.scale}
+    assert {t.name: t.shape for t in described.tensors} == {name: tuple(x.shape) for name, x in stored.items()}
+    ours = dequantise(described, stored, (128, 256)).bfloat16()
+    torch.testing.assert_close(ours, weight.dequantize().bfloat16(), rtol=2**-7, atol=0)  # its scale is rounded first
+
+
+def torchao_config(kind: str) -> dict[str, Any]:
+    return torchao(kind)
+
+
+FORMATS = {
+    "pack-quantized": compressed("pack-quantized", 4, "int", "group", group_size=32),
+    "int-quantized": compressed("int-quantized", 8, "int", "channel"),
+    "float-quantized": compressed("float-quantized", 8, "float", "channel"),
+}
+
+
+@needs("compressed_tensors")
+@pytest.mark.parametrize("format", FORMATS)
+def test_compressed_tensors(format: str) -> None:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    torch.manual_seed(0)
+    said = FORMATS[format]["config_groups"]["a"]["weights"]
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**said), format=format)
+    columns = 256 // 32 if said["strategy"] == "group" else 1
+    state = {"weight": torch.randn(128, 256), "weight_scale": torch.rand(128, columns) / 16 + 0.01}
+    packed = BaseCompressor.get_value_from_registry(format).compress(dict(state), scheme)
+    theirs = BaseCompressor.get_value_from_registry(format).decompress(dict(packed), scheme)["weight"]
+    own = method_of(FORMATS[format]).groups[0].scheme
+    assert own is not None
+    described = packed_weight(Plain("a.weight", (128, 256)), own)
+    stored = {t.name: packed[t.name] for t in described.tensors if t.name in packed}
+    assert {t.name: t.shape for t in described.tensors} == {name: tuple(x.shape) for name, x in stored.items()}
+    assert torch.equal(dequantise(described, stored, (128, 256)).float(), theirs.float())
+
+
+@needs("peft")
+@pytest.mark.parametrize("name", ["awq", "gptq", "fp8 blocks", "ct packed"])
+def test_lora_on_a_packed_base(name: str, tmp_path: Path) -> None:
+    """peft's own modules: the base packed and frozen, A and B plain, their gradients those of the unsharded model."""
+    from peft import LoraConfig, get_peft_model
+
+    config = tiny(METHODS[name], intermediate_size=160)
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    options = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=names)
+
+    def adapted() -> Any:
+        model = get_peft_model(built(config), options)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                nn.init.zeros_(parameter)  # threads draw in no order; what is loaded counts
+        return model
+
+    made = autoplan.plan(adapted(), tp_size=2, prove="none", uneven="blocks")
+    assert made.packed and made.uneven == "blocks" and not any("lora" in weight.name for weight in made.packed)
+    torch.manual_seed(3)
+    whole = autoplan.packed_model(adapted(), made)
+    save_file(random_state(whole), tmp_path / "model.safetensors")
+    ids = torch.arange(12).view(2, 6)
+
+    def step(model: Any) -> dict[str, torch.Tensor]:
+        autoplan.load_weights(model, tmp_path)
+        assert all(p.requires_grad == ("lora_" in n) for n, p in model.named_parameters())
+        model(input_ids=ids, labels=ids).loss.backward()
+        return {n: g for n, g in autoplan.full_tensors(model, grads=True).items() if g is not None}
+
+    expected = step(whole)
+    assert len(expected) == 28 and all(gradient.abs().max() > 0 for gradient in expected.values())
+
+    def rank_body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        found = step(autoplan.parallelize(autoplan.packed_model(adapted(), made), mesh, made))
+        assert found.keys() == expected.keys()
+        for key, gradient in found.items():
+            assert (gradient - expected[key]).abs().max() <= 1e-4 * expected[key].abs().max(), key
+
+    run_ranks(rank_body, 2)
