@@ -21,7 +21,7 @@ export HF_HUB_OFFLINE = 1
 SPREAD ?= -n 2 --dist loadfile
 
 # Libraries that take our plans. Automodel comes without what it needs itself: only its way of reading plans is run.
-HOSTS  ?= nemo-automodel lightning-fabric lightning-utilities
+HOSTS  ?= nemo-automodel lightning-fabric lightning-utilities bitsandbytes torchao compressed-tensors loguru
 
 # Code bases whose models are planned without help, and what they import. Each comes without what it needs itself: torch
 # stays as it is.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -248,3 +249,33 @@ def test_packed_numbers_are_not_taken_for_plain_ones(strict: bool, tmp_path: Pat
     checkpoint(config, autoplan.plan(config, 2, prove="none"), tmp_path)
     with pytest.raises(PlanMismatchError, match="dequantise=True"):
         autoplan.load_weights(built(config, "meta"), tmp_path, strict=strict)
+
+
+# ------------------------------------------------------------------------------------------- ranks that are processes
+
+
+def _packed_rank(rank: int, folder: Path, name: str) -> None:
+    """Logits and stored tensors of a rank's uneven pieces, held against the whole model's."""
+    config = tiny(METHODS[name], intermediate_size=160)
+    made = autoplan.plan(config, tp_size=2, prove="none", uneven="blocks")
+    whole = autoplan.packed_model(built(config, "meta"), made)
+    autoplan.load_weights(whole, folder)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = autoplan.packed_model(built(config, "meta"), made)
+    model = autoplan.parallelize(model, mesh, made, gather_logits=True)
+    autoplan.load_weights(model, folder)
+    ids = torch.arange(12).view(2, 6)
+    torch.testing.assert_close(model(ids).logits, whole(ids).logits, rtol=1e-4, atol=1e-4)
+    stored = dict(whole.named_parameters())
+    for key, value in autoplan.full_tensors(model).items():
+        assert value.dtype == stored[key].dtype and torch.equal(value.float(), stored[key].float()), key
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fp8 blocks", "awq", "ct packed"])
+def test_packed_on_two_processes(name: str, tmp_path: Path) -> None:
+    config = tiny(METHODS[name], intermediate_size=160)
+    made = autoplan.plan(config, tp_size=2, prove="none", uneven="blocks")
+    checkpoint(config, made, tmp_path)
+    run_ranks(partial(_packed_rank, folder=tmp_path, name=name), 2, engine="gloo")
