@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from autoplan.common.options import DataParallel
 from autoplan.execute.collectives import RankGroup, all_reduce
+from autoplan.execute.data_parallel.skipped import Places, places_of
 from autoplan.execute.data_parallel.units import Units, choose_units
 from autoplan.execute.tensor_parallel import applied, record
 from autoplan.values import Stack
@@ -60,14 +61,14 @@ def shard_data_parallel(
     assert known is not None, "what was done is recorded first"
     units = choose_units(model, stacks, frozen=options.frozen)
     with unset_fake_temporarily():  # meshes are asked for ranks, which must be numbers
-        _wrap(model, mesh, units, options)
+        _wrap(model, mesh, units, options, places_of(model, mesh, stacks, units))
     sizes = (mesh.size(0), mesh.size(1)) if mesh.ndim == 2 else (1, mesh.size())
     names = (*(unit.names for unit in units.units), ("",))
     notes = (*known.notes, *units.notes)
     record(model, known.plan, units=names, data_parallel=sizes, notes=notes)
 
 
-def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParallel) -> None:
+def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParallel, places: Places | None) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
     policy = _precision(options, model)
     inner = replace(policy, output_dtype=None)  # the model's outputs are cast, not what one unit hands to the next
@@ -83,7 +84,11 @@ def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParalle
             mp_policy=_kept(inner) if unit.kept_dtype else inner,
             **shared,
         )
+    if places is not None:
+        places.watch_end()
     fully_shard(model, reshard_after_forward=False, mp_policy=policy, **shared)
+    if places is not None:
+        places.watch_rest()
     _prefetch([modules[unit.names[0]] for unit in units.units if unit.block], options.depths)
     for _, parameter in units.scalars:
         if parameter.requires_grad:

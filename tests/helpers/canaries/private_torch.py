@@ -269,7 +269,9 @@ TORCH = (
         _mode_stack,
     ),
     Private(
-        "torch._C._current_graph_task_id", "is this backward? sums of parallel branches are joined there", _graph_task
+        "torch._C._current_graph_task_id",
+        "is this backward? sums of parallel branches are joined there, and what is checkpointed runs again",
+        _graph_task,
     ),
     Private(
         "torch._C._functorch.is_functorch_wrapped_tensor",
