@@ -10,7 +10,7 @@ import pytest
 import torch
 from mesh_toys import WIDTH, Block, Deep, clone, deep, ids, layers_only, mesh_of, model_of, plan_of
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import autoplan
@@ -72,6 +72,18 @@ def test_a_missing_average_over_data_parallel_ranks_is_found(monkeypatch: pytest
     made = clone("gpt2")
     findings, _ = check_training(made.model, made.feeds, made.others, plan_of("gpt2", 1), parse_mesh("dp=2"))
     assert {finding.level for finding in findings} == {"error"}
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="NOT TRIED: with an accelerator memory can be pinned")
+def test_pinned_memory_without_an_accelerator_is_refused_before_anything_is_done() -> None:
+    def rank_body(rank: int) -> bool:
+        model = deep()
+        with pytest.raises(AutoplanError, match="pins memory for an accelerator, and torch finds none") as caught:
+            autoplan.parallelize(model, mesh_of(dp_shard=2), layers_only(model), offload_policy=CPUOffloadPolicy())
+        assert "pin_memory=False" in str(caught.value)
+        return any(isinstance(module, FSDPModule) for module in model.modules())
+
+    assert run_ranks(rank_body, 2) == [False, False]
 
 
 # ------------------------------------------------------------------------------------------------ units

@@ -15,9 +15,17 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
+from autoplan.common.errors import AutoplanError
 from autoplan.common.options import DataParallel
 from autoplan.execute.collectives import RankGroup, all_reduce
 from autoplan.execute.data_parallel.skipped import Places, places_of
@@ -38,7 +46,13 @@ def _precision(options: DataParallel, model: nn.Module) -> MixedPrecisionPolicy:
 def _offload(options: DataParallel) -> OffloadPolicy:
     if options.cpu_offload:
         return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    return options.offload_policy if options.offload_policy is not None else OffloadPolicy()
+    policy = options.offload_policy if options.offload_policy is not None else OffloadPolicy()
+    if getattr(policy, "pin_memory", False) and not torch.accelerator.is_available():
+        raise AutoplanError(
+            f"offload_policy={policy!r} pins memory for an accelerator, and torch finds none here",
+            hint="CPUOffloadPolicy(pin_memory=False), or cpu_offload=True, which pins where there is a GPU",
+        )
+    return policy
 
 
 def default_precision() -> MixedPrecisionPolicy:
@@ -89,10 +103,16 @@ def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParalle
     fully_shard(model, reshard_after_forward=False, mp_policy=policy, **shared)
     if places is not None:
         places.watch_rest()
+    if _writes_text(model) and any(_writes_text(module) for module in model.modules() if module is not model):
+        register_fsdp_forward_method(model, "generate")  # a wrapper's calls what it wraps, and never the model itself
     _prefetch([modules[unit.names[0]] for unit in units.units if unit.block], options.depths)
     for _, parameter in units.scalars:
         if parameter.requires_grad:
             parameter.register_hook(_averaged_over(mesh))
+
+
+def _writes_text(module: nn.Module) -> bool:
+    return callable(getattr(module, "generate", None))
 
 
 def _kept(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
