@@ -102,7 +102,7 @@ def test_planned_models_compile_whole() -> None:
     for ranks in run_processes(compiled, (), 2, timeout=900.0):
         for case, found in zip(CASES, ranks, strict=True):
             assert (found.breaks, found.graphs) == (0, 1), case
-            limit = 1e-6 if case[1] else 1e-10  # models compute their losses in float32
+            limit = 1e-6 if case[1] or case[0] == "gemma2" else 1e-10  # losses, and gemma2's norms, are in float32
             assert found.loss < limit and found.gradient < limit, (case, found)
 
 

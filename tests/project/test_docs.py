@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from host_table import ROWS, with_table
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -67,12 +68,13 @@ def test_reference_pages_hold_every_public_name(tmp_path: Path) -> None:
     assert not missing
 
 
-def test_rows_of_the_frameworks_table_name_tests_that_there_are() -> None:
-    """`file::test` under tests/execute in the last column, or the words "not run"."""
-    text = (ROOT / "docs" / "frameworks.md").read_text(encoding="utf-8")
-    rows = [line.strip("|").split(" | ") for line in text.split("\n## ")[0].splitlines() if line.startswith("| ")][1:]
-    shown = [row[-1].strip(" `") for row in rows]
-    assert len(rows) > 15 and all(len(row) == 4 for row in rows)
-    for name in [*re.findall(r"`(test_\w+\.py::test_\w+)`", text), *(name for name in shown if name != "not run")]:
+def test_the_frameworks_table_is_what_its_list_says_and_every_row_names_a_test() -> None:
+    page = (ROOT / "docs" / "frameworks.md").read_text(encoding="utf-8")
+    assert page == with_table(page), "run: PYTHONPATH=tests/helpers python -m host_table docs/frameworks.md"
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "autoplan").rglob("*.py"))
+    named = {row.shown_by for row in ROWS} | set(re.findall(r"`(test_\w+\.py::test_\w+)`", page))
+    for name in named:
         file, _, function = name.partition("::")
         assert f"def {function}(" in (ROOT / "tests" / "execute" / file).read_text(encoding="utf-8"), name
+    for row in ROWS:
+        assert (row.verdict == "cannot") == bool(row.error) and row.error in source, row

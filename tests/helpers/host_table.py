@@ -1,0 +1,204 @@
+"""The table host × call of docs/frameworks.md: what people do with a sharded model, and what comes of it.
+
+    PYTHONPATH=tests/helpers python -m host_table docs/frameworks.md
+
+writes it anew, between its two marks; what is written by hand around it stays. Each row names the test that shows it:
+tests/project/test_docs.py holds the page against this list, and every name against the tests that there are.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+__all__ = ["ROWS", "Row", "table", "with_table"]
+
+_BEGIN = "<!-- Written by `PYTHONPATH=tests/helpers python -m host_table docs/frameworks.md`. Do not edit by hand. -->"
+_END = "<!-- Written by hand from here on. -->"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One call. `how`: what to write, or what to know. `error`: where it cannot be done, the words of the refusal."""
+
+    host: str
+    call: str
+    verdict: Literal["as it is", "one line", "cannot"]
+    how: str
+    shown_by: str
+    error: str = ""
+
+
+_FLOWS = "test_training_flows.py::test_every_flow_trains_as_on_one_device"
+_HOSTED = "test_training_hosts.py::test_trained_saved_and_resumed"
+
+ROWS = (
+    Row(
+        "transformers",
+        "`model.generate(...)`: greedy, drawn, beams, static and dynamic caches, prompt lookup, assisted",
+        "as it is",
+        "",
+        "test_generate.py::test_a_sharded_model_writes_the_same",
+    ),
+    Row(
+        "transformers",
+        "evaluation and search under `torch.no_grad()`",
+        "as it is",
+        "logits are whole there ([losses.md](losses.md))",
+        "test_generate.py::test_logits_are_split_where_gradients_are_computed_and_the_choice_can_be_changed",
+    ),
+    Row(
+        "transformers",
+        "`model.save_pretrained(folder)`, then `from_pretrained(folder)`",
+        "as it is",
+        "on every rank",
+        "test_saving.py::test_the_files_are_those_of_the_unsharded_model",
+    ),
+    Row(
+        "transformers",
+        "`save_pretrained(..., push_to_hub=True)`",
+        "cannot",
+        "upload the folder",
+        "test_saving.py::test_the_library_saves_its_own_model_again_when_the_plan_is_undone",
+        error="a sharded model cannot be saved with",
+    ),
+    Row(
+        "transformers",
+        "`Trainer`: train, accumulate, clip, evaluate, `save_model`, resume",
+        "one line",
+        "`autoplan.hand_over(Trainer)(model, args, ...)`",
+        _HOSTED,
+    ),
+    Row(
+        "accelerate",
+        "`prepare`, `backward`, `clip_grad_norm_`, `save_state`, `load_state`, `get_state_dict`",
+        "one line",
+        "`autoplan.hand_over(Accelerator, model)()`",
+        _HOSTED,
+    ),
+    Row(
+        "PEFT",
+        "LoRA planned and trained",
+        "as it is",
+        "",
+        "test_peft.py::test_exact_and_nothing_of_the_model_is_touched",
+    ),
+    Row(
+        "PEFT",
+        "LoRA on FSDP2 × tp: train, `generate`",
+        "as it is",
+        "",
+        "test_peft.py::test_adapters_train_on_fsdp_by_tensor_parallelism_and_the_model_writes_the_same",
+    ),
+    Row(
+        "torch",
+        "meta → `parallelize` → `to_empty` → distributed checkpoint",
+        "one line",
+        "after `to_empty`: `autoplan.rebuild_buffers(model)`",
+        _FLOWS,
+    ),
+    Row(
+        "torch",
+        "meta → `parallelize` → safetensors folder",
+        "one line",
+        "`autoplan.load_weights(model, folder)`",
+        "test_load_weights.py::test_a_transformers_checkpoint_fills_its_meta_model",
+    ),
+    Row("torch", "`set_requires_gradient_sync` while gradients accumulate", "as it is", "", _FLOWS),
+    Row("torch", "`torch.autocast`, a model in bfloat16", "as it is", "", _FLOWS),
+    Row(
+        "torch",
+        "master weights in float32, bfloat16 inside",
+        "one line",
+        '`parallelize(..., mp_policy="bf16")`, or FSDP2\'s own policy',
+        _FLOWS,
+    ),
+    Row(
+        "torch",
+        "a parameter that only some ranks use",
+        "one line",
+        "`model.set_reduce_scatter_unused_params(True)`, once",
+        _FLOWS,
+    ),
+    Row(
+        "torch",
+        "a tower that only some ranks run (batches with and without images), or blocks of one class",
+        "one line",
+        "`model.set_reduce_scatter_unused_params(True)`, once",
+        "test_skipped_towers.py::test_batches_with_and_without_images_train_together",
+    ),
+    Row(
+        "torch",
+        "such a tower whose blocks have FSDP2 units inside (another dtype)",
+        "cannot",
+        "run it on every rank, on zeros where a rank has nothing for it",
+        "test_skipped_towers.py::test_units_inside_of_skipped_blocks_are_refused_on_every_rank",
+        error="is an FSDP2 unit of its own",
+    ),
+    Row(
+        "torch",
+        "CPU offload",
+        "one line",
+        "`cpu_offload=True`, or `offload_policy=CPUOffloadPolicy(pin_memory=False)`",
+        _FLOWS,
+    ),
+    Row(
+        "torch",
+        "CPU offload with pinned memory on a machine without an accelerator",
+        "cannot",
+        "`cpu_offload=True` pins where there is a GPU; pinned memory itself has not been tried",
+        "test_fsdp.py::test_pinned_memory_without_an_accelerator_is_refused_before_anything_is_done",
+        error="pins memory for an accelerator, and torch finds none here",
+    ),
+    Row(
+        "torch",
+        "a mesh with `cp`",
+        "as it is",
+        "FSDP2 shards over `dp_shard` and `cp` flattened, so gradients are averaged over both",
+        _FLOWS,
+    ),
+    Row(
+        "torch",
+        "a mesh with `cp` apart from `dp_shard`",
+        "cannot",
+        "put `cp` right after `dp_shard`",
+        "test_training_flows.py::test_a_context_dim_that_cannot_be_sharded_over_is_refused_unless_flattened_by_the_caller",
+        error="apart (it has",
+    ),
+    Row(
+        "torch",
+        "a mesh with `pp`",
+        "as it is",
+        "blocks stay gathered between forward and backward unless `reshard_after_forward` says otherwise",
+        _FLOWS,
+    ),
+    Row(
+        "torch",
+        "`torch.compile(model)`, `block.compile()`",
+        "as it is",
+        "[below](#compiled)",
+        "test_compile.py::test_steps_compile_with_checkpointing_labels_and_any_length",
+    ),
+)
+
+
+def table() -> str:
+    lines = ["| host | call | comes out | how | shown by |", "|---|---|---|---|---|"]
+    for row in ROWS:
+        how = f'{row.how}; the error: "… {row.error} …"' if row.error else row.how
+        lines.append(f"| {row.host} | {row.call} | {row.verdict} | {how} | `{row.shown_by}` |")
+    return "\n".join(lines)
+
+
+def with_table(page: str) -> str:
+    """The page with its table written anew."""
+    before, _, rest = page.partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    return f"{before}{_BEGIN}\n\n{table()}\n\n{_END}{after}"
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    path.write_text(with_table(path.read_text(encoding="utf-8")), encoding="utf-8")
