@@ -19,6 +19,7 @@ read it through the attribute: it is handed out as it is.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,7 +46,7 @@ def local_view(parameter: torch.Tensor | None, held: Held | None) -> torch.Tenso
     """The plain tensor this rank computes with."""
     if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim != 1:
         return parameter
-    local = parameter.to_local()
+    local = _local(parameter)
     if held is None:
         return local
     if held.gradient != "local" and held.group.size > 1 and local.requires_grad:
@@ -55,6 +56,36 @@ def local_view(parameter: torch.Tensor | None, held: Held | None) -> torch.Tenso
             shared = held.shared
             local = _SumSharedRows.apply(local, held.group, held.dim, shared.positions, shared.places, shared.count)
     return _Divide.apply(local, held.group.size) if held.divide and held.group.size > 1 else local
+
+
+def _local(parameter: DTensor) -> torch.Tensor:
+    """As `to_local`, without the search for how a gradient lies: it lies as its parameter does."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return parameter.to_local()
+    local: torch.Tensor = _ToLocal.apply(parameter)
+    return local
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
+        local = parameter._local_tensor
+        ctx.spec, ctx.stride = parameter._spec, local.stride()
+        ctx.set_materialize_grads(False)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> DTensor | None:
+        if gradient is None:
+            return None
+        spec = ctx.spec
+        if torch.is_grad_enabled() or gradient.dtype != spec.tensor_meta.dtype:
+            return DTensor.from_local(
+                gradient, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+            )
+        if gradient.stride() != ctx.stride:  # it is kept as its parameter lies in any case
+            gradient = gradient.new_empty_strided(gradient.shape, ctx.stride).copy_(gradient)
+        return DTensor(gradient, copy.copy(spec), requires_grad=False)
 
 
 class _Divide(torch.autograd.Function):

@@ -223,6 +223,11 @@ def _base_of_views() -> bool:
     return whole[0]._base is whole and whole._base is None
 
 
+def _made_of_a_spec() -> bool:
+    """That DTensors are made so is run by every test with a gradient; their constructor has no signature to read."""
+    return "_spec" in DTensor.__slots__ or "_spec" in DTensor.__annotations__
+
+
 def _backward_class() -> bool:
     class Twice(torch.autograd.Function):
         @staticmethod
@@ -336,6 +341,11 @@ TORCH = (
         "torch.distributed.tensor.placement_types._StridedShard",
         "a weight sharded in interleaved pieces is told by it",
         lambda: hasattr(torch.distributed.tensor.placement_types, "_StridedShard"),
+    ),
+    Private(
+        "torch.distributed.tensor.DTensor._spec",
+        "how a parameter lies, for its gradient to lie likewise; DTensors are made of a piece and of that",
+        _made_of_a_spec,
     ),
     Private(
         "torch.distributed.tensor.DTensor._local_tensor",
