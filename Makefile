@@ -21,7 +21,13 @@ export HF_HUB_OFFLINE = 1
 SPREAD ?= -n 2 --dist loadfile
 
 # Libraries that take our plans. Automodel comes without what it needs itself: only its way of reading plans is run.
+<<<<<<< HEAD
 HOSTS  ?= nemo-automodel lightning-fabric lightning-utilities bitsandbytes torchao compressed-tensors loguru
+=======
+HOSTS  ?= nemo-automodel lightning-fabric lightning-utilities
+# What DeepSpeed imports to parse what we export for it. It is built from source, and nothing of it is compiled.
+DEEPSPEED_NEEDS ?= hjson msgpack ninja psutil py-cpuinfo pydantic einops wheel setuptools
+>>>>>>> hosts
 
 # Code bases whose models are planned without help, and what they import. Each comes without what it needs itself: torch
 # stays as it is.
@@ -48,6 +54,8 @@ $(VENV)/hosts: $(VENV)/dev
 	@echo "installing peft, accelerate and $(HOSTS)"
 	@$(PIP) --editable '.[peft]' accelerate || echo "NOT TRIED: peft and accelerate could not be installed, their tests are skipped"
 	@$(PIP) --no-deps $(HOSTS) || echo "NOT TRIED: $(HOSTS) could not be installed, their tests are skipped"
+	@$(PIP) $(DEEPSPEED_NEEDS) && DS_BUILD_OPS=0 $(PIP) --no-deps --no-build-isolation deepspeed || \
+		echo "NOT TRIED: deepspeed could not be installed, its test is skipped"
 	@touch $@
 
 demo: $(VENV)/base  ## plan Llama-3.1-8B's shape at tp 8, then prove it on 2 simulated ranks

@@ -27,6 +27,7 @@ WholeWhy = Literal[
     "merged-taken-in",
     "merged-returned",
     "runs-both-ways",
+    "made-whole-for",
     "unsettled",
     "no-positions",
     "no-blocks",
@@ -49,6 +50,7 @@ _SENTENCES: dict[WholeWhy, str] = {
     "merged-taken-in": "the sequence is merged with another dim where {place} takes it in",
     "merged-returned": "what the model returns has its sequence merged with another dim",
     "runs-both-ways": "{place} runs on shards and on the whole sequence",
+    "made-whole-for": "{place} runs on shards and on the whole sequence, which {call} in {maker} made",
     "unsettled": "the boundaries of the stream did not settle",
     "no-positions": "nothing that {place} takes in has a dim of positions",
     "no-blocks": "the model has no repeated blocks whose stream could be cut",
@@ -75,10 +77,9 @@ class WholeSequence:
     error: str = ""
 
     def __str__(self) -> str:
-        place = self.place or "the model"
-        text = _SENTENCES[self.why].format(call=self.call, place=place, parameter=self.parameter, error=self.error)
-        if self.why == "runs-both-ways" and self.call:
-            text += f", which {self.call} in {self.maker or 'the model'} made"
+        place, maker = self.place or "the model", self.maker or "the model"
+        told = {"call": self.call, "parameter": self.parameter, "error": self.error}
+        text = _SENTENCES[self.why].format(place=place, maker=maker, **told)
         text += ", and no module boundary lies before it" if self.inside else ""
         if self.stack is not None:
             return f"all of {self.stack or 'the stack'}: {text}"

@@ -6,8 +6,8 @@ torchrun --nproc-per-node 2 examples/frameworks/torchtitan_llama3.py
 import sys
 from importlib.util import find_spec
 
-if find_spec("torchtitan") is None:
-    sys.exit("this example needs torchtitan: pip install torchtitan")
+if find_spec("torchtitan") is None or find_spec("triton") is None:
+    sys.exit("this example needs torchtitan, which imports triton: pip install torchtitan triton")
 
 import torch
 import torch.distributed as dist

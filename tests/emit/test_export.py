@@ -209,6 +209,26 @@ def test_deepspeed_parses_what_it_gets(model: str) -> None:
     assert all(kinds[f"{name}.weight"] == best for name in cut for p, best in sides.items() if matches(p, name))
 
 
+@pytest.mark.hosts
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None,
+    reason="NOT TRIED: deepspeed is absent; `make test-hosts` installs it and has it parse what we export",
+)
+@pytest.mark.parametrize("model", ["llama", "phi3", "qwen3", "gpt_neox"])
+def test_deepspeeds_own_config_parses_ours_and_finds_the_same(model: str) -> None:
+    """As DeepSpeed's engine reads it; what it finds is what the reading in helpers/host_rules.py says."""
+    from deepspeed.runtime.tensor_parallel.config import get_tensor_parallel_config
+
+    written = json.loads(exported(model, "deepspeed"))
+    parsed = get_tensor_parallel_config(written).get_partition_config_object()
+    assert parsed.tp_size == 2 and not parsed.use_default_specs
+    kinds = deepspeed_kinds(written["tensor_parallel"], [name for name, _ in clone(model).named_parameters()])
+    for name, kind in kinds.items():
+        spec = parsed.find_matching_spec(name, clone(model).config.model_type)
+        assert ("none" if spec is None else spec.partition_type.value) == kind, name
+    assert {"column", "row"} <= set(kinds.values())
+
+
 def test_transformers_finds_what_is_counted() -> None:
     """Held against transformers' own look-up."""
     from transformers.distributed.parallel_utils import _get_parameter_plan

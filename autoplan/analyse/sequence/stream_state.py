@@ -209,8 +209,9 @@ class CutStream:
         }
         for point in sorted(uneven & fixed, key=str):
             call = self._maker(point, points)
-            name, maker = ("", "") if call is None else (call.name, call.module)
-            raise Refused(WholeSequence("runs-both-ways", point[0], name, maker=maker))
+            if call is None:
+                raise Refused(WholeSequence("runs-both-ways", point[0]))
+            raise Refused(WholeSequence("made-whole-for", point[0], call.name, maker=call.module))
         if uneven:  # look for other boundaries
             self.closed |= uneven
             self.result = SequencePlacement()
