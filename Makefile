@@ -21,13 +21,9 @@ export HF_HUB_OFFLINE = 1
 SPREAD ?= -n 2 --dist loadfile
 
 # Libraries that take our plans. Automodel comes without what it needs itself: only its way of reading plans is run.
-<<<<<<< HEAD
 HOSTS  ?= nemo-automodel lightning-fabric lightning-utilities bitsandbytes torchao compressed-tensors loguru
-=======
-HOSTS  ?= nemo-automodel lightning-fabric lightning-utilities
 # What DeepSpeed imports to parse what we export for it. It is built from source, and nothing of it is compiled.
 DEEPSPEED_NEEDS ?= hjson msgpack ninja psutil py-cpuinfo pydantic einops wheel setuptools
->>>>>>> hosts
 
 # Code bases whose models are planned without help, and what they import. Each comes without what it needs itself: torch
 # stays as it is.
