@@ -4,8 +4,7 @@
 
 Real widths and few layers. MemTracker sees no allocator, no context and no kernels of a GPU, so the estimate's overhead
 is left out; both see the same step: gradients and optimizer states as they are from the second step on, the update
-itself not. Beside it stands Megatron-LM's formula (34 + 5·a·s/h without attention's scores: s·b·h·34 bytes a layer,
-over tp) for activations, with the same weights, gradients and states, where it applies.
+itself not. Beside it stand what accelerate's and Megatron-LM's formulas give (peer_formulas.py), where they apply.
 """
 
 from __future__ import annotations
@@ -27,7 +26,9 @@ from autoplan.forecast.step import Steps
 from autoplan.hf.source import resolve
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 from memory_referee import tracked_peak  # noqa: E402
+from peer_formulas import accelerate, megatron  # noqa: E402
 
 BATCH, SEQUENCE = 1, 1024
 
@@ -94,32 +95,27 @@ class Adapted(nn.Module):
         self.down = nn.Linear(inner.in_features, rank, bias=False, device="meta", dtype=inner.weight.dtype)
         self.up = nn.Linear(rank, inner.out_features, bias=False, device="meta", dtype=inner.weight.dtype)
 
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.inner.weight
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.inner(x) + self.up(self.down(x))
         return out
 
 
 def with_adapters(model: nn.Module) -> nn.Module:
-    """Everything frozen, and adapters at every linear layer but those that Python reads by type or name."""
+    """Everything frozen, and adapters at every linear layer but those whose weights Python or a fused scan reads."""
     model.requires_grad_(False)
     for part in list(model.modules()):
         for key, child in list(part.named_children()):
-            if type(child) is nn.Linear and key not in ("lm_head", "router", "gate"):
+            if type(child) is nn.Linear and key not in ("lm_head", "router", "gate", "out_proj"):
                 setattr(part, key, Adapted(child))
     return model
 
 
-def formula(steps: Steps, dims: dict[str, int], model: nn.Module) -> int | None:
-    """Megatron-LM's theory: weights, gradients and states over tp, and 34 bytes for each number of the stream."""
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "hidden_size") or "dp_shard" in dims:
-        return None
-    held = sum(p.numel() for p in model.parameters()) * 2 * 4 // dims["tp"]
-    return int(held + 34 * BATCH * SEQUENCE * config.hidden_size * config.num_hidden_layers / dims["tp"])
-
-
 def main(wanted: str = "") -> None:
-    table = Table("model", "how", "MemTracker GiB", "estimate GiB", "off by", "formula", "s", "s (est.)", "where")
+    table = Table("model", "how", "MemTracker GiB", "estimate GiB", "off by", "accelerate", "Megatron", "s", "s (est.)", "where")
     worst = 0.0
     for name, build in MODELS.items():
         for lora in (False, True):
@@ -141,9 +137,9 @@ def main(wanted: str = "") -> None:
                     continue
                 off = ours / theirs - 1
                 worst = max(worst, abs(off))
-                other = formula(steps, dims, model)
-                said = f"{other / theirs - 1:+.0%}" if other else ""
-                table.add_row(name, how, f"{theirs / 2**30:.3f}", f"{ours / 2**30:.3f}", f"{off:+.2%}", said,
+                others = accelerate(model, dims), megatron(model, dims, BATCH, SEQUENCE)
+                said = [f"{other / theirs - 1:+.0%}" if other else "none" for other in others]
+                table.add_row(name, how, f"{theirs / 2**30:.3f}", f"{ours / 2**30:.3f}", f"{off:+.2%}", *said,
                               f"{time.time() - done:.1f}", f"{done - planned:.1f}",
                               f"{found.where}, {found.phase}")  # fmt: skip
                 print(name, how, f"{off:+.2%}", file=sys.stderr, flush=True)

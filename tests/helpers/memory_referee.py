@@ -21,6 +21,23 @@ from autoplan.forecast.world import fake_mesh
 from autoplan.patches.kernels import on_reference_path
 
 
+class _Nothing:
+    """Stands for a hook that was not registered."""
+
+    def remove(self) -> None:
+        pass
+
+
+class _Tracker(MemTracker):
+    """torch's tracker, which asks for the gradient of every parameter: not of those that have none."""
+
+    def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> tuple[int, int]:
+        for parameter in module.parameters():
+            if not parameter.requires_grad:
+                self._param_to_grad_hook_handles.setdefault(parameter, (_Nothing(), _Nothing()))
+        return super()._track_module_params_and_buffers(module, install_grad_hooks)
+
+
 def tracked_peak(steps: Steps, dims: dict[str, int], options: dict[str, Any], batch: int, sequence: int) -> int:
     """MemTracker's peak of a second step, update left out."""
     setting = Setting(tp=dims["tp"], batch=batch, sequence=sequence)
@@ -51,7 +68,7 @@ def _tracked(model: nn.Module, inputs: dict[str, Any]) -> int:
     step()
     optimizer.step()
     optimizer.zero_grad()
-    tracker = MemTracker()
+    tracker = _Tracker()
     tracker.track_external(model, optimizer)
     with tracker:
         step()
