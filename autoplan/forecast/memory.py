@@ -146,9 +146,10 @@ class Walk:
         size = self.data.gathered(unit)
         self._give("unsharded", size)
         self._check(f"{unit.name or 'the model'} is gathered", "forward")
-        self._give("unsharded", size - self.pending)
-        self.pending = size
+        self._give("unsharded", size)  # copied out while the last gather's buffer is held: it overlaps with the next
         self._check(f"{unit.name or 'the model'} is gathered", "forward")
+        self._give("unsharded", -self.pending)
+        self.pending = size
         self.gathered.add(unit.name)
         self._count("all-gather", size)
 

@@ -17,8 +17,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from estimate_memory import MODELS, with_adapters
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1] / "helpers")]
+from adapters import with_adapters
+from estimate_memory import MODELS
 
 import autoplan
 from autoplan.forecast.devices import load_device

@@ -27,6 +27,7 @@ from autoplan.hf.source import resolve
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from adapters import with_adapters  # noqa: E402
 from memory_referee import tracked_peak  # noqa: E402
 from peer_formulas import accelerate, megatron  # noqa: E402
 
@@ -84,34 +85,6 @@ HOW: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "fsdp 8 × tp 2, selective": ({"dp_shard": 8, "tp": 2}, {"activation_checkpointing": "selective"}),
     "lora, fsdp 4 × tp 4, submodules": ({"dp_shard": 4, "tp": 4}, {"activation_checkpointing": "submodule"}),
 }
-
-
-class Adapted(nn.Module):
-    """A frozen linear layer with a low-rank update, as adapters are put in."""
-
-    def __init__(self, inner: nn.Linear, rank: int = 16) -> None:
-        super().__init__()
-        self.inner = inner
-        self.down = nn.Linear(inner.in_features, rank, bias=False, device="meta", dtype=inner.weight.dtype)
-        self.up = nn.Linear(rank, inner.out_features, bias=False, device="meta", dtype=inner.weight.dtype)
-
-    @property
-    def weight(self) -> nn.Parameter:
-        return self.inner.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.inner(x) + self.up(self.down(x))
-        return out
-
-
-def with_adapters(model: nn.Module) -> nn.Module:
-    """Everything frozen, and adapters at every linear layer but those whose weights Python or a fused scan reads."""
-    model.requires_grad_(False)
-    for part in list(model.modules()):
-        for key, child in list(part.named_children()):
-            if type(child) is nn.Linear and key not in ("lm_head", "router", "gate", "out_proj"):
-                setattr(part, key, Adapted(child))
-    return model
 
 
 def main(wanted: str = "") -> None:

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from adapters import with_adapters
 from memory_referee import tracked_peak
-from transformers import LlamaConfig, MixtralConfig, T5Config
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, T5Config
 
 import autoplan
 from autoplan.forecast.devices import device_names, load_device
@@ -29,6 +31,11 @@ MIXTRAL = MixtralConfig(hidden_size=1024, intermediate_size=3584, num_hidden_lay
 T5 = T5Config(d_model=512, d_ff=2048, num_heads=8, num_layers=4, vocab_size=8192, dtype=torch.bfloat16)
 
 
+def adapted(config: Any) -> nn.Module:
+    with torch.device("meta"):
+        return with_adapters(AutoModelForCausalLM.from_config(config, dtype=config.dtype))
+
+
 @pytest.mark.parametrize(
     ("config", "mesh", "options"),
     [
@@ -36,9 +43,10 @@ T5 = T5Config(d_model=512, d_ff=2048, num_heads=8, num_layers=4, vocab_size=8192
         (llama(), {"dp_shard": 4, "tp": 4}, {"activation_checkpointing": True}),
         (llama(), {"dp_shard": 8, "tp": 2}, {"activation_checkpointing": "selective"}),
         (MIXTRAL, {"dp_shard": 4, "tp": 4}, {"activation_checkpointing": "submodule"}),
-        (T5, {"dp_shard": 2, "tp": 2}, {}),
+        pytest.param(T5, {"dp_shard": 2, "tp": 2}, {}, marks=pytest.mark.slow),
+        (adapted(MIXTRAL), {"dp_shard": 4, "tp": 4}, {"activation_checkpointing": "submodule"}),
     ],
-    ids=["llama tp", "llama blocks again", "llama selective", "mixtral submodules", "t5"],
+    ids=["llama tp", "llama blocks again", "llama selective", "mixtral submodules", "t5", "mixtral adapters"],
 )
 def test_peak_memory_is_within_five_percent_of_torchs_tracker(
     config: Any, mesh: dict[str, int], options: dict[str, Any]
