@@ -205,7 +205,7 @@ class _Sweep:
 
     def _cut_along(self, tp: int) -> bool:
         try:
-            return self.steps.plan(tp, 1, True).sequence_parallel
+            return self.steps.split(tp, 1, True).sequence_parallel
         except IndivisibleError:
             return False
 
@@ -221,7 +221,11 @@ class _Sweep:
             except PlanMismatchError as error:  # decoding runs another branch than the one that was planned
                 self.dropped.append(f"tp {tp}: {error.message}")
                 return []
-        smallest = self._row(self._asked(self._meshes(copies, tp)[0], 1, True, along, None, each))
+        try:
+            smallest = self._row(self._asked(self._meshes(copies, tp)[0], 1, True, along, None, each))
+        except IndivisibleError as error:  # of a prompt with several sequences, one may not divide
+            self.dropped.append(f"tp {tp}, sequence parallel: {error.message}")
+            return []
         if not smallest.fits:
             return [smallest]
         return list(self._ways(copies, tp, along, each))

@@ -19,7 +19,7 @@ from autoplan.execute.data_parallel.fsdp import default_precision
 from autoplan.forecast.devices import Device, load_device
 from autoplan.forecast.memory import DataRanks, Walk, held_bytes
 from autoplan.forecast.sharded import UnitSize
-from autoplan.forecast.step import Recorded, Setting, Steps
+from autoplan.forecast.step import Loss, Recorded, Setting, Steps
 from autoplan.forecast.steptime import Load, step_time
 from autoplan.hf.source import Model, resolve
 from autoplan.values import Plan
@@ -53,6 +53,7 @@ class Asked:
     gather_logits: bool = False
     exact: bool = True  # record at this very batch, rather than read it off two smaller ones
     updates: bool = True  # look at the optimizer's step as well
+    loss: Loss | None = None
 
     def __post_init__(self) -> None:
         if self.train not in TRAIN:
@@ -118,6 +119,7 @@ def estimate(
     sequence_parallel: bool = False,
     gather_logits: bool = False,
     accumulate: int = 1,
+    loss: Loss | None = None,
     device: str | Device = "h100",
     plan: Plan | None = None,
     inputs: Mapping[str, Any] | None = None,
@@ -127,7 +129,8 @@ def estimate(
 
     `batch`: sequences that a rank takes at once, `accumulate` times a step. `train`: "full", "lora" (of a model that
     has adapters, or with all else frozen), "inference" (a forward that keeps its keys and values). The other keywords
-    are those of `parallelize`. A step runs on a folded copy without storage: what is estimated is what is run.
+    are those of `parallelize`. `loss(outputs, labels)` is yours, where the model's own, from labels, is not what you
+    train with: what it keeps is much of the peak. A step runs on a folded copy without storage: what is estimated is what is run.
 
     A `Plan` in the place of the model needs `plan.model` to name it: a folder, a type, or a hub id.
     """
@@ -135,7 +138,7 @@ def estimate(
     found = model.model if isinstance(model, Plan) else model
     steps = Steps(resolve(found, trust_remote_code=trust_remote_code, inputs=inputs), given, inputs)
     asked = Asked(mesh_sizes(mesh), batch, sequence, activation_checkpointing, mp_policy, optimizer, train,
-                  reshard_after_forward, sequence_parallel, accumulate, gather_logits)  # fmt: skip
+                  reshard_after_forward, sequence_parallel, accumulate, gather_logits, loss=loss)  # fmt: skip
     return estimate_with(steps, asked, device if isinstance(device, Device) else load_device(device))
 
 
@@ -169,6 +172,7 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
         parts=parts, where=where, phase=phase, messages=sent, flops=load.flops * asked.accumulate,
         time=step_time(load, device, asked.mesh, asked.accumulate), device=device.name, bars=_BARS,
         tokens=asked.batch * asked.sequence * asked.accumulate * copies,
+        moments=tuple((*where, size + parts.overhead) for where, size in walk.moments.items()),
     )  # fmt: skip
 
 
@@ -189,7 +193,7 @@ def _recorded(steps: Steps, asked: Asked, policy: MixedPrecisionPolicy | None) -
         tp=asked.size("tp"), ep=asked.size("ep"), sequence_parallel=asked.sequence_parallel,
         checkpointing=asked.activation_checkpointing, gather_logits=asked.gather_logits, batch=asked.batch,
         sequence=asked.sequence, training=asked.train != "inference", compute=policy.param_dtype if policy else None,
-        output=policy.output_dtype if policy else None,
+        output=policy.output_dtype if policy else None, loss=asked.loss,
     )  # fmt: skip
     return steps.at(setting) if asked.exact else steps.scaled(setting)
 

@@ -89,6 +89,7 @@ class Walk:
         self.sent: dict[tuple[str, str], list[int]] = {}
         self.flops: dict[str, int] = {}
         self.moved = 0
+        self.moments: dict[tuple[str, str], int] = {}  # the highest moment in each module
 
     def run(self) -> Peak:
         self._check("the model", "forward")
@@ -102,6 +103,9 @@ class Walk:
 
     def _stretch(self, step: Stretch, block: str, phase: str) -> None:
         total = sum(self.live.values()) + sum(step.at.values())
+        if step.at:
+            moment = phase, _place(block, step.module)
+            self.moments[moment] = max(int(total), self.moments.get(moment, 0))
         if total > self.peak.total and step.at:
             parts = dict(self.live)
             for kind, size in step.at.items():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoplan.forecast.tape import Block, Changed, Item, Message, Tape, UnitEvent, Worked
+from autoplan.forecast.tape import Block, Changed, Item, Message, Place, Tape, UnitEvent, Worked
 
 __all__ = ["Program", "Step", "Stretch", "blended", "program_of"]
 
@@ -32,7 +32,7 @@ class Stretch:
     sent: Mapping[tuple[str, str], tuple[int, float]]
 
 
-Step = Stretch | UnitEvent | Block
+Step = Stretch | UnitEvent | Block | Place
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def _steps(items: Iterable[Item], sizes: np.ndarray, kinds: np.ndarray) -> Itera
     """One stretch before each event and one at the end, empty or not: so recordings of two batches stay in step."""
     between: list[Item] = []
     for item in items:
-        if isinstance(item, UnitEvent | Block):
+        if isinstance(item, UnitEvent | Block | Place):
             yield _measured(between, sizes, kinds)
             yield item
             between = []

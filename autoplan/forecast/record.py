@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.common.nested import flatten_tensors
 from autoplan.forecast.flops import flops_of
-from autoplan.forecast.tape import Block, Changed, Item, Message, Storage, Tape, UnitEvent, Worked
+from autoplan.forecast.tape import Block, Changed, Item, Message, Place, Storage, Tape, UnitEvent, Worked
 
 __all__ = ["Marks", "record_step"]
 
@@ -35,10 +35,11 @@ _SENDS = {"all_gather_into_tensor": "all-gather", "_allgather_base_": "all-gathe
 
 @dataclass(frozen=True)
 class Marks:
-    """Modules whose runs are told apart: units of data parallelism, and blocks of folded stacks."""
+    """Modules whose runs are told apart: units of data parallelism, blocks of folded stacks, and others (`places`)."""
 
     units: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (name of the unit, its modules)
     blocks: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
 
 
 @dataclass
@@ -69,6 +70,9 @@ class _Log:
     def leave(self, *_: Any) -> None:
         if len(self.modules) > 1:
             self.modules.pop()
+
+    def at(self, name: str, *_: Any) -> None:
+        self.items.append(Place(name))
 
     def made(self, tensor: torch.Tensor, collective: bool) -> None:
         storage = tensor.untyped_storage()
@@ -242,6 +246,9 @@ def _followed(model: nn.Module, marks: Marks, log: _Log) -> Iterator[None]:
         follower = _Follower(log, first.get(name, []), last.get(name, []))
         handles.append(modules[name].register_forward_pre_hook(follower.before, with_kwargs=True, prepend=True))
         handles.append(modules[name].register_forward_hook(follower.after, with_kwargs=True))
+    for name in marks.places:
+        handles.append(modules[name].register_forward_pre_hook(partial(log.at, name), prepend=True))
+        handles.append(modules[name].register_forward_hook(partial(log.at, name)))
     for parameter in model.parameters():
         if parameter.requires_grad:
             handles.append(parameter.register_post_accumulate_grad_hook(log.gradient_of))

@@ -94,10 +94,13 @@ def sharded_copy(
     blocks = tuple(
         f"{one.container}.{key}" for one in copy.folds for key in module.get_submodule(one.container)._modules
     )
+    inside = tuple(f"{name}." for name in (*blocks, *(n for stack in fitted.layers for n in stack.fqns)))
+    places = tuple(name for name, part in module.named_modules() if not f"{name}.".startswith(inside)
+                   and name and not any(True for _ in part.children()))  # fmt: skip
     buffers = sum(_local(b).numel() * b.element_size() for b in module.buffers())
     lasts = {stack.fqns[-1] for stack in plan.layers if stack.fqns}
     everything = (*recorded, *_units_left_out(recorded, left_out, lasts))
-    return Copy(module, mode, Marks(tuple(named), blocks), everything, left_out, buffers)
+    return Copy(module, mode, Marks(tuple(named), blocks, places), everything, left_out, buffers)
 
 
 def faker(mode: FakeTensorMode, dtype: torch.dtype | None) -> Callable[[torch.Tensor, str], torch.Tensor]:

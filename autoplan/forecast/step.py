@@ -7,7 +7,7 @@ batches, where both did the same in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoplan.capture.capture import Captured
 from autoplan.capture.dry_run import depends_on_data, quiet
+from autoplan.capture.fold import fold
 from autoplan.capture.known_values import KnownValues
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError, CaptureError
@@ -34,7 +35,10 @@ from autoplan.patches.kernels import on_reference_path
 from autoplan.planning import capture_source, draft_plan
 from autoplan.values import Plan
 
-__all__ = ["Recorded", "Setting", "Steps", "inputs_of", "loss_of"]
+__all__ = ["Loss", "Recorded", "Setting", "Steps", "inputs_of", "loss_of"]
+
+
+Loss = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class Setting:
     sequence: int = 2048
     training: bool = True
     compute: torch.dtype | None = None
+    loss: Loss | None = None  # of outputs and labels, instead of the model's own
     output: torch.dtype | None = None  # what a mixed-precision policy casts outputs to
 
 
@@ -72,6 +77,7 @@ class Steps:
     given: Plan | None = None
     inputs: Mapping[str, Any] | None = None
     plans: dict[tuple[int, int, bool], Plan] = field(default_factory=dict)
+    few: dict[tuple[int, int], Plan] = field(default_factory=dict)  # of few blocks, along the sequence too
     known: dict[Setting, Recorded] = field(default_factory=dict)
 
     @cached_property
@@ -92,6 +98,27 @@ class Steps:
             self.plans[key] = draft_plan(self.source, wish, module=self.module, captured=self.captured).plan
         return self.plans[key]
 
+    def split(self, tp: int, ep: int = 1, sequence_parallel: bool = False) -> Plan:
+        """The plan, as far as a recording needs it: few blocks of each kind.
+
+        Along the sequence the first and the last block are not like those between, so all of them would be read one by
+        one; here only those that are recorded are.
+        """
+        if not sequence_parallel or self.given is not None:
+            return self.plan(tp, ep, sequence_parallel)
+        if (tp, ep) not in self.few:
+            module, captured = self.shallow
+            wish = Wish(tp, ep, True, prove="none")
+            made = draft_plan(self.source, wish, module=module, captured=captured).plan
+            self.few[tp, ep] = replace(made, layers=self.plan(1).layers)
+        return self.few[tp, ep]
+
+    @cached_property
+    def shallow(self) -> tuple[nn.Module, Captured]:
+        """The model with few blocks of each kind, and its recording."""
+        module = fold(self.module).module
+        return module, capture_source(self.source, module)
+
     def at(self, setting: Setting) -> Recorded:
         """The step, recorded at this very batch."""
         if setting not in self.known:
@@ -107,9 +134,10 @@ class Steps:
         return self.at(setting) if program is None else replace(two, program=program)
 
     def _record(self, setting: Setting) -> Recorded:
-        plan = self.plan(setting.tp, setting.ep, setting.sequence_parallel)
+        size = (setting.tp, setting.ep, setting.sequence_parallel)
         problem: BaseException | None = None
         for folded in (True, False):
+            plan = self.split(*size) if folded else self.plan(*size)
             for how in ("fake", "known", "supposed"):
                 try:
                     return self._recorded(setting, plan, folded, how)
@@ -151,9 +179,18 @@ def _run(copy: Copy, setting: Setting, given: Mapping[str, Any], groups: Mapping
     mode: Any = copy.mode if how == "fake" else KnownValues(copy.mode, supposing=how == "supposed")
     with mode:
         inputs = {name: _own(value, mode, setting.compute) for name, value in given.items()}
-        loss = (lambda result: loss_of(result, setting.output)) if setting.training else None
+        loss = _loss(setting, inputs) if setting.training else None
         with torch.set_grad_enabled(setting.training):
             return record_step(copy.module, inputs, copy.marks, groups, loss_of=loss)
+
+
+def _loss(setting: Setting, inputs: dict[str, Any]) -> Callable[[Any], torch.Tensor | None]:
+    """The model's own loss, or the one that is asked for: then the model sees no labels."""
+    given = setting.loss
+    if given is None:
+        return lambda result: loss_of(result, setting.output)
+    labels = inputs.pop(conventions().targets, None)
+    return lambda result: given(result, labels)
 
 
 def _own(value: Any, mode: Any, dtype: torch.dtype | None) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Block", "Changed", "LeftOut", "Message", "Storage", "Tape", "UnitEvent", "Worked"]
+__all__ = ["Block", "Changed", "LeftOut", "Message", "Place", "Storage", "Tape", "UnitEvent", "Worked"]
 
 Phase = Literal["forward", "backward"]
 
@@ -71,10 +71,17 @@ class Block:
     phase: Phase
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A module outside of the stacks runs forward: memory is told for it apart."""
+
+    name: str
+
+
 LeftOut = Mapping[
     str, tuple[tuple[str, str], ...]
 ]  # recorded block -> those left out after it, and who stands for each
-Item = Changed | Worked | Message | UnitEvent | Block
+Item = Changed | Worked | Message | UnitEvent | Block | Place
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,8 @@ class Estimate:
     """One step of one rank. `peak`: bytes; it is reached in `phase` ("forward", "backward", "optimizer") at `where`.
 
     `flops`: of one step of this rank. `bars`: the relative error that each figure may have, with what it was held
-    against. `tokens`: of one step of all ranks.
+    against. `tokens`: of one step of all ranks. `moments`: phase, module and bytes of the highest moment in each module
+    that is told apart, in order.
     """
 
     model: str
@@ -84,6 +85,7 @@ class Estimate:
     device: str = ""
     bars: tuple[tuple[str, float, str], ...] = ()
     notes: tuple[str, ...] = ()
+    moments: tuple[tuple[str, str, int], ...] = ()
 
     @property
     def peak(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, T5Config
 from typer.testing import CliRunner
 
 import autoplan
@@ -66,6 +66,12 @@ def test_sizes_that_cannot_be_are_one_error_with_the_nearest() -> None:
     with pytest.raises(autoplan.AutoplanError, match="no size"):
         parse_memory("much")
     assert (parse_memory("80GB"), parse_memory("1GiB"), parse_memory(5)) == (80 * 10**9, 2**30, 5)
+
+
+def test_what_cannot_be_cut_along_one_of_its_sequences_is_left_out() -> None:
+    config = T5Config(d_model=64, d_ff=128, num_heads=4, num_layers=2, vocab_size=512)  # the decoder's is one shorter
+    found = choose(config, gpus=2, sequence=64, global_batch=2)
+    assert found.fits and any("sequence parallel" in text for text in found.dropped)
 
 
 def test_inference_is_chosen_by_weights_and_cache() -> None:

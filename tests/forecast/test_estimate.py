@@ -87,6 +87,15 @@ def test_left_out_blocks_count() -> None:
     assert other.parts.weights > one.parts.weights and other.peak > one.peak
 
 
+def test_along_the_sequence_few_blocks_tell_of_all() -> None:
+    config = llama(num_hidden_layers=7, hidden_size=256, intermediate_size=512, num_attention_heads=8, vocab_size=1024)
+    few, all_of_them = Steps(resolve(config)), Steps(resolve(config))
+    all_of_them.few[2, 1] = all_of_them.plan(2, 1, True)
+    asked = Asked(mesh_sizes("dp_shard=2,tp=2"), 2, 256, sequence_parallel=True)
+    assert estimate_with(few, asked, H100) == estimate_with(all_of_them, asked, H100)
+    assert few.split(2, 1, True).sequence_parallel
+
+
 def test_operations_are_six_for_each_weight_and_token() -> None:
     config = llama(num_hidden_layers=2)
     found = autoplan.estimate(config, mesh={"tp": 2}, batch=1, sequence=512)
