@@ -24,8 +24,9 @@ from autoplan.common.nested import flatten_tensors
 from autoplan.forecast.flops import flops_of
 from autoplan.forecast.tape import Block, Changed, Item, Message, Place, Storage, Tape, UnitEvent, Worked
 
-__all__ = ["Marks", "record_step"]
+__all__ = ["LOSS", "Marks", "record_step"]
 
+LOSS = "the loss"  # what is computed after the model has run
 _COLLECTIVES = ("_c10d_functional", "c10d", "_dtensor", "c10d_functional")
 _SENDS = {"all_gather_into_tensor": "all-gather", "_allgather_base_": "all-gather", "allgather_": "all-gather",
           "reduce_scatter_tensor": "reduce-scatter", "_reduce_scatter_base_": "reduce-scatter",
@@ -131,7 +132,7 @@ class _Watching(TorchDispatchMode):
         result = func(*args, **kwargs)
         log, space = self.log, func.namespace
         collective = space in _COLLECTIVES
-        made = list(tensors_within(result))
+        made = [one for one in tensors_within(result) if not one.is_meta]  # meta: somebody asks about shapes
         if collective:
             self._message(func, args, kwargs, made)
         for tensor in made:
@@ -287,6 +288,8 @@ def record_step(
         log.known[tensor.untyped_storage()._cdata] = -1
     with _Watching(log, groups), _followed(model, marks, log):
         result = model(**inputs)
+        log.at(LOSS)
+        log.enter(LOSS)
         loss = None if loss_of is None else loss_of(result)
         log.ended, log.forward = len(log.items), False
         if loss is not None:
