@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoplan.common.errors import AutoplanError
-from autoplan.common.options import Request, check_argument, check_count
+from autoplan.common.options import Request, check_argument, check_count, check_expert_size
 from autoplan.execute.data_parallel.fsdp import default_precision
 from autoplan.forecast.devices import Device, load_device
 from autoplan.forecast.memory import DataRanks, Walk, held_bytes
@@ -52,6 +52,7 @@ class Asked:
     accumulate: int = 1
     gather_logits: bool = False
     exact: bool = True  # record at this very batch, rather than read it off two smaller ones
+    experts: bool = False  # whole ones on the ranks of tp
     updates: bool = True  # look at the optimizer's step as well
     loss: Loss | None = None
 
@@ -68,6 +69,10 @@ class Asked:
 
     def size(self, *names: str) -> int:
         return next((size for name, size in self.mesh if name in names), 1)
+
+    @property
+    def ep(self) -> int:
+        return self.size("tp") if self.experts else self.size("ep")
 
     @property
     def ranks(self) -> int:
@@ -117,6 +122,7 @@ def estimate(
     train: str = "full",
     reshard_after_forward: bool | None = None,
     sequence_parallel: bool = False,
+    ep_size: int = 1,
     gather_logits: bool = False,
     accumulate: int = 1,
     loss: Loss | None = None,
@@ -137,8 +143,12 @@ def estimate(
     given = model if isinstance(model, Plan) else plan
     found = model.model if isinstance(model, Plan) else model
     steps = Steps(resolve(found, trust_remote_code=trust_remote_code, inputs=inputs), given, inputs)
-    asked = Asked(mesh_sizes(mesh), batch, sequence, activation_checkpointing, mp_policy, optimizer, train,
-                  reshard_after_forward, sequence_parallel, accumulate, gather_logits, loss=loss)  # fmt: skip
+    sizes = mesh_sizes(mesh)
+    tp = dict(sizes).get("tp", 1)
+    check_expert_size(tp, ep_size)
+    asked = Asked(sizes, batch, sequence, activation_checkpointing, mp_policy, optimizer, train,
+                  reshard_after_forward, sequence_parallel, accumulate, gather_logits, experts=ep_size == tp > 1,
+                  loss=loss)  # fmt: skip
     return estimate_with(steps, asked, device if isinstance(device, Device) else load_device(device))
 
 
@@ -190,7 +200,7 @@ def _policy(asked: Asked, steps: Steps) -> MixedPrecisionPolicy | None:
 
 def _recorded(steps: Steps, asked: Asked, policy: MixedPrecisionPolicy | None) -> Recorded:
     setting = Setting(
-        tp=asked.size("tp"), ep=asked.size("ep"), sequence_parallel=asked.sequence_parallel,
+        tp=asked.size("tp"), ep=asked.ep, sequence_parallel=asked.sequence_parallel,
         checkpointing=asked.activation_checkpointing, gather_logits=asked.gather_logits, batch=asked.batch,
         sequence=asked.sequence, training=asked.train != "inference", compute=policy.param_dtype if policy else None,
         output=policy.output_dtype if policy else None, loss=asked.loss,

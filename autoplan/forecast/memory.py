@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from autoplan.forecast.depth import expanded
-from autoplan.forecast.program import Program, Stretch
+from autoplan.forecast.recording.depth import expanded
+from autoplan.forecast.recording.program import Program, Stretch
 from autoplan.forecast.sharded import Held, UnitSize
-from autoplan.forecast.tape import LeftOut, UnitEvent
+from autoplan.forecast.recording.tape import LeftOut, UnitEvent
 from autoplan.values.estimate import MemoryParts, Sent
 
 __all__ = ["DataRanks", "Peak", "Walk", "held_bytes"]

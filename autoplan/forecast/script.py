@@ -50,7 +50,7 @@ else:  # no weights here: random ones
             torch.nn.init.normal_(tensor.detach(), std=0.02)
 model.train()
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
-copy = dist.get_rank() // {tp}  # ranks that share one copy of the model see the same tokens
+copy = dist.get_rank() // {split}  # ranks that share one copy of the model see the same tokens
 tokens = torch.Generator().manual_seed(copy)
 for step in range(STEPS):
     for _ in range(ACCUMULATE):
@@ -73,12 +73,13 @@ def script_text(source: Source, row: Row, options: dict[str, Any], per_node: int
     ranks = 1
     for size in mesh.values():
         ranks *= size
-    tp = mesh.get("tp", 1)
-    wish = (f", tp_size={tp}" if tp > 1 else "") + (", sequence_parallel=True" if row.sequence_parallel else "")
+    wish = (f", tp_size={row.tp}" if row.tp > 1 else "") + (f", ep_size={row.ep}" if row.ep > 1 else "")
+    wish += (", sequence_parallel=True" if row.sequence_parallel else "")
     return _TEXT.format(
         what=f"Train {source.name.rpartition('.')[2]} on {ranks} GPUs.", nodes=-(-ranks // per_node),
         each=min(ranks, per_node), row=row, peak=one.peak / 2**30, speed=one.tokens_per_second,
         model=getattr(source.config, "name_or_path", "") or source.model_type, batch=one.batch, sequence=one.sequence,
         accumulate=row.accumulate, shape=tuple(mesh.values()), names=tuple(mesh), kind=source.name.rpartition(".")[2],
-        wish=wish, options="".join(f", {name}={value!r}" for name, value in options.items()), tp=tp,
+        wish=wish, options="".join(f", {name}={value!r}" for name, value in options.items()),
+        split=max(row.tp, row.ep),
     )  # fmt: skip

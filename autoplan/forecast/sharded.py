@@ -23,8 +23,8 @@ from autoplan.common.options import Checkpointing, Options, TensorParallel
 from autoplan.common.patterns import matches
 from autoplan.execute.data_parallel.units import choose_units
 from autoplan.execute.parallelize import shard_model
-from autoplan.forecast.record import Marks
-from autoplan.forecast.tape import LeftOut
+from autoplan.forecast.recording.record import Marks
+from autoplan.forecast.recording.tape import LeftOut
 from autoplan.values import Fold, Plan
 
 __all__ = ["Copy", "Held", "UnitSize", "as_on_a_gpu", "faker", "sharded_copy"]

@@ -111,7 +111,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Row:
-    """One mesh with one way to run on it. `binds`: what is short, or what takes the most time; `missing`: bytes."""
+    """One mesh with one way to run on it. `binds`: what is short, or what takes the most time; `missing`: bytes.
+
+    `experts`: they lie whole on the ranks of tp, rather than each cut over them.
+    """
 
     estimate: Estimate
     checkpointing: bool | str
@@ -121,6 +124,15 @@ class Row:
     fits: bool
     binds: str
     missing: int = 0
+    experts: bool = False
+
+    @property
+    def tp(self) -> int:
+        return self.mesh.get("tp", 1)
+
+    @property
+    def ep(self) -> int:
+        return self.tp if self.experts else self.mesh.get("ep", 1)
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -128,6 +140,7 @@ class Row:
 
     def __str__(self) -> str:
         told = [" × ".join(f"{name} {size}" for name, size in self.mesh.items())]
+        told += ["experts apart"] if self.experts else []
         told += ["sequence parallel"] if self.sequence_parallel else []
         told += [f"checkpointing {'blocks' if self.checkpointing is True else self.checkpointing}"] if (
             self.checkpointing) else []  # fmt: skip

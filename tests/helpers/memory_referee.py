@@ -17,7 +17,7 @@ from autoplan.capture.known_values import KnownValues
 from autoplan.common.random_values import untouched_randomness
 from autoplan.forecast.sharded import as_on_a_gpu, faker
 from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of
-from autoplan.forecast.world import fake_mesh
+from autoplan.forecast.recording.world import fake_mesh
 from autoplan.patches.kernels import on_reference_path
 
 

@@ -86,7 +86,7 @@ def choice_view(choice: Any) -> RenderableType:
         place = choice.rows.index(row) + 1
         found = row.estimate
         again = {True: "blocks", False: "none"}.get(row.checkpointing, str(row.checkpointing))
-        kept = ", kept" if row.reshard is False else ""
+        kept = (", experts apart" if row.experts else "") + (", kept" if row.reshard is False else "")
         speed = f"{found.tokens_per_second:,.0f}" if row.fits else "does not fit"
         cells = (mesh_text(found.mesh) + kept, f"{found.batch} × {row.accumulate}", again)
         cut = "cut" if row.sequence_parallel else ""
@@ -142,7 +142,7 @@ def estimate_to_dict(found: Estimate) -> dict[str, Any]:
 def row_to_dict(row: Row) -> dict[str, Any]:
     return {"mesh": row.mesh, "checkpointing": row.checkpointing, "sequence_parallel": row.sequence_parallel,
             "reshard_after_forward": row.reshard, "accumulate": row.accumulate, "fits": row.fits, "binds": row.binds,
-            "missing_bytes": row.missing, "estimate": estimate_to_dict(row.estimate)}  # fmt: skip
+            "missing_bytes": row.missing, "experts_apart": row.ep > 1, "estimate": estimate_to_dict(row.estimate)}  # fmt: skip
 
 
 def dry_run_view(found: Any) -> RenderableType:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoplan.forecast.tape import Block, Changed, Item, Message, Place, Tape, UnitEvent, Worked
+from autoplan.forecast.recording.tape import Block, Changed, Item, Message, Place, Tape, UnitEvent, Worked
 
 __all__ = ["Program", "Step", "Stretch", "blended", "program_of"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autoplan.forecast.program import Program, Step
-from autoplan.forecast.tape import Block, LeftOut, Phase
+from autoplan.forecast.recording.program import Program, Step
+from autoplan.forecast.recording.tape import Block, LeftOut, Phase
 
 __all__ = ["expanded"]
 

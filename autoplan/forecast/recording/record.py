@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.common.nested import flatten_tensors
-from autoplan.forecast.flops import flops_of
-from autoplan.forecast.tape import Block, Changed, Item, Message, Place, Storage, Tape, UnitEvent, Worked
+from autoplan.forecast.recording.flops import flops_of
+from autoplan.forecast.recording.tape import Block, Changed, Item, Message, Place, Storage, Tape, UnitEvent, Worked
 
 __all__ = ["LOSS", "Marks", "record_step"]
 

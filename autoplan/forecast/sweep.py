@@ -1,0 +1,210 @@
+"""Every legal way to lay a model over so many GPUs, estimated: the rows that `choose` puts in order.
+
+    splits (tp, experts apart) ── along the sequence ── checkpointing ── micro-batch ── FSDP2 or HSDP ── resharding
+
+A recording is made once for each split and each way of checkpointing; data parallelism, micro-batches and resharding
+are arithmetic on it. What does not fit with one sequence and all blocks checkpointed is not looked at further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from autoplan.common.errors import IndivisibleError, PlanMismatchError
+from autoplan.decide.rulebook.read import rule_named
+from autoplan.forecast.devices import Device
+from autoplan.forecast.estimate import Asked, estimate_with
+from autoplan.forecast.step import Steps
+from autoplan.values import LocalExperts
+from autoplan.values.estimate import Estimate, MemoryParts, Row
+
+__all__ = ["Split", "Sweep"]
+
+_CHECKPOINTING: tuple[bool | str, ...] = (False, "selective", True)
+_MOST_GPUS = 1 << 16
+_PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer states", "kept": "activations kept",
+          "temporary": "values of the moment", "unsharded": "units that are gathered", "communication": "messages",
+          "cache": "keys and values", "overhead": "context and communicators"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a model is cut: over `tp` ranks, with experts placed whole on `ep` different ranks (those of tp, or others)."""
+
+    tp: int
+    ep: int
+
+    @property
+    def ranks(self) -> int:
+        return max(self.tp, self.ep)
+
+    @property
+    def shared(self) -> bool:
+        """Do experts lie on the ranks of tp?"""
+        return self.tp == self.ep > 1
+
+    @property
+    def dims(self) -> tuple[tuple[str, int], ...]:
+        return (("ep", self.ep),) if self.tp == 1 < self.ep else (("tp", self.tp),)
+
+    def __str__(self) -> str:
+        return " × ".join(f"{name} {size}" for name, size in self.dims) + (", experts apart" if self.shared else "")
+
+
+@dataclass
+class Sweep:
+    """All that is asked of one model on one kind of device."""
+
+    steps: Steps
+    device: Device
+    memory: int
+    per_node: int
+    sequence: int
+    train: str
+    optimizer: str
+    mp_policy: Any
+    dropped: list[str] = field(default_factory=list)
+    asked: dict[int, Asked] = field(default_factory=dict)  # by the id of the estimate that it led to
+
+    def tensor_sizes(self, gpus: int) -> list[int]:
+        """Legal sizes of tp that divide the GPUs and stay in a node."""
+        legal = self.steps.plan(1).legal_tp
+        return [tp for tp in legal if gpus % tp == 0 and tp <= min(gpus, self.per_node)]
+
+    def splits(self, gpus: int) -> Iterator[Split]:
+        """Sizes of tp with experts cut inside, the same with whole experts apart on those ranks, and experts alone."""
+        sizes = self.tensor_sizes(gpus)
+        for tp in sizes:
+            yield Split(tp, 1)
+        if not self.has_experts:
+            return
+        most = min(gpus, self.per_node)
+        alone = [Split(1, ep) for ep in (2**n for n in range(1, most.bit_length())) if gpus % ep == 0 and ep <= most]
+        for split in (*(Split(tp, tp) for tp in sizes if tp > 1), *alone):
+            if self._apart(split):
+                yield split
+
+    @cached_property
+    def has_experts(self) -> bool:
+        rules = (rule_named(entry.rule) for entry in self.steps.plan(1).entries)
+        return any(rule is not None and rule.holds_experts for rule in rules)
+
+    def _apart(self, split: Split) -> bool:
+        try:
+            return bool(self.steps.plan(split.tp, split.ep).runtime.of(LocalExperts))
+        except IndivisibleError:
+            return False
+
+    def rows(self, gpus: int, batch: int) -> list[Row]:
+        found: list[Row] = []
+        for split in self.splits(gpus):
+            cut = split.tp > 1 and self.sequence % split.tp == 0 and self.train != "inference"
+            for along in (False, True) if cut else (False,):
+                if not along or self._cut_along(split):
+                    found += self._of_split(gpus, batch, split, along)
+        return found
+
+    def _cut_along(self, split: Split) -> bool:
+        try:
+            return self.steps.split(split.tp, split.ep, True).sequence_parallel
+        except IndivisibleError:
+            return False
+
+    def _of_split(self, gpus: int, batch: int, split: Split, along: bool) -> Iterator[Row] | list[Row]:
+        copies = gpus // split.ranks
+        if batch % copies:
+            self.dropped.append(f"{split}: a global batch of {batch} does not divide by {copies}")
+            return []
+        each = batch // copies
+        try:
+            if self.train == "inference":
+                mesh = (("dp_shard", copies), *split.dims)
+                return [self._row(Asked(mesh, each, self.sequence, train=self.train, experts=split.shared))]
+            smallest = self._row(self._asked(self._meshes(copies, split)[0], 1, True, along, None, each, split))
+        except IndivisibleError as error:  # of a prompt with several sequences, one may not divide
+            self.dropped.append(f"{split}, sequence parallel: {error.message}")
+            return []
+        except PlanMismatchError as error:  # decoding runs another branch than the one that was planned
+            self.dropped.append(f"{split}: {error.message}")
+            return []
+        if not smallest.fits:
+            return [smallest]
+        return list(self._ways(copies, split, along, each))
+
+    def _ways(self, copies: int, split: Split, along: bool, each: int) -> Iterator[Row]:
+        for checkpointing in _CHECKPOINTING:
+            fitted = True
+            for micro in (n for n in range(1, each + 1) if each % n == 0 and n & (n - 1) == 0):
+                if not fitted:
+                    break
+                fitted = False
+                for mesh in self._meshes(copies, split):
+                    for reshard in (None, False) if copies > 1 else (None,):
+                        row = self._row(self._asked(mesh, micro, checkpointing, along, reshard, each, split))
+                        fitted = fitted or row.fits
+                        yield row
+
+    def _meshes(self, copies: int, split: Split) -> list[tuple[tuple[str, int], ...]]:
+        """FSDP2 over all copies of the split, and over those of a node or of a few, with replicas between (HSDP)."""
+        near = max(1, self.per_node // split.ranks)
+        shards = sorted({copies, *(n for n in (near, near * 4) if 1 < n < copies and copies % n == 0)}, reverse=True)
+        return [(("dp_replicate", copies // n), ("dp_shard", n), *split.dims) for n in shards]
+
+    def _asked(self, mesh: tuple[tuple[str, int], ...], micro: int, checkpointing: bool | str, along: bool,
+               reshard: bool | None, each: int, split: Split) -> Asked:  # fmt: skip
+        return Asked(
+            mesh, micro, self.sequence, checkpointing, self.mp_policy, self.optimizer, self.train, reshard, along,
+            max(1, each // micro), exact=False, experts=split.shared,
+        )  # fmt: skip
+
+    def _row(self, asked: Asked) -> Row:
+        found = estimate_with(self.steps, asked, self.device)
+        self.asked[id(found)] = asked
+        missing = max(0, found.peak - self.memory)
+        binds = _biggest(found.parts) if missing else _slowest(found)
+        said: Any = asked.activation_checkpointing
+        return Row(found, said, asked.sequence_parallel, asked.reshard_after_forward, asked.accumulate, not missing,
+                   binds, missing, asked.experts)  # fmt: skip
+
+    def settled(self, rows: list[Row]) -> list[Row]:
+        """In order. The batch of the first row is recorded itself, until one that was stays first."""
+        exact: set[int] = set()
+        while True:
+            rows = sorted(rows, key=lambda row: (not row.fits, row.missing, -row.estimate.tokens_per_second))
+            if not rows or not rows[0].fits or id(rows[0]) in exact or rows[0].estimate.batch <= 2:
+                return rows
+            asked = self.asked[id(rows[0].estimate)]
+            rows[0] = self._row(replace(asked, exact=True))
+            exact.add(id(rows[0]))
+
+    def enough(self, gpus: int) -> int | None:
+        """The smallest power of two times `gpus` on which one sequence a rank fits, all blocks checkpointed."""
+        count = gpus * 2
+        while count <= _MOST_GPUS:
+            for split in self.splits(count):
+                copies = count // split.ranks
+                if self.train == "inference":
+                    mesh = (("dp_shard", copies), *split.dims)
+                    asked = Asked(mesh, 1, self.sequence, train=self.train, experts=split.shared)
+                else:
+                    asked = self._asked(self._meshes(copies, split)[0], 1, True, False, None, 1, split)
+                if self._row(asked).fits:
+                    return count
+            count *= 2
+        return None
+
+
+def _biggest(parts: MemoryParts) -> str:
+    name = max(_PARTS, key=lambda part: getattr(parts, part))
+    return f"memory: {_PARTS[name]} take {getattr(parts, name) / 2**30:.1f} GiB"
+
+
+def _slowest(found: Estimate) -> str:
+    assert found.time is not None
+    times = {"operations": found.time.compute, "bandwidth of memory": found.time.memory}
+    times |= {f"messages over {dim}": seconds for dim, seconds in found.time.exposed}
+    name = max(times, key=lambda one: times[one])
+    return f"{name}: {times[name] / max(found.time.total, 1e-12):.0%} of the step"
