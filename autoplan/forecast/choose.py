@@ -1,6 +1,6 @@
 """Which mesh to take: every legal way to lay a model over so many GPUs, estimated, and put in order.
 
-    choose ── Sweep (sizes that divide, each estimated) ── rows in order ── Choice
+choose ── Sweep (sizes that divide, each estimated) ── rows in order ── Choice
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from autoplan.values.conveniences import done_above
 from autoplan.values.estimate import Row
 
 __all__ = ["Choice", "choose", "parse_memory"]
+
 
 @dataclass(frozen=True)
 class Choice:

@@ -21,10 +21,10 @@ from autoplan.capture.known_values import KnownValues
 from autoplan.common.random_values import untouched_randomness
 from autoplan.forecast.estimate import mesh_sizes
 from autoplan.forecast.recording.record import Marks, record_step
-from autoplan.forecast.sharded import as_on_a_gpu, faker
-from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of
 from autoplan.forecast.recording.tape import Message
 from autoplan.forecast.recording.world import fake_mesh
+from autoplan.forecast.sharded import as_on_a_gpu, faker
+from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of
 from autoplan.hf.source import Model, resolve
 from autoplan.patches.kernels import on_reference_path
 from autoplan.values import Plan

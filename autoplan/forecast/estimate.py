@@ -136,7 +136,8 @@ def estimate(
     `batch`: sequences that a rank takes at once, `accumulate` times a step. `train`: "full", "lora" (of a model that
     has adapters, or with all else frozen), "inference" (a forward that keeps its keys and values). The other keywords
     are those of `parallelize`. `loss(outputs, labels)` is yours, where the model's own, from labels, is not what you
-    train with: what it keeps is much of the peak. A step runs on a folded copy without storage: what is estimated is what is run.
+    train with: what it keeps is much of the peak. A step runs on a folded copy without storage: what is estimated is
+    what is run.
 
     A `Plan` in the place of the model needs `plan.model` to name it: a folder, a type, or a hub id.
     """

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from autoplan.forecast.recording.depth import expanded
 from autoplan.forecast.recording.program import Program, Stretch
-from autoplan.forecast.sharded import Held, UnitSize
 from autoplan.forecast.recording.tape import LeftOut, UnitEvent
+from autoplan.forecast.sharded import Held, UnitSize
 from autoplan.values.estimate import MemoryParts, Sent
 
 __all__ = ["DataRanks", "Peak", "Walk", "held_bytes"]

@@ -74,7 +74,7 @@ def script_text(source: Source, row: Row, options: dict[str, Any], per_node: int
     for size in mesh.values():
         ranks *= size
     wish = (f", tp_size={row.tp}" if row.tp > 1 else "") + (f", ep_size={row.ep}" if row.ep > 1 else "")
-    wish += (", sequence_parallel=True" if row.sequence_parallel else "")
+    wish += ", sequence_parallel=True" if row.sequence_parallel else ""
     return _TEXT.format(
         what=f"Train {source.name.rpartition('.')[2]} on {ranks} GPUs.", nodes=-(-ranks // per_node),
         each=min(ranks, per_node), row=row, peak=one.peak / 2**30, speed=one.tokens_per_second,

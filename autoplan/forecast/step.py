@@ -26,9 +26,9 @@ from autoplan.common.options import Checkpointing, Request, TensorParallel, Wish
 from autoplan.common.random_values import untouched_randomness
 from autoplan.forecast.recording.program import Program, blended, program_of
 from autoplan.forecast.recording.record import record_step
-from autoplan.forecast.sharded import Copy, UnitSize, sharded_copy
 from autoplan.forecast.recording.tape import LeftOut, Tape
 from autoplan.forecast.recording.world import fake_mesh
+from autoplan.forecast.sharded import Copy, UnitSize, sharded_copy
 from autoplan.hf.inputs.step import step_inputs
 from autoplan.hf.source import Source
 from autoplan.patches.kernels import on_reference_path

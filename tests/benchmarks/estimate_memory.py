@@ -88,7 +88,9 @@ HOW: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 
 def main(wanted: str = "") -> None:
-    table = Table("model", "how", "MemTracker GiB", "estimate GiB", "off by", "accelerate", "Megatron", "s", "s (est.)", "where")
+    table = Table(
+        "model", "how", "MemTracker GiB", "estimate GiB", "off by", "accelerate", "Megatron", "s", "s (est.)", "where"
+    )
     worst = 0.0
     for name, build in MODELS.items():
         for lora in (False, True):

@@ -16,8 +16,8 @@ from autoplan.forecast.devices import load_device
 from autoplan.forecast.dry_run import dry_run, group_names, summed
 from autoplan.forecast.estimate import Asked, estimate_with
 from autoplan.forecast.recording.record import Marks, record_step
-from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of
 from autoplan.forecast.recording.tape import Message
+from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of
 from autoplan.hf.source import resolve
 
 _LLAMA = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=5, num_attention_heads=8,

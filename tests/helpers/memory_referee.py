@@ -15,9 +15,9 @@ from autoplan.capture.dry_run import quiet
 from autoplan.capture.fold import fold
 from autoplan.capture.known_values import KnownValues
 from autoplan.common.random_values import untouched_randomness
+from autoplan.forecast.recording.world import fake_mesh
 from autoplan.forecast.sharded import as_on_a_gpu, faker
 from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of
-from autoplan.forecast.recording.world import fake_mesh
 from autoplan.patches.kernels import on_reference_path
 
 

@@ -18,7 +18,7 @@ INSTANCES = {
     ("autoplan/check/verify/traffic.py", "self"): "an object of ours",
     ("autoplan/execute/vocabulary/split_logits.py", "columns.__class__"): "a tensor that was made here",
     ("autoplan/forecast/sharded.py", "value"): "settings of a copy without storage",
-    ("autoplan/forecast/recording/world.py", "sys.excepthook"): "put back as it was: each process group of torch changes it",
+    ("autoplan/forecast/recording/world.py", "sys.excepthook"): "put back: each process group of torch changes it",
     ("autoplan/hf/shrink.py", "one"): "a copy of a config, for the tiny clone",
     ("autoplan/execute/hooks/sequence_shards.py", "tensor"): "a mark on one tensor",
     ("autoplan/execute/parameters/optimizer_state.py", "parameter"): "a mark on one parameter",

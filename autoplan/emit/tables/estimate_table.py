@@ -142,7 +142,8 @@ def estimate_to_dict(found: Estimate) -> dict[str, Any]:
 def row_to_dict(row: Row) -> dict[str, Any]:
     return {"mesh": row.mesh, "checkpointing": row.checkpointing, "sequence_parallel": row.sequence_parallel,
             "reshard_after_forward": row.reshard, "accumulate": row.accumulate, "fits": row.fits, "binds": row.binds,
-            "missing_bytes": row.missing, "experts_apart": row.ep > 1, "estimate": estimate_to_dict(row.estimate)}  # fmt: skip
+            "missing_bytes": row.missing, "experts_apart": row.ep > 1,
+            "estimate": estimate_to_dict(row.estimate)}  # fmt: skip
 
 
 def dry_run_view(found: Any) -> RenderableType:
