@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from autoplan.cli.audit import audit, compare
-from autoplan.cli.estimate import calibrate, choose, dryrun, estimate
+from autoplan.cli.estimate import Estimated, Gpu, calibrate, choose, dryrun, estimate, sizes_of
 from autoplan.cli.report import report
 from autoplan.cli.scoreboard import scoreboard
 from autoplan.cli.shared import (
@@ -94,6 +94,8 @@ def plan(
     trial_seconds: Annotated[
         float, typer.Option("--trial-seconds", min=0.001, help="How long the trial on simulated ranks may take.")
     ] = 300.0,
+    memory: Estimated = True,
+    gpu: Gpu = "h100",
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
     output: Output = None,
@@ -102,7 +104,6 @@ def plan(
     from rich.console import Group
 
     from autoplan.decide.written_plans.plan_file import check_suffix
-    from autoplan.emit.tables.sizes_table import sizes_view
     from autoplan.emit.tables.terminal import plan_view
 
     if output is not None:
@@ -110,7 +111,7 @@ def plan(
     how: dict[str, Any] = {"ep": ep, "sequence_parallel": sequence_parallel, "trial_seconds": trial_seconds}
     made = _make_plan(model, tp, source, prove.value, trust_remote_code, **how)
     if output is None:
-        sizes = sizes_view(made)
+        sizes = None if as_json else sizes_of(model, made, gpu if memory else None, trust_remote_code)
         view = plan_view(made) if sizes is None else Group(plan_view(made), "", sizes)
         emit(view, made.to_dict(), as_json, None)
     else:

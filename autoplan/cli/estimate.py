@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,7 +11,12 @@ from autoplan.cli.shared import FINDINGS, OK, AsJson, Cut, Model, Output, Page, 
 from autoplan.common.errors import AutoplanError
 from autoplan.values.estimate import TRAIN
 
-__all__ = ["ALL", "calibrate", "checkpointing_of", "choose", "dryrun", "estimate"]
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from autoplan.values import Plan
+
+__all__ = ["ALL", "Estimated", "Gpu", "calibrate", "checkpointing_of", "choose", "dryrun", "estimate", "sizes_of"]
 
 
 Train = StrEnum("Train", [(way, way) for way in TRAIN])  # type: ignore[misc]  # what is done with the model
@@ -23,6 +28,9 @@ Batch = Annotated[int, typer.Option("--batch", min=1, help="Sequences that a ran
 Gpu = Annotated[str, typer.Option("--gpu", help="One of rules/devices, or a .toml of your own.")]
 Again = Annotated[
     str, typer.Option("--checkpointing", help="none, block, submodule or selective: what backward computes again.")
+]
+Estimated = Annotated[
+    bool, typer.Option("--memory/--no-memory", help="Estimate a training step of a rank at legal sizes of tp.")
 ]
 How = Annotated[Train, typer.Option("--train", help="Train all, train adapters, or only run it with its cache.")]
 
@@ -147,6 +155,21 @@ def calibrate(
         emit(text.rstrip(), None, False, output)
     if not alone:
         dist.destroy_process_group()
+
+
+def sizes_of(model: str, plan: Plan, gpu: str | None, trust_remote_code: bool) -> RenderableType | None:
+    """The memory of a rank, and the table over legal sizes of tp; without a device no step is estimated."""
+    from autoplan.emit.tables.sizes_table import sizes_view
+
+    if gpu is None:
+        return sizes_view(plan)
+    from autoplan.forecast.devices import load_device
+    from autoplan.forecast.sizes import estimated_sizes
+
+    device = load_device(gpu)
+    with progress(f"estimating a step of {model} at legal sizes of tp"):
+        found = estimated_sizes(model, plan, device, trust_remote_code=trust_remote_code)
+    return sizes_view(plan, found.estimates, device.memory, found.why)
 
 
 def checkpointing_of(text: str) -> bool | str:

@@ -32,7 +32,7 @@ _PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "optimize
 
 @dataclass(frozen=True)
 class Split:
-    """How a model is cut: over `tp` ranks, with experts placed whole on `ep` different ones (those of tp, or others)."""
+    """How a model is cut: over `tp` ranks, with experts placed whole on `ep` different ones (of tp, or others)."""
 
     tp: int
     ep: int

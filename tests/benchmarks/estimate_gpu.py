@@ -17,15 +17,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1] / "helpers")]
-from adapters import with_adapters
-from estimate_memory import MODELS
-
 import autoplan
 from autoplan.forecast.devices import load_device
 from autoplan.forecast.estimate import Asked, estimate_with
 from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of
 from autoplan.hf.source import resolve
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1] / "helpers")]
+from adapters import with_adapters  # noqa: E402
+from estimate_memory import MODELS  # noqa: E402
 
 BATCH, SEQUENCE = 1, 2048
 WAYS: tuple[tuple[str, bool, bool | str], ...] = (

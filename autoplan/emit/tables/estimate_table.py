@@ -20,6 +20,7 @@ __all__ = [
     "dry_run_view",
     "estimate_to_dict",
     "estimate_view",
+    "memory_bar",
     "mesh_text",
     "row_to_dict",
     "row_view",
@@ -30,6 +31,9 @@ PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer
           "kept": "activations kept for backward", "temporary": "values of the moment",
           "unsharded": "units gathered, and their buffers", "communication": "messages",
           "cache": "keys and values", "overhead": "context and communicators"}  # fmt: skip
+_LETTERS = {"W": ("weights",), "G": ("gradients",), "O": ("optimizer",), "A": ("kept", "cache"),
+            "T": ("temporary", "unsharded", "communication"), "C": ("overhead",)}  # fmt: skip
+_WORDS = {"W": "Weights", "G": "Gradients", "O": "Optimizer", "A": "Activations", "T": "Temporary", "C": "Context"}
 _SHOWN = 12
 
 
@@ -65,6 +69,19 @@ def estimate_view(found: Estimate) -> RenderableType:
         lines += [Text(""), Text(f"{step} ({told}): {found.tokens_per_second:,.0f} tokens a second")]
     lines += [Text(f"note: {text}") for text in found.notes]
     return Group(*lines)
+
+
+def memory_bar(found: Estimate, memory: int, width: int = 48) -> Text:
+    """One line: the peak of a rank as a stack of letters, against what the device has."""
+    scale = max(found.peak, memory, 1)
+    stack = "".join(letter * round(width * sum(getattr(found.parts, part) for part in parts) / scale)
+                    for letter, parts in _LETTERS.items())  # fmt: skip
+    sizes = {_WORDS[letter]: sum(getattr(found.parts, part) for part in parts) for letter, parts in _LETTERS.items()}
+    told = " · ".join(f"{word} {size / 2**30:.1f}" for word, size in sizes.items() if size >= 0.05 * 2**30)
+    fits = "" if found.peak <= memory else " (does not fit)"
+    of = f"{found.peak / 2**30:.1f} of {memory / 2**30:.1f} GiB{fits}"
+    step = f"{found.batch} × {found.sequence:,} tokens"
+    return Text(f"Memory of a rank, {step}: [{stack:·<{width}}] {of}: {told}")
 
 
 def sent_table(sent: Iterable[Sent]) -> Table:

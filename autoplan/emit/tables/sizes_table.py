@@ -1,12 +1,16 @@
-"""Which tp to take: for each legal size, the weights of a rank, how much of them is whole, and what a block sends."""
+"""Which tp to take: for each legal size, the weights of a rank, how much of them is whole, what is sent, and memory."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autoplan.emit.tables.estimate_table import memory_bar
 from autoplan.values import Plan
+from autoplan.values.estimate import Estimate
 
 __all__ = ["rank_weights", "shown_sizes", "sizes_view"]
 
@@ -24,11 +28,18 @@ def shown_sizes(plan: Plan) -> tuple[int, ...]:
     return tuple(tp for tp in plan.legal_tp if tp & (tp - 1) == 0 or tp == plan.tp_size)[:_MOST]
 
 
-def sizes_view(plan: Plan) -> RenderableType | None:
-    """A line for each legal size; None where nothing is split."""
+def sizes_view(
+    plan: Plan, estimates: Mapping[int, Estimate] | None = None, memory: int = 0, why: str = ""
+) -> RenderableType | None:
+    """A line for each legal size; None where nothing is split. `estimates`: a training step at some of them, against
+    the `memory` of a device; `why` there is none."""
+    known = estimates or {}
+    bar = memory_bar(known[plan.tp_size], memory) if plan.tp_size in known else None
+    said = [Text(f"a training step was not estimated{': ' if not known else ' '}{why}")] if why else []
     if not plan.entries or len(plan.legal_tp) < 2:
-        return None
-    table = Table("tp", "weights of a rank", "of them whole", "messages of a block", box=None, pad_edge=False)
+        return Group(bar) if bar is not None else None
+    heads = ("tp", "weights of a rank", "of them whole", "messages of a block")
+    table = Table(*heads, *(("of a step", "memory of a step") if known else ()), box=None, pad_edge=False)
     sums = [sum(n for n, _ in (*one.forward.values(), *one.backward.values())) for one in plan.communication]
     sent = str(max(sums)) if sums else "-"
     shown = shown_sizes(plan)
@@ -36,10 +47,21 @@ def sizes_view(plan: Plan) -> RenderableType | None:
         size, whole = rank_weights(plan, tp)
         mark = " (this plan)" if tp == plan.tp_size else ""
         share = f"{_gib(whole)}, {whole / max(size, 1):.0%}"
-        table.add_row(f"{tp}{mark}", _gib(size), share, "0" if tp == 1 else sent)
+        told = _step(known.get(tp), memory) if known else ()
+        table.add_row(f"{tp}{mark}", _gib(size), share, "0" if tp == 1 else sent, *told)
     others = [str(tp) for tp in plan.legal_tp if tp not in shown]
     more = [Text(f"legal too: {', '.join(others)}")] if others else []
-    return Group(Text("Sizes of tp that divide everything", style="bold"), table, *more)
+    head = Text("Sizes of tp that divide everything", style="bold")
+    return Group(*([bar, Text("")] if bar is not None else []), head, table, *more, *said)
+
+
+def _step(found: Estimate | None, memory: int) -> tuple[str, str]:
+    """Number and bytes of a step's messages, and its peak."""
+    if found is None:
+        return "", ""
+    number, size = sum(one.number for one in found.messages), sum(one.bytes for one in found.messages)
+    fits = "" if not memory or found.peak <= memory else ", does not fit"
+    return f"{number}, {_gib(size)}" if number else "0", f"{_gib(found.peak)}{fits}"
 
 
 def _gib(size: int) -> str:

@@ -1,0 +1,61 @@
+"""Which tp should I take: what a training step needs of a rank at each legal size, beside what the plan tells.
+
+Planning and recording share one run of the model, so a size takes about a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autoplan.common.errors import AutoplanError
+from autoplan.emit.tables.sizes_table import shown_sizes
+from autoplan.forecast.devices import Device
+from autoplan.forecast.estimate import Asked, estimate_with
+from autoplan.forecast.step import Steps
+from autoplan.hf.source import Model, resolve
+from autoplan.values import Plan
+from autoplan.values.estimate import Estimate
+
+__all__ = ["Sizes", "estimated_sizes"]
+
+_LENGTHS = (2048, 512)  # tokens of a sequence: some models know few positions
+_MOST = 6
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """An estimate for each size of tp; `why`: there is none, or not for all of them."""
+
+    estimates: Mapping[int, Estimate] = field(default_factory=dict)
+    why: str = ""
+
+
+def estimated_sizes(model: Model, plan: Plan, device: Device, *, trust_remote_code: bool = False) -> Sizes:
+    """One training step of one sequence on each rank of {"tp": n}, for the plan's own size and those near it."""
+    steps = Steps(resolve(model, trust_remote_code=trust_remote_code), plan)
+    found: dict[int, Estimate] = {}
+    why = ""
+    for length in _LENGTHS:
+        try:
+            found = {plan.tp_size: _estimate(steps, plan, plan.tp_size, length, device)}
+            break
+        except AutoplanError as error:
+            why = why or error.message.splitlines()[0]
+    if not found:
+        return Sizes(why=why)
+    why = ""
+    for tp in sorted(shown_sizes(plan), key=lambda size: abs(size.bit_length() - plan.tp_size.bit_length()))[:_MOST]:
+        try:
+            found.setdefault(tp, _estimate(steps, plan, tp, length, device))
+        except AutoplanError as error:
+            why = f"at tp {tp}: {error.message.splitlines()[0]}"
+    return Sizes(dict(sorted(found.items())), why)
+
+
+def _estimate(steps: Steps, plan: Plan, tp: int, length: int, device: Device) -> Estimate:
+    mesh, experts = (("tp", tp),), 1 < plan.tp_size == plan.ep_size
+    if plan.tp_size == 1 < plan.ep_size:
+        mesh, experts = (("ep", plan.ep_size),) if tp == 1 else mesh, False
+    along = plan.sequence_parallel and tp > 1
+    return estimate_with(steps, Asked(mesh, 1, length, sequence_parallel=along, experts=experts and tp > 1), device)
