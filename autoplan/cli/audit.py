@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autoplan.cli.estimate import Estimated, Gpu, sizes_of
 from autoplan.cli.shared import FINDINGS, OK, AsJson, Output, Page, TpSize, Trust, emit, note, progress
 from autoplan.common.errors import AutoplanError
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from autoplan.values import Report
 
 __all__ = ["audit", "compare"]
@@ -61,6 +64,8 @@ def audit(
     as_json: AsJson = False,
     as_sarif: Annotated[bool, typer.Option("--sarif", help="Print SARIF 2.1.0, for code review.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, for a pull request.")] = False,
+    memory: Estimated = True,
+    gpu: Gpu = "h100",
     page: Page = None,
     output: Output = None,
 ) -> None:
@@ -75,6 +80,8 @@ def audit(
         raise typer.Exit(_all_hf(tp, mapping, only, as_json, output))
     if model is None:
         raise typer.BadParameter("needed, unless --all-hf is given", param_hint="MODEL")
+    from rich.console import Group
+
     from autoplan.check.audit import audit as run
     from autoplan.emit.pages.write import check_page
     from autoplan.emit.tables.audit_report import audit_view, markdown
@@ -88,9 +95,32 @@ def audit(
     if as_sarif:
         emit(json.dumps(_sarif(report, plan), indent=2, ensure_ascii=False), None, False, output)
     else:
-        emit(markdown(report) if as_markdown else audit_view(report), report.to_dict(), as_json, output)
+        told = None if as_json or as_markdown else _memory(model, report, tp, gpu if memory else None, trust_remote_code)
+        view = audit_view(report) if told is None else Group(audit_view(report), "", told)
+        emit(markdown(report) if as_markdown else view, report.to_dict(), as_json, output)
     levels = ("error",) if fail_on == FailOn.error else ("error", "warn")
     raise typer.Exit(FINDINGS if any(finding.level in levels for finding in report.findings) else OK)
+
+
+def _memory(model: str, report: Report, tp: int, gpu: str | None, trust_remote_code: bool) -> RenderableType | None:
+    """What a rank needs with all split that can be, at legal sizes of tp; and how much more the audited plan keeps."""
+    if gpu is None:
+        return None
+    from rich.console import Group
+    from rich.text import Text
+
+    import autoplan
+    from autoplan.emit.words import bytes_text
+
+    try:
+        ours = autoplan.plan(model, tp, source="inferred", prove="none", trust_remote_code=trust_remote_code)
+    except AutoplanError:  # nothing can be split at this size: the findings say so
+        return None
+    sizes = sizes_of(model, ours, gpu, trust_remote_code)
+    more = report.details["bytes_per_rank"] - report.details["bytes_per_rank_inferred"]
+    kept = f"; the audited plan keeps {bytes_text(more)} more weights, and in training their gradients and states" if (
+        more > 0) else ""  # fmt: skip
+    return Group(Text(f"With all split that can be{kept}:", "bold"), sizes) if sizes is not None else None
 
 
 def _paged(report: Report, page: Path | None) -> None:

@@ -24,7 +24,9 @@ from autoplan.decide.rulebook import rule_tests
 from autoplan.decide.rulebook.read import load_rules
 from autoplan.decide.rulebook.rule_tests import RuleResult
 from autoplan.decide.written_plans.plan_file import load_plan
+from autoplan.forecast import sizes
 from autoplan.values import Finding, Proof, Report, replace
+from autoplan.values.estimate import Estimate, MemoryParts, Sent
 
 
 class Asked:
@@ -32,6 +34,7 @@ class Asked:
 
     plan = llama_plan()
     report = Report(ok=True, tp_size=2, gradients={"w": 1e-15}, details={"checked": ("forward",)})
+    sizes = sizes.Sizes(why="nobody estimates here")
     error: BaseException | None = None
     calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]
 
@@ -47,6 +50,9 @@ class Asked:
     def make(self, *args: Any, **kwargs: Any) -> Any:
         return self._answer("plan", self.plan, args, kwargs)
 
+    def estimate(self, *_: Any, **__: Any) -> sizes.Sizes:
+        return self.sizes
+
     def check(self, *args: Any, **kwargs: Any) -> Any:
         return self._answer("verify", self.report, args, kwargs)
 
@@ -56,6 +62,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Asked]:
     stand_in = Asked()
     monkeypatch.setattr(autoplan, "plan", stand_in.make, raising=False)
     monkeypatch.setattr(autoplan, "verify", stand_in.check, raising=False)
+    monkeypatch.setattr(sizes, "estimated_sizes", stand_in.estimate)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.chdir(tmp_path)
     yield stand_in
@@ -78,6 +85,20 @@ def test_plan_prints_the_table(asked: Asked, capsys: pytest.CaptureFixture[str])
     assert out.startswith(f"{llama_plan()}\n") and "Sizes of tp that divide everything" in out
     assert err == ""  # no progress where nobody watches
     assert asked.calls == [("plan", ("llama",), {"tp_size": 8, "source": "auto", "prove": "graph", **PLANNED})]
+
+
+def test_plan_says_what_a_step_takes(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = MemoryParts(weights=20 * 2**30, optimizer=40 * 2**30, overhead=2**30)
+    sent = (Sent("tp", "all-reduce", 65, 2**31),)
+    one = Estimate("m", (("tp", 8),), 1, 2048, "full", parts, "the head", "forward", sent, 0)
+    asked.sizes = sizes.Sizes({8: one, 4: replace(one, parts=MemoryParts(weights=80 * 2**30))})
+    assert run("plan", "llama", "--tp", "8", "--gpu", "h100") == 0
+    out = capsys.readouterr().out
+    assert "Memory of a rank [WWWWWWWWWWOOOOOOOOOOOOOOOOOOO·······] 61.0 of 74.5 GiB (a step of 1 × 2,048" in out
+    assert "Weights 20.0, Optimizer 40.0, Context 1.0" in out
+    assert "65, 2.00 GiB" in out and "80.00 GiB, does not fit" in out
+    assert run("plan", "llama", "--tp", "8", "--no-memory") == 0
+    assert "Memory of a rank" not in capsys.readouterr().out
 
 
 def test_plan_options_arrive(asked: Asked) -> None:

@@ -71,17 +71,16 @@ def estimate_view(found: Estimate) -> RenderableType:
     return Group(*lines)
 
 
-def memory_bar(found: Estimate, memory: int, width: int = 48) -> Text:
-    """One line: the peak of a rank as a stack of letters, against what the device has."""
+def memory_bar(found: Estimate, memory: int, width: int = 36) -> Text:
+    """One line: the peak of a rank as a stack of letters, against what the device has. Below it, what they stand for."""
     scale = max(found.peak, memory, 1)
-    stack = "".join(letter * round(width * sum(getattr(found.parts, part) for part in parts) / scale)
-                    for letter, parts in _LETTERS.items())  # fmt: skip
-    sizes = {_WORDS[letter]: sum(getattr(found.parts, part) for part in parts) for letter, parts in _LETTERS.items()}
-    told = " · ".join(f"{word} {size / 2**30:.1f}" for word, size in sizes.items() if size >= 0.05 * 2**30)
-    fits = "" if found.peak <= memory else " (does not fit)"
+    sizes = {letter: sum(getattr(found.parts, part) for part in parts) for letter, parts in _LETTERS.items()}
+    stack = "".join(letter * round(width * size / scale) for letter, size in sizes.items())[:width]
+    told = ", ".join(f"{_WORDS[letter]} {size / 2**30:.1f}" for letter, size in sizes.items() if size >= 0.05 * 2**30)
+    fits = "" if found.peak <= memory else ", does not fit"
     of = f"{found.peak / 2**30:.1f} of {memory / 2**30:.1f} GiB{fits}"
-    step = f"{found.batch} × {found.sequence:,} tokens"
-    return Text(f"Memory of a rank, {step}: [{stack:·<{width}}] {of}: {told}")
+    step = f"a step of {found.batch} × {found.sequence:,} tokens"
+    return Text(f"Memory of a rank [{stack:·<{width}}] {of} ({step})\n  {told}")
 
 
 def sent_table(sent: Iterable[Sent]) -> Table:
