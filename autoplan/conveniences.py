@@ -100,12 +100,15 @@ def _save(plan: Plan, path: str | PathLike[str]) -> None:
     save_plan(plan, path)
 
 
-def _plan_report(plan: Plan, path: str | PathLike[str], *, estimate: Estimate | None, memory: str | int | None) -> None:
+def _plan_report(
+    plan: Plan, path: str | PathLike[str], *, estimate: Estimate | None, memory: str | int | None, what_if: Any
+) -> None:
     from autoplan.emit.pages.page import plan_page
     from autoplan.emit.pages.write import write_page
 
     check_argument("estimate", estimate, (Estimate, type(None)), "give what autoplan.estimate returns")
-    write_page(path, lambda: plan_page(plan, plan.to_dict(), estimate, _bytes(memory)))
+    check_argument("what_if", what_if, (dict, type(None)), "give {size of tp: autoplan.values.what_if.WhatIf}")
+    write_page(path, lambda: plan_page(plan, plan.to_dict(), estimate, _bytes(memory), what_if or {}))
 
 
 def _bytes(memory: str | int | None) -> int:
@@ -128,7 +131,7 @@ def _choice_page(found: Any, path: str | PathLike[str]) -> None:
     from autoplan.emit.pages.others import choice_page
     from autoplan.emit.pages.write import write_page
 
-    write_page(path, lambda: choice_page(found, found.plan if found.fits else None))
+    write_page(path, lambda: choice_page(found, found.plan if found.fits else None, found.pictured()))
 
 
 def _in_notebook(of: str) -> Callable[[Any], str]:

@@ -95,7 +95,8 @@ def audit(
     if as_sarif:
         emit(json.dumps(_sarif(report, plan), indent=2, ensure_ascii=False), None, False, output)
     else:
-        told = None if as_json or as_markdown else _memory(model, report, tp, gpu if memory else None, trust_remote_code)
+        plain = memory and not as_json and not as_markdown
+        told = _memory(model, report, tp, gpu if plain else None, trust_remote_code)
         view = audit_view(report) if told is None else Group(audit_view(report), "", told)
         emit(markdown(report) if as_markdown else view, report.to_dict(), as_json, output)
     levels = ("error",) if fail_on == FailOn.error else ("error", "warn")

@@ -14,6 +14,7 @@ from autoplan.common.errors import AutoplanError
 if TYPE_CHECKING:
     from autoplan.values import Plan
     from autoplan.values.estimate import Estimate
+    from autoplan.values.what_if import WhatIf
 
 __all__ = ["report"]
 
@@ -32,6 +33,10 @@ def report(
     train: How = ALL,
     gpu: Gpu = "h100",
     sequence_parallel: Cut = False,
+    what_if: Annotated[
+        bool,
+        typer.Option("--what-if/--no-what-if", help="Plan other legal sizes too: the page switches to them."),
+    ] = True,
     trust_remote_code: Trust = False,
 ) -> None:
     """Write a plan as one HTML file: what is split, what moves, what fills the memory, how sure it is."""
@@ -46,10 +51,10 @@ def report(
     found, memory = None, None
     if mesh is not None:
         how |= {"batch": batch, "sequence": sequence, "train": train.value}
-        found, memory = _estimated(
-            model, mesh, gpu, how | {"activation_checkpointing": checkpointing_of(checkpointing)}
-        )
-    made.report(output, estimate=found, memory=memory)
+        how |= {"activation_checkpointing": checkpointing_of(checkpointing)}
+        found, memory = _estimated(model, mesh, gpu, how)
+    others = _others(model, made, sizes, gpu, how) if what_if else {}
+    made.report(output, estimate=found, memory=memory, what_if=others)
     note(f"written to {output}")
     raise typer.Exit(FINDINGS if made.proof.failed else OK)
 
@@ -71,6 +76,18 @@ def _made(model: str, tp: int | None, ep: int, how: dict[str, Any]) -> Plan:
     how = how | ({"ep_size": ep} if ep > 1 else {})
     with progress(f"planning {model} for tp {tp}"):
         return autoplan.plan(model, tp_size=tp, **how)
+
+
+def _others(model: str, made: Plan, sizes: dict[str, int], gpu: str, how: dict[str, Any]) -> dict[int, WhatIf]:
+    """Plans at other sizes; with a mesh what a step costs on as many ranks, as far as these divide."""
+    from autoplan.decide.written_plans.plan_file import names_plan_file
+    from autoplan.forecast.devices import load_device
+    from autoplan.forecast.sizes import other_sizes
+
+    if names_plan_file(model) or made.tp_size == 1:
+        return {}
+    with progress(f"planning {model} at other sizes"):
+        return other_sizes(model, made, load_device(gpu), sizes, **how)
 
 
 def _estimated(model: str, mesh: str, gpu: str, how: dict[str, Any]) -> tuple[Estimate, int]:

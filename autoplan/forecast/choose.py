@@ -25,6 +25,7 @@ from autoplan.hf.source import Model, Source, resolve
 from autoplan.values import Plan
 from autoplan.values.conveniences import done_above
 from autoplan.values.estimate import Row
+from autoplan.values.what_if import WhatIf
 
 __all__ = ["Choice", "choose", "parse_memory"]
 
@@ -87,6 +88,12 @@ class Choice:
         if "dp_shard" in best.mesh and best.reshard is not None:
             options["reshard_after_forward"] = best.reshard
         return options
+
+    def pictured(self, most: int = 12) -> dict[int, WhatIf]:
+        """The plans of the first rows, by the row's number. Rows that cut along the sequence too are drawn without."""
+        assert self.steps is not None, "a choice that was just made has its recordings"
+        rows = enumerate(self.rows[:most], 1)
+        return {n: WhatIf(self.steps.plan(row.tp, row.ep), row.estimate) for n, row in rows}
 
     def script(self) -> str:
         """A program for torchrun that trains so."""

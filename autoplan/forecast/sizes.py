@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
+from typing import Any
 
 from autoplan.common.errors import AutoplanError
 from autoplan.emit.tables.sizes_table import shown_sizes
@@ -16,8 +18,9 @@ from autoplan.forecast.step import Steps
 from autoplan.hf.source import Model, resolve
 from autoplan.values import Plan
 from autoplan.values.estimate import Estimate
+from autoplan.values.what_if import WhatIf
 
-__all__ = ["Sizes", "estimated_sizes"]
+__all__ = ["Sizes", "estimated_sizes", "other_sizes"]
 
 _LENGTHS = (2048, 512)  # tokens of a sequence: some models know few positions
 _MOST = 6
@@ -51,6 +54,33 @@ def estimated_sizes(model: Model, plan: Plan, device: Device, *, trust_remote_co
         except AutoplanError as error:
             why = f"at tp {tp}: {error.message.splitlines()[0]}"
     return Sizes(dict(sorted(found.items())), why)
+
+
+def other_sizes(
+    model: Model, plan: Plan, device: Device, mesh: Mapping[str, int], *, trust_remote_code: bool = False,
+    sequence_parallel: bool = False, **asked: Any,
+) -> dict[int, WhatIf]:  # fmt: skip
+    """The plan at the other sizes that are shown, drawn without sequence parallelism; with a `mesh` of ranks a step
+    there, on as many ranks. `asked`: the other fields of `Asked`."""
+    steps = Steps(resolve(model, trust_remote_code=trust_remote_code))
+    ranks = prod(mesh.values())
+    found: dict[int, WhatIf] = {}
+    for tp in shown_sizes(plan)[:_MOST]:
+        if tp == plan.ranks:
+            continue
+        try:
+            made = steps.plan(tp, tp if plan.tp_size == plan.ep_size else 1)
+            estimate = None
+            if mesh and ranks % tp == 0:
+                sizes = (("dp_shard", ranks // tp), ("tp", tp))
+                along = sequence_parallel and tp > 1
+                experts = 1 < tp == made.ep_size
+                question = Asked(sizes, **asked, sequence_parallel=along, experts=experts)
+                estimate = estimate_with(steps, question, device)
+            found[tp] = WhatIf(made, estimate)
+        except AutoplanError:  # at this size it cannot be: the page shows what the plan says
+            continue
+    return found
 
 
 def _estimate(steps: Steps, plan: Plan, tp: int, length: int, device: Device) -> Estimate:

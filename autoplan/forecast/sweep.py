@@ -181,20 +181,30 @@ class Sweep:
             exact.add(id(rows[0]))
 
     def enough(self, gpus: int) -> int | None:
-        """The smallest power of two times `gpus` on which one sequence a rank fits, all blocks checkpointed."""
-        count = gpus * 2
-        while count <= _MOST_GPUS:
-            for split in self.splits(count):
-                copies = count // split.ranks
-                if self.train == "inference":
-                    mesh = (("dp_shard", copies), *split.dims)
-                    asked = Asked(mesh, 1, self.sequence, train=self.train, experts=split.shared)
-                else:
-                    asked = self._asked(self._meshes(copies, split)[0], 1, True, False, None, 1, split)
-                if self._row(asked).fits:
-                    return count
-            count *= 2
-        return None
+        """The smallest number of GPUs, in whole nodes where there are several, on which one sequence a rank fits with
+        all blocks checkpointed."""
+        few, many = gpus, gpus * 2
+        while many <= _MOST_GPUS and not self._fits_on(many):
+            few, many = many, many * 2
+        if many > _MOST_GPUS:
+            return None
+        unit = self.per_node if gpus % self.per_node == 0 else 1
+        while many - few > unit:
+            middle = few + (many - few) // (2 * unit) * unit
+            few, many = (few, middle) if self._fits_on(middle) else (middle, many)
+        return many
+
+    def _fits_on(self, gpus: int) -> bool:
+        for split in self.splits(gpus):
+            copies = gpus // split.ranks
+            if self.train == "inference":
+                mesh = (("dp_shard", copies), *split.dims)
+                asked = Asked(mesh, 1, self.sequence, train=self.train, experts=split.shared)
+            else:
+                asked = self._asked(self._meshes(copies, split)[0], 1, True, False, None, 1, split)
+            if self._row(asked).fits:
+                return True
+        return False
 
 
 def _biggest(parts: MemoryParts) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any, Literal
@@ -231,11 +232,12 @@ class Plan:
         return part
 
     def report(
-        self, path: str | PathLike[str], *, estimate: Estimate | None = None, memory: str | int | None = None
-    ) -> None:
+        self, path: str | PathLike[str], *, estimate: Estimate | None = None, memory: str | int | None = None,
+        what_if: Mapping[int, Any] | None = None,
+    ) -> None:  # fmt: skip
         """Write a page to look at: one HTML file. `estimate` fills its memory section, held against `memory` of a GPU
-        (80GB, or a number of bytes)."""
-        done_above("Plan.report", self, path, estimate=estimate, memory=memory)
+        (80GB, or a number of bytes). `what_if`: by size of tp, a WhatIf to which the page can be switched."""
+        done_above("Plan.report", self, path, estimate=estimate, memory=memory, what_if=what_if)
 
     def _repr_html_(self) -> str:
         """In a notebook."""

@@ -55,6 +55,8 @@ def test_the_choice_is_a_value(chosen: Choice) -> None:
 def test_nothing_fits() -> None:
     found = choose(_llama(), gpus=2, memory="1.75GB", sequence=1024)
     assert not found.fits and found.enough is not None and found.enough > 2
+    assert choose(_llama(), gpus=found.enough, memory="1.75GB", sequence=1024).fits
+    assert not choose(_llama(), gpus=found.enough - 1, memory="1.75GB", sequence=1024).fits
     with pytest.raises(autoplan.AutoplanError, match="does not fit 2 GPUs"):
         _ = found.best
 

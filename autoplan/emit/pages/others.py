@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
+from autoplan.emit.pages.cases import cases, chooser
 from autoplan.emit.pages.drawn import scene_of_side
 from autoplan.emit.pages.markup import Content, Safe, el, table
 from autoplan.emit.pages.memory import memory_section, stack
-from autoplan.emit.pages.page import cause_first, plan_parts, whole_page
+from autoplan.emit.pages.page import cause_first, pictures, plan_parts, whole_page
 from autoplan.emit.pages.sections import block_figure, findings_section
 from autoplan.emit.tables.estimate_table import choice_reasons, row_to_dict
 from autoplan.emit.tables.sizes_table import shown_sizes
 from autoplan.emit.words import bytes_text
 from autoplan.values import Plan, Report
 from autoplan.values.estimate import Row
+from autoplan.values.what_if import WhatIf
 
 __all__ = ["audit_parts", "choice_page", "choice_parts", "report_page"]
 
 _MOST = 24  # rows of a choice that are shown
+_CASE = 1000  # numbers of rows, beside sizes of tp
 
 
 def report_page(report: Report) -> str:
@@ -93,12 +97,26 @@ def _numbers(report: Report) -> Safe | None:
               aria_labelledby="numbers")  # fmt: skip
 
 
-def choice_page(choice: Any, plan: Plan | None) -> str:
-    """The rows of a choice, their memory to one scale, and the plan of the first."""
+def choice_page(choice: Any, plan: Plan | None, known: Mapping[int, WhatIf] = MappingProxyType({})) -> str:
+    """The rows of a choice, their memory to one scale, and the plan of the first. `known`: plans of rows, by number."""
     held = {"rows": [row_to_dict(row) for row in choice.rows], "plan": plan.to_dict() if plan is not None else None}
     title = f"{choice.source.name} on {choice.gpus} × {choice.device.name}"
-    parts = [*choice_parts(choice), *(plan_parts(plan) if plan is not None else [])]
-    return whole_page(title, *parts, held=held, sizes=shown_sizes(plan) if plan is not None else ())
+    looked = [_looked_at(choice, known)] if known else []
+    parts = [*choice_parts(choice), *looked, *(plan_parts(plan) if plan is not None else [])]
+    sizes = shown_sizes(plan) if plan is not None else ()
+    return whole_page(title, *parts, held=held, sizes=(*sizes, *(_CASE + n for n in known)))
+
+
+def _looked_at(choice: Any, known: Mapping[int, WhatIf]) -> Safe:
+    """What if: one row's memory and drawing, and the button of another switches to it."""
+    numbers = [_CASE + n for n in known]
+    labels = {_CASE + n: f"{n}. {choice.rows[n - 1]}" for n in known}
+    memory = {_CASE + n: memory_section(one.estimate, choice.memory, alone=False) for n, one in known.items()}
+    drawn = pictures({_CASE + n: one.plan for n, one in known.items()}, numbers, numbers[0], {})
+    about = "Rows that cut along the sequence too are drawn without."
+    told = (el("h2", "What if: a row", id="row"), chooser(labels, numbers[0], "Look at"))
+    return el("section", *told, cases(memory, numbers, numbers[0]), el("p", about, class_="soft"), drawn,
+              aria_labelledby="row")  # fmt: skip
 
 
 def choice_parts(choice: Any, most: int = _MOST) -> list[Content]:

@@ -6,10 +6,12 @@ searches, and opens what a click leads to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from autoplan.emit.explain import explain
+from autoplan.emit.pages.cases import cases
 from autoplan.emit.pages.markup import Content, Safe, data, el, written_here
 from autoplan.emit.pages.memory import memory_section
 from autoplan.emit.pages.picture import scene_of
@@ -18,7 +20,9 @@ from autoplan.emit.pages.sections import (
     facts,
     findings_section,
     messages_section,
+    picture,
     sizes_section,
+    switch,
     verdict,
     weights_section,
     whole_section,
@@ -28,33 +32,63 @@ from autoplan.emit.tables.sizes_table import shown_sizes
 from autoplan.values import Finding, Plan
 from autoplan.values.estimate import Estimate
 from autoplan.values.plain import finite
+from autoplan.values.what_if import WhatIf
 from autoplan.version import __version__
 
-__all__ = ["cause_first", "explanations", "links_of", "plan_page", "plan_parts", "whole_page"]
+__all__ = ["cause_first", "explanations", "links_of", "pictures", "plan_page", "plan_parts", "whole_page"]
 
 _RANKS = {"error": 0, "warn": 1, "note": 2}
 
 
-def plan_page(plan: Plan, data_of: dict[str, Any], estimate: Estimate | None = None, memory: int = 0) -> str:
-    """The page. `data_of`: the plan as plain data; `memory`: bytes of the GPU that the estimate is held against."""
+def plan_page(
+    plan: Plan,
+    data_of: dict[str, Any],
+    estimate: Estimate | None = None,
+    memory: int = 0,
+    what_if: Mapping[int, WhatIf] = MappingProxyType({}),
+) -> str:
+    """The page. `data_of`: the plan as plain data; `memory`: bytes of the GPU that the estimate is held against;
+    `what_if`: plans at other sizes of tp, to which the page can be switched."""
     said = {"plan": data_of, "estimate": None if estimate is None else estimate.to_dict()}
-    parts = plan_parts(plan, memory_section(estimate, memory))
+    known = {**what_if, plan.ranks: WhatIf(plan, estimate)}
+    parts = plan_parts(plan, memory_cases(known, memory, shown_sizes(plan), plan.ranks), known)
     return whole_page(f"{plan.model} at tp {plan.tp_size}", *parts, held=said, sizes=shown_sizes(plan))
 
 
-def plan_parts(plan: Plan, after_verdict: Safe | None = None) -> list[Content]:
-    """All that a page says of a plan, from the verdict down."""
+def memory_cases(known: Mapping[int, WhatIf], memory: int, numbers: Sequence[int], own: int) -> Safe:
+    """The memory of a rank in each case."""
+    told = {n: memory_section(one.estimate, memory, alone=False) for n, one in known.items()}
+    head = el("h2", "Memory of a rank", id="memory")
+    return el("section", head, cases(told, numbers, own), aria_labelledby="memory")
+
+
+def pictures(known: Mapping[int, Plan], numbers: Sequence[int], own: int, links: dict[str, str]) -> Safe:
+    """The drawing of each plan; boxes link to what is explained on this page."""
+    drawn = {}
+    for n, plan in known.items():
+        here = {path: links.get(path, "") for path in links_of(plan)}
+        drawn[n] = picture(scene_of(plan, here, cause_first(plan.findings) if n == own else ()))
+    return cases(drawn, numbers, own)
+
+
+def plan_parts(
+    plan: Plan, after_verdict: Safe | None = None, what_if: Mapping[int, WhatIf] = MappingProxyType({})
+) -> list[Content]:
+    """All that a page says of a plan, from the verdict down; parts of it at other sizes too."""
     findings = cause_first(plan.findings)
     links = links_of(plan)
+    sizes, own = shown_sizes(plan), plan.ranks
+    plans = {**{n: one.plan for n, one in what_if.items()}, own: plan}
     return [
         verdict(plan.proof),
         facts(plan),
+        switch(plan),
         after_verdict,
-        drawing_section(scene_of(plan, links, findings)),
+        drawing_section(scene_of(plan, links, findings), drawn=pictures(plans, sizes, own, links)),
         weights_section(plan),
-        messages_section(plan.communication),
-        whole_section(plan),
-        sizes_section(plan),
+        messages_section(plans, sizes, own),
+        whole_section(plans, sizes, own),
+        sizes_section(plan, what_if),
         findings_section(findings),
         explanations(plan, links),
     ]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from autoplan.emit.pages.cases import cases, chooser
 from autoplan.emit.pages.drawing import svg_of, tone_of
 from autoplan.emit.pages.geometry import draw_block
 from autoplan.emit.pages.markup import Content, Safe, el, join, table
@@ -14,6 +15,7 @@ from autoplan.emit.tables.sizes_table import rank_weights, shown_sizes
 from autoplan.emit.tables.terminal import proof_text
 from autoplan.emit.words import bytes_text, count
 from autoplan.values import Finding, Plan, Proof, Traffic
+from autoplan.values.what_if import WhatIf
 
 __all__ = [
     "WIDTH",
@@ -22,6 +24,7 @@ __all__ = [
     "facts",
     "findings_section",
     "messages_section",
+    "picture",
     "sizes_section",
     "switch",
     "verdict",
@@ -55,9 +58,8 @@ def facts(plan: Plan) -> Safe:
     return el("ul", *(el("li", one) for one in said if one), class_="facts")
 
 
-def drawing_section(scene: Scene, title: str = "One block of each kind") -> Safe:
-    """Blocks beside each other, in the order in which the model runs them."""
-    figures = [block_figure(block) for block in scene.blocks]
+def drawing_section(scene: Scene, title: str = "One block of each kind", drawn: Safe | None = None) -> Safe:
+    """Blocks beside each other, in the order in which the model runs them. `drawn`: pictures of several cases."""
     about = (
         "From top to bottom as data flows. A box's colour and letter say which axis cuts it; grey is whole on every "
     )
@@ -67,7 +69,11 @@ def drawing_section(scene: Scene, title: str = "One block of each kind") -> Safe
     found = el("span", search, " ", el("span", id="hits", aria_live="polite"), id="searching", hidden=True)
     tools = el("p", turned, found, class_="noprint explore")
     head = (el("h2", title, id="drawing"), el("p", about, edges, class_="soft"), legend(scene.axes), tools)
-    return el("section", *head, el("div", *figures, class_="blocks"), aria_labelledby="drawing")
+    return el("section", *head, picture(scene) if drawn is None else drawn, aria_labelledby="drawing")
+
+
+def picture(scene: Scene) -> Safe:
+    return el("div", *(block_figure(block) for block in scene.blocks), class_="blocks")
 
 
 def legend(axes: Iterable[Axis]) -> Safe:
@@ -85,14 +91,10 @@ def block_figure(block: Block, side: str = "") -> Safe:
 def switch(plan: Plan) -> Safe:
     """The sizes between which the page can be switched, by style alone."""
     sizes = shown_sizes(plan)
-    choices = [
-        el("label", el("input", type="radio", name="tp", id=f"at-{n}", checked=n == plan.ranks), f" tp {n}")
-        for n in sizes
-    ]
     told = [
         el("span", f"{bytes_text(rank_weights(plan, n)[0])} of weights on a rank", class_=f"tp tp-{n}") for n in sizes
     ]
-    return el("fieldset", el("legend", "Rank 0 at"), *choices, *told)
+    return join([chooser({n: f"tp {n}" for n in sizes}, plan.ranks, "What if: a rank at"), el("p", *told)])
 
 
 def weights_section(plan: Plan) -> Safe:
@@ -105,21 +107,25 @@ def weights_section(plan: Plan) -> Safe:
         "Shaded is what rank 0 holds; a line parts packed pieces, each of which is cut by itself. Sides are drawn "
         "as the root of their rows. At other sizes the cuts of this plan are shown; what does not divide is not shaded."
     )
-    return el("section", el("h2", "Weights, to scale", id="weights"), el("p", about, class_="soft"), switch(plan),
+    return el("section", el("h2", "Weights, to scale", id="weights"), el("p", about, class_="soft"),
               el("div", *figures, class_="weights"), aria_labelledby="weights")  # fmt: skip
 
 
-def messages_section(traffic: Sequence[Traffic]) -> Safe:
+def messages_section(plans: Mapping[int, Plan], sizes: Sequence[int], own: int) -> Safe:
     head = el("h2", "Messages of a block, beside the least owed", id="messages")
+    tables = {n: _messages(plan.communication) for n, plan in plans.items()}
+    return el("section", head, cases(tables, sizes, own), aria_labelledby="messages")
+
+
+def _messages(traffic: Sequence[Traffic]) -> Safe:
     if not traffic:
-        return el("section", head, el("p", "No block sends messages.", class_="soft"), aria_labelledby="messages")
+        return el("p", "No block sends messages.", class_="soft")
     most = max((max(_bytes(one.forward, one.backward), _least(one)) for one in traffic), default=1)
     alike: dict[str, list[Traffic]] = {}
     for one in traffic:
         alike.setdefault(repr(replace(one, block="")), []).append(one)
     rows = [_traffic_row(replace(ones[0], block=_blocks(ones)), most) for ones in alike.values()]
-    made = table(("block", "forward", "backward", "moved", "least", ""), rows, "Bytes for each token")
-    return el("section", head, made, aria_labelledby="messages")
+    return table(("block", "forward", "backward", "moved", "least", ""), rows, "Bytes for each token")
 
 
 def _blocks(alike: Sequence[Traffic]) -> str:
@@ -154,8 +160,13 @@ def _least(one: Traffic) -> int:
     return one.least_forward[1] + one.least_backward[1]
 
 
-def whole_section(plan: Plan) -> Safe:
+def whole_section(plans: Mapping[int, Plan], sizes: Sequence[int], own: int) -> Safe:
     """Heaviest first; after some, the rest on demand."""
+    told = cases({n: _whole(plan) for n, plan in plans.items()}, sizes, own)
+    return el("section", el("h2", "What stays whole", id="whole"), told, aria_labelledby="whole")
+
+
+def _whole(plan: Plan) -> Safe:
     total = bytes_text(sum(one.bytes for one in plan.replicated))
     rows = [(el("code", one.fqn), bytes_text(one.bytes), one.reason)
             for one in sorted(plan.replicated, key=lambda one: -one.bytes)]  # fmt: skip
@@ -163,12 +174,13 @@ def whole_section(plan: Plan) -> Safe:
     shown = table(head, rows[:_SHOWN], f"{total} on every rank") if rows else el("p", "Nothing.", class_="soft")
     rest = rows[_SHOWN:]
     more = el("details", el("summary", f"{len(rest)} lighter ones"), table(head, rest, "the rest")) if rest else None
-    return el("section", el("h2", "What stays whole", id="whole"), shown, more, aria_labelledby="whole")
+    return join([shown, more])
 
 
-def sizes_section(plan: Plan) -> Safe:
-    """What if: a line for each legal size; its button shades the weights above."""
+def sizes_section(plan: Plan, what_if: Mapping[int, WhatIf]) -> Safe:
+    """What if: a line for each legal size; its button switches the page to it."""
     sizes = shown_sizes(plan)
+    peaks = {n: one.estimate.peak for n, one in what_if.items() if one.estimate is not None}
     sums = [sum(n for n, _ in (*one.forward.values(), *one.backward.values())) for one in plan.communication]
     sent = str(max(sums)) if sums else "-"
     rows = []
@@ -176,12 +188,19 @@ def sizes_section(plan: Plan) -> Safe:
         size, whole = rank_weights(plan, n)
         mark = " (this plan)" if n == plan.ranks else ""
         label = el("label", f"tp {n}{mark}", for_=f"at-{n}")
-        rows.append(
-            (label, bytes_text(size), f"{bytes_text(whole)}, {whole / max(size, 1):.0%}", "0" if n == 1 else sent)
-        )
+        peak = [bytes_text(peaks[n]) if n in peaks else ""] if peaks else []
+        share = f"{bytes_text(whole)}, {whole / max(size, 1):.0%}"
+        rows.append((label, bytes_text(size), share, "0" if n == 1 else sent, *peak))
     others = [str(n) for n in plan.legal_tp if n not in sizes]
     more = el("p", f"Legal too: {', '.join(others)}.", class_="soft") if others else None
-    made = table(("size", "weights of a rank", "of them whole", "messages of a block"), rows, "Legal sizes of tp")
+    heads = (
+        "size",
+        "weights of a rank",
+        "of them whole",
+        "messages of a block",
+        *(["peak of a step"] if peaks else []),
+    )
+    made = table(heads, rows, "Legal sizes of tp")
     return el("section", el("h2", "What if", id="sizes"), made, more, aria_labelledby="sizes")
 
 

@@ -5,6 +5,7 @@ Colours are named once, for light and for dark; paper is light. What a colour sa
 
 from __future__ import annotations
 
+from autoplan.emit.pages.cases import cases_style
 from autoplan.emit.pages.markup import Safe, written_here
 
 __all__ = ["script", "styles"]
@@ -50,7 +51,7 @@ body:not(:has(#gradients:checked)) svg .gradient{display:none}
 .chip{display:inline-block;min-width:20px;padding:0 5px;border-radius:3px;text-align:center;font-weight:600}
 .weights{display:flex;flex-wrap:wrap;gap:14px;align-items:flex-end}.weights figure{margin:0;max-width:170px}
 .weights figcaption code{font-size:12px}.outline{fill:var(--whole);stroke:var(--soft)}.part{stroke:var(--ink)}
-.tp{display:none}fieldset{border:1px solid var(--line);border-radius:6px;margin:8px 0;font-size:13px}
+.tp,.case{display:none}fieldset{border:1px solid var(--line);border-radius:6px;margin:8px 0;font-size:13px}
 fieldset label{margin-right:12px;white-space:nowrap}
 details{border-top:1px solid var(--line);padding:4px 0}summary{cursor:pointer;overflow-wrap:anywhere}
 .error b{color:var(--bad)}.warn b{color:var(--open)}ol.findings li{margin:6px 0;overflow-wrap:anywhere}
@@ -85,7 +86,7 @@ document.getElementById('hits').textContent=q?n+' in the drawing, '+told.filter(
 
 
 def styles(sizes: tuple[int, ...] = ()) -> Safe:
-    """For a page that can be switched between `sizes` of tp."""
+    """For a page that can be switched between `sizes` of tp, or between numbered cases."""
     light = ";".join(f"--a{n}:{colour}" for n, colour in enumerate(_LIGHT))
     dark = ";".join(f"--a{n}:{colour}" for n, colour in enumerate(_DARK))
     tones = "".join(
@@ -94,7 +95,7 @@ def styles(sizes: tuple[int, ...] = ()) -> Safe:
         for n in range(len(_LIGHT))
     )
     held = ".held{stroke:var(--ink);stroke-width:.5}.whole .held{fill:var(--line)}.held.fine{fill-opacity:.5}"
-    shown = "".join(f"body:has(#at-{n}:checked) .tp-{n}{{display:inline}}" for n in sizes)
+    shown = "".join(f"body:has(#at-{n}:checked) .tp-{n}{{display:inline}}" for n in sizes) + cases_style(sizes)
     return written_here(f"<style>{_BASE.replace('LIGHT', light).replace('DARK', dark)}{tones}{held}{shown}</style>")
 
 

@@ -72,7 +72,7 @@ def estimate_view(found: Estimate) -> RenderableType:
 
 
 def memory_bar(found: Estimate, memory: int, width: int = 36) -> Text:
-    """One line: the peak of a rank as a stack of letters, against what the device has. Below it, what they stand for."""
+    """One line: the peak of a rank as a stack of letters, against what the device has; and what they stand for."""
     scale = max(found.peak, memory, 1)
     sizes = {letter: sum(getattr(found.parts, part) for part in parts) for letter, parts in _LETTERS.items()}
     stack = "".join(letter * round(width * size / scale) for letter, size in sizes.items())[:width]
