@@ -9,7 +9,7 @@ import torch
 from adapters import with_adapters
 from memory_referee import tracked_peak
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, T5Config
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, LlamaConfig, MixtralConfig, T5Config
 
 import autoplan
 from autoplan.forecast.devices import device_names, load_device
@@ -94,6 +94,31 @@ def test_along_the_sequence_few_blocks_tell_of_all() -> None:
     asked = Asked(mesh_sizes("dp_shard=2,tp=2"), 2, 256, sequence_parallel=True)
     assert estimate_with(few, asked, H100) == estimate_with(all_of_them, asked, H100)
     assert few.split(2, 1, True).sequence_parallel
+
+
+MLA = DeepseekV3Config(hidden_size=512, intermediate_size=1024, moe_intermediate_size=256, num_hidden_layers=3,
+                       first_k_dense_replace=3, num_attention_heads=16, num_key_value_heads=16,
+                       vocab_size=1024)  # fmt: skip
+
+
+def test_attention_of_uneven_heads_keeps_no_scores() -> None:
+    """On a CPU torch takes a reference that keeps all of them: 16 heads of 2,048 × 2,048 a layer."""
+    steps = Steps(resolve(MLA))
+    short, long = (estimate_with(steps, Asked((("tp", 2),), 1, n, updates=False), H100) for n in (1024, 2048))
+    assert long.parts.kept / short.parts.kept < 2.5  # about evenly with the tokens; scores would grow fourfold
+
+
+def test_dropout_in_attention_keeps_no_scores() -> None:
+    config = GPT2Config(n_embd=512, n_layer=3, n_head=8, vocab_size=1024, n_positions=2048, attn_pdrop=0.1)
+    steps = Steps(resolve(config))
+    short, long = (estimate_with(steps, Asked((("tp", 2),), 1, n, updates=False), H100) for n in (1024, 2048))
+    assert long.parts.kept / short.parts.kept < 2.5
+
+
+def test_experts_in_float32_are_estimated() -> None:
+    config = MixtralConfig(**{**MIXTRAL.to_dict(), "dtype": torch.float32})
+    narrow, wide = (estimate_with(Steps(resolve(one)), Asked((("tp", 2),), 1, 256), H100) for one in (MIXTRAL, config))
+    assert wide.flops == narrow.flops and wide.parts.weights == 2 * narrow.parts.weights
 
 
 def test_operations_are_six_for_each_weight_and_token() -> None:

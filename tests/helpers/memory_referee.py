@@ -15,6 +15,7 @@ from autoplan.capture.dry_run import quiet
 from autoplan.capture.fold import fold
 from autoplan.capture.known_values import KnownValues
 from autoplan.common.random_values import untouched_randomness
+from autoplan.forecast.recording.kernels import kernels_of_a_gpu
 from autoplan.forecast.recording.world import fake_mesh
 from autoplan.forecast.sharded import as_on_a_gpu, faker
 from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of
@@ -50,7 +51,7 @@ def tracked_peak(steps: Steps, dims: dict[str, int], options: dict[str, Any], ba
                 as_on_a_gpu(model)
                 autoplan.parallelize(model, mesh, steps.plan(dims["tp"]), check=False, **options)
                 model.train()
-                with mode if how == "fake" else KnownValues(mode):
+                with kernels_of_a_gpu(), mode if how == "fake" else KnownValues(mode):
                     return _tracked(model, inputs_of(steps, setting))
         except Exception as error:
             problem = problem or error

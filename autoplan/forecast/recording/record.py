@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.common.nested import flatten_tensors
 from autoplan.forecast.recording.flops import flops_of
+from autoplan.forecast.recording.kernels import grouped_in_bfloat16, kernels_of_a_gpu
 from autoplan.forecast.recording.tape import Block, Changed, Item, Message, Place, Storage, Tape, UnitEvent, Worked
 
 __all__ = ["LOSS", "Marks", "record_step"]
@@ -129,7 +130,9 @@ class _Watching(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # as it is on a device; without storage torch would make another tensor of it
-        result = func(*args, **kwargs)
+        result = grouped_in_bfloat16(func, args, kwargs)
+        if result is None:
+            result = func(*args, **kwargs)
         log, space = self.log, func.namespace
         collective = space in _COLLECTIVES
         made = [one for one in tensors_within(result) if not one.is_meta]  # meta: somebody asks about shapes
@@ -286,7 +289,7 @@ def record_step(
     standing = [*map(_local, model.parameters()), *map(_local, model.buffers()), *tensors_within(inputs), *standing]
     for tensor in standing:
         log.known[tensor.untyped_storage()._cdata] = -1
-    with _Watching(log, groups), _followed(model, marks, log):
+    with kernels_of_a_gpu(), _Watching(log, groups), _followed(model, marks, log):
         result = model(**inputs)
         log.at(LOSS)
         log.enter(LOSS)
