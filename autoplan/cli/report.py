@@ -12,9 +12,9 @@ from autoplan.cli.shared import FINDINGS, OK, Cut, EpSize, Trust, note, progress
 from autoplan.common.errors import AutoplanError
 
 if TYPE_CHECKING:
+    from autoplan.emit.pages.cases import WhatIf
     from autoplan.values import Plan
     from autoplan.values.estimate import Estimate
-    from autoplan.values.what_if import WhatIf
 
 __all__ = ["report"]
 

@@ -17,6 +17,7 @@ from autoplan.api import parallelize
 from autoplan.check.prove import proven_plan
 from autoplan.common.errors import AutoplanError, IndivisibleError
 from autoplan.common.options import Wish, check_argument, check_count
+from autoplan.emit.pages.cases import WhatIf
 from autoplan.forecast.devices import Device, load_device
 from autoplan.forecast.script import script_text
 from autoplan.forecast.step import Steps
@@ -25,7 +26,6 @@ from autoplan.hf.source import Model, Source, resolve
 from autoplan.values import Plan
 from autoplan.values.conveniences import done_above
 from autoplan.values.estimate import Row
-from autoplan.values.what_if import WhatIf
 
 __all__ = ["Choice", "choose", "parse_memory"]
 

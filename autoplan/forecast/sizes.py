@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 from autoplan.common.errors import AutoplanError
+from autoplan.emit.pages.cases import WhatIf
 from autoplan.emit.tables.sizes_table import shown_sizes
 from autoplan.forecast.devices import Device
 from autoplan.forecast.estimate import Asked, estimate_with
@@ -18,7 +19,6 @@ from autoplan.forecast.step import Steps
 from autoplan.hf.source import Model, resolve
 from autoplan.values import Plan
 from autoplan.values.estimate import Estimate
-from autoplan.values.what_if import WhatIf
 
 __all__ = ["Sizes", "estimated_sizes", "other_sizes"]
 

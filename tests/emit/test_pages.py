@@ -26,7 +26,6 @@ from autoplan.emit.pages.picture import scene_of
 from autoplan.emit.pages.runs import runs, segments
 from autoplan.values import CutsOf, Drawn, Finding, FlowPart, Plan, Report, replace
 from autoplan.values.estimate import Estimate, MemoryParts, Row, Sent, StepTime
-from autoplan.values.what_if import WhatIf
 
 PLANS = Path(__file__).parent / "plans"
 KINDS = {
@@ -314,39 +313,6 @@ def test_a_choice_shows_its_ways_to_one_scale_and_the_plan_of_the_first() -> Non
     read = Read(page)
     assert len(read.data["rows"]) == 2 and read.data["plan"]["model"] == plan_of("llama").model
     assert page.count('class="limit"') == 4 and "1 of 2 ways fit" in page
-
-
-def test_a_page_switches_to_other_sizes_without_script() -> None:
-    plan = plan_of("llama")
-    other = replace(plan, replicated=(), communication=(), flow=())
-    known = {16: WhatIf(other, estimate("elsewhere")), 2: WhatIf(plan, estimate("here"))}
-    page = plan_page(plan, plan.to_dict(), estimate("here"), 0, known)
-    read = Read(page)
-    identities = [how["id"] for _, how in read.elements if "id" in how]
-    assert len(identities) == len(set(identities)) and {"at-2", "at-16"} <= set(identities)
-    shown = [how["class"].split() for _, how in read.elements if "case" in how.get("class", "").split()]
-    assert ["case", "case-16"] in shown  # memory, drawing, messages and what is whole are others there
-    assert sum("case-16" in one for one in shown) == 4 == sum("case-2" in one for one in shown)
-    assert "body:has(#at-16:checked) .case-16{display:block}" in page
-    assert page.count("at elsewhere") == 1 and "peak of a step" in page
-    assert "case-16" not in page_of("llama").partition("</style>")[2]  # nothing else is known: nothing to switch
-
-
-def test_a_choice_switches_between_its_rows() -> None:
-    rows = (Row(estimate(), True, False, None, 1, True, "operations"),
-            Row(estimate("there"), False, False, None, 1, True, "memory"))  # fmt: skip
-    choice = SimpleNamespace(
-        source=SimpleNamespace(name="M"), gpus=8, memory=4 * 2**30, device=SimpleNamespace(name="GPU"), rows=rows,
-        fits=True, nearest=None, enough=None, dropped=(),
-    )  # fmt: skip
-    plan = plan_of("llama")
-    known = {1: WhatIf(plan, rows[0].estimate), 2: WhatIf(replace(plan, flow=()), rows[1].estimate)}
-    page = choice_page(choice, plan, known)
-    read = Read(page)
-    identities = [how["id"] for _, how in read.elements if "id" in how]
-    assert len(identities) == len(set(identities)) and "at-1002" in identities
-    shown = [how["class"] for _, how in read.elements if "case" in how.get("class", "").split()]
-    assert shown == ["case case-1001", "case case-1002"] * 2
 
 
 def test_values_write_pages_and_refuse_other_names(tmp_path: Path) -> None:

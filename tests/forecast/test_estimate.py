@@ -118,7 +118,7 @@ def test_dropout_in_attention_keeps_no_scores() -> None:
 def test_experts_in_float32_are_estimated() -> None:
     config = MixtralConfig(**{**MIXTRAL.to_dict(), "dtype": torch.float32})
     narrow, wide = (estimate_with(Steps(resolve(one)), Asked((("tp", 2),), 1, 256), H100) for one in (MIXTRAL, config))
-    assert wide.flops == narrow.flops and wide.parts.weights == 2 * narrow.parts.weights
+    assert wide.flops == narrow.flops and wide.parts.gradients == 2 * narrow.parts.gradients
 
 
 def test_operations_are_six_for_each_weight_and_token() -> None:

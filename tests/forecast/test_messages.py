@@ -1,8 +1,9 @@
 """Messages that are counted are those that run on real gloo ranks: as many, of the same kinds, over the same dims, of
-as many bytes. All cases in one set of processes."""
+of as many bytes. The quick cases share one set of processes, the others another."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -38,6 +39,8 @@ CASES: list[tuple[Any, dict[str, int], dict[str, Any]]] = [
     (_T5, {"tp": 4}, {}),
     (_T5, {"dp_shard": 2, "tp": 2}, {"activation_checkpointing": True}),
 ]
+QUICK = (0, 3, 6)
+REST = tuple(n for n in range(len(CASES)) if n not in QUICK)
 BATCH, LENGTH = 2, 16
 STEPS: dict[int, Steps] = {}
 Counted = dict[tuple[str, str], tuple[int, int]]
@@ -47,11 +50,12 @@ def _counted(sent: Any) -> Counted:
     return {(one.dim, one.kind): (one.number, one.bytes) for one in sent}
 
 
-def on_real_ranks(rank: int) -> list[Counted]:
+def on_real_ranks(rank: int, cases: tuple[int, ...]) -> dict[int, Counted]:
     """What one rank of a gloo group of four takes part in, for each case."""
-    found: list[Counted] = []
+    found: dict[int, Counted] = {}
     known: dict[int, Steps] = {}
-    for config, dims, options in CASES:
+    for case in cases:
+        config, dims, options = CASES[case]
         steps = known.setdefault(id(config), Steps(resolve(config)))
         torch.manual_seed(0)
         model = steps.source.model_class._from_config(config)  # type: ignore[union-attr]
@@ -61,26 +65,30 @@ def on_real_ranks(rank: int) -> list[Counted]:
         setting = Setting(tp=dims.get("tp", 1), batch=BATCH, sequence=LENGTH)
         inputs = inputs_of(steps, setting)
         tape = record_step(model, inputs, Marks(), group_names(mesh), loss_of=lambda result: loss_of(result, None))
-        found.append(_counted(summed(tuple(item for item in tape.items if isinstance(item, Message)))))
+        found[case] = _counted(summed(tuple(item for item in tape.items if isinstance(item, Message))))
     return found
 
 
-@pytest.fixture(scope="module")
-def real() -> list[Counted]:
-    return run_processes(on_real_ranks, (), 4, timeout=300)[0]  # type: ignore[no-any-return]
+@cache
+def real(cases: tuple[int, ...]) -> dict[int, Counted]:
+    return run_processes(on_real_ranks, (cases,), 4, timeout=300)[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("case", range(len(CASES)))
-def test_estimated_messages_are_those_that_run(real: list[Counted], case: int) -> None:
+def _ran(case: int) -> Counted:
+    return real(QUICK if case in QUICK else REST)[case]
+
+
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in REST)])
+def test_estimated_messages_are_those_that_run(case: int) -> None:
     config, dims, options = CASES[case]
     asked = Asked(tuple(dims.items()), BATCH, LENGTH, **options)
     steps = STEPS.setdefault(id(config), Steps(resolve(config)))
-    assert _counted(estimate_with(steps, asked, load_device("h100")).messages) == real[case]
+    assert _counted(estimate_with(steps, asked, load_device("h100")).messages) == _ran(case)
 
 
-@pytest.mark.parametrize("case", [0, 3, 6])
-def test_a_dry_run_lists_the_same(real: list[Counted], case: int) -> None:
+@pytest.mark.parametrize("case", QUICK)
+def test_a_dry_run_lists_the_same(case: int) -> None:
     config, dims, options = CASES[case]
     found = dry_run(config, mesh=dims, batch=BATCH, sequence=LENGTH, **options)
-    assert _counted(found.sent) == real[case]
+    assert _counted(found.sent) == _ran(case)
     assert dict(found.outputs)["logits"] == (BATCH, LENGTH, 256) and found.gradients == found.parameters

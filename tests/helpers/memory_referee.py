@@ -30,7 +30,11 @@ class _Nothing:
 
 
 class _Tracker(MemTracker):
-    """torch's tracker, which asks for the gradient of every parameter: not of those that have none."""
+    """torch's tracker, which asks for the gradient of every parameter: not of those that have none; and for the storage
+    of what a module returns, which would gather split logits: that is in no peak."""
+
+    def _track_inputs_or_outputs(self, args: Any) -> int:
+        return 0
 
     def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> tuple[int, int]:
         for parameter in module.parameters():

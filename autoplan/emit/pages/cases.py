@@ -6,10 +6,21 @@ The cases are the ends of radio buttons, so switching needs no script. What is t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from autoplan.emit.pages.markup import Content, Safe, el, join, written_here
+from autoplan.values import Plan
+from autoplan.values.estimate import Estimate
 
-__all__ = ["cases", "cases_style", "chooser"]
+__all__ = ["WhatIf", "cases", "cases_style", "chooser"]
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """The same model at another size of tp, or as another row of a choice runs it, and what it costs there."""
+
+    plan: Plan
+    estimate: Estimate | None = None
 
 
 def cases(contents: Mapping[int, Safe], numbers: Sequence[int], own: int) -> Safe:

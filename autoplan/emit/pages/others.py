@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from autoplan.emit.pages.cases import cases, chooser
+from autoplan.emit.pages.cases import WhatIf, cases, chooser
 from autoplan.emit.pages.drawn import scene_of_side
 from autoplan.emit.pages.markup import Content, Safe, el, table
 from autoplan.emit.pages.memory import memory_section, stack
@@ -17,7 +17,6 @@ from autoplan.emit.tables.sizes_table import shown_sizes
 from autoplan.emit.words import bytes_text
 from autoplan.values import Plan, Report
 from autoplan.values.estimate import Row
-from autoplan.values.what_if import WhatIf
 
 __all__ = ["audit_parts", "choice_page", "choice_parts", "report_page"]
 

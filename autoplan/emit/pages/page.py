@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from autoplan.emit.explain import explain
-from autoplan.emit.pages.cases import cases
+from autoplan.emit.pages.cases import WhatIf, cases
 from autoplan.emit.pages.markup import Content, Safe, data, el, written_here
 from autoplan.emit.pages.memory import memory_section
 from autoplan.emit.pages.picture import scene_of
@@ -32,7 +32,6 @@ from autoplan.emit.tables.sizes_table import shown_sizes
 from autoplan.values import Finding, Plan
 from autoplan.values.estimate import Estimate
 from autoplan.values.plain import finite
-from autoplan.values.what_if import WhatIf
 from autoplan.version import __version__
 
 __all__ = ["cause_first", "explanations", "links_of", "pictures", "plan_page", "plan_parts", "whole_page"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from autoplan.emit.pages.cases import cases, chooser
+from autoplan.emit.pages.cases import WhatIf, cases, chooser
 from autoplan.emit.pages.drawing import svg_of, tone_of
 from autoplan.emit.pages.geometry import draw_block
 from autoplan.emit.pages.markup import Content, Safe, el, join, table
@@ -15,7 +15,6 @@ from autoplan.emit.tables.sizes_table import rank_weights, shown_sizes
 from autoplan.emit.tables.terminal import proof_text
 from autoplan.emit.words import bytes_text, count
 from autoplan.values import Finding, Plan, Proof, Traffic
-from autoplan.values.what_if import WhatIf
 
 __all__ = [
     "WIDTH",
