@@ -18,7 +18,7 @@ from torch import nn
 from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_real
 from autoplan.capture.copies import copied
-from autoplan.capture.other_paths import with_other_paths
+from autoplan.capture.feeding.other_paths import with_other_paths
 from autoplan.capture.training_paths import has_training_paths
 from autoplan.check.ranks.common import Budget
 from autoplan.common.dtypes import inputs_in, tried_dtypes, working_dtype

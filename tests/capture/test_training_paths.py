@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import autoplan
-from autoplan.capture.other_paths import with_other_paths
+from autoplan.capture.feeding.other_paths import with_other_paths
 from autoplan.capture.training_paths import has_training_paths, in_training
 from autoplan.check.ranks.run import run_ranks
 

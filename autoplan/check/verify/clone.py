@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoplan.capture.copies import copied
-from autoplan.capture.other_paths import with_other_paths
+from autoplan.capture.feeding.other_paths import with_other_paths
 from autoplan.check.verify.sharded import CANNOT_RUN
 from autoplan.common.errors import AutoplanError
 
