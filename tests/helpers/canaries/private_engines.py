@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,18 @@ __all__ = ["ENGINES"]
 
 def _parameters(function: object) -> list[str]:
     return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
+
+
+_KERNELS = {  # and what an estimate hands to them
+    "_grouped_mm": ("self", "mat2"),
+    "_scaled_dot_product_flash_attention": ("query", "key", "value", "dropout_p", "is_causal"),
+    "_scaled_dot_product_efficient_attention": ("query", "key", "value", "attn_bias", "compute_log_sumexp"),
+}
+
+
+def _takes(name: str, given: tuple[str, ...]) -> bool:
+    arguments = getattr(torch.ops.aten, name).default._schema.arguments
+    return tuple(argument.name for argument in arguments[: len(given)]) == given
 
 
 def _threaded_group() -> bool:
@@ -197,5 +210,11 @@ ENGINES = (
         "torch.distributed.distributed_c10d._resolve_process_group",
         "a group is asked whether it is a fake one",
         lambda: "group_name" in str(distributed_c10d._resolve_process_group.__doc__),
+    ),
+    *(
+        Private(
+            f"torch.ops.aten.{name}", "an estimate records the kernel that a GPU runs", partial(_takes, name, given)
+        )
+        for name, given in _KERNELS.items()
     ),
 )
