@@ -36,8 +36,8 @@ def computing_with(clone: Clone, implementation: str) -> Clone:
         config._experts_implementation = implementation
     if implementation not in SINGLE_PRECISION_ONLY:
         return replace(clone, model=model)
-    entries, others = (_in_single_precision(inputs) for inputs in (clone.feeds, clone.others))
-    return replace(clone, model=model.float(), entries=entries, others=others)
+    feeds, others = (_in_single_precision(inputs) for inputs in (clone.feeds, clone.others))
+    return replace(clone, model=model.float(), feeds=feeds, others=others)
 
 
 def _in_single_precision(value: Any) -> Any:

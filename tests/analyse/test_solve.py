@@ -20,8 +20,8 @@ from autoplan.values import Boundary, Instruction, IntegerEdit
 def solution_of(model_type: str, tp: int = 2):
     source = resolve(model_type)
     clone = source.tiny(experts="batched_mm")
-    entries = make_inputs(clone, config=clone.config, model_type=source.model_type).entries
-    return solve(capture_real(clone, entries).trace, tp)
+    feeds = make_inputs(clone, config=clone.config, model_type=source.model_type).feeds
+    return solve(capture_real(clone, feeds).trace, tp)
 
 
 def name_of(instruction: Instruction) -> str:
@@ -106,8 +106,8 @@ def test_folding_changes_nothing():
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=160, num_hidden_layers=7)).eval()
-    entries = make_inputs(model, config=model.config).entries
-    folded = capture_fake(model, entries)
+    feeds = make_inputs(model, config=model.config).feeds
+    folded = capture_fake(model, feeds)
     assert folded.trace.folds
     whole = solve(capture_fake(model, entries, folded=False).trace, 2)
     through = solve(folded.trace, 2)

@@ -114,7 +114,7 @@ def test_selective_never_repeats_a_collective(mode: Any) -> None:
 
     def rank_body(rank: int) -> int:
         model = autoplan.parallelize(models[rank], mesh_of(tp=2), plan_of("llama", 2), activation_checkpointing=mode)
-        entry = next(iter(clone("llama").entries.values()))
+        entry = next(iter(clone("llama").feeds.values()))
         loss = autoplan.to_local(model(**{**entry, "use_cache": False}).logits).sum()
         with count_collectives() as seen:
             loss.backward()
@@ -250,7 +250,7 @@ def test_transformers_models_train_without_caches_and_keep_their_config(kind: st
     expected, model = model_of(kind), model_of(kind)
     before = copy.deepcopy(model.config.to_dict())
     checkpointed(model)
-    entry = next(iter(clone(kind).entries.values()))
+    entry = next(iter(clone(kind).feeds.values()))
     for m in (expected, model):
         m.train()
         for module in m.modules():
@@ -374,7 +374,7 @@ def test_dropout_under_tensor_parallelism_is_drawn_again() -> None:
                 module.p = 0.3
             elif hasattr(module, "attn_dropout"):
                 module.attn_dropout.p = 0.3
-    entry = next(iter(clone("gpt2").entries.values()))
+    entry = next(iter(clone("gpt2").feeds.values()))
 
     def rank_body(rank: int, half: int) -> Any:
         mode = {"activation_checkpointing": bool(half)}

@@ -35,7 +35,7 @@ def momentum(model: Any) -> torch.optim.Optimizer:
 
 def train(subject: Subject, optimizer: torch.optim.Optimizer, kind: str, steps: int) -> None:
     for _ in range(steps):
-        subject.forward_and_backward(next(iter(clone(kind).entries.values())))
+        subject.forward_and_backward(next(iter(clone(kind).feeds.values())))
         autoplan.clip_gradients(subject.model, 1.0)
         optimizer.step()
 

@@ -62,9 +62,9 @@ def test_torchs_own_norm_counts_shared_rows_twice() -> None:
 @pytest.mark.parametrize("kind", ["gpt2", "falcon"])
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}])
 def test_clipping_on_any_mesh_equals_one_device(kind: str, sizes: dict[str, int]) -> None:
-    entries = clone(kind).entries
-    inputs_ = next(iter(entries.values()))
-    one = Subject(model_of(kind), entries)
+    feeds = clone(kind).feeds
+    inputs_ = next(iter(feeds.values()))
+    one = Subject(model_of(kind), feeds)
     one.forward_and_backward(inputs_)
     expected = torch.nn.utils.clip_grad_norm_(one.model.parameters(), 0.1)
     plan = plan_of(kind, sizes.get("tp", 1))
@@ -73,7 +73,7 @@ def test_clipping_on_any_mesh_equals_one_device(kind: str, sizes: dict[str, int]
 
     def rank_body(rank: int) -> Any:
         model = autoplan.parallelize(models[rank], mesh_of(**sizes), plan)
-        subject = Subject(model, entries, gather=autoplan.full_tensors)
+        subject = Subject(model, feeds, gather=autoplan.full_tensors)
         subject.forward_and_backward(inputs_)
         norm = autoplan.clip_gradients(model, 0.1)
         return norm, subject.gradients(), autoplan.global_norm(model)

@@ -190,14 +190,14 @@ def test_units_inside_of_skipped_blocks_are_refused_on_every_rank() -> None:
 
 @cache
 def planned(kind: str) -> Plan:
-    return autoplan.plan(model_of(kind), 2, prove="none", inputs=dict(clone(kind).entries))
+    return autoplan.plan(model_of(kind), 2, prove="none", inputs=dict(clone(kind).feeds))
 
 
 @pytest.mark.parametrize("kind", ["llava", *(pytest.param(k, marks=pytest.mark.slow) for k in ("qwen3_vl", "mllama"))])
 def test_batches_with_and_without_images_train_together(kind: str) -> None:
     """FSDP2 × tensor parallelism: one data-parallel rank has images, the other has none, and they change places."""
-    entries = clone(kind).entries
-    batches = [next(one for name, one in entries.items() if name != "text"), entries["text"]]
+    feeds = clone(kind).feeds
+    batches = [next(one for name, one in feeds.items() if name != "text"), feeds["text"]]
     plan, whole = planned(kind), model_of(kind)
     sum(loss(whole, batch) / 2 for batch in batches).backward()  # type: ignore[union-attr]
     wanted = {name: value.grad for name, value in whole.named_parameters() if value.grad is not None}
