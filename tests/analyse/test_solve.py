@@ -109,7 +109,7 @@ def test_folding_changes_nothing():
     feeds = make_inputs(model, config=model.config).feeds
     folded = capture_fake(model, feeds)
     assert folded.trace.folds
-    whole = solve(capture_fake(model, entries, folded=False).trace, 2)
+    whole = solve(capture_fake(model, feeds, folded=False).trace, 2)
     through = solve(folded.trace, 2)
     layouts = {fact.names[0]: fact.layout for fact in whole.parameters}
     assert all(layouts[fact.names[0]] == fact.layout for fact in through.parameters)

@@ -114,8 +114,8 @@ def test_selective_never_repeats_a_collective(mode: Any) -> None:
 
     def rank_body(rank: int) -> int:
         model = autoplan.parallelize(models[rank], mesh_of(tp=2), plan_of("llama", 2), activation_checkpointing=mode)
-        entry = next(iter(clone("llama").feeds.values()))
-        loss = autoplan.to_local(model(**{**entry, "use_cache": False}).logits).sum()
+        feed = next(iter(clone("llama").feeds.values()))
+        loss = autoplan.to_local(model(**{**feed, "use_cache": False}).logits).sum()
         with count_collectives() as seen:
             loss.backward()
         return seen["all_reduce"]
@@ -250,7 +250,7 @@ def test_transformers_models_train_without_caches_and_keep_their_config(kind: st
     expected, model = model_of(kind), model_of(kind)
     before = copy.deepcopy(model.config.to_dict())
     checkpointed(model)
-    entry = next(iter(clone(kind).feeds.values()))
+    feed = next(iter(clone(kind).feeds.values()))
     for m in (expected, model):
         m.train()
         for module in m.modules():
@@ -259,10 +259,10 @@ def test_transformers_models_train_without_caches_and_keep_their_config(kind: st
     found = []
     for m in (expected, model):
         torch.manual_seed(3)
-        found.append(Subject(m, {}).forward_and_backward(entry)["gradients"])
+        found.append(Subject(m, {}).forward_and_backward(feed)["gradients"])
     want, got = found
     assert all(torch.allclose(got[name], want[name], rtol=1e-9, atol=1e-12) for name in want)
-    assert model(**{**entry, "use_cache": True}).get("past_key_values") is None
+    assert model(**{**feed, "use_cache": True}).get("past_key_values") is None
     assert model.config.to_dict() == before
 
 
@@ -374,13 +374,13 @@ def test_dropout_under_tensor_parallelism_is_drawn_again() -> None:
                 module.p = 0.3
             elif hasattr(module, "attn_dropout"):
                 module.attn_dropout.p = 0.3
-    entry = next(iter(clone("gpt2").feeds.values()))
+    feed = next(iter(clone("gpt2").feeds.values()))
 
     def rank_body(rank: int, half: int) -> Any:
         mode = {"activation_checkpointing": bool(half)}
         model = autoplan.parallelize(models[2 * half + rank], mesh_of(tp=2), plan_of("gpt2", 2), **mode)
         torch.manual_seed(11)
-        return Subject(model, {}, gather=autoplan.full_tensors).forward_and_backward(entry)["gradients"]
+        return Subject(model, {}, gather=autoplan.full_tensors).forward_and_backward(feed)["gradients"]
 
     plain = run_ranks(lambda rank: rank_body(rank, 0), 2)[0]
     again = run_ranks(lambda rank: rank_body(rank, 1), 2)[0]
