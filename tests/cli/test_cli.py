@@ -76,7 +76,7 @@ def run(*arguments: str) -> int:
 
 
 OFF = {"sequence_parallel": False, "trust_remote_code": False}
-PLANNED = OFF | {"trial_seconds": 300.0}
+PLANNED = OFF | {"trial_seconds": 300.0, "uneven": "never"}
 
 
 def test_plan_prints_the_table(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
