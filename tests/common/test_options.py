@@ -24,6 +24,7 @@ WRONG: dict[tuple[Kind, str], tuple[Any, ...]] = {
     (Wish, "sequence_parallel"): ("yes", 1, None, LIST),
     (Wish, "strict"): ("yes", 1, None, LIST),
     (Wish, "prove"): ("x", None, True, LIST),
+    (Wish, "uneven"): ("x", None, True, LIST),
     (Wish, "trial_seconds"): (0, -1, True, "2", None, LIST, float("nan")),
     (Options, "strict"): ("yes", 1, None, LIST),
     (TensorParallel, "gather_logits"): ("yes", 1, LIST),
