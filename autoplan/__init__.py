@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from autoplan.decide.written_plans.read import PlanSource
     from autoplan.emit.exports.expressible import ExportError
     from autoplan.emit.exports.reach import Exported
+    from autoplan.emit.pages.cases import WhatIf
     from autoplan.execute.collectives import RankGroup
     from autoplan.execute.data_parallel.gradients import clip_gradients, global_norm, to_local, unshard
     from autoplan.execute.parameters.buffers import rebuild_buffers
@@ -136,6 +137,7 @@ __all__ = [
     "Traffic",
     "Trial",
     "UnprovenPlanWarning",
+    "WhatIf",
     "Wish",
     "__version__",
     "applied",
@@ -187,6 +189,7 @@ _HOMES = {
     "DataParallel": "autoplan.common.options",
     "Options": "autoplan.common.options",
     "TensorParallel": "autoplan.common.options",
+    "WhatIf": "autoplan.emit.pages.cases",
     "Wish": "autoplan.common.options",
     "Applied": "autoplan.execute.tensor_parallel",
     "applied": "autoplan.execute.tensor_parallel",

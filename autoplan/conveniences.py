@@ -107,7 +107,7 @@ def _plan_report(
     from autoplan.emit.pages.write import write_page
 
     check_argument("estimate", estimate, (Estimate, type(None)), "give what autoplan.estimate returns")
-    check_argument("what_if", what_if, (dict, type(None)), "give {size of tp: autoplan.emit.pages.cases.WhatIf}")
+    check_argument("what_if", what_if, (dict, type(None)), "give {size of tp: autoplan.WhatIf}")
     write_page(path, lambda: plan_page(plan, plan.to_dict(), estimate, _bytes(memory), what_if or {}))
 
 

@@ -12,7 +12,6 @@ import ast
 import importlib
 import inspect
 import sys
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,6 +22,7 @@ from typing import Any
 
 from torch import nn
 
+from autoplan.patches.alone import Alone
 from autoplan.patches.patched import Patch, Place, patched
 
 __all__ = [
@@ -40,7 +40,7 @@ _ASKED = "is_torchdynamo_exporting"  # transformers' question before it takes a 
 _KEPT = ("package", "func_name", "is_new_implementation", "torch_function")  # in the decorator's closure
 _NO_KERNELS = ("torch", "transformers", "numpy", *sys.stdlib_module_names)
 _LIBRARIES, _MODELS = ("torch.", "builtins", "transformers."), "transformers.models."
-_lock = threading.Lock()
+_alone = Alone()  # Python 3.11 cannot make syntax trees in two threads at once
 
 
 def _takes_reference() -> bool:
@@ -175,9 +175,9 @@ def _decorated(function: Any) -> bool:
 
 def _optional_imports(home: ModuleType) -> Iterator[OptionalKernel]:
     """Functions whose import may be skipped or fail: `try: from x import f`, and in the other case `f = None`."""
-    with _lock:  # Python 3.11 cannot make syntax trees in two threads at once
-        imports = _conditional_imports(home.__name__)
-    for package, function, name in imports:
+    found: list[tuple[str, str, str]] = []
+    _alone.run(lambda: found.extend(_conditional_imports(home.__name__)))
+    for package, function, name in found:
         value = vars(home).get(name, _decorated)
         if value is None or callable(value) and not isinstance(value, type) and value is not _decorated:
             yield OptionalKernel(home, name, package, function, value is not None)

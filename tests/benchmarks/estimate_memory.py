@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from adapters import with_adapters  # noqa: E402
 from memory_referee import tracked_peak  # noqa: E402
-from peer_formulas import accelerate, megatron  # noqa: E402
+from peer_formulas import accelerate_bytes, megatron_bytes  # noqa: E402
 
 BATCH, SEQUENCE = 1, 1024
 
@@ -112,7 +112,7 @@ def main(wanted: str = "") -> None:
                     continue
                 off = ours / theirs - 1
                 worst = max(worst, abs(off))
-                others = accelerate(model, dims), megatron(model, dims, BATCH, SEQUENCE)
+                others = accelerate_bytes(model, dims), megatron_bytes(model, dims, BATCH, SEQUENCE)
                 said = [f"{other / theirs - 1:+.0%}" if other else "none" for other in others]
                 table.add_row(name, how, f"{theirs / 2**30:.3f}", f"{ours / 2**30:.3f}", f"{off:+.2%}", *said,
                               f"{time.time() - done:.1f}", f"{done - planned:.1f}",

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["accelerate", "megatron"]
+__all__ = ["accelerate_bytes", "megatron_bytes"]
 
 _HELD = 4 * 2  # bytes of a trained parameter: weight, gradient, two states
 
 
-def accelerate(model: nn.Module, dims: dict[str, int]) -> int:
+def accelerate_bytes(model: nn.Module, dims: dict[str, int]) -> int:
     """`accelerate estimate-memory`, "training using Adam": four times the model, and nothing for activations.
 
     huggingface/accelerate, src/accelerate/commands/estimate.py, estimate_training_usage.
@@ -23,7 +23,7 @@ def accelerate(model: nn.Module, dims: dict[str, int]) -> int:
     return _parameters(model) * _HELD // _product(dims)
 
 
-def megatron(model: nn.Module, dims: dict[str, int], batch: int, sequence: int) -> int | None:
+def megatron_bytes(model: nn.Module, dims: dict[str, int], batch: int, sequence: int) -> int | None:
     """Megatron-LM's report_theoretical_memory without sequence parallelism; None where it has no formula.
 
     NVIDIA/Megatron-LM, megatron/training/theoretical_memory_usage.py: it refuses hybrids, and knows one stack of

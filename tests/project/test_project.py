@@ -91,6 +91,7 @@ PUBLIC = (
     "Traffic",
     "Trial",
     "UnprovenPlanWarning",
+    "WhatIf",
     "Wish",
     "__version__",
     "applied",

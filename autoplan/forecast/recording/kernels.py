@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
@@ -70,8 +71,8 @@ def _fused(
 ) -> torch.Tensor | None:  # fmt: skip
     """None where the op of a CPU keeps what that of a GPU keeps."""
     given = [one for one in (query, key, value, attn_mask) if one is not None]
-    if any(isinstance(one, DTensor) or one.dim() != 4 for one in given):
-        return None
+    if any(isinstance(one, DTensor) or one.dim() != 4 for one in given) or not (query.is_meta or is_fake(query)):
+        return None  # a step that runs for real
     alike, shared = query.shape[-1] == value.shape[-1], query.shape[1] != key.shape[1]
     if alike and not dropout_p and not shared:
         return None
