@@ -19,7 +19,10 @@ def plan(name: str, kind: Any = tiny, **sizes: int) -> autoplan.Plan:
     return autoplan.plan(config, tp_size=2, prove="none", uneven="blocks")
 
 
-@pytest.mark.parametrize("name", ["fp8 blocks", "mxfp8", "ct fp8 block"])
+@pytest.mark.parametrize(
+    "name",
+    ["fp8 blocks", pytest.param("mxfp8", marks=pytest.mark.slow), pytest.param("ct fp8 block", marks=pytest.mark.slow)],
+)
 def test_transformers_cuts_what_lies_as_its_weight(name: str) -> None:
     found = plan(name).to_hf()
     config = tiny(None)  # type: ignore[arg-type]
@@ -34,14 +37,17 @@ def test_stacks_of_experts() -> None:
     assert found["model.layers.*.mlp.experts"] == "moe_tp_experts"
 
 
-@pytest.mark.parametrize(("name", "told"), [("awq", "qweight"), ("gptq", "qweight"), ("fp8 rows", "weight_scale")])
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("awq", "qweight"), pytest.param("gptq", "qweight", marks=pytest.mark.slow), ("fp8 rows", "weight_scale")],
+)
 def test_transformers_is_not_told_what_it_would_cut_otherwise(name: str, told: str) -> None:
     with pytest.raises(ExportError, match=f"{told} is not cut along the dim of the weight"):
         plan(name).to_hf()
     assert not any("layers" in key for key in plan(name).to_hf(drop=True))
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq", "fp8 blocks"])
+@pytest.mark.parametrize("name", ["awq", pytest.param("gptq", marks=pytest.mark.slow), "fp8 blocks"])
 def test_vllm_cuts_its_own_modules(name: str) -> None:
     text = str(plan(name).export("vllm", drop=True))
     assert "down_proj" in text and "rowwise" in text

@@ -95,6 +95,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert ran.exit_code == 0 and "reduce-scatter" in ran.stdout
 
 
+@pytest.mark.slow
 def test_the_script_runs(tmp_path: Path) -> None:
     config = _llama(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=512)
     config.dtype = torch.float32

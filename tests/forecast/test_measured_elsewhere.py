@@ -64,6 +64,7 @@ def test_the_head_of_a_llama(heads: tuple[Estimate, Estimate]) -> None:
     assert gathered - split == pytest.approx(33.579 - 29.665, rel=0.001)
 
 
+@pytest.mark.slow
 def test_the_step_of_a_llama(heads: tuple[Estimate, Estimate]) -> None:
     """Measured: 51.93 and 35.66, sixteen less."""
     gathered, split = ((one.peak - one.parts.overhead) / GIB for one in heads)
@@ -85,6 +86,7 @@ def gemma_31b() -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_a_gemma_needs_checkpointing() -> None:
     """FSDP2 over 8 GPUs of 80 GB. With checkpointing that wrapped nothing it ran out of memory; then it took about
     40 GiB. How long its sequences were is not published: 2,048 tokens here."""
