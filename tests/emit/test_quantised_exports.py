@@ -21,7 +21,7 @@ def plan(name: str, kind: Any = tiny, **sizes: int) -> autoplan.Plan:
 
 @pytest.mark.parametrize(
     "name",
-    ["fp8 blocks", pytest.param("mxfp8", marks=pytest.mark.slow), pytest.param("ct fp8 block", marks=pytest.mark.slow)],
+    ["fp8 blocks", _late("mxfp8"), _late("ct fp8 block")],
 )
 def test_transformers_cuts_what_lies_as_its_weight(name: str) -> None:
     found = plan(name).to_hf()
@@ -39,7 +39,7 @@ def test_stacks_of_experts() -> None:
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("awq", "qweight"), pytest.param("gptq", "qweight", marks=pytest.mark.slow), ("fp8 rows", "weight_scale")],
+    [("awq", "qweight"), _late("gptq", "qweight"), ("fp8 rows", "weight_scale")],
 )
 def test_transformers_is_not_told_what_it_would_cut_otherwise(name: str, told: str) -> None:
     with pytest.raises(ExportError, match=f"{told} is not cut along the dim of the weight"):
@@ -47,7 +47,7 @@ def test_transformers_is_not_told_what_it_would_cut_otherwise(name: str, told: s
     assert not any("layers" in key for key in plan(name).to_hf(drop=True))
 
 
-@pytest.mark.parametrize("name", ["awq", pytest.param("gptq", marks=pytest.mark.slow), "fp8 blocks"])
+@pytest.mark.parametrize("name", ["awq", _late("gptq"), "fp8 blocks"])
 def test_vllm_cuts_its_own_modules(name: str) -> None:
     text = str(plan(name).export("vllm", drop=True))
     assert "down_proj" in text and "rowwise" in text

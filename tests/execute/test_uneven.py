@@ -96,8 +96,15 @@ def test_outputs_gradients_and_training_are_exact(kind: str, ranks: dict[str, An
     assert {"forward", "state_dict"} <= set(report.details["checked"]) and max(report.gradients.values()) < 1e-10
 
 
-@pytest.mark.parametrize(("kind", "name"), [("dense", "awq"), pytest.param("dense", "gptq", marks=pytest.mark.slow), ("experts", "fp8 blocks"),
-                                            ("latent", "ct packed")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("dense", "awq"),
+        pytest.param("dense", "gptq", marks=pytest.mark.slow),
+        ("experts", "fp8 blocks"),
+        ("latent", "ct packed"),
+    ],
+)
 def test_checkpoints_come_and_go(kind: str, name: str, tmp_path: Path) -> None:
     """Read by pieces into plain and packed models; state dicts and optimizer states have the checkpoint's shapes."""
     config = model(kind, name)
