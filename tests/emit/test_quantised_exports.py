@@ -19,6 +19,10 @@ def plan(name: str, kind: Any = tiny, **sizes: int) -> autoplan.Plan:
     return autoplan.plan(config, tp_size=2, prove="none", uneven="blocks")
 
 
+def _late(*case: str) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "name",
     ["fp8 blocks", _late("mxfp8"), _late("ct fp8 block")],
