@@ -56,9 +56,23 @@ def test_experts_hybrids_and_several_modes_are_whole_or_as_they_were(kind: str, 
     assert tried(kind, "tp, dp, checkpointing", of_each_line(kind, share)) > 5
 
 
+@pytest.fixture
+def nothing_stands() -> Iterator[None]:
+    """As in a process that has sharded nothing yet: models of other tests may be alive."""
+    gc.collect()
+    kept = dict(patched._standing)
+    for one in kept.values():
+        one.place.put(one.original)
+    patched._standing.clear()
+    yield
+    patched._standing.update(kept)
+    for one in kept.values():
+        one.place.put(one.ours)
+
+
+@pytest.mark.usefixtures("nothing_stands")
 def test_what_stands_in_other_packages_is_given_back() -> None:
     """Whoever listens to new optimizers, for one."""
-    gc.collect()  # models of other tests
     model = deep(depth=1)
     before = torch.optim.Optimizer.__init__
     with pytest.raises(KeyboardInterrupt), as_it_was.whole_or_as_it_was(model):

@@ -149,7 +149,7 @@ VALUES = {
     *("Cost", "Exported", "Fed", "MadeFor", "Obstacle", "PackedWeight", "Replicated", "Runtime", "TopLogits"),
     *("CutsOf", "Drawn", "Estimate", "FlowPart", "MemoryParts", "Sent", "StepTime"),
     *("Traffic", "Trial", "Keywords", "Model", "PlanSource", "Ranks"),
-    *("Choice", "Device", "DryRun", "Estimate", "RankGroup"),
+    *("Choice", "Device", "DryRun", "Estimate", "RankGroup", "WhatIf"),
     "AutoplanError",
     "Applied",
     "Change",
