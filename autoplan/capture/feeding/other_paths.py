@@ -37,14 +37,17 @@ def with_other_paths(
     others: Mapping[str, dict[str, Any]],
     *,
     training: bool = False,
-) -> dict[str, dict[str, Any]]:
-    """The feeds, and those that make other calls: of other sizes, and of `training` where it draws nothing."""
+) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
+    """The feeds, and those that make other calls: of other sizes, and of `training` where it draws nothing.
+
+    And a note for each that cannot be compared, and is not recorded therefore.
+    """
     main = {name: inputs for name, inputs in feeds.items() if PART not in inputs}
     more = {name + _OTHER_SIZES: (main[name], inputs) for name, inputs in others.items() if name in main}
     if training and has_training_paths(model):
         more |= {name + _IN_TRAINING: (inputs, {**inputs, TRAINING: True}) for name, inputs in main.items()}
     if not more:
-        return dict(feeds)
+        return dict(feeds), ()
     for folded in (True, False):
         twin = Twin(model, folded=folded)
         twin.module.eval()
@@ -52,7 +55,9 @@ def with_other_paths(
         if not twin.folds or not any(None in way for way in ways.values()):
             break
     another = [name for name, (first, second) in ways.items() if first and second and second - first]
-    return {**feeds, **{name: more[name][1] for name in another}}
+    unknown = (name for name, (first, second) in ways.items() if first and second is None)
+    notes = tuple(f"{name!r} is not recorded: it draws random numbers, or does not run on a copy" for name in unknown)
+    return {**feeds, **{name: more[name][1] for name in another}}, notes
 
 
 def _way(twin: Twin, inputs: Mapping[str, Any]) -> _Way | None:
