@@ -21,9 +21,10 @@ from autoplan.values.conveniences import provide
 from autoplan.values.estimate import Estimate
 
 if TYPE_CHECKING:
+    from autoplan.emit.exports.export import Surroundings
     from autoplan.emit.exports.reach import Exported
 
-__all__ = ["provided"]
+__all__ = ["provided", "surroundings"]
 
 
 def _plan_text(plan: Plan) -> str:
@@ -76,9 +77,21 @@ def _export(plan: Plan, target: str, model: Any, *, drop: bool) -> Exported:
     check_argument("target", target, str, "give a system's name; `autoplan export --help` lists them")
     if model is None:
         return export(plan, target, Surroundings(), drop=drop)
-    from autoplan.emit.exports.surroundings import surroundings
+    return export(plan, target, surroundings(plan, model), drop=drop)
 
-    return export(plan, target, surroundings(model, plan), drop=drop)
+
+def surroundings(plan: Plan, model: Any) -> Surroundings:
+    """What an export must know of the model itself: its own plan, the classes of its blocks, its linear layers."""
+    from torch import nn
+
+    from autoplan.emit.exports.export import Surroundings
+
+    kinds = (type(model.get_submodule(name)) for stack in plan.layers for name in stack.fqns)
+    blocks = dict.fromkeys(f"{cls.__module__}.{cls.__qualname__}" for cls in kinds)
+    linears = tuple(name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return Surroundings(
+        tuple(conventions().shipped_plan(model)), tuple(blocks), linears, conventions().base_path(model)
+    )
 
 
 def _part_for(plan: Plan, model: Any) -> Plan:

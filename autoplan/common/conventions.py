@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from autoplan.values.quantised import PackedWeight
 
-__all__ = ["CheckpointNames", "CheckpointWriter", "Conventions", "Conversion", "conventions", "hand_in"]
+__all__ = ["CheckpointNames", "CheckpointWriter", "Conventions", "Conversion", "PlanPart", "conventions", "hand_in"]
 
 
 class Conversion(Protocol):
@@ -73,6 +73,15 @@ class CheckpointWriter:
 
 
 @dataclass(frozen=True)
+class PlanPart:
+    """A piece of the plan that a model ships: keys relative to the module `prefix`, and where they were written."""
+
+    prefix: str
+    origin: str
+    styles: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Conventions:
     """The words and the ways of one library.
 
@@ -90,10 +99,11 @@ class Conventions:
     Ways. `config_of`: the library's config of a module, None if it has none. `builder_of`: how another module of a
     class, with the config of a model, is built. `base_path`: where the model without its head stands in a model, which
     other systems build alone ("" for a model that is one). `checkpoint_names` and `checkpoint_writer` (of original
-    names or not): see there. `shipped_plan`: the plan that comes with a model. `is_base`: is this the class that all
-    models of the library descend from? `is_transposed_linear`: does a module multiply by its weight (and not by the
-    weight transposed, as a linear layer does)? `stored_weights`: the quantised weights in a folder, asked with its
-    keys, what tells the shape of one, and what reads one.
+    names or not): see there. `shipped_plan`: the plan that comes with a model; `shipped_parts`: the same by where it is
+    written, and notes on what else comes with it. `is_base`: is this the class that all models of the library descend
+    from? `is_transposed_linear`: does a module multiply by its weight (and not by the weight transposed, as a linear
+    layer does)? `stored_weights`: the quantised weights in a folder, asked with its keys, what tells the shape of one,
+    and what reads one.
     """
 
     targets: str
@@ -117,6 +127,7 @@ class Conventions:
     checkpoint_names: Callable[[nn.Module], CheckpointNames]
     checkpoint_writer: Callable[[nn.Module, bool], CheckpointWriter]
     shipped_plan: Callable[[Any], Mapping[str, str]]
+    shipped_parts: Callable[[Any], tuple[tuple[PlanPart, ...], tuple[str, ...]]]
     is_base: Callable[[type], bool]
     is_transposed_linear: Callable[[nn.Module], bool]
     stored_weights: Callable[

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from autoplan.common.conventions import CheckpointNames, CheckpointWriter, Conventions
+from autoplan.common.conventions import CheckpointNames, CheckpointWriter, Conventions, PlanPart
+from autoplan.hf.shipped_plan import plan_parts, shipped_plan
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,8 +64,8 @@ def _stored_weights(*what: Any) -> tuple[PackedWeight, ...]:
     return stored_weights(*what)
 
 
-def _shipped_plan(model: Any) -> Mapping[str, str]:
-    return dict(getattr(model, "_tp_plan", None) or {})
+def _shipped_parts(model: Any) -> tuple[tuple[PlanPart, ...], tuple[str, ...]]:
+    return plan_parts(model, _config_of)
 
 
 def _is_base(cls: type) -> bool:
@@ -98,7 +99,8 @@ TRANSFORMERS = Conventions(
     base_path=_base_path,
     checkpoint_names=_checkpoint_names,
     checkpoint_writer=_checkpoint_writer,
-    shipped_plan=_shipped_plan,
+    shipped_plan=shipped_plan,
+    shipped_parts=_shipped_parts,
     is_base=_is_base,
     is_transposed_linear=_is_transposed_linear,
     stored_weights=_stored_weights,

@@ -6,14 +6,25 @@ point back at the model. Classes are numbers: equal numbers mean the same class,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, Protocol
 
-__all__ = ["Feed", "Mask", "ModuleNode", "ModuleTree", "ParameterShape"]
+__all__ = ["Feed", "Mask", "ModuleNode", "ModuleTree", "NamedModules", "ParameterShape"]
 
 Feed = Literal["text", "vision", "audio", "other"]
 Mask = Literal["causal", "bidirectional"]
+
+
+class NamedModules(Protocol):
+    """What a torch module is asked for by rooms that load no torch: the names of what lies below it."""
+
+    def named_children(self) -> Iterable[tuple[str, Any]]: ...
+
+    def named_modules(self, *, remove_duplicate: bool) -> Iterable[tuple[str, Any]]: ...
+
+    def named_parameters(self, *, remove_duplicate: bool) -> Iterable[tuple[str, Any]]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,12 @@ from host_runs import Job, Outcome, run_jobs
 
 import autoplan
 from autoplan.common.patterns import matches
+from autoplan.conveniences import surroundings
 from autoplan.decide.plan.folding import starred
 from autoplan.emit.exports.export import TARGETS, export
 from autoplan.emit.exports.expressible import ExportError, parts_of
 from autoplan.emit.exports.hf import to_hf
 from autoplan.emit.exports.reach import vllm_finds
-from autoplan.emit.exports.surroundings import surroundings
 from autoplan.emit.exports.torch_code import needs_autoplan
 from autoplan.hf.source import resolve
 
@@ -170,14 +170,14 @@ def test_classes_of_blocks() -> None:
 def test_vllm_gets_no_table_and_no_head() -> None:
     written = json.loads(exported("phi3", "vllm"))
     assert written["layers.*.mlp.gate_up_proj"] == "colwise_rep" and "lm_head" not in written
-    assert surroundings(clone("phi3"), plan_of("phi3")).shipped
+    assert surroundings(plan_of("phi3"), clone("phi3")).shipped
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma2", "phi3", "qwen3", "opt", "gpt_neox", "llava"])
 def test_vllm_finds_what_it_is_meant_to(model: str) -> None:
     """It builds the model without its head: what we count, and what its own rule finds there, is the same."""
     text = exported(model, "vllm")
-    base = surroundings(clone(model), plan_of(model)).base
+    base = surroundings(plan_of(model), clone(model)).base
     styles = vllm_styles(clone(model).config, json.loads(text))
     cut = {f"{base}.{name}".removeprefix(".") for name, style in styles.items() if style != "replicate"}
     linears = {name for name, module in clone(model).named_modules() if isinstance(module, torch.nn.Linear)}
@@ -264,6 +264,6 @@ def test_the_generated_module_says_what_it_needs(model: str, tmp_path: Path) -> 
 
 def test_targets_are_all_reachable() -> None:
     for target in TARGETS:
-        assert export(plan_of("llama"), target, surroundings(clone("llama"), plan_of("llama")), drop=True)
+        assert export(plan_of("llama"), target, surroundings(plan_of("llama"), clone("llama")), drop=True)
     with pytest.raises(ExportError, match="no export to 'jax'"):
         export(plan_of("llama"), "jax")

@@ -90,6 +90,29 @@ def test_no_import_runs_up_and_there_is_no_circle() -> None:
     assert faults(arrows()) == []
 
 
+PURE = ("values", "axes", "ops", "analyse", "decide", "emit")
+HEAVY = {"torch", "transformers"}
+
+
+def heavy_imports(path: Path) -> list[str]:
+    """Imports of torch and its like in a file, those inside functions and for type checkers too."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    named = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    named += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return [name for name in named if name.split(".")[0] in HEAVY]
+
+
+def test_the_core_names_no_torch() -> None:
+    found = {str(p.relative_to(PACKAGE)): heavy_imports(p) for room in PURE for p in (PACKAGE / room).rglob("*.py")}
+    assert {file: names for file, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize("text", ["def f():\n    from torch import nn\n", "if TYPE_CHECKING:\n    import torch.fx\n"])
+def test_the_check_of_the_core_can_fail(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.py").write_text(text)
+    assert heavy_imports(tmp_path / "a.py")
+
+
 def test_every_room_is_in_the_table() -> None:
     there = {room_of(module_name(path)) for path in PACKAGE.rglob("*.py")}
     assert there == set(ROOMS)

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
+from autoplan.common.conventions import conventions
 from autoplan.common.files.plain import NotPlain, is_file, read_plain
 from autoplan.common.patterns import matches
 from autoplan.decide.written_plans.choices import ChoiceError, check_key
@@ -115,7 +116,7 @@ def foreign_of(plan: Plan, name: str = "") -> ForeignPlan:
 
 
 def _of_transformers(model: Any, name: str) -> ForeignPlan:
-    plan = dict(getattr(model, "_tp_plan", None) or {})
+    plan = conventions().shipped_plan(model)
     if not plan:
         raise ChoiceError(
             f"{name} has no transformers plan: neither its classes nor its configs have one",

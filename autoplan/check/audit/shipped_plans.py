@@ -15,6 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.values.findings import Report, Shipped
 
@@ -111,7 +112,7 @@ def _audited(mapping: str, model_type: str, class_name: str, tp_size: int) -> Wi
     from autoplan.hf.source import resolve
 
     clone = clone_of(resolve(f"{model_type}:{class_name}"))
-    if not getattr(clone.model, "_tp_plan", None):
+    if not conventions().shipped_plan(clone.model):
         return Wild(mapping, model_type, class_name, Shipped.NO_PLAN)
     source = resolve(clone.model, inputs=clone.feeds)
     return _row(Wild(mapping, model_type, class_name, Shipped.NOT_BUILT), audit_source(source, "hf", tp_size))

@@ -12,6 +12,7 @@ from typing import Any
 
 from autoplan.check.audit.lines import ForeignPlan, read_foreign
 from autoplan.check.audit.stored import Parting, partings
+from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import fold_names
 
@@ -83,7 +84,7 @@ def _audited(method: str, model_type: str, class_name: str) -> Broken | None:
         assert source.config is not None
         source.config.quantization_config = dict(_CONFIGS[method])
         model = source.module()
-        if not getattr(model, "_tp_plan", None):
+        if not conventions().shipped_plan(model):
             return None
         foreign, packed = read_foreign("hf", model, source.name), source.packed(model)
     except AutoplanError as error:

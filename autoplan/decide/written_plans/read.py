@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.files.plain import NotPlain, is_file, read_plain
@@ -26,9 +26,7 @@ from autoplan.decide.written_plans.torch_styles import read_styles
 from autoplan.decide.written_plans.transformers_plans import hf_plan, read_strings, with_prefix
 from autoplan.decide.written_plans.wrappers import ancestors_of, unwrapped
 from autoplan.values import Plan
-
-if TYPE_CHECKING:
-    from torch import nn
+from autoplan.values.module_tree import NamedModules
 
 __all__ = ["SOURCES", "PlanSource", "read_source"]
 
@@ -40,7 +38,7 @@ _NEXT = "source='auto' (hand-written, else inferred), 'inferred', 'hf', a plan f
 def read_source(
     source: PlanSource,
     overrides: Mapping[str, Any] | None,
-    model: nn.Module,
+    model: NamedModules,
     *,
     name: str,
     tp_size: int,
@@ -69,7 +67,7 @@ def read_source(
 class _Reader:
     """Reads sources for one model at one size."""
 
-    model: nn.Module
+    model: NamedModules
     name: str
     tp_size: int
     ep_size: int | None
@@ -176,7 +174,7 @@ class _Reader:
         return replace(choices, choices=moved, notes=notes, _cache={})
 
 
-def _paths(model: nn.Module) -> tuple[list[str], list[str]]:
+def _paths(model: NamedModules) -> tuple[list[str], list[str]]:
     """All names of modules and of parameters, tied ones under each."""
     modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
     return modules, [name for name, _ in model.named_parameters(remove_duplicate=False)]

@@ -7,10 +7,7 @@ names that wrapping libraries use.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import nn
+from autoplan.values.module_tree import NamedModules
 
 __all__ = ["ancestors_of", "unwrapped"]
 
@@ -18,7 +15,7 @@ _INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "ba
 _LIBRARIES = ("peft.", "torch.", "accelerate.", "deepspeed.")
 
 
-def unwrapped(model: nn.Module) -> tuple[str, nn.Module]:
+def unwrapped(model: NamedModules) -> tuple[str, NamedModules]:
     """The innermost model and its path inside the wrappers ("" when there are none)."""
     path: list[str] = []
     while True:
@@ -26,13 +23,13 @@ def unwrapped(model: nn.Module) -> tuple[str, nn.Module]:
         if inner is None:
             return ".".join(path), model
         path.append(inner)
-        model = model._modules[inner]
+        model = dict(model.named_children())[inner]
 
 
-def _inner(model: nn.Module) -> str | None:
+def _inner(model: NamedModules) -> str | None:
     if not type(model).__module__.startswith(_LIBRARIES):
         return None
-    held = [name for name, child in model._modules.items() if child is not None]
+    held = dict(model.named_children())
     return next((name for name in _INNER if name in held), None)
 
 
