@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from autoplan.common.conventions import CheckpointNames, CheckpointWriter, Conventions, PlanPart
-from autoplan.hf.shipped_plan import plan_parts, shipped_plan
+from autoplan.hf.own_sharding import plan_parts, shipped_plan
 
 if TYPE_CHECKING:
     from torch import nn

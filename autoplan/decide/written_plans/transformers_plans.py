@@ -1,6 +1,6 @@
 """transformers' plans: strings by module or parameter, old and new spelling, spread over classes and configs.
 
-A model's plan is put together from parts (hf/shipped_plan.py), each with keys relative to a module. Where a key was
+A model's plan is put together from parts (hf/own_sharding.py), each with keys relative to a module. Where a key was
 written decides what it means, so each choice keeps that. Prefixes come from the module tree, not from a table.
 """
 
