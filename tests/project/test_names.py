@@ -14,7 +14,8 @@ import builtins
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -43,7 +44,7 @@ DIALECTS = {
 PLAIN = frozenset(
     {
         "cache", "config", "embeddings", "height", "inputs", "key", "layers", "lengths", "logits", "loss", "mask",
-        "model", "optimizer", "params", "query", "radio", "reset", "scale", "self", "state", "value", "width", "x",
+        "model", "optimizer", "params", "query", "radio", "reset", "scale", "self", "value", "width", "x",
     }
 )  # fmt: skip
 # Torch has these too (its RNNs are made with one), but whoever reads them here reads a config.
@@ -59,14 +60,41 @@ OURS = {
 # ------------------------------------------------------------------------------------------------ their names
 
 
+# Attributes that code sets on itself: walking the trees of all files would take half a minute.
+_SET = re.compile(r"\bself\.(\w+)(?:: [^=\n]+)? = ")
+
+
+@dataclass(frozen=True)
+class _Class:
+    """What is asked of a class of theirs. Files are read once: there are hundreds, and their trees are large."""
+
+    fields: frozenset[str]
+    arguments: frozenset[str]
+    stored: frozenset[str]
+
+
 def _trees(pattern: str) -> Iterator[ast.Module]:
     for path in sorted(LIBRARY.glob(pattern)):
         yield ast.parse(path.read_text(encoding="utf-8"))
 
 
-def _classes(pattern: str) -> Iterator[ast.ClassDef]:
-    for tree in _trees(pattern):
-        yield from (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+def _class_nodes(tree: ast.Module) -> Iterator[ast.ClassDef]:
+    return (node for node in tree.body if isinstance(node, ast.ClassDef))
+
+
+@cache
+def _classes(pattern: str) -> tuple[_Class, ...]:
+    return tuple(
+        _Class(frozenset(_fields(node)), frozenset(_arguments(node)), frozenset(_SET.findall(said)))
+        for path in sorted(LIBRARY.glob(pattern))
+        for node, said in _parsed(path.read_text(encoding="utf-8"))
+    )
+
+
+def _parsed(text: str) -> Iterator[tuple[ast.ClassDef, str]]:
+    lines = text.splitlines()
+    for node in _class_nodes(ast.parse(text)):
+        yield node, "\n".join(lines[node.lineno - 1 : node.end_lineno])
 
 
 def _fields(node: ast.ClassDef) -> set[str]:
@@ -92,8 +120,8 @@ def _interface(node: ast.ClassDef) -> set[str]:
     return _fields(node) | _stored(node) | assigned | {m.name for m in node.body if isinstance(m, ast.FunctionDef)}
 
 
-def _often(pattern: str, names: Callable[[ast.ClassDef], set[str]]) -> set[str]:
-    counted = Counter(name for node in _classes(pattern) for name in names(node))
+def _often(names: Iterable[frozenset[str]]) -> set[str]:
+    counted = Counter(name for held in names for name in held)
     return {name for name, times in counted.items() if times >= COMMON}
 
 
@@ -104,17 +132,19 @@ def _functions(pattern: str) -> set[str]:
 @cache
 def _theirs() -> dict[str, frozenset[str]]:
     """All of their names, by kind."""
-    arguments = Counter(name for node in _classes("models/*/modeling_*.py") for name in _arguments(node))
+    models = _classes("models/*/modeling_*.py")
+    labels = {name for one in models for name in one.arguments if "label" in name}
     found = {
         "model types": set(CONFIG_MAPPING_NAMES),
-        "config fields": _often("models/*/configuration_*.py", _fields),
-        "arguments": {name for name, times in arguments.items() if times >= COMMON or "label" in name},
-        "submodules": {name for name in _often("models/*/modeling_*.py", _stored) if "_" in name.strip("_")},
+        "config fields": _often(one.fields for one in _classes("models/*/configuration_*.py")),
+        "arguments": _often(one.arguments for one in models) | labels,
+        "submodules": {name for name in _often(one.stored for one in models) if "_" in name.strip("_")},
         "mask builders": _functions("masking_utils.py"),
         "interfaces": {
             name
             for file in ("modeling_utils.py", "configuration_utils.py", "modeling_outputs.py", "cache_utils.py")
-            for node in _classes(file)
+            for tree in _trees(file)
+            for node in _class_nodes(tree)
             for name in _interface(node)
         },
     }
@@ -145,10 +175,11 @@ def _of_torch_and_python() -> frozenset[str]:
 # ------------------------------------------------------------------------------------------------ our files
 
 
-def _ours(files: list[Path]) -> frozenset[str]:
+@cache
+def _ours() -> frozenset[str]:
     """What autoplan's own classes and functions define: reading that is reading our own."""
     found: set[str] = set()
-    for path in files:
+    for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 found |= _interface(node)
@@ -190,9 +221,14 @@ def _imports(code: str) -> Iterator[tuple[int, str]]:
         yield from ((node.lineno, name) for name in modules if name.split(".")[0] == "transformers")
 
 
+@cache
+def _kinds() -> dict[str, str]:
+    return {name: kind for kind, held in names().items() for name in held}
+
+
 def found_in(code: str, ours: frozenset[str] = frozenset()) -> set[tuple[int, str, str]]:
     """(line, kind, name) of each name of transformers in a file."""
-    known = {name: kind for kind, held in names().items() for name in held}
+    known = _kinds()
     seen = {(line, known[word], word) for line, word in _said(code, ours) if word in known}
     return seen | {(line, "imports", name) for line, name in _imports(code)}
 
@@ -203,7 +239,7 @@ def _searched() -> list[Path]:
 
 
 def test_only_hf_and_the_dialects_know_the_names() -> None:
-    ours = _ours(list(PACKAGE.rglob("*.py")))
+    ours = _ours()
     said = [
         f"{path.relative_to(PACKAGE)}:{line} knows {name!r} ({kind})"
         for path in _searched()
@@ -243,7 +279,7 @@ def test_plain_words_and_documentation_may_say_what_they_like(code: str) -> None
 
 def test_nothing_is_excused_in_vain() -> None:
     """Every dialect's file speaks its dialect, and every excused word is one of theirs."""
-    ours = _ours(list(PACKAGE.rglob("*.py")))
+    ours = _ours()
     for file in DIALECTS:
         assert found_in((PACKAGE / file).read_text(encoding="utf-8"), ours), f"{file} needs no excuse"
     all_of_them = frozenset[str]().union(*_theirs().values())
