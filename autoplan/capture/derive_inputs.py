@@ -55,26 +55,29 @@ class Recipe:
         )
 
 
-def recipe_for(model: nn.Module, seed: int = 0, *, first: bool = False, sizes: dict[str, int] | None = None) -> Recipe:
+def recipe_for(model: nn.Module) -> Recipe:
     """Search. Raises CaptureError with the signature, what was tried, the line that failed, and a snippet to edit."""
-    arguments = Arguments.of(model, first=first)
-    start = arguments.start(model)
-    for name, size in (sizes or {}).items():
-        start = start.with_size(name, size)
-    if not start.wants:
-        return Recipe(start, None, ())
-    search = Search(model, arguments, seed)
-    found = search.run(start)
-    if found is None:
-        raise _not_found(arguments, search)
-    return Recipe(found, search.other_sizes(found), tuple(search.steps))
+    search, found = _searched(model, 0, first=False, sizes={})
+    return Recipe(found, search.other_sizes(found) if found.wants else None, tuple(search.steps))
 
 
 def derive(model: nn.Module, batch: int, length: int, seed: int, *, first: bool = False) -> dict[str, Any]:
     """Keyword arguments for one forward. `first`: the first argument is given even if it may be left out."""
-    asked = {"batch": batch, "length": length}
-    other = {name: size for name, size in asked.items() if size != SIZES[name]}
-    return recipe_for(model, seed, first=first, sizes=other).draw(model, seed)
+    _, found = _searched(model, seed, first=first, sizes={"batch": batch, "length": length})
+    return found.draw(seed, working_dtype(model))
+
+
+def _searched(model: nn.Module, seed: int, *, first: bool, sizes: dict[str, int]) -> tuple[Search, State]:
+    arguments = Arguments.of(model, first=first)
+    start = arguments.start(model)
+    for name, size in sizes.items():
+        if size != SIZES[name]:
+            start = start.with_size(name, size)
+    search = Search(model, arguments, seed)
+    found = search.run(start) if start.wants else start
+    if found is None:
+        raise _not_found(arguments, search)
+    return search, found
 
 
 def _not_found(arguments: Arguments, search: Search) -> CaptureError:

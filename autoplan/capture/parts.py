@@ -65,10 +65,14 @@ def part_feeds(
 
 def _derived(part: nn.Module, size: tuple[int, int, int]) -> dict[str, Any]:
     """What the part takes; of pictures the smallest that goes through it, for what makes pictures makes large ones."""
-    given = derive(part, *size, first=True)
+    given = _smallest(part, derive(part, *size, first=True))
     run = tried(part, given, supposing=True)
     if not run.complete:  # a search on shapes alone stops where values are read
         raise CaptureError(str(run.failure or "it reads values of what it is given"))
+    return given
+
+
+def _smallest(part: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
     for side in _SIDES:
         smaller = {name: _cut_to(value, side) for name, value in given.items()}
         try:

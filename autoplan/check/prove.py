@@ -199,8 +199,7 @@ def _recorded_clone(source: Source) -> tuple[nn.Module, dict[str, Any], Captured
 
 
 def _attempts(source: Source) -> Iterator[tuple[Source, torch.dtype]]:
-    dtypes = tried_dtypes(source.module())
-    return ((one, dtype) for one in source.ever_larger() for dtype in dtypes)
+    return ((one, dtype) for one in source.ever_larger() for dtype in tried_dtypes(source.module))
 
 
 def _where(solution: Solution, axis: object) -> str:

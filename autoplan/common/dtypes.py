@@ -6,6 +6,7 @@ computes in it, and casting it would make another model.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,9 +20,17 @@ def working_dtype(model: nn.Module, default: torch.dtype = torch.float32) -> tor
     return next((parameter.dtype for parameter in model.parameters() if _computes(parameter)), default)
 
 
-def tried_dtypes(model: nn.Module) -> tuple[torch.dtype, ...]:
-    """In which a clone is run, the best first: rounding hides least in the widest; some code runs in its own only."""
-    return tuple(dict.fromkeys((torch.float64, torch.float32, working_dtype(model))))
+def tried_dtypes(model: Callable[[], nn.Module]) -> Iterator[torch.dtype]:
+    """In which a clone is run, the best first: rounding hides least in the widest; some code runs in its own only.
+
+    `model` gives the model that is cloned. It is asked for last: at its full size it costs more than a clone, and some
+    configs describe no model that can be built but at the sizes of a clone.
+    """
+    tried = (torch.float64, torch.float32)
+    yield from tried
+    own = working_dtype(model())
+    if own not in tried:
+        yield own
 
 
 def cast_numbers(model: nn.Module, dtype: torch.dtype) -> None:

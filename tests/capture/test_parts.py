@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import ClassVar
 
 import pytest
 import torch
@@ -119,3 +120,28 @@ def test_what_is_inside_a_part_is_fed_where_the_part_itself_cannot_be() -> None:
         model.counted = Counted()
     feeds = make_inputs(model, config=model.config).feeds
     assert "counted" not in feeds and "counted.table" in feeds
+
+
+class Enlarging(nn.Module):
+    """Makes pictures of sixteen times the side."""
+
+    shown: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose2d(16, 3, 16, stride=16)
+
+    def forward(self, latents: torch.Tensor) -> torch.Tensor:
+        picture = self.up(latents)
+        self.shown.append(picture.shape[-1])
+        return picture
+
+
+def test_a_part_that_makes_large_pictures_runs_on_a_small_one() -> None:
+    """Each run of such a decoder costs seconds: it is found by one, and then tried as small as it is fed."""
+    model = Painter()
+    model.enlarging = Enlarging()
+    Enlarging.shown.clear()
+    feeds = make_inputs(model, config=model.config).feeds
+    assert feeds["enlarging"]["latents"].shape == (2, 16, 4, 4)
+    assert Enlarging.shown[0] == 512 and set(Enlarging.shown[1:]) == {64}, Enlarging.shown

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
-from transformers import ConvNextConfig
+from transformers import ConvNextConfig, SiglipVisionConfig
 from transformers.modeling_outputs import BaseModelOutput
 
 import autoplan
@@ -120,6 +120,14 @@ def test_a_clone_that_cannot_be_tiny_is_larger() -> None:
     assert larger and larger[-1].shrink == "nothing"
     widths = clone_of(resolve(given)).model.config.hidden_sizes
     assert widths == [8, 16, 24, 32]
+
+
+def test_a_clone_is_made_where_the_config_describes_no_model_at_its_full_size() -> None:
+    given = SiglipVisionConfig(hidden_size=1152, num_attention_heads=14)  # 14 heads do not divide: no class builds it
+    source = resolve(given)
+    with pytest.raises(SourceError):
+        source.module()
+    assert clone_of(source).model.dtype == torch.float64
 
 
 class Folding(nn.Module):

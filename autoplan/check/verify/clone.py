@@ -53,7 +53,7 @@ def _clone_at_size(source: Any) -> Clone:
     from autoplan.common.dtypes import tried_dtypes
 
     refusal = ""
-    for dtype in tried_dtypes(source.module()):
+    for dtype in tried_dtypes(source.module):
         model, note = _built(source, dtype)
         feeds = feeds_at(source, model, batch=2, length=10)
         try:
