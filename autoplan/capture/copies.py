@@ -117,27 +117,34 @@ class Rebinding:
         return False
 
     def _fix(self, made: Any) -> None:
+        if type(made) is dict:  # most of what a module is made of
+            self._fix_values(made)
+            return
         if isinstance(made, torch.Tensor):
             return
         if isinstance(made, functools.partial):
             self._fix_partial(made)
         elif isinstance(made, list | deque):
             for place, value in enumerate(made):
-                _put(made.__setitem__, place, value, self._anew(value))
+                if isinstance(value, _TAKEN_AS_THEY_ARE):
+                    _put(made.__setitem__, place, value, self._anew(value))
         elif isinstance(made, dict):
-            for key, value in list(made.items()):
-                _put(made.__setitem__, key, value, self._anew(value))
+            self._fix_values(made)
         elif isinstance(made, set):
             for value in list(made):
                 if (new := self._anew(value)) is not value:
                     made.remove(value)
                     made.add(new)
         if isinstance(vars_of := getattr(made, "__dict__", None), dict):
-            for key, value in list(vars_of.items()):
-                _put(vars_of.__setitem__, key, value, self._anew(value))
-        for name in _slots(made):
+            self._fix_values(vars_of)
+        for name in _slots(type(made)):
             value = getattr(made, name, None)
             _put(functools.partial(object.__setattr__, made), name, value, self._anew(value))
+
+    def _fix_values(self, made: dict[Any, Any]) -> None:
+        taken = [item for item in made.items() if isinstance(item[1], _TAKEN_AS_THEY_ARE)]
+        for key, value in taken:
+            _put(made.__setitem__, key, value, self._anew(value))
 
     def _fix_partial(self, made: Any) -> None:
         func, args = self._anew(made.func), self._anew(made.args)
@@ -257,7 +264,7 @@ def _parts_of(value: Any) -> Iterator[Any]:
         yield from list(value)
     if isinstance(inside := getattr(value, "__dict__", None), dict):
         yield from list(inside.values())
-    yield from (getattr(value, name, None) for name in _slots(value))
+    yield from (getattr(value, name, None) for name in _slots(type(value)))
 
 
 def _contents(function: FunctionType) -> Iterator[Any]:
@@ -273,12 +280,19 @@ def _keeps_a_container(value: Any) -> bool:
     return isinstance(value, FunctionType) and any(type(content) in _PLAIN_CONTAINERS for content in _contents(value))
 
 
-def _slots(value: Any) -> Iterator[str]:
-    for cls in type(value).__mro__:
+_SLOTS: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    if kind in _SLOTS:
+        return _SLOTS[kind]
+    found = []
+    for cls in kind.__mro__:
         named = cls.__dict__.get("__slots__", ())
         for name in (named,) if isinstance(named, str) else named:
             if name not in ("__dict__", "__weakref__"):
-                yield f"_{cls.__name__.lstrip('_')}{name}" if name[:2] == "__" != name[-2:] else name
+                found.append(f"_{cls.__name__.lstrip('_')}{name}" if name[:2] == "__" != name[-2:] else name)
+    return _SLOTS.setdefault(kind, tuple(found))
 
 
 def _put(write: Callable[[Any, Any], Any], place: Any, old: Any, new: Any) -> None:

@@ -21,7 +21,7 @@ from autoplan.common.conventions import conventions
 from autoplan.hf.driving import attention_switched, decoded, generative_feed, has_attentions, other_attention
 from autoplan.values import Finding
 
-__all__ = ["CHECKS", "Check", "judge", "labels_for"]
+__all__ = ["CHECKS", "Check", "judge", "labels_for", "takes_labels"]
 
 NOISE = "drawn at random"  # a group with this name says that training draws random numbers
 AGREE = "agreement: "  # groups whose name begins so are compared between ranks only
@@ -204,11 +204,13 @@ def _same(one: Observation, other: Observation) -> bool:
 # ------------------------------------------------------------------------------------------------ where they apply
 
 
+def takes_labels(subject: Subject) -> bool:
+    return conventions().targets in subject.signature
+
+
 def labels_for(subject: Subject) -> dict[str, torch.Tensor]:
-    """Random labels for each feed whose class takes them: one per row of its logits."""
+    """Random labels for each feed, of a class that takes them: one per row of its logits."""
     known, found = conventions(), dict[str, torch.Tensor]()
-    if known.targets not in subject.signature:
-        return found
     for feed, inputs in calls_the_model(subject.feeds).items():
         with torch.no_grad():
             logits = tensors_in(subject.forward(inputs)).get(known.logits)

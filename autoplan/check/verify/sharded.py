@@ -173,11 +173,13 @@ def _chosen(checks: Iterable[str] | None) -> tuple[str, ...]:
 
 def _prepared(model: Any, feeds: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
     """The unsharded subject, in eval mode, with labels for the feeds that take them."""
-    from autoplan.check.verify.checks import labels_for
+    from autoplan.check.verify.checks import labels_for, takes_labels
     from autoplan.check.verify.subject import Subject
 
     subject = Subject(copied(model).eval(), feeds, others)
     subject = replace(subject, lifted=can_be_lifted(subject))
+    if not takes_labels(subject):
+        return subject
     return replace(subject, labels=labels_for(_copy(subject)))  # a run may leave hooks behind
 
 
