@@ -47,7 +47,9 @@ def _in_single_precision(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=pytest.mark.slow if name == "jamba" else ()) for name in TYPES]
+)
 def test_exact_in_every_implementation(model_type: str, implementation: str) -> None:
     clone, plan = planned(model_type)
     report = verify_clone(computing_with(clone, implementation), plan, checks=("parameters", "forward", "second_shape"))

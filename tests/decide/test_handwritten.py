@@ -15,7 +15,7 @@ from torch import nn
 
 import autoplan
 from autoplan.common.patterns import matches
-from autoplan.decide.written_plans.handwritten import HandwrittenPlan, find_plan, load_plans, plan_by_id, read_plan
+from autoplan.decide.written_plans.handwritten import find_plan, load_plans, plan_by_id, read_plan
 from autoplan.decide.written_plans.wrappers import ancestors_of
 from autoplan.values import SplitLogits
 

@@ -241,14 +241,14 @@ def test_a_gathered_model_reloads_in_plain_transformers(kind: str, tmp_path: Pat
     assert_equal(dict(again.state_dict()), dict(model_of(kind).state_dict()))
 
 
-@pytest.mark.parametrize(
-    "check",
-    [check_optimizers_are_looked_at_only_while_a_sharded_model_lives, check_an_undone_plan_lets_go_of_optimizers],
-    ids=lambda check: check.__name__.removeprefix("check_"),
-)
-def test_optimizers_are_let_go(check: Any) -> None:
+def test_optimizers_are_let_go() -> None:
     """In a process of its own: a sharded model that another test keeps alive would keep them followed."""
-    code = f"import {check.__module__} as tests; tests.{check.__name__}()"
+    checks = (
+        check_optimizers_are_looked_at_only_while_a_sharded_model_lives,
+        check_an_undone_plan_lets_go_of_optimizers,
+    )
+    called = "".join(f"; tests.{check.__name__}()" for check in checks)
+    code = f"import {__name__} as tests{called}"
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", code],

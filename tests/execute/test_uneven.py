@@ -83,7 +83,7 @@ CASES = [
     ("dense", {"tp_size": 4}),
     pytest.param("experts", {"tp_size": 4}, marks=pytest.mark.slow),
     pytest.param("latent", {"tp_size": 4}, marks=pytest.mark.slow),
-    ("dense", {"mesh": "dp=2,tp=2"}),
+    pytest.param("dense", {"mesh": "dp=2,tp=2"}, marks=pytest.mark.slow),
 ]
 
 

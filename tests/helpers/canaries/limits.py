@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 from autoplan.patches.patched import Patch
@@ -24,6 +25,7 @@ _END = "<!-- Written by hand from here on. -->"
 _CANARY = "tests/patches/test_canaries.py::test_canary"
 
 
+@cache
 def generated() -> str:
     """Both tables, as they follow from the registry and the source."""
     used: dict[str, set[str]] = {}
