@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -20,6 +21,7 @@ from autoplan.values import AllReduce, Boundary, CallRewrite, Plan
 
 # packed weights by rows and by columns, interleaved, with biases, with shared experts, between other mixers
 TYPES = ["mixtral", "deepseek_v3", "gpt_oss", "llama4_text", "jamba"]
+QUICK = ("mixtral", "gpt_oss")
 SINGLE_PRECISION_ONLY = ("grouped_mm",)
 
 
@@ -46,10 +48,16 @@ def _in_single_precision(value: Any) -> Any:
     return {key: _in_single_precision(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
-@pytest.mark.parametrize(
-    "model_type", [pytest.param(name, marks=pytest.mark.slow if name == "jamba" else ()) for name in TYPES]
-)
+def implementations(types: Iterable[str]) -> list[Any]:
+    """Every implementation of experts for each type; of two types all are quick tests, of others one or none."""
+    return [
+        pytest.param(name, how, marks=() if name in QUICK or (how == "eager" and name != "jamba") else pytest.mark.slow)
+        for name in types
+        for how in ("eager", "batched_mm", "grouped_mm")
+    ]
+
+
+@pytest.mark.parametrize(("model_type", "implementation"), implementations(TYPES))
 def test_exact_in_every_implementation(model_type: str, implementation: str) -> None:
     clone, plan = planned(model_type)
     report = verify_clone(computing_with(clone, implementation), plan, checks=("parameters", "forward", "second_shape"))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from experts_toys import Adding, Sorted, Stacked, with_listed, with_stacks
 from safetensors.torch import save_file
-from test_experts import TYPES, computing_with
+from test_experts import TYPES, computing_with, implementations
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -50,11 +50,7 @@ def expert_weights(plan: Plan) -> dict[str, tuple[int | None, str | None]]:
 # ------------------------------------------------------------------------------------------------ exact
 
 
-@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
-@pytest.mark.parametrize(
-    "model_type",
-    [pytest.param(name, marks=pytest.mark.slow if name == "jamba" else ()) for name in (*TYPES, "qwen3_moe")],
-)
+@pytest.mark.parametrize(("model_type", "implementation"), implementations((*TYPES, "qwen3_moe")))
 def test_exact_in_every_implementation(model_type: str, implementation: str) -> None:
     clone, plan = planned(model_type)
     report = verify_clone(computing_with(clone, implementation), plan, checks=CHECKS)

@@ -24,12 +24,14 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, 
 
 @cache
 def published(name: str) -> PretrainedConfig:
-    """The config of a public checkpoint, with few layers: what is asked here is the same in each."""
+    """The config of a public checkpoint, with few layers and small pictures: what is asked here is the same in each."""
     config = AutoConfig.from_pretrained(SHAPES / name)
     text = config.get_text_config()
     text.num_hidden_layers = 4
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:4]
+    if getattr(tower := getattr(config, "vision_config", None), "image_size", 0) > 500:
+        tower.image_size = 448
     return config
 
 

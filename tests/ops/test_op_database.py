@@ -1,7 +1,7 @@
 """Ops of torch's own op database between linears: split they are exact, or a dim stays whole and the plan says why.
 
 Here each op that has a usable sample comes once, with another of its samples and dims as its number in the database
-says, and only every seventh op: the rest are for tests/benchmarks/op_database.py. `MENDED` are samples on which a plan
+says, and only every tenth op: the rest are for tests/benchmarks/op_database.py. `MENDED` are samples on which a plan
 was wrong once, with the reason that is now given, or exact.
 """
 
@@ -15,7 +15,7 @@ from op_law import BROKEN, Outcome, judge
 from op_samples import Case, Unusable, cases, database, name_of, usable_samples
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on ops that may still change
-EVERY = 7
+EVERY = 10
 
 # op, sample, dim: what the plan was wrong about.
 MENDED = {

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FUZZ = ROOT / "tests" / "fuzz"
-SHORT = {"plan_files": 60, "rule_files": 60, "foreign_plans": 60, "safetensors_headers": 60, "configs": 8}
+SHORT = {"plan_files": 60, "rule_files": 60, "foreign_plans": 60, "safetensors_headers": 60, "configs": 6}
 
 
 def loaded(name: str):

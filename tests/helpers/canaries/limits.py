@@ -35,7 +35,8 @@ def generated() -> str:
             if entry is not None:
                 used.setdefault(entry.name, set()).add(path.removeprefix("autoplan/"))
     for one in PRIVATE:
-        used.setdefault(one.name, _as_text(one))
+        if one.name not in used:
+            used[one.name] = _as_text(one)
     return "\n".join(
         (
             "## What is replaced in other packages",
@@ -68,8 +69,13 @@ def entry_of(use: str) -> Private | None:
 
 def _as_text(one: Private) -> set[str]:
     """Files with the last word of its name: as text, or as what is imported from a module with no underscore."""
-    word = re.compile(rf"\b{one.name.rpartition('.')[2]}\b")
-    return {path.removeprefix("autoplan/") for path, source in files().items() if word.search(source)}
+    last = one.name.rpartition(".")[2]
+    return {path.removeprefix("autoplan/") for path, words in _words().items() if last in words}
+
+
+@cache
+def _words() -> dict[str, frozenset[str]]:
+    return {path: frozenset(re.findall(r"\w+", source)) for path, source in files().items()}
 
 
 def with_generated(page: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 __all__ = ["FOREIGN", "PACKAGE", "dotted_name", "files", "foreign_names", "private_uses"]
@@ -19,6 +20,7 @@ _DOCUMENTED = frozenset(("_fields", "_getframe", "_current_frames"))  # of Pytho
 _BY_TEXT = ("getattr", "hasattr", "setattr", "delattr")
 
 
+@cache
 def files() -> dict[str, str]:
     """Every source file of the package, by its path from the repository's root, but for those that hold canaries.
 
@@ -31,6 +33,7 @@ def files() -> dict[str, str]:
     }
 
 
+@cache
 def private_uses(source: str) -> set[str]:
     """Private names in one file: dotted where it is known whose they are, else the attribute alone."""
     tree = ast.parse(source)
