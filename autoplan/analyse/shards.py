@@ -53,7 +53,7 @@ class Shards:
 
     def is_mixed(self, tensor: int) -> bool:
         """Is some dimension split in some rows and held whole by every rank in others?"""
-        return any(found is not None and not all(found.carried(self.tp)) for found in self.layouts(tensor))
+        return any(found is not None and not found.all_carried() for found in self.layouts(tensor))
 
     def has_whole_part(self, tensor: int) -> bool:
         """Is there a part of the tensor that every rank holds: all of it, or some rows of a partly split dimension?"""
@@ -61,7 +61,7 @@ class Shards:
 
     def local_size(self, term: Term, rank: int) -> int:
         found = self.layout_of(term)
-        return find(term).size if found is None else len(found.rows(rank, self.tp))
+        return find(term).size if found is None else found.held(rank, self.tp)
 
     def local_shape(self, tensor: int, rank: int) -> tuple[int, ...]:
         """The shape of a tensor on one rank."""
@@ -76,4 +76,9 @@ class Shards:
     def held_below(self, term: Term, rank: int, bound: int) -> int:
         """How many of the first `bound` indices of a dimension a rank holds."""
         found = self.layout_of(term)
-        return bound if found is None else sum(1 for row in found.rows(rank, self.tp) if row < bound)
+        if found is None:
+            return bound
+        run = found.run(rank, self.tp)
+        if run is not None:
+            return len(range(run.start, min(run.stop, bound)))
+        return sum(1 for row in found.rows(rank, self.tp) if row < bound)

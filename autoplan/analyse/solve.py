@@ -345,7 +345,7 @@ def _parameter_facts(
 
 def _held_twice(layouts: tuple[Layout | None, ...], tp: int) -> bool:
     """Sharded over groups of ranks, so that every row has several holders, each with a part of its gradient?"""
-    return any(found is not None and all(found.carried(tp)) and found.shared_rows(tp) for found in layouts)
+    return any(found is not None and found.all_carried() and found.shared_rows(tp) for found in layouts)
 
 
 def _why_whole(tensor: int, done: _Round) -> tuple[Reason, ...]:

@@ -82,22 +82,67 @@ class Layout:
         """Indices of the whole dimension that `rank` holds, in the order it holds them."""
         return _rows(self, rank, tp)
 
+    def held(self, rank: int, tp: int) -> int:
+        """How many indices of the whole dimension `rank` holds. A table may have more than can be listed."""
+        if self.kind == "product":
+            return prod(part.held(rank, tp) for part in self.parts)
+        if self.parts:
+            return sum(part.held(rank, tp) for part in self.parts)
+        return self.size if self.split is None else len(self.piece(rank, tp))
+
+    def run(self, rank: int, tp: int) -> range | None:
+        """What `rank` holds, where it is known without a list to be one run of indices."""
+        if not self.parts:
+            return range(self.size) if self.split is None else self.piece(rank, tp)
+        first, *rest = self.parts
+        if self.kind == "product" and not first.parts and not any(part.is_split for part in rest):
+            found, inner = first.run(rank, tp), prod(part.size for part in rest)
+            assert found is not None
+            return range(found.start * inner, found.stop * inner)
+        return None
+
+    def all_carried(self) -> bool:
+        """Is every row that a rank holds sharded?"""
+        if self.kind == "product":
+            return any(part.all_carried() for part in self.parts)
+        return all(part.all_carried() for part in self.parts) if self.parts else self.split is not None
+
     def carried(self, tp: int) -> tuple[bool, ...]:
         """For each row that a rank holds (rank 0's count): is it sharded (True) or held by all (False)?"""
         return _carried(self, 0, tp)
 
     def shared_rows(self, tp: int) -> bool:
         """Do several ranks hold one row, while others are sharded?"""
+        if not self.is_split:
+            return tp > 1 and self.size > 0
+        if self.kind == "concatenation":
+            return any(part.shared_rows(tp) for part in self.parts)
+        split = [part for part in self.parts if part.is_split]  # what is whole is held with each index of the others
+        if len(split) == 1:
+            return split[0].shared_rows(tp)
+        if self.split == (0, 1):
+            return False
         held = [row for rank in range(tp) for row in self.rows(rank, tp)]
         return len(held) != len(set(held))
 
     def contiguous(self, tp: int) -> bool:
         """Is this what a plain `Shard(dim)` holds: consecutive rows, cut by ceiling?"""
-        return all(self.rows(r, tp) == tuple(chunk(self.size, tp, r)) for r in range(tp))
+        return all(
+            tuple(chunk(self.size, tp, rank)) == self.rows(rank, tp)
+            if run is None
+            else run == chunk(self.size, tp, rank)
+            for rank in range(tp)
+            for run in (self.run(rank, tp),)
+        )
 
     def one_run(self, tp: int) -> bool:
         """Are the ranks' rows one after the other those of the whole, however many each of them holds?"""
-        return self.contiguous(tp) or [row for r in range(tp) for row in self.rows(r, tp)] == list(range(self.size))
+        runs = [self.run(rank, tp) for rank in range(tp)]
+        if None not in runs:
+            held = [run for run in runs if run]
+            ends = [0, *(run.stop for run in held)]
+            return ends[-1] == self.size and all(run.start == end for run, end in zip(held, ends, strict=False))
+        return [row for rank in range(tp) for row in self.rows(rank, tp)] == list(range(self.size))
 
     def __str__(self) -> str:
         if not self.parts:

@@ -42,8 +42,12 @@ def ranges_text(indices: Sequence[int], show: int = 4) -> str:
             runs[-1][1] = index
         else:
             runs.append([index, index])
-    shown = [f"{first}–{last}" if first < last else str(first) for first, last in runs[:show]]
+    shown = [_run_text(range(first, last + 1)) for first, last in runs[:show]]
     return ", ".join(shown) + (f", … ({len(runs)} runs)" if len(runs) > show else "")
+
+
+def _run_text(run: range) -> str:
+    return f"{run[0]}–{run[-1]}" if len(run) > 1 else "".join(map(str, run))
 
 
 def layout_text(text: str, tp_size: int) -> str:
@@ -55,17 +59,16 @@ def layout_text(text: str, tp_size: int) -> str:
     'each of 8 ranks holds 2 of 16 | all 1 = 3 of 17; rank 0: 0–1, 16'
     """
     layout = Layout.parse(text)
-    rows = layout.rows(0, tp_size)
+    run = layout.run(0, tp_size)
+    where = ranges_text(layout.rows(0, tp_size)) if run is None else _run_text(run)
     if not layout.is_split:
         return f"whole on each of {count(tp_size, 'rank')}"
     if layout.is_uneven:
-        held = [len(layout.rows(rank, tp_size)) for rank in range(tp_size)]
-        return (
-            f"between blocks: the ranks hold {min(held)} to {max(held)} of {layout.size}; rank 0: {ranges_text(rows)}"
-        )
-    shard, total = _shard(layout, tp_size), f"{len(rows)} of {layout.size}"
+        held = [layout.held(rank, tp_size) for rank in range(tp_size)]
+        return f"between blocks: the ranks hold {min(held)} to {max(held)} of {layout.size}; rank 0: {where}"
+    shard, total = _shard(layout, tp_size), f"{layout.held(0, tp_size)} of {layout.size}"
     equation = shard if shard == total else f"{shard} = {total}"
-    return f"each of {count(tp_size, 'rank')} holds {equation}; rank 0: {ranges_text(rows)}"
+    return f"each of {count(tp_size, 'rank')} holds {equation}; rank 0: {where}"
 
 
 def segment_text(segment: str, tp_size: int) -> str:
@@ -89,7 +92,7 @@ def _shard(layout: Layout, tp_size: int) -> str:
     if layout.kind == "product":
         shards = [(_shard(part, tp_size), part.kind == "concatenation") for part in layout.parts]
         return " × ".join(f"({shard})" if inner else shard for shard, inner in shards)
-    return f"{len(layout.rows(0, tp_size))} of {layout.size}"
+    return f"{layout.held(0, tp_size)} of {layout.size}"
 
 
 def _sizes(layout: Layout) -> str:

@@ -84,7 +84,7 @@ _UNSETTLED: dict[Reduction, Unplaceable] = {
 def _counts_twice(call: Call, shards: Shards) -> bool:
     """Would a sum over all ranks count rows of one holder group several times?"""
     layouts = [found for t in refs((call.args, call.kwargs)) for found in shards.layouts(t) if found is not None]
-    summed = [found for found in layouts if all(found.carried(shards.tp))]
+    summed = [found for found in layouts if found.all_carried()]
     return bool(summed) and all(found.shared_rows(shards.tp) for found in summed)
 
 

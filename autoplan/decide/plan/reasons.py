@@ -55,7 +55,7 @@ def whole_text(said: Iterable[tuple[str, tuple[Reason, ...]]]) -> str:
 
 def _shards_text(layout: Layout, unit: str, tp: int) -> str:
     first = _first_sharded(layout)
-    counts = [len(Layout.parse(str(first)).rows(rank, tp)) for rank in range(tp)]
+    counts = [Layout.parse(str(first)).held(rank, tp) for rank in range(tp)]
     if first.split != (0, 1):
         pieces = first.split[0] if first.split else 1
         return f"{_count(first.size, unit)} in {pieces} pieces over {tp} ranks; a rank holds {counts[0]}"

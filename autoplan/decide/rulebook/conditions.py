@@ -147,9 +147,8 @@ def _packed(arguments: list[str], boxes: Boxes, tp: int | None) -> str:
 
 def _mixed(arguments: list[str], boxes: Boxes, tp: int | None) -> str:
     dim = _dim(arguments[0], boxes)
-    ranks = tp or 2
-    held = Layout.parse(dim.layout).carried(ranks) if dim.layout is not None else ()
-    some = any(held) and not all(held)
+    layout = Layout.parse(dim.layout) if dim.layout is not None else None
+    some = layout is not None and layout.is_split and not layout.all_carried()
     return "" if some else f"{arguments[0]} = {dim.layout or dim.size} is not partly split"
 
 

@@ -1,0 +1,46 @@
+"""What is asked of a layout is answered without listing its rows, and the same as by listing them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from autoplan.common.layout import Layout, chunk
+from autoplan.emit.words import layout_text, ranges_text
+
+LAYOUTS = (
+    "7", "8!", "7!", "8!~3", "8!*3", "3*8!", "4!*2|2!*2", "(4!|1)*3", "4!|3", "2!2@2*4!2@1*3", "2!2@1*3", "4!2@2",
+    "8!~2*3", "4*2", "1!", "(2!*2|3)*2",
+)  # fmt: skip
+
+
+def listed(layout: Layout, tp: int) -> list[tuple[int, ...]]:
+    return [layout.rows(rank, tp) for rank in range(tp)]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 5])
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_answers_are_those_of_the_list(text: str, tp: int) -> None:
+    layout = Layout.parse(text)
+    rows = listed(layout, tp)
+    everything = [row for held in rows for row in held]
+    assert [layout.held(rank, tp) for rank in range(tp)] == [len(held) for held in rows]
+    assert all(layout.run(rank, tp) is None or tuple(layout.run(rank, tp)) == rows[rank] for rank in range(tp))
+    assert layout.all_carried() == all(layout.carried(tp))
+    assert layout.shared_rows(tp) == (len(everything) != len(set(everything)))
+    assert layout.contiguous(tp) == all(rows[rank] == tuple(chunk(layout.size, tp, rank)) for rank in range(tp))
+    assert layout.one_run(tp) == (everything == list(range(layout.size)))
+    assert not layout.is_split or f"rank 0: {ranges_text(rows[0])}" in layout_text(text, tp)
+
+
+def test_a_table_of_a_milliard_rows_is_no_list() -> None:
+    """Recommenders have such tables; listing a rank's rows would take all memory."""
+    began = time.process_time()
+    for text in ("1000000000!", "1000000000!*64", "500000000!|500000000!"):
+        layout = Layout.parse(text)
+        assert layout.held(1, 8) == layout.size // 8
+        assert not layout.shared_rows(8) and layout.all_carried()
+    assert Layout.parse("1000000000!*64").one_run(8)
+    assert layout_text("1000000000!", 8).endswith("rank 0: 0–124999999")
+    assert time.process_time() - began < 1
