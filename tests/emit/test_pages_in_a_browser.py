@@ -11,9 +11,11 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-from test_pages import KINDS, hostile_plan, page_of
+from test_pages import KINDS, estimate, hostile_plan, page_of, plan_of
 
+from autoplan.emit.pages.cases import WhatIf
 from autoplan.emit.pages.page import plan_page
+from autoplan.values import replace
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no browser: apt-get install chromium")
@@ -38,15 +40,24 @@ var said={out:out,wide:wide,opened:opened,hits:document.getElementById('hits').t
 took:performance.timing.domContentLoadedEventEnd-performance.timing.responseEnd};
 document.body.setAttribute('data-probe',JSON.stringify(said));
 if(parent!==window)parent.postMessage(JSON.stringify(said),'*')}});</script>"""
+# What each radio button shows: the cases that can be seen, and by how much the page is wider than the window.
+SWITCH = """<script>addEventListener('load',function(){var said={};
+document.querySelectorAll('input[name=case]').forEach(function(one){one.click();var seen={};
+document.querySelectorAll('.case').forEach(function(c){
+if(getComputedStyle(c).display!=='none')seen[c.className.split(' ').indexOf(one.id.replace('at','case'))>0]=1});
+var root=document.documentElement;
+said[one.id]={seen:Object.keys(seen),wide:root.scrollWidth-root.clientWidth}});
+document.body.setAttribute('data-probe',JSON.stringify(said));
+if(parent!==window)parent.postMessage(JSON.stringify(said),'*')});</script>"""
 FRAME = """<!DOCTYPE html><html><head><meta charset="utf-8"></head><body>
 <iframe src="page.html" width="390" height="800" style="border:0"></iframe>
 <script>addEventListener('message',function(e){
 document.body.setAttribute('data-probe',e.data)});</script></body></html>"""
 
 
-def probed(folder: Path, page: str, phone: bool) -> dict:
+def probed(folder: Path, page: str, phone: bool, probe: str = PROBE) -> dict:
     """What the browser measured; it must have had nothing to complain about."""
-    (folder / "page.html").write_text(page.replace("</body>", f"{PROBE}</body>"), encoding="utf-8")
+    (folder / "page.html").write_text(page.replace("</body>", f"{probe}</body>"), encoding="utf-8")
     (folder / "frame.html").write_text(FRAME, encoding="utf-8")
     shown = folder / ("frame.html" if phone else "page.html")
     how = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=1440,900",
@@ -67,6 +78,15 @@ def test_a_page_opens_and_nothing_leaves_its_place(name: str, phone: bool, tmp_p
     assert said["opened"] is True  # a click on a box opens its explanation
     assert said["hits"] == "0 in the drawing, 0 explained below"
     assert said["took"] < 1000
+
+
+@pytest.mark.parametrize("phone", [False, True], ids=["1440", "390"])
+def test_each_button_shows_its_own_case_alone(phone: bool, tmp_path: Path) -> None:
+    plan = plan_of("llama")
+    known = {16: WhatIf(replace(plan, flow=()), estimate("elsewhere")), 2: WhatIf(plan, estimate("here"))}
+    said = probed(tmp_path, plan_page(plan, plan.to_dict(), estimate("here"), 0, known), phone, SWITCH)
+    assert {"at-2", "at-16"} < said.keys()
+    assert all(one == {"seen": ["true"], "wide": 0} for one in said.values()), said
 
 
 def test_hostile_names_run_nothing(tmp_path: Path) -> None:
