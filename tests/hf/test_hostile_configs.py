@@ -29,6 +29,7 @@ CASES: dict[str, tuple[Any, str]] = {
     "a negative width": ({**LLAMA, "hidden_size": -32}, "hidden_size is -32"),
     "a billion layers": ({**LLAMA, "num_hidden_layers": 10**9}, "num_hidden_layers is 1,000,000,000"),
     "a million experts": ({**LLAMA, "model_type": "mixtral", "num_local_experts": 10**6}, "num_local_experts"),
+    "two million heads": ({**LLAMA, "num_key_value_heads": 2 * 10**6}, "num_key_value_heads"),
     "many of both": ({**LLAMA, "num_hidden_layers": 4000, "num_local_experts": 8000}, "32,000,000 modules"),
     "a wide model": ({**LLAMA, "hidden_size": 10**12}, "hidden_size is 1,000,000,000,000"),
     "no heads": ({**LLAMA, "num_attention_heads": 0, "num_key_value_heads": 0}, "cannot be"),

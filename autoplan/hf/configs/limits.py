@@ -26,7 +26,7 @@ _SHAPE = {
     "auto_map": ({"*": (str, [(str, _OPEN)], _OPEN)}, str, _OPEN),
 }
 MOST_LAYERS = 4096
-MOST_EXPERTS = 1 << 14
+MOST_PARALLEL = 1 << 14  # heads, experts
 MOST_SIZE = 1 << 26
 MOST_REGISTERED = 1_000_000  # modules and parameters of one model
 
@@ -79,7 +79,8 @@ def _absurd(field: tuple[str, Any]) -> str:
 def _limit(name: str) -> int:
     if is_layer_count(name):
         return MOST_LAYERS
-    return MOST_EXPERTS if field_rule(name)[0] == "experts" else MOST_SIZE if field_rule(name)[0] else 1 << 53
+    size = field_rule(name)[0]
+    return MOST_PARALLEL if size == "experts" or size.endswith("heads") else MOST_SIZE if size else 1 << 53
 
 
 def _counts(name: str) -> bool:
