@@ -62,9 +62,9 @@ def test_code_of_training_is_told_from_numbers_of_training() -> None:
 
 def test_training_is_recorded_where_it_runs_something_else() -> None:
     feeds = {"usual": {"x": X.float()}}
-    assert list(with_other_paths(Block(), feeds, {})[0]) == ["usual", "usual in training"]
-    assert with_other_paths(Plain(), feeds, {}) == (feeds, ())
-    kept, (note,) = with_other_paths(Noisy(), feeds, {})
+    assert list(with_other_paths(Block(), feeds, {}, training=True)[0]) == ["usual", "usual in training"]
+    assert with_other_paths(Plain(), feeds, {}, training=True) == (feeds, ())
+    kept, (note,) = with_other_paths(Noisy(), feeds, {}, training=True)
     assert list(kept) == ["usual"] and "'usual in training' is not recorded: it draws" in note
 
 
