@@ -8,6 +8,7 @@ real tiny clone, whose parameters have the same names but other sizes. The trace
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -18,19 +19,22 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autoplan.capture.dry_run import SMALL, quiet
+from autoplan.capture.called import PART, TRAINING
+from autoplan.capture.dry_run import SMALL, Twin, quiet
 from autoplan.capture.fold import fold
 from autoplan.capture.idle_experts import with_idle_members
 from autoplan.capture.known_values import KnownValues
 from autoplan.capture.recorder import Recording, record
 from autoplan.common.conventions import conventions
-from autoplan.common.errors import CaptureError
+from autoplan.common.errors import CaptureError, OutsideError
+from autoplan.common.nested import flatten_tensors
 from autoplan.common.random_values import untouched_randomness
 from autoplan.values import Trace
 
 __all__ = ["Captured", "capture_any", "capture_fake", "capture_real"]
 
 _MOST_REAL = 4_000_000_000  # parameters that a run on hollow real tensors may multiply with
+_LISTED = 3  # so many results in one list may be those of blocks
 _MODEL_COPIES = (True, False)  # folded first, then every block
 
 
@@ -148,8 +152,10 @@ def capture_fake(
     `supposing` makes up the choices that it asks for.
     """
     problem: CaptureError | None = None
-    unfolded = False
+    unfolded = counted = False
     for folding, knowing in product(_MODEL_COPIES if folded else (False,), (True,) if supposing else (False, True)):
+        if folding and counted:
+            continue
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         copy = fold(model, _faker(mode), fold=folding)
         if folding and not copy.folds:
@@ -162,11 +168,35 @@ def capture_fake(
             with untouched_randomness(), quiet():
                 fake = KnownValues(mode, supposing=supposing) if knowing else mode
                 trace, recording = record(copy.module, feeds, fake_mode=fake, folds=copy.folds)
-            return Captured(trace, recording)
+            counted = bool(copy.folds) and _gives_more_unfolded(model, feeds, trace)
+            if not counted:
+                return Captured(trace, recording)
         except CaptureError as error:
             problem = problem or error
     assert problem is not None
     raise problem
+
+
+def _gives_more_unfolded(model: nn.Module, feeds: dict[str, dict[str, Any]], trace: Trace) -> bool:
+    """Does the model return a list of what its blocks make, of which the folded copy returned another one?"""
+    calls = [feed for feed in feeds.values() if PART not in feed]
+    visits = [visit for visit in trace.visits if visit.module == ""]
+    for feed, visit in zip(calls, visits, strict=False):
+        listed = Counter(path[:-1] for path, _ in visit.outputs if path and isinstance(path[-1], int))
+        if TRAINING in feed or max(listed.values(), default=0) < _LISTED:
+            continue
+        whole = Twin(model, folded=False)
+        whole.module.eval()
+        try:
+            given = flatten_tensors(whole.run(whole.module, feed))
+        except OutsideError:
+            raise
+        except Exception:  # someone else's forward may raise anything; recording it says what
+            continue
+        recorded = [(path, trace.tensors[tensor].shape) for path, tensor in visit.outputs]
+        if [(path, tuple(tensor.shape)) for path, tensor in given] != recorded:
+            return True
+    return False
 
 
 @torch.no_grad()

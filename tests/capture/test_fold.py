@@ -20,8 +20,11 @@ from transformers import (
     LlamaForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    Sam2HieraDetConfig,
+    Sam2HieraDetModel,
 )
 
+from autoplan.capture.capture import capture_fake
 from autoplan.capture.fold import fold
 from autoplan.common.errors import CaptureError
 
@@ -206,3 +209,12 @@ def test_what_cannot_be_copied_is_named():
     model.model.guard = threading.Lock()
     with pytest.raises(CaptureError, match=r"model\.guard"):
         fold(model)
+
+
+def test_results_that_are_counted_by_blocks_are_those_of_all_blocks() -> None:
+    """It returns what the last block of each stage made, by the blocks' numbers: of fewer blocks it returns others."""
+    model = on_meta(Sam2HieraDetModel, Sam2HieraDetConfig(image_size=[64, 64])).eval()
+    trace = capture_fake(model, {"forward": {"pixel_values": torch.randn(1, 3, 64, 64)}}).trace
+    root = next(visit for visit in trace.visits if visit.module == "")
+    stages = [trace.tensors[tensor].shape[-1] for path, tensor in root.outputs if path[0].startswith("intermediate")]
+    assert stages == model.config.embed_dim_per_stage
