@@ -147,6 +147,7 @@ def worker(pipe: Any, pair: tuple[str, str], how: Any) -> None:
     pipe.send(answer(*pair, how))
 
 
+@pytest.mark.slow
 def test_a_crash_and_a_hang_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boards, "_worker_main", worker)
     seen: list[tuple[int, str]] = []

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from lookalikes import load
+from slow_cases import slow_but
 from torch import nn
 
 import autoplan
@@ -24,10 +25,7 @@ LOOKALIKES = {"baichuan": "baichuan", "decilm": "decilm", "nemotron-labs-diffusi
 PLANS = {plan.id: plan for plan in load_plans()}
 
 
-def names(quick: str) -> list[Any]:
-    """All plans; of those with towers, which take longest, one that is not slow."""
-    late = {name for name in PLANS if name.endswith("-multimodal") and name != quick}
-    return [pytest.param(name, marks=pytest.mark.slow) if name in late else name for name in PLANS]
+QUICK = ("llama", "gemma3", "falcon-h1", "phi3", "baichuan", "qwen3-sequence-classification", "gemma4-multimodal")
 
 
 @cache
@@ -68,7 +66,7 @@ def cuts(plan: autoplan.Plan) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------ every file
 
 
-@pytest.mark.parametrize("name", names("gemma4-multimodal"))
+@pytest.mark.parametrize("name", slow_but(PLANS, *QUICK))
 def test_audit_against_inference(name: str) -> None:
     """Same cuts as inference, or the file says how they differ; every key means something."""
     inferred = autoplan.plan(model_of(name), 2, source="inferred", prove="none")
@@ -83,7 +81,7 @@ def test_audit_against_inference(name: str) -> None:
         assert style == "replicate" or any(matches(pattern, entry) or pattern == entry for entry in written), pattern
 
 
-@pytest.mark.parametrize("name", names("gemma4-multimodal"))
+@pytest.mark.parametrize("name", slow_but(PLANS, *QUICK))
 def test_exact_on_ranks(name: str) -> None:
     """Each plan runs on two simulated ranks and equals the unsharded model, forward and every gradient."""
     check_on_ranks(model_of(name), made_of(name))
@@ -98,7 +96,7 @@ def check_on_ranks(model: Any, plan: autoplan.Plan) -> None:
     assert max(report.gradients.values()) < 1e-5
 
 
-@pytest.mark.parametrize("name", names("gemma4-multimodal"))
+@pytest.mark.parametrize("name", slow_but(PLANS, *QUICK))
 def test_sequence_parallel_variant(name: str) -> None:
     """A variant is what analysis places under sequence parallelism and runs, or the file says why there is none."""
     variant = PLANS[name].sequence_parallel

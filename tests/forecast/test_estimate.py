@@ -42,7 +42,9 @@ def adapted(config: Any) -> nn.Module:
         (llama(), {"tp": 4}, {}),
         (llama(), {"dp_shard": 4, "tp": 4}, {"activation_checkpointing": True}),
         (llama(), {"dp_shard": 8, "tp": 2}, {"activation_checkpointing": "selective"}),
-        (MIXTRAL, {"dp_shard": 4, "tp": 4}, {"activation_checkpointing": "submodule"}),
+        pytest.param(
+            MIXTRAL, {"dp_shard": 4, "tp": 4}, {"activation_checkpointing": "submodule"}, marks=pytest.mark.slow
+        ),
         pytest.param(T5, {"dp_shard": 2, "tp": 2}, {}, marks=pytest.mark.slow),
         (adapted(MIXTRAL), {"dp_shard": 4, "tp": 4}, {"activation_checkpointing": "submodule"}),
     ],

@@ -1,6 +1,7 @@
 """A cross-section of the architectures in transformers, and (slow) all causal language models: exact, how much split.
 
-One of every kind that was hard at some time. `autoplan scoreboard causal_lm` prints the same for a whole mapping.
+One of every kind that was hard at some time; quick are those that other tests do not plan. `autoplan scoreboard
+causal_lm` prints the same for a whole mapping.
 """
 
 from __future__ import annotations
@@ -42,7 +43,14 @@ CROSS_SECTION = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model_type", "class_name", "share"), CROSS_SECTION, ids=lambda value: str(value))
+QUICK = ("gpt_neox", "falcon", "phi3", "gpt_oss", "t5", "llava", "vit", "mamba2", "bert", "xglm")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "class_name", "share"),
+    [pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow) for case in CROSS_SECTION],
+    ids=lambda value: str(value),
+)
 def test_cross_section(model_type: str, class_name: str, share: float) -> None:
     found = score(model_type, class_name, How(2))
     assert found.verdict == "exact", found.reason
