@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from outside import attention_kinds, other_kinds, sequence_mixers
+from slow_cases import slow_but
 from torch import nn
 
 import autoplan
@@ -63,7 +64,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG = {
+    "torch encoder and decoder", "torch encoder", "diffusion transformer", "keys of the first layer for all",
+    "one relative bias for all layers", "vision transformer", "ResNet", "U-Net", "one matrix for attention and MLP",
+    "codebook autoencoder", "retention", "mixing tokens by a matrix", "GRU cell", "long convolution by FFT",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", slow_but(CASES, *(name for name in CASES if name not in LONG)))
 def test_exact(name: str) -> None:
     torch.manual_seed(0)
     build, inputs, share = CASES[name]

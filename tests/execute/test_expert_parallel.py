@@ -12,6 +12,7 @@ import pytest
 import torch
 from experts_toys import Adding, Sorted, Stacked, with_listed, with_stacks
 from safetensors.torch import save_file
+from slow_cases import slow_but
 from test_experts import TYPES, computing_with, implementations
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -62,7 +63,7 @@ def test_exact_in_every_implementation(model_type: str, implementation: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss", "deepseek_v3", "llama4_text"])
+@pytest.mark.parametrize("model_type", slow_but(["mixtral", "gpt_oss", "deepseek_v3", "llama4_text"], "deepseek_v3"))
 def test_exact_on_four_ranks_that_are_processes(model_type: str) -> None:
     clone, plan = planned(model_type, 4, 4)
     report = verify_clone(clone, plan, engine="gloo", checks=(*CHECKS, "loss", "state_dict"))
@@ -87,7 +88,7 @@ def test_ranks_that_hold_experts_and_nothing_else() -> None:
     assert sum(report.details["collectives"]["forward"].values()) == blocks, "one sum for each block's experts"
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize("model_type", slow_but(["mixtral", "deepseek_v3", "gpt_oss", "llama4_text"], "mixtral"))
 def test_under_sequence_parallel(model_type: str) -> None:
     clone = clone_of(resolve(model_type))
     source = resolve(clone.model, inputs=clone.feeds)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slow_cases import slow_but
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig
 
 import autoplan
@@ -101,7 +102,11 @@ def test_scales_are_cut_with_their_weight() -> None:
     assert "weight_scale_inv" in made.explain("model.layers.0.self_attn.o_proj")
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in SHAPES.iterdir()))
+QUICK = ("deepseek-r1-fp8", "gpt-oss-20b-mxfp4", "llama-3.1-405b-awq", "llama-3.1-70b-gptq-act-order",
+         "llama-3.1-8b-bnb-nf4", "llama-3.3-70b-nvfp4", "phi-4-mini-torchao-int4", "qwen3-30b-a3b-fp8")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", slow_but(sorted(path.name for path in SHAPES.iterdir()), *QUICK))
 def test_no_public_config_is_read_as_unquantised(name: str) -> None:
     made = plan(published(name), 2)
     assert made.packed and made.findings, name

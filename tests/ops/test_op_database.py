@@ -1,8 +1,8 @@
 """Ops of torch's own op database between linears: split they are exact, or a dim stays whole and the plan says why.
 
 Here each op that has a usable sample comes once, with another of its samples and dims as its number in the database
-says, and only every tenth op: the rest are for tests/benchmarks/op_database.py. `MENDED` are samples on which a plan
-was wrong once, with the reason that is now given, or exact.
+says, and only every tenth op: the rest are for tests/benchmarks/op_database.py. `MENDED` are samples on which a
+plan was wrong once, with the reason that is now given, or exact.
 """
 
 from __future__ import annotations

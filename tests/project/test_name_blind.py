@@ -85,7 +85,7 @@ OUTSIDE: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("tp_size", [2, 4])
+@pytest.mark.parametrize("tp_size", slow_but([2, 4], 2))
 @pytest.mark.parametrize("style", OUTSIDE)
 def test_models_from_elsewhere_are_split_whole_and_exact(style: str, tp_size: int) -> None:
     if style.startswith("einops"):
