@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoplan.common.errors import SourceError
+
 __all__ = ["cast_numbers", "inputs_in", "tried_dtypes", "working_dtype"]
 
 
@@ -23,12 +25,15 @@ def working_dtype(model: nn.Module, default: torch.dtype = torch.float32) -> tor
 def tried_dtypes(model: Callable[[], nn.Module]) -> Iterator[torch.dtype]:
     """In which a clone is run, the best first: rounding hides least in the widest; some code runs in its own only.
 
-    `model` gives the model that is cloned. It is asked for last: at its full size it costs more than a clone, and some
-    configs describe no model that can be built but at the sizes of a clone.
+    `model` gives the model that is cloned. It is asked for last: at its full size it costs more than a clone. Some
+    configs describe no model that can be built but at the sizes of a clone; they have no dtype of their own.
     """
     tried = (torch.float64, torch.float32)
     yield from tried
-    own = working_dtype(model())
+    try:
+        own = working_dtype(model())
+    except SourceError:
+        return
     if own not in tried:
         yield own
 

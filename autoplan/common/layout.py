@@ -127,13 +127,10 @@ class Layout:
 
     def contiguous(self, tp: int) -> bool:
         """Is this what a plain `Shard(dim)` holds: consecutive rows, cut by ceiling?"""
-        return all(
-            tuple(chunk(self.size, tp, rank)) == self.rows(rank, tp)
-            if run is None
-            else run == chunk(self.size, tp, rank)
-            for rank in range(tp)
-            for run in (self.run(rank, tp),)
-        )
+        wanted = [chunk(self.size, tp, rank) for rank in range(tp)]
+        if self.run(0, tp) is not None:
+            return all(self.run(rank, tp) == one for rank, one in enumerate(wanted))
+        return all(self.rows(rank, tp) == tuple(one) for rank, one in enumerate(wanted))
 
     def one_run(self, tp: int) -> bool:
         """Are the ranks' rows one after the other those of the whole, however many each of them holds?"""

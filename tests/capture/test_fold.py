@@ -218,3 +218,19 @@ def test_results_that_are_counted_by_blocks_are_those_of_all_blocks() -> None:
     root = next(visit for visit in trace.visits if visit.module == "")
     stages = [trace.tensors[tensor].shape[-1] for path, tensor in root.outputs if path[0].startswith("intermediate")]
     assert stages == model.config.embed_dim_per_stage
+
+
+class OfFewBlocks(Sam2HieraDetModel):
+    """Runs on a folded copy and not on the model."""
+
+    def forward(self, pixel_values, **how):
+        result = super().forward(pixel_values, **how)
+        if len(self.blocks) == sum(self.config.blocks_per_stage):
+            raise RuntimeError("not with all blocks")
+        return result
+
+
+def test_a_model_that_runs_on_a_folded_copy_alone_is_not_recorded() -> None:
+    model = on_meta(OfFewBlocks, Sam2HieraDetConfig(image_size=[64, 64])).eval()
+    with pytest.raises(CaptureError, match="not with all blocks"):
+        capture_fake(model, {"forward": {"pixel_values": torch.randn(1, 3, 64, 64)}})

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 import autoplan
 from autoplan.capture.draw import Draw
 from autoplan.check.verify.verify import clone_of
+from autoplan.common.dtypes import tried_dtypes
 from autoplan.common.errors import PlanMismatchError, SourceError
 from autoplan.common.nested import change_at
 from autoplan.execute.randomness import streams as random_streams
@@ -128,6 +129,7 @@ def test_a_clone_is_made_where_the_config_describes_no_model_at_its_full_size() 
     with pytest.raises(SourceError):
         source.module()
     assert clone_of(source).model.dtype == torch.float64
+    assert list(tried_dtypes(source.module)) == [torch.float64, torch.float32]
 
 
 class Folding(nn.Module):
