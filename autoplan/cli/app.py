@@ -115,9 +115,11 @@ def plan(
     how |= {"uneven": uneven}
     made = _make_plan(model, tp, source, prove.value, trust_remote_code, **how)
     if output is None:
-        sizes = None if as_json else sizes_of(model, made, gpu if memory else None, trust_remote_code)
-        view = plan_view(made) if sizes is None else Group(plan_view(made), "", sizes)
-        emit(view, made.to_dict(), as_json, None)
+        emit(plan_view(made), made.to_dict(), as_json, None)
+        if not as_json:  # the plan can be read while a step is estimated
+            sizes = sizes_of(model, made, gpu if memory else None, trust_remote_code)
+            if sizes is not None:
+                emit(Group("", sizes), None, False, None)
     else:
         made.save(output)
         note(f"written to {output}")

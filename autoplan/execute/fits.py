@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -54,14 +55,16 @@ def model_hash(model: nn.Module) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
 
 
-def _steers(name: str) -> bool:
-    return not name.startswith("_") and not any(word in name for word in conventions().idle_words)
+@lru_cache(maxsize=4096)  # blocks have the same names many times
+def _steers(name: str, idle_words: tuple[str, ...]) -> bool:
+    return not name.startswith("_") and not any(word in name for word in idle_words)
 
 
 def _whole_numbers(values: Any, depth: int = _DEPTH) -> Any:
     """The whole numbers in a mapping, by name, and those in lists and mappings below it."""
     if depth and isinstance(values, Mapping):
-        below = {str(name): value for name, value in values.items() if _steers(str(name))}
+        idle = conventions().idle_words
+        below = {str(name): value for name, value in values.items() if _steers(str(name), idle)}
         found = {name: _whole_numbers(value, depth - 1) for name, value in below.items()}
         return {name: value for name, value in found.items() if value not in (None, {}, [])}
     if depth and isinstance(values, list | tuple):

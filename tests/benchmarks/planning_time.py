@@ -1,8 +1,9 @@
 """How long does planning take, compared with what it cannot do without?
 
-The whole process `autoplan plan FOLDER --tp 8 --source inferred`, proof included, is timed compared with a process that
-only imports torch and transformers and builds the same model on the meta device; the ratio is what matters, seconds
-belong to a machine. Then the analysis alone is timed on a stack of blocks and on one twice as deep. Nothing is
+The whole process `autoplan plan FOLDER --tp 8 --source inferred --no-memory`, proof included, is timed compared with a
+process that only imports torch and transformers and builds the same model on the meta device; the ratio is what
+matters, seconds belong to a machine. "with memory": the table of what a step needs at each legal size comes after the
+plan. Then the analysis alone is timed on a stack of blocks and on one twice as deep. Nothing is
 asserted.
 
     python tests/benchmarks/planning_time.py [--runs 3] [--json] [SHAPE ...]
@@ -78,7 +79,8 @@ def measure(shape: str, runs: int) -> dict[str, Any]:
     folder = SHAPES / shape
     command = [sys.executable, "-m", "autoplan", "plan", str(folder), "--tp", "8", "--source", "inferred"]
     build_only = [sys.executable, "-c", BUILD, str(folder)]
-    build, plan = fastest([[seconds(build_only), seconds(command)] for _ in range(runs)])
+    times = [[seconds(build_only), seconds([*command, "--no-memory"]), seconds(command)] for _ in range(runs)]
+    build, plan, with_memory = fastest(times)
     config = json.loads((folder / "config.json").read_text())
     deeper = {**config, "num_hidden_layers": 2 * config["num_hidden_layers"]}
     once, twice = analysis_seconds(runs, config, deeper)
@@ -87,6 +89,7 @@ def measure(shape: str, runs: int) -> dict[str, Any]:
         "import_and_build_s": round(build, 2),
         "plan_s": round(plan, 2),
         "ratio": round(plan / build, 2),
+        "with_memory_s": round(with_memory, 2),
         "analysis_s": round(once, 2),
         "analysis_of_twice_the_layers_s": round(twice, 2),
         "depth_ratio": round(twice / once, 2),
@@ -106,10 +109,12 @@ def main() -> None:
     if options.json:
         print(json.dumps(rows, indent=2))
         return
-    print(f"{'shape':<16}{'import + build':>15}{'plan':>9}{'ratio':>8}{'analysis':>11}{'2× layers':>11}{'ratio':>8}")
+    heads = ("import + build", "plan", "ratio", "with memory", "analysis", "2× layers", "ratio")
+    widths = (15, 9, 8, 13, 11, 11, 8)
+    print(f"{'shape':<16}" + "".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)))
     for row in rows:
         name, *figures = row.values()
-        print(f"{name:<16}" + "".join(f"{x:>{w}.2f}" for x, w in zip(figures, (15, 9, 8, 11, 11, 8), strict=True)))
+        print(f"{name:<16}" + "".join(f"{x:>{w}.2f}" for x, w in zip(figures, widths, strict=True)))
 
 
 if __name__ == "__main__":
