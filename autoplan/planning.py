@@ -110,7 +110,7 @@ def capture_source(source: Source, module: nn.Module, choices: Choices | None = 
         module, config=source.config, model_type=source.model_type, inputs=source.inputs, recipe=source.recipe
     )
     note = kernel_note(module)
-    feeds, left_out = with_other_paths(module, made.feeds, made.others, training=source.config is None)
+    feeds, left_out = with_other_paths(module, made.feeds, made.others)
     captured = capture_any(module, feeds, (*made.notes, *left_out, *([note] if note else [])))
     unfold = partial(capture_fake, module, feeds, folded=False)
     if choices is None or same_in_folded_blocks(choices, captured.trace):

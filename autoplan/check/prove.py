@@ -91,8 +91,9 @@ def _proven(source: Source, wish: Wish, choices: Choices | None, module: nn.Modu
         return draft_plan(source, wish, choices=choices, module=module).plan
     stage("trying a tiny clone on simulated ranks")
     settled = settle_capabilities(
-        source, wanted_capabilities(wish), wish.tp_size, wish.ep_size, choices, Budget(wish.trial_seconds)
-    )
+        source, wanted_capabilities(wish), wish.tp_size, wish.ep_size, choices, Budget(wish.trial_seconds),
+        modes=has_training_paths(module),
+    )  # fmt: skip
     draft = draft_plan(source, wish, choices=choices, capabilities=settled.capabilities, module=module)
     made = replace(draft.plan, findings=draft.plan.findings + settled.findings)
     stage("proving the plan on the graph of a tiny clone")
@@ -188,9 +189,7 @@ def _recorded_clone(source: Source) -> tuple[nn.Module, dict[str, Any], Captured
         try:
             clone = one.tiny(dtype=dtype, experts="batched_mm")
             made = make_inputs(clone, model_type=one.model_type, inputs=one.inputs, recipe=one.recipe)
-            feeds = inputs_in(
-                working_dtype(clone), with_other_paths(clone, made.feeds, made.others, training=one.config is None)[0]
-            )
+            feeds = inputs_in(working_dtype(clone), with_other_paths(clone, made.feeds, made.others)[0])
             return clone, feeds, capture_real(copied(clone), feeds, keep_values=True)
         except AutoplanError as error:
             refusal = refusal or error
@@ -216,15 +215,15 @@ def settle_capabilities(
     ep_size: int = 1,
     choices: Choices | None = None,
     budget: Budget | None = None,
+    modes: bool = False,
 ) -> Settled:
     """Shard the tiny clone on simulated ranks, as somebody chose; keep the first capabilities with the same numbers.
 
     Findings say what had to be left out, or that nothing would do. Where no clone can be tried, what is wanted stays,
-    and the outcome says why and what to pass.
+    and the outcome says why and what to pass. `modes`: training runs code of its own, and is tried too.
     """
     from autoplan.check.verify.verify import verify_source
 
-    modes = source.config is None and has_training_paths(source.module())
     try:
         report = verify_source(
             source,

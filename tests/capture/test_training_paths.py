@@ -8,11 +8,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import autoplan
 from autoplan.capture.feeding.other_paths import with_other_paths
 from autoplan.capture.training_paths import has_training_paths, in_training
 from autoplan.check.ranks.run import run_ranks
+from autoplan.hf.source import resolve
 
 X = torch.linspace(-1, 1, 2 * 6 * 16, dtype=torch.float64).view(2, 6, 16)
 
@@ -62,9 +65,9 @@ def test_code_of_training_is_told_from_numbers_of_training() -> None:
 
 def test_training_is_recorded_where_it_runs_something_else() -> None:
     feeds = {"usual": {"x": X.float()}}
-    assert list(with_other_paths(Block(), feeds, {}, training=True)[0]) == ["usual", "usual in training"]
-    assert with_other_paths(Plain(), feeds, {}, training=True) == (feeds, ())
-    kept, (note,) = with_other_paths(Noisy(), feeds, {}, training=True)
+    assert list(with_other_paths(Block(), feeds, {})[0]) == ["usual", "usual in training"]
+    assert with_other_paths(Plain(), feeds, {}) == (feeds, ())
+    kept, (note,) = with_other_paths(Noisy(), feeds, {})
     assert list(kept) == ["usual"] and "'usual in training' is not recorded: it draws" in note
 
 
@@ -88,3 +91,44 @@ def test_both_modes_are_exact() -> None:
     for got in run_ranks(rank, 2):
         for mine, wanted in zip(got, expected, strict=True):
             torch.testing.assert_close(mine, wanted)
+
+
+class TwoHeads(LlamaMLP):
+    """In training it reads another matrix of what is split, and a mean over it."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.aux = nn.Linear(config.intermediate_size, 24, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        out = self.down_proj(inner)
+        if self.training:
+            heads = inner.unflatten(-1, (-1, 4)).softmax(-1).flatten(-2)
+            out = out + self.aux(heads).mean(-1, keepdim=True) + inner.square().mean(-1, keepdim=True)
+        return out
+
+
+class OwnLlama(LlamaForCausalLM):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = TwoHeads(config)
+
+
+def test_a_model_with_a_config_is_recorded_and_tried_in_both_modes() -> None:
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64,
+    )  # fmt: skip
+    plan = autoplan.plan(OwnLlama(config), 2, source="inferred")
+    assert plan.proof.ok and "model.layers.*.mlp.aux" in {entry.pattern for entry in plan.entries}
+
+
+def test_a_weight_handed_to_an_absent_kernel_changes_nothing() -> None:
+    """Mixers of Mamba-2 do that in training: a view of a partly split weight that nothing reads on a CPU."""
+    model = resolve("bamba:BambaForCausalLM").tiny(dtype=torch.float32)
+    plan = autoplan.plan(model, 2, source="inferred", prove="none")
+    styles = {entry.pattern: entry.style for entry in plan.entries}
+    assert styles["model.layers.*.mamba.in_proj"] == "packed_colwise"
+    assert styles["model.layers.*.mamba.out_proj"] == "rowwise"

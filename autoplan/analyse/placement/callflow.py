@@ -15,6 +15,7 @@ __all__ = ["CallFlow", "Crossing"]
 
 _READ_BY_PYTHON = frozenset({"_local_scalar_dense", "nonzero"})
 _DETACHING = frozenset({"detach", "attr:data", "detach_"})
+_SHAPES = frozenset({"squeeze", "unsqueeze", "view", "reshape", "flatten", "unflatten", "transpose", "t", "permute"})
 
 
 class Crossing(NamedTuple):
@@ -83,9 +84,14 @@ class CallFlow:
                 self.carries.add(tensor)
 
     def _detached(self) -> set[int]:
-        """Values to which no gradient comes back, because all that is made of them is detached in the end."""
+        """Values to which no gradient comes back, because all that is made of them is detached in the end.
+
+        So is a parameter in another shape that nobody reads: it was handed to a kernel that is not there.
+        """
         detached: set[int] = set()
         for index in reversed(range(len(self.trace.calls))):
+            if self._unread_shape(index):
+                detached.update(self.outputs[index])
             for tensor in self.outputs[index]:
                 uses = self.uses.get(tensor)
                 if uses and tensor not in self.final and tensor not in self.rewritten and all(
@@ -93,6 +99,14 @@ class CallFlow:
                 ):  # fmt: skip
                     detached.add(tensor)
         return detached
+
+    def _unread_shape(self, index: int) -> bool:
+        if self.trace.calls[index].name not in _SHAPES or len(self.inputs[index]) != 1:
+            return False
+        given, made = self.inputs[index][0], self.outputs[index]
+        return self.trace.tensors[given].kind == "parameter" and not any(
+            self.uses.get(tensor) or tensor in self.final or tensor in self.rewritten for tensor in made
+        )
 
     def _given(self, part: ModuleVisit) -> set[int]:
         """What a part that is called alone is given: within the model gradients go on from there."""

@@ -35,16 +35,14 @@ def with_other_paths(
     model: nn.Module,
     feeds: Mapping[str, dict[str, Any]],
     others: Mapping[str, dict[str, Any]],
-    *,
-    training: bool = False,
 ) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
-    """The feeds, and those that make other calls: of other sizes, and of `training` where it draws nothing.
+    """The feeds, and those that make other calls: of other sizes, and in training where it draws nothing.
 
     And a note for each that cannot be compared, and is not recorded therefore.
     """
     main = {name: inputs for name, inputs in feeds.items() if PART not in inputs}
     more = {name + _OTHER_SIZES: (main[name], inputs) for name, inputs in others.items() if name in main}
-    if training and has_training_paths(model):
+    if has_training_paths(model):
         more |= {name + _IN_TRAINING: (inputs, {**inputs, TRAINING: True}) for name, inputs in main.items()}
     if not more:
         return dict(feeds), ()
