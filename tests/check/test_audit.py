@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from functools import partial
 from pathlib import Path
 
@@ -62,6 +63,19 @@ def test_every_check_has_something_to_find() -> None:
 def test_two_keys_for_one_module() -> None:
     report = audited(torch_styles({**ATTENTION, "layers.*.attn.q_*": "rowwise"})(None))
     assert levels(report, "overlaps") == {"error"} and not report.ok
+
+
+def test_a_plan_that_cannot_run_leaves_no_traceback_of_torch() -> None:
+    said: list[logging.LogRecord] = []
+    listener = logging.Handler()
+    listener.emit = said.append  # type: ignore[method-assign]
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(listener)
+    try:
+        report = audited(torch_styles({"w1": "colwise", "w3": "colwise", "w2": "colwise"})(None), Mlp())
+    finally:
+        logger.removeHandler(listener)
+    assert not report.ok and said == []
 
 
 def test_unknown_and_old_words() -> None:

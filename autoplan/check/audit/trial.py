@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autoplan.capture.dry_run import quiet
 from autoplan.check.audit.autotp import autotp_sharding, not_imitated
 from autoplan.check.audit.executors import torch_sharding, transformers_sharding
 from autoplan.check.audit.lines import ForeignPlan
@@ -66,7 +67,8 @@ def try_on_ranks(source: Any, plan: ForeignPlan, tp_size: int, right: Plan | Non
     thawed: dict[str, None] = {}
     _freeze_alike(clone.model, source.module())
     sharding = _noticing(sharding_for(plan), thawed)
-    report = check_sharding(clone.model, clone.feeds, sharding, size, checks=_CHECKS)
+    with quiet():  # torch logs what cannot run with its traceback: here that is an answer
+        report = check_sharding(clone.model, clone.feeds, sharding, size, checks=_CHECKS)
     return Trial(report, tiny=clone, full_size=same and size == tp_size, thawed=tuple(thawed))
 
 
