@@ -359,13 +359,13 @@ def _measured(job: _Job, subject: Any) -> dict[str, Any]:
 
 
 def _said(error: Exception) -> str:
-    """An error in one line, with the place in the model's code (the last line outside torch) where it arose."""
+    """An error in one line, with the place where it arose: the last line of the model's code, else of ours."""
     import traceback
 
-    from autoplan.check.ranks.threads import __file__ as threads
+    from autoplan import __path__ as ours
 
-    steps = traceback.extract_tb(error.__traceback__)
-    own = [step for step in steps if "/torch/" not in step.filename and step.filename != threads] or list(steps)
+    steps = [step for step in traceback.extract_tb(error.__traceback__) if "/torch/" not in step.filename]
+    own = [step for step in steps if not step.filename.startswith(tuple(ours))] or steps
     place = f" (at {own[-1].filename.rsplit('/', 1)[-1]}:{own[-1].lineno} in {own[-1].name})" if own else ""
     text = (str(error).strip() or "no message").splitlines()[0]
     return f"{type(error).__name__}: {text}{place}"
