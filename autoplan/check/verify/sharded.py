@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from autoplan.capture.copies import copied
@@ -362,10 +363,9 @@ def _said(error: Exception) -> str:
     """An error in one line, with the place where it arose: the last line of the model's code, else of ours."""
     import traceback
 
-    from autoplan import __path__ as ours
-
+    ours = str(Path(__file__).parents[2])
     steps = [step for step in traceback.extract_tb(error.__traceback__) if "/torch/" not in step.filename]
-    own = [step for step in steps if not step.filename.startswith(tuple(ours))] or steps
+    own = [step for step in steps if not step.filename.startswith(ours)] or steps
     place = f" (at {own[-1].filename.rsplit('/', 1)[-1]}:{own[-1].lineno} in {own[-1].name})" if own else ""
     text = (str(error).strip() or "no message").splitlines()[0]
     return f"{type(error).__name__}: {text}{place}"
