@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import autoplan
 from autoplan.check.audit.gate import refuse_disproven, refuse_unproven, warn_unproven
 from autoplan.check.ranks.run import run_ranks
+from autoplan.check.verify import verify
 from autoplan.common.errors import AutoplanError, PlanRefusedError, UnprovenPlanWarning
 from autoplan.common.options import Options
 from autoplan.values import Proof, Trial, replace
@@ -106,7 +107,7 @@ class AwareHalf(Half):
     """And does something else where any weight is split."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        split = sum(isinstance(parameter, DTensor) for parameter in self.parameters())
+        split = sum(isinstance(part._parameters["weight"], DTensor) for part in (self.up, self.down))
         return super().forward(x) * (1 + split)
 
 
@@ -132,7 +133,7 @@ class Aware(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.up(x))
-        split = sum(isinstance(parameter, DTensor) for parameter in self.parameters())
+        split = sum(isinstance(part._parameters["weight"], DTensor) for part in (self.up, self.down))
         return x + self.down(hidden) * (1 + split)
 
 
@@ -163,6 +164,19 @@ def test_a_plan_that_is_wrong_on_ranks_failed() -> None:
     assert "Proof failed on simulated ranks: " in str(plan) and "Proven" not in str(plan)
     with pytest.raises(PlanRefusedError, match="was found wrong when it was made"):
         refuse_disproven(plan)
+
+
+def test_what_was_wrong_stays_so_where_nothing_else_can_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without rewritten calls there may be nothing left to split: that is no reason to forget what ranks have shown."""
+    drawn = verify._plan_for
+
+    def plan_for(clone: Any, source: Any, plan: Any, sizes: Any, capabilities: Any, choices: Any = None) -> Any:
+        if not capabilities.scoped:
+            raise AutoplanError("nothing can be split")
+        return drawn(clone, source, plan, sizes, capabilities, choices)
+
+    monkeypatch.setattr(verify, "_plan_for", plan_for)
+    assert planned(Aware()).proof.trial.outcome == "wrong"
 
 
 @pytest.mark.parametrize(
@@ -244,7 +258,7 @@ def test_a_trial_has_a_time_budget() -> None:
 def test_ranks_are_stopped_when_the_time_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     class Waits(Slow):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            split = any(isinstance(parameter, DTensor) for parameter in self.parameters())
+            split = any(isinstance(part._parameters["weight"], DTensor) for part in (self.up, self.down))
             time.sleep(3.0 if split else 0.0)
             return x + self.down(torch.tanh(self.up(x)))
 

@@ -122,12 +122,20 @@ def verify_source(
     sizes = Sizes.of(tp_size, ep_size, plan) if mesh is None else Sizes.of_mesh(mesh, ep_size, plan)
     budget = Budget() if budget is None else budget
     clone = clone_of(source)
-    for capabilities in capabilities_of(plan, sequence_parallel, sizes):
+    report: Report | None = None
+    for wanted in capabilities_of(plan, sequence_parallel, sizes):
         budget.check("before a clone was run on ranks")
-        applied, findings = _plan_for(clone, source, plan, sizes, capabilities, choices)
+        try:
+            drawn, said = _plan_for(clone, source, plan, sizes, wanted, choices)
+        except AutoplanError:
+            if report is None:
+                raise
+            continue  # less is allowed, and nothing is left to split: what was seen before holds
+        capabilities, applied, findings = wanted, drawn, said
         report = verify_clone(clone, applied, mesh=mesh, engine=engine, checks=checks, budget=budget)
         if not _decisively_wrong(report) or budget.spent:
             break
+    assert report is not None
     if plan is None and _decisively_wrong(report) and not budget.spent:
         capabilities, report, applied = _narrowed(
             clone, source, applied, capabilities, report, mesh, engine, checks, choices, budget

@@ -158,6 +158,7 @@ def _view_class(cls: type, names: tuple[str, ...]) -> type:
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
         "_call_impl": _reading_call(cls),
+        "named_parameters": _reading_names(cls),
         "__reduce_ex__": _reduce_to(cls, names),
     }
     namespace.update(_methods_that_read(cls, names))
@@ -190,6 +191,22 @@ def _reading_call(cls: type) -> Callable[..., Any]:
             reading.inside = before
 
     return _call_impl
+
+
+def _reading_names(cls: type) -> Callable[..., Any]:
+    """`for p in self.parameters()` in a forward (a penalty on weights) reads what attributes read."""
+    base: Any = cls.named_parameters  # type: ignore[attr-defined]
+
+    def named_parameters(self: nn.Module, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        for name, parameter in base(self, prefix, *args, **kwargs):
+            record = record_of(self)
+            if record is None or not record.reading.inside:
+                yield name, parameter
+                continue
+            owner, _, leaf = name[len(prefix) + bool(prefix) :].rpartition(".")
+            yield name, getattr(self.get_submodule(owner), leaf)
+
+    return named_parameters
 
 
 def _methods_that_read(cls: type, names: tuple[str, ...]) -> dict[str, Any]:
