@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoplan.common.conventions import CheckpointNames, conventions
+from autoplan.common.conventions import CheckpointNames, Join, conventions
 from autoplan.common.errors import AutoplanError
-from autoplan.hf.quantised.schemes import stored_suffixes
+from autoplan.hf.quantised.schemes import stored_names
 
 __all__ = ["checkpoint_names"]
 
@@ -56,9 +56,22 @@ def checkpoint_names(model: nn.Module) -> CheckpointNames:
         prefix=getattr(model, "base_model_prefix", None) or "model",
         rename=rename,
         conversion=lambda pattern, first: _Converted(copy.deepcopy(converters[pattern]), first),
+        join=lambda pattern: _join(converters[pattern]),
         may_lack=tuple(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()),
         may_exceed=tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
     )
+
+
+def _join(rule: Any) -> Join | None:
+    """What a converter puts together, where it does nothing else."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    kinds = [type(operation) for operation in rule.operations]
+    plain = all(not getattr(operation, "num_shards_attribute", None) for operation in rule.operations)
+    stacked = kinds[:1] == [MergeModulelist] and rule.operations[0].dim == 0
+    if len(rule.target_patterns) != 1 or not plain or kinds[int(stacked) :] not in ([], [Concatenate]) or not kinds:
+        return None
+    return Join(tuple(rule.source_patterns), stacked)
 
 
 def _ends(model: nn.Module) -> frozenset[str]:
@@ -66,16 +79,18 @@ def _ends(model: nn.Module) -> frozenset[str]:
 
 
 def _for_stored(rule: Any, names: frozenset[str]) -> Iterator[Any]:
-    """A converter for each further tensor that a packed stack of weights has: its scales are merged as it is."""
+    """A converter for each further tensor that packed weights have: they are joined as the weight is."""
     targets = rule._original_target_patterns
     sources = rule._original_source_patterns
-    if len(targets) != 1 or not all(source.endswith(".weight") for source in sources):
+    if len(targets) != 1 or not all(source.endswith(".weight") for source in sources) or _join(rule) is None:
         return
     parameter = targets[0].rpartition(".")[2]
-    for suffix in stored_suffixes():
-        if f"{parameter}{suffix}" in names:
-            operations = list(rule.operations)
-            yield rule.copy([source + suffix for source in sources], [targets[0] + suffix], operations=operations)
+    for own, further in stored_names():
+        stored = own if parameter == "weight" else f"{parameter}{further}"
+        if stored in names:
+            apart = [source.removesuffix("weight") + own for source in sources]
+            target = targets[0].removesuffix(parameter) + stored
+            yield rule.copy(apart, [target], operations=list(rule.operations))
 
 
 def _rules(model: nn.Module) -> tuple[Callable[[str], tuple[str, str | None]], dict[str, Any]]:

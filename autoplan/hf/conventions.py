@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from autoplan.common.conventions import CheckpointNames, CheckpointWriter, Conventions, PlanPart
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
-    from autoplan.values.quantised import PackedWeight
+    from autoplan.values.quantised import PackedTensor, PackedWeight
 
 __all__ = ["TRANSFORMERS"]
 
@@ -52,10 +52,10 @@ def _checkpoint_names(model: nn.Module) -> CheckpointNames:
     return checkpoint_names(model)
 
 
-def _checkpoint_writer(model: nn.Module, original: bool) -> CheckpointWriter:
+def _checkpoint_writer(model: nn.Module, original: bool, stored: Mapping[str, tuple[PackedWeight, PackedTensor]]) -> CheckpointWriter:
     from autoplan.hf.saving import checkpoint_writer
 
-    return checkpoint_writer(model, original)
+    return checkpoint_writer(model, original, stored)
 
 
 def _stored_weights(*what: Any) -> tuple[PackedWeight, ...]:

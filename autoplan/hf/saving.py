@@ -8,25 +8,34 @@ tensors that one conversion needs, so that nobody has to hold the others.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
 from autoplan.common.conventions import CheckpointWriter
+from autoplan.hf.quantised.schemes import Plain, packed_weight
+from autoplan.values.quantised import PackedTensor, PackedWeight
 
 __all__ = ["checkpoint_writer"]
 
 
-def checkpoint_writer(model: nn.Module, original: bool = True) -> CheckpointWriter:
-    """Of any model; one that is not transformers' own is written under its own names, and has no settings."""
+Stored = Mapping[str, tuple[PackedWeight, PackedTensor]]
+
+
+def checkpoint_writer(model: nn.Module, original: bool = True, stored: Stored = MappingProxyType({})) -> CheckpointWriter:
+    """Of any model; one that is not transformers' own is written under its own names, and has no settings.
+
+    `stored`: the packed tensors among those to write.
+    """
     if not _is_theirs(model):
         return CheckpointWriter(lambda names: [(name,) for name in names], lambda tensors: tensors)
     group_of = _group_names(model) if original else None
     return CheckpointWriter(
         groups=lambda names: _groups(names, group_of),
-        convert=(lambda tensors: _reverted(model, tensors)) if original else lambda tensors: tensors,
+        convert=(lambda tensors: _as_checkpoints(model, tensors, stored)) if original else lambda tensors: tensors,
         settings=lambda folder, cls: _write_settings(model, folder, cls),
         copies=frozenset(getattr(model, "all_tied_weights_keys", None) or ()),
         left_out=frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ()),
@@ -43,6 +52,39 @@ def _reverted(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
     from transformers.core_model_loading import revert_weight_conversion
 
     return dict(revert_weight_conversion(model, tensors))
+
+
+def _as_checkpoints(model: Any, tensors: dict[str, torch.Tensor], stored: Stored) -> dict[str, torch.Tensor]:
+    stacks = {name: stored[name] for name in tensors if name in stored and len(stored[name][0].shape) == 3}
+    found = _reverted(model, {name: tensor for name, tensor in tensors.items() if name not in stacks})
+    for name, (weight, tensor) in stacks.items():
+        found |= _apart(model, name, tensors[name], weight, tensor)
+    return found
+
+
+def _apart(
+    model: Any, name: str, whole: torch.Tensor, weight: PackedWeight, tensor: PackedTensor
+) -> dict[str, torch.Tensor]:
+    """A packed stack as checkpoints hold it: an entry for each expert and each matrix that was quantised for itself.
+
+    Which entries there are, and what they are called, is asked with numbers in place of the plain stack.
+    """
+    experts, segments = weight.shape[0], max(1, len(weight.segments))
+    plain = name.removesuffix(tensor.name) + weight.parameter
+    asked = _reverted(model, {plain: torch.arange(experts * segments).reshape(experts, segments, 1)})
+    if any(numbers.numel() != 1 for numbers in asked.values()):
+        (entry,) = asked  # it is written as a stack
+        return {entry.removesuffix(weight.parameter) + tensor.name: whole}
+    rows = weight.shape[weight.rows] // segments
+    one = packed_weight(Plain("weight", (rows, weight.shape[weight.contracted])), weight.scheme)
+    mine = one.tensors[weight.tensors.index(tensor)]
+    place = next((place for place, dim in enumerate(tensor.dims) if weight.rows in dim.of), 1)
+    parts = whole.chunk(segments, place) if whole.dim() > 1 else (whole,) * segments
+    found = {}
+    for entry, number in asked.items():
+        expert, segment = divmod(int(number), segments)
+        found[entry.removesuffix("weight") + mine.name] = parts[segment][expert].reshape(mine.shape)
+    return found
 
 
 def _group_names(model: Any) -> Callable[[str], str]:

@@ -19,14 +19,14 @@ from torch.distributed.tensor import DTensor
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.options import check_argument
 from autoplan.common.patterns import matches
-from autoplan.execute.parameters.held import record_of
+from autoplan.execute.parameters.held import plain_name, record_of
 from autoplan.execute.parameters.local_views import stored_tensor
 from autoplan.execute.quantised.formats import DEQUANTISED, dequantise
 from autoplan.patches.classes import give_class
 from autoplan.values import Plan
 from autoplan.values.quantised import PackedTensor, PackedWeight
 
-__all__ = ["compute_in", "is_packed", "packed_model"]
+__all__ = ["compute_in", "is_packed", "packed_model", "stored_tensors"]
 
 _STORED = "_autoplan_stored"
 
@@ -58,6 +58,15 @@ def packed_model(model: nn.Module, plan: Plan) -> nn.Module:
 def is_packed(module: nn.Module) -> bool:
     """Does a module itself hold packed tensors?"""
     return _STORED in module.__dict__
+
+
+def stored_tensors(model: nn.Module) -> dict[str, tuple[PackedWeight, PackedTensor]]:
+    """The packed tensors of a model by full name, each with the weight that it is stored for."""
+    found = {}
+    for path, module in model.named_modules():
+        for weight, _ in module.__dict__.get(_STORED, {}).values():
+            found |= {plain_name(f"{path}.{tensor.name}"): (weight, tensor) for tensor in weight.tensors}
+    return found
 
 
 def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
