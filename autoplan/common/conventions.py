@@ -118,8 +118,9 @@ class Conventions:
     names or not, and of which packed weight a stored tensor is, by name): see there. `shipped_plan`: the plan that comes with a model; `shipped_parts`: the same by where it is
     written, and notes on what else comes with it. `is_base`: is this the class that all models of the library descend
     from? `is_transposed_linear`: does a module multiply by its weight (and not by the weight transposed, as a linear
-    layer does)? `stored_weights`: the quantised weights in a folder, asked with its keys, what tells the shape of one,
-    and what reads one.
+    layer does)? `stored_aliases`: names in a folder of stored tensors that have others elsewhere, each with that one.
+    `stored_weights`: the quantised weights in a folder, asked with its keys, what tells the shape of one, and what
+    reads one.
     """
 
     targets: str
@@ -146,6 +147,7 @@ class Conventions:
     shipped_parts: Callable[[Any], tuple[tuple[PlanPart, ...], tuple[str, ...]]]
     is_base: Callable[[type], bool]
     is_transposed_linear: Callable[[nn.Module], bool]
+    stored_aliases: Callable[[Path, tuple[str, ...]], Mapping[str, str]]
     stored_weights: Callable[
         [Path, tuple[str, ...], Callable[[str], tuple[int, ...]], Callable[[str], torch.Tensor]],
         tuple[PackedWeight, ...],

@@ -15,6 +15,8 @@ from autoplan.common.conventions import CheckpointNames, CheckpointWriter, Conve
 from autoplan.hf.own_sharding import plan_parts, shipped_plan
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import nn
     from transformers import PretrainedConfig
 
@@ -56,6 +58,12 @@ def _checkpoint_writer(model: nn.Module, original: bool, stored: Mapping[str, tu
     from autoplan.hf.saving import checkpoint_writer
 
     return checkpoint_writer(model, original, stored)
+
+
+def _stored_aliases(folder: Path, keys: tuple[str, ...]) -> Mapping[str, str]:
+    from autoplan.hf.quantised.checkpoint import stored_aliases
+
+    return stored_aliases(folder, keys)
 
 
 def _stored_weights(*what: Any) -> tuple[PackedWeight, ...]:
@@ -103,5 +111,6 @@ TRANSFORMERS = Conventions(
     shipped_parts=_shipped_parts,
     is_base=_is_base,
     is_transposed_linear=_is_transposed_linear,
+    stored_aliases=_stored_aliases,
     stored_weights=_stored_weights,
 )

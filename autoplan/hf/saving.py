@@ -7,6 +7,7 @@ tensors that one conversion needs, so that nobody has to hold the others.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
@@ -55,11 +56,30 @@ def _reverted(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
 
 
 def _as_checkpoints(model: Any, tensors: dict[str, torch.Tensor], stored: Stored) -> dict[str, torch.Tensor]:
-    stacks = {name: stored[name] for name in tensors if name in stored and len(stored[name][0].shape) == 3}
-    found = _reverted(model, {name: tensor for name, tensor in tensors.items() if name not in stacks})
-    for name, (weight, tensor) in stacks.items():
-        found |= _apart(model, name, tensors[name], weight, tensor)
+    found = _reverted(model, {name: tensor for name, tensor in tensors.items() if name not in stored})
+    for name, whole in tensors.items():
+        if name in stored:
+            weight, tensor = stored[name]
+            if len(weight.shape) == 3:
+                found |= _apart(model, name, whole, weight, tensor)
+            else:
+                found |= _alone(model, name, whole, weight, tensor)
     return found
+
+
+def _alone(
+    model: Any, name: str, whole: torch.Tensor, weight: PackedWeight, tensor: PackedTensor
+) -> dict[str, torch.Tensor]:
+    """A packed tensor of one matrix, and what bitsandbytes says of it in a tensor of bytes."""
+    ((entry, value),) = _reverted(model, {name: whole}).items()
+    entry = entry.removesuffix(tensor.attribute) + tensor.name
+    if weight.scheme.id != "bnb-4bit" or tensor is not weight.tensors[0]:
+        return {entry: value}
+    kind, block = weight.scheme.value("kind"), weight.scheme.value("block")
+    said = {"quant_type": kind, "blocksize": block, "dtype": str(model.dtype).removeprefix("torch."),
+            "shape": list(weight.shape)}  # fmt: skip
+    state = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
+    return {entry: value, f"{entry}.quant_state.bitsandbytes__{kind}": state}
 
 
 def _apart(
@@ -70,7 +90,7 @@ def _apart(
     Which entries there are, and what they are called, is asked with numbers in place of the plain stack.
     """
     experts, segments = weight.shape[0], max(1, len(weight.segments))
-    plain = name.removesuffix(tensor.name) + weight.parameter
+    plain = name.removesuffix(tensor.attribute) + weight.parameter
     asked = _reverted(model, {plain: torch.arange(experts * segments).reshape(experts, segments, 1)})
     if any(numbers.numel() != 1 for numbers in asked.values()):
         (entry,) = asked  # it is written as a stack

@@ -240,6 +240,16 @@ def _bnb_8bit(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> tor
     return parts[weight.tensors[0].name].float() * parts[_named(weight, "SCB")].float().unsqueeze(-1) * (1 / 127)
 
 
+def _torchao_int4(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
+    """Signed, the lower half of a byte first; scales and zero points by group and output, the latter added."""
+    numbers = ((_pairs(parts[_named(weight, "_qdata")]).int() ^ 8) - 8).float()
+    scales, zeros = (
+        _spread(parts[_named(weight, name)].float().transpose(-1, -2), shape, {1: weight.scheme.value("group")})
+        for name in ("_scale", "_zero_point")
+    )
+    return numbers * scales + zeros
+
+
 DEQUANTISED: dict[str, Callable[[PackedWeight, Parts, tuple[int, ...]], torch.Tensor]] = {
     "fp8-blocks": _plain_numbers,
     "fp8-tensor": _plain_numbers,
@@ -248,6 +258,7 @@ DEQUANTISED: dict[str, Callable[[PackedWeight, Parts, tuple[int, ...]], torch.Te
     "ct-plain": _plain_numbers,
     "ct-tensor": _plain_numbers,
     "torchao-plain": _plain_numbers,
+    "torchao-int4": _torchao_int4,
     "fp4-experts": _fp4,
     "ct-mxfp4": _fp4,
     "mxfp4": _mxfp4,

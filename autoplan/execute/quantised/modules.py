@@ -48,7 +48,7 @@ def packed_model(model: nn.Module, plan: Plan) -> nn.Module:
             stored[weight.parameter] = (weight, old.dtype)
             for tensor in weight.tensors:
                 empty = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
-                module._parameters[tensor.name] = nn.Parameter(empty, requires_grad=False)
+                module._parameters[tensor.attribute] = nn.Parameter(empty, requires_grad=False)
         module.__dict__[_STORED] = stored
         kind: type = type(module)
         give_class(module, _stored_class(kind, tuple(stored)))
@@ -65,7 +65,7 @@ def stored_tensors(model: nn.Module) -> dict[str, tuple[PackedWeight, PackedTens
     found = {}
     for path, module in model.named_modules():
         for weight, _ in module.__dict__.get(_STORED, {}).values():
-            found |= {plain_name(f"{path}.{tensor.name}"): (weight, tensor) for tensor in weight.tensors}
+            found |= {plain_name(f"{path}.{tensor.attribute}"): (weight, tensor) for tensor in weight.tensors}
     return found
 
 
@@ -80,8 +80,7 @@ def _chosen(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, list[PackedWe
     if not plan.packed:
         raise PlanMismatchError("the plan knows of no quantised weights", hint="plan a config with quantization_config")
     found = []
-    parted = [weight for weight in plan.packed if any("." in tensor.name for tensor in weight.tensors)]
-    unknown = next((w for w in plan.packed if w.scheme.id not in DEQUANTISED or w in parted), None)
+    unknown = next((weight for weight in plan.packed if weight.scheme.id not in DEQUANTISED), None)
     if unknown is not None:
         raise PlanMismatchError(
             f"{unknown.name} is stored as {unknown.scheme.title}, which only its own package computes with",
@@ -113,7 +112,7 @@ def _stored_class(cls: type, names: tuple[str, ...]) -> Any:
 def _reader(name: str) -> Any:
     def plain(module: nn.Module) -> torch.Tensor:
         weight, dtype = module.__dict__[_STORED][name]
-        parts = {tensor.name: stored_tensor(module, tensor.name) for tensor in weight.tensors}
+        parts = {tensor.name: stored_tensor(module, tensor.attribute) for tensor in weight.tensors}
         return dequantise(weight, parts, _local_shape(weight, parts[weight.tensors[0].name])).to(dtype)
 
     def read(module: nn.Module) -> torch.Tensor:
@@ -132,6 +131,9 @@ def _local_shape(weight: PackedWeight, first: torch.Tensor) -> tuple[int, ...]:
     """Of the plain piece that a rank's tensors stand for: the first of them has room for whole numbers only."""
     shape = list(weight.shape)
     tensor: PackedTensor = weight.tensors[0]
+    if weight.is_flat and weight.dim is not None:
+        numbers = first.numel() * tensor.dims[0].factor // tensor.dims[0].each
+        shape[weight.dim] = numbers // (weight.elements // weight.shape[weight.dim])
     for place, dim in enumerate(tensor.dims):
         if len(dim.of) == 1:
             shape[dim.of[0]] = first.shape[place] * dim.factor // dim.each

@@ -28,7 +28,7 @@ from autoplan.execute.collectives import mesh_device
 from autoplan.execute.parameters.buffers import rebuilt_passing_tensors
 from autoplan.execute.parameters.held import Held, plain_name, record_of
 from autoplan.execute.parameters.state_dict import local_piece
-from autoplan.execute.quantised.files import DequantisedFiles
+from autoplan.execute.quantised.files import DequantisedFiles, StoredFiles
 from autoplan.execute.weights.files import CheckpointFiles
 from autoplan.execute.weights.key_matching import Matched, match_keys, refuse_unmatched
 
@@ -45,7 +45,7 @@ def load_weights(
     """
     check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
     check_argument("folder", folder, (str, PathLike), "give the folder that holds the .safetensors files")
-    files = DequantisedFiles(folder) if dequantise else CheckpointFiles(folder)
+    files: CheckpointFiles = DequantisedFiles(folder) if dequantise else StoredFiles(folder)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # its root keeps whole parameters between forwards

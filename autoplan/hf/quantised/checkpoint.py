@@ -7,6 +7,7 @@ nothing is guessed: tensors that nobody announced, announced ones that are absen
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import prod
@@ -20,9 +21,12 @@ from autoplan.hf.quantised.methods import method_of
 from autoplan.hf.quantised.schemes import Plain, announced, packed_weight, plain_shape
 from autoplan.values.quantised import PackedTensor, PackedWeight, Scheme
 
-__all__ = ["stored_weights"]
+__all__ = ["stored_aliases", "stored_weights"]
 
 Shape = Callable[[str], tuple[int, ...]]
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_METHODS_WITH_ALIASES = ("fp8", "mxfp8")  # in DeepSeek-V4's own files and in Mistral's
+_ALIASES = {"scale": "weight_scale_inv", "qscale_weight": "weight_scale_inv", "qscale_act": "activation_scale"}
 _OPTIONAL = ("activation_scale", "input_scale", "input_global_scale", "weight_shape", "g_idx")
 
 
@@ -47,6 +51,21 @@ def stored_weights(
             "tensors",
             hint="fetch the files that belong to this config.json, or delete its quantization_config",
         )
+    return found
+
+
+def stored_aliases(folder: Path, keys: tuple[str, ...]) -> dict[str, str]:
+    """Stored tensors that files call otherwise than their scheme does, each with the name that it has there."""
+    if not (folder / "config.json").is_file():
+        return {}
+    data = _quantization_config(folder)
+    if data is None or data.get("quant_method") not in _METHODS_WITH_ALIASES:
+        return {}
+    known, found = set(keys), {}
+    for key in keys:
+        owner, _, name = key.rpartition(".")
+        if name in _ALIASES and f"{owner}.weight" in known and f"{owner}.{_ALIASES[name]}" not in known:
+            found[key] = f"{owner}.{_ALIASES[name]}"
     return found
 
 
@@ -77,9 +96,11 @@ def _weights(
 
 
 def _scheme(method: Method, owner: str, stacked: bool) -> Scheme | None:
+    """Experts that are stored one by one have the scheme of stacks, if these have one."""
     for group in method.groups:
         if not group.names or any(named(pattern, owner) for pattern in group.names):
-            return group.of(stacked)
+            expert = not stacked and _EXPERT.search(owner) is not None
+            return (group.of(True) or group.of(False)) if expert else group.of(stacked)
     return None
 
 
