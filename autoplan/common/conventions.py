@@ -32,11 +32,12 @@ __all__ = ["CheckpointNames", "CheckpointWriter", "Conventions", "Conversion", "
 class Join:
     """A tensor of a model out of several of a checkpoint: those of each pattern, in order, stand side by side.
 
-    `stacked`: each pattern has an entry for each expert.
+    `stacked`: each pattern has an entry for each expert. `turned`: entries are matrices of which rows become columns.
     """
 
     patterns: tuple[str, ...]
     stacked: bool
+    turned: bool = False
 
 
 class Conversion(Protocol):
@@ -113,14 +114,14 @@ class Conventions:
     `kernels_on_gpu`: the choice that a GPU takes.
 
     Ways. `config_of`: the library's config of a module, None if it has none. `builder_of`: how another module of a
-    class, with the config of a model, is built. `base_path`: where the model without its head stands in a model, which
-    other systems build alone ("" for a model that is one). `checkpoint_names` and `checkpoint_writer` (of original
-    names or not, and of which packed weight a stored tensor is, by name): see there. `shipped_plan`: the plan that comes with a model; `shipped_parts`: the same by where it is
-    written, and notes on what else comes with it. `is_base`: is this the class that all models of the library descend
-    from? `is_transposed_linear`: does a module multiply by its weight (and not by the weight transposed, as a linear
-    layer does)? `stored_aliases`: names in a folder of stored tensors that have others elsewhere, each with that one.
-    `stored_weights`: the quantised weights in a folder, asked with its keys, what tells the shape of one, and what
-    reads one.
+    class, with the config of a model, is built. `base_path`: where the model without its head stands in a model,
+    which other systems build alone ("" for a model that is one). `checkpoint_names` and `checkpoint_writer` (of
+    original names or not, and of which packed weight a stored tensor is, by name): see there. `shipped_plan`: the
+    plan that comes with a model; `shipped_parts`: the same by where it is written, and notes on what else comes
+    with it. `is_base`: is this the class that all models of the library descend from? `is_transposed_linear`: does
+    a module multiply by its weight (and not by the weight transposed, as a linear layer does)? `stored_aliases`:
+    names in a folder of stored tensors that have others elsewhere, each with that one. `stored_weights`: the
+    quantised weights in a folder, asked with its keys, what tells the shape of one, and what reads one.
     """
 
     targets: str

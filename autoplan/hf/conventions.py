@@ -54,7 +54,9 @@ def _checkpoint_names(model: nn.Module) -> CheckpointNames:
     return checkpoint_names(model)
 
 
-def _checkpoint_writer(model: nn.Module, original: bool, stored: Mapping[str, tuple[PackedWeight, PackedTensor]]) -> CheckpointWriter:
+def _checkpoint_writer(
+    model: nn.Module, original: bool, stored: Mapping[str, tuple[PackedWeight, PackedTensor]]
+) -> CheckpointWriter:
     from autoplan.hf.saving import checkpoint_writer
 
     return checkpoint_writer(model, original, stored)

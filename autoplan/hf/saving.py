@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from autoplan.common.conventions import CheckpointWriter
-from autoplan.hf.quantised.schemes import Plain, packed_weight
+from autoplan.hf.checkpoints import LISTED
+from autoplan.hf.quantised.schemes import Plain, is_for_linears, packed_weight
 from autoplan.values.quantised import PackedTensor, PackedWeight
 
 __all__ = ["checkpoint_writer"]
@@ -26,7 +27,9 @@ __all__ = ["checkpoint_writer"]
 Stored = Mapping[str, tuple[PackedWeight, PackedTensor]]
 
 
-def checkpoint_writer(model: nn.Module, original: bool = True, stored: Stored = MappingProxyType({})) -> CheckpointWriter:
+def checkpoint_writer(
+    model: nn.Module, original: bool = True, stored: Stored = MappingProxyType({})
+) -> CheckpointWriter:
     """Of any model; one that is not transformers' own is written under its own names, and has no settings.
 
     `stored`: the packed tensors among those to write.
@@ -93,8 +96,16 @@ def _apart(
     plain = name.removesuffix(tensor.attribute) + weight.parameter
     asked = _reverted(model, {plain: torch.arange(experts * segments).reshape(experts, segments, 1)})
     if any(numbers.numel() != 1 for numbers in asked.values()):
-        (entry,) = asked  # it is written as a stack
-        return {entry.removesuffix(weight.parameter) + tensor.name: whole}
+        (entry,) = asked
+        owner = entry.removesuffix(weight.parameter)
+        if not is_for_linears(weight.scheme) or weight.parameter not in LISTED:
+            return {owner + tensor.name: whole}  # it is written as a stack
+        names = LISTED[weight.parameter]
+        asked = {
+            f"{owner}{expert}.{part}.weight": torch.tensor(expert * segments + place)
+            for expert in range(experts)
+            for place, part in enumerate(names)
+        }
     rows = weight.shape[weight.rows] // segments
     one = packed_weight(Plain("weight", (rows, weight.shape[weight.contracted])), weight.scheme)
     mine = one.tensors[weight.tensors.index(tensor)]

@@ -121,6 +121,19 @@ def latent(data: dict[str, Any]) -> Any:
     return config
 
 
+def turned(data: dict[str, Any]) -> Any:
+    """Stacks of experts that have inputs before outputs, and no conversion of the library's."""
+    from transformers import Llama4TextConfig
+
+    config = Llama4TextConfig(
+        hidden_size=64, intermediate_size=64, intermediate_size_mlp=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=32, num_local_experts=4, num_experts_per_tok=1, vocab_size=96,
+        interleave_moe_layer_step=2, pad_token_id=0, architectures=["Llama4ForCausalLM"],
+    )  # fmt: skip
+    config.quantization_config = data
+    return config
+
+
 def fused(data: dict[str, Any]) -> Any:
     """Query, key and value in one matrix, gate and up in one."""
     from transformers import Phi3Config
@@ -200,7 +213,7 @@ def _quant_state(weight: PackedWeight) -> dict[str, torch.Tensor]:
 
 def _listed(name: str, described: PackedWeight, numbers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     owner, parameter = name.rsplit(".", 1)
-    count, rows, columns = described.shape
+    count, rows, columns = (described.shape[dim] for dim in (0, described.rows, described.contracted))
     apart = ("gate_proj", "up_proj") if parameter == "gate_up_proj" else ("down_proj",)
     state: dict[str, torch.Tensor] = {}
     for expert in range(count):
@@ -208,11 +221,12 @@ def _listed(name: str, described: PackedWeight, numbers: dict[str, torch.Tensor]
             plain = Plain(f"{owner}.{expert}.{one}.weight", (rows // len(apart), columns))
             state |= _stored(plain, described, numbers)
     pieces = [torch.cat([numbers.pop(f"{owner}.{e}.{one}.weight") for one in apart]) for e in range(count)]
-    numbers[name] = torch.stack(pieces)
+    whole = torch.stack(pieces)
+    numbers[name] = whole.transpose(1, 2) if described.rows > described.contracted else whole
     return state
 
 
-MODELS = {"dense": tiny, "experts": experts, "latent": latent, "fused": fused}
+MODELS = {"dense": tiny, "experts": experts, "latent": latent, "fused": fused, "turned": turned}
 
 
 class Adapted(nn.Module):

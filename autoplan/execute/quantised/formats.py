@@ -212,9 +212,7 @@ def _packed_integers(weight: PackedWeight, parts: Parts, shape: tuple[int, ...])
     scales = parts[_named(weight, "_scale")]
     zeros = [parts[t.name] for t in weight.tensors if t.name.endswith("_zero_point")]
     zero = _trimmed(_bits(zeros[0], bits, -2), -2, shape[-2], _parts(weight)) - half if zeros else None
-    places = [
-        _rows(weight, t.name, parts[t.name].long(), shape) for t in weight.tensors if t.name.endswith("_g_idx")
-    ]
+    places = [_rows(weight, t.name, parts[t.name].long(), shape) for t in weight.tensors if t.name.endswith("_g_idx")]
     columns = weight.scheme.value("columns") or shape[-1]
 
     def spread(x: torch.Tensor) -> torch.Tensor:

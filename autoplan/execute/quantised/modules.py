@@ -62,7 +62,7 @@ def is_packed(module: nn.Module) -> bool:
 
 def stored_tensors(model: nn.Module) -> dict[str, tuple[PackedWeight, PackedTensor]]:
     """The packed tensors of a model by full name, each with the weight that it is stored for."""
-    found = {}
+    found: dict[str, tuple[PackedWeight, PackedTensor]] = {}
     for path, module in model.named_modules():
         for weight, _ in module.__dict__.get(_STORED, {}).values():
             found |= {plain_name(f"{path}.{tensor.attribute}"): (weight, tensor) for tensor in weight.tensors}

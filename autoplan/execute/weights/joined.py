@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -49,10 +50,9 @@ class Joined:
     keys: list[str] = field(default_factory=list)
     _entries: dict[str, list[_Entry]] = field(default_factory=dict)
 
-    def targets(self) -> list[str]:
-        return [self.name]
-
     def add(self, key: str, pattern: str, read: Read, shape: tuple[int, ...]) -> None:
+        if self.join.turned:
+            read, shape = partial(_turned, read), shape[::-1]
         self._entries.setdefault(pattern, []).append(_Entry(key, read, shape))
         self.keys.append(key)
 
@@ -136,6 +136,10 @@ def _within(places: _Places, part: int, rows: Rows) -> tuple[list[int], dict[int
     where = [place for place, row in enumerate(held) if row in mine]
     wanted[places.dim] = [held[place] - mine.start for place in where]
     return where, wanted
+
+
+def _turned(read: Read, rows: Rows | None = None) -> torch.Tensor:
+    return read({1 - dim: held for dim, held in (rows or {}).items()}).transpose(0, 1)
 
 
 def _put(target: torch.Tensor, source: torch.Tensor, dim: int, where: list[int]) -> None:

@@ -37,7 +37,7 @@ class Matched:
     unexpected: list[str] = field(default_factory=list)
 
     def converted_names(self) -> set[str]:
-        return {name for conversion in (*self.joined, *self.converted) for name in conversion.targets()}
+        return {one.name for one in self.joined} | {name for one in self.converted for name in one.targets()}
 
 
 def match_keys(

@@ -20,11 +20,11 @@ from autoplan.common.files.shapes import misshapen
 from autoplan.common.rules_folder import rules_folder
 from autoplan.values.quantised import PackedDim, PackedTensor, PackedWeight, Scheme
 
-__all__ = ["Plain", "announced", "packed_weight", "plain_shape", "scheme_of", "stored_names"]
+__all__ = ["Plain", "announced", "is_for_linears", "packed_weight", "plain_shape", "scheme_of", "stored_names"]
 
 Values = Mapping[str, int | str | bool]
 _DIM = re.compile(r"(whole )?(out\*in|out|in)(?:/(\d+)(?:\*(\d+))?)?")
-_KEYS = {"title", "tensors", "transposed_stacks"}
+_KEYS = {"title", "tensors", "transposed_stacks", "linears_only"}
 _TENSOR_KEYS = {"name", "dtype", "dims", "when", "stacked"}
 _SIZES = {"uint8": 1, "int8": 1, "int32": 4, "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4,
           "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1}  # fmt: skip
@@ -97,6 +97,11 @@ def _announcing(data: Mapping[str, Any]) -> re.Pattern[str]:
     names = [one["name"] for one in data["tensors"] if one["name"] != "{weight}" and "when" not in one]
     own = re.escape(names[0]).replace(r"\{weight\}", r"(?P<weight>[A-Za-z]\w*?)")
     return re.compile(rf"(?P<owner>.+)\.{own}")
+
+
+def is_for_linears(scheme: Scheme) -> bool:
+    """Do the tools that write it know linear layers only, so that experts are stored one by one?"""
+    return bool(_files(rules_folder())[scheme.id].get("linears_only"))
 
 
 def stored_names() -> tuple[tuple[str, str], ...]:
