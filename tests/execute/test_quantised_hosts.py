@@ -195,6 +195,7 @@ FORMATS = {
     "pack-quantized": compressed("pack-quantized", 4, "int", "group", group_size=32),
     "int-quantized": compressed("int-quantized", 8, "int", "channel"),
     "float-quantized": compressed("float-quantized", 8, "float", "channel"),
+    "nvfp4-pack-quantized": compressed("nvfp4-pack-quantized", 4, "float", "tensor_group", group_size=16),
 }
 
 
@@ -207,8 +208,10 @@ def test_compressed_tensors(format: str) -> None:
     torch.manual_seed(0)
     said = FORMATS[format]["config_groups"]["a"]["weights"]
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**said), format=format)
-    columns = 256 // 32 if said["strategy"] == "group" else 1
+    columns = 256 // said["group_size"] if "group_size" in said else 1
     state = {"weight": torch.randn(128, 256), "weight_scale": torch.rand(128, columns) / 16 + 0.01}
+    if "nvfp4" in format:
+        state |= {"weight_scale": 256 * state["weight_scale"], "weight_global_scale": torch.tensor([256.0])}
     packed = BaseCompressor.get_value_from_registry(format).compress(dict(state), scheme)
     theirs = BaseCompressor.get_value_from_registry(format).decompress(dict(packed), scheme)["weight"]
     own = method_of(FORMATS[format]).groups[0].scheme

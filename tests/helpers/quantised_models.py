@@ -127,7 +127,7 @@ def turned(data: dict[str, Any]) -> Any:
 
     config = Llama4TextConfig(
         hidden_size=64, intermediate_size=64, intermediate_size_mlp=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, head_dim=32, num_local_experts=4, num_experts_per_tok=1, vocab_size=96,
+        num_key_value_heads=4, head_dim=32, num_local_experts=8, num_experts_per_tok=1, vocab_size=96,
         interleave_moe_layer_step=2, pad_token_id=0, architectures=["Llama4ForCausalLM"],
     )  # fmt: skip
     config.quantization_config = data

@@ -92,6 +92,18 @@ class DequantisedFiles(_Files):
         stored = conventions().stored_weights(self.folder, super().keys, shape, read)
         self.packed = {weight.name: weight for weight in stored}
         self._parts = {f"{w.owner}.{tensor.name}" for w in stored for tensor in w.tensors}
+        self._refuse_unscaled()
+
+    def _refuse_unscaled(self) -> None:
+        """An 8-bit float without a scale says nothing."""
+        plain = ((key, super(DequantisedFiles, self).dtype(key)) for key in self.keys if key not in self.packed)
+        odd = next(((key, dtype) for key, dtype in plain if dtype.is_floating_point and dtype.itemsize == 1), None)
+        if odd is not None:
+            raise SourceError(
+                f"{self.folder}: {odd[0]} holds {str(odd[1]).removeprefix('torch.')}, and there are none of its scales "
+                "that the config announces",
+                hint="complete the download, or fetch the config.json that belongs to these files",
+            )
 
     @property
     def keys(self) -> tuple[str, ...]:

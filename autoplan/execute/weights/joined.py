@@ -139,7 +139,8 @@ def _within(places: _Places, part: int, rows: Rows) -> tuple[list[int], dict[int
 
 
 def _turned(read: Read, rows: Rows | None = None) -> torch.Tensor:
-    return read({1 - dim: held for dim, held in (rows or {}).items()}).transpose(0, 1)
+    found = read({1 - dim: held for dim, held in rows.items()}) if rows else read()
+    return found.transpose(0, 1)
 
 
 def _put(target: torch.Tensor, source: torch.Tensor, dim: int, where: list[int]) -> None:
