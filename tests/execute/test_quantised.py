@@ -92,7 +92,9 @@ def _quantised(bits: int, group: int, symmetric: bool) -> tuple[torch.Tensor, ..
     """A matrix of 64 inputs by 96 outputs as integers, and their scales and zero points for each group of inputs."""
     torch.manual_seed(0)
     integers = torch.randint(2**bits, (64, 96))
-    zeros = torch.full((64 // group, 96), 2 ** (bits - 1)) if symmetric else torch.randint(1, 2**bits, (64 // group, 96))
+    zeros = (
+        torch.full((64 // group, 96), 2 ** (bits - 1)) if symmetric else torch.randint(1, 2**bits, (64 // group, 96))
+    )
     scales = (0.5 + torch.rand(64 // group, 96)).half()
     plain = (integers - zeros.repeat_interleave(group, 0)) * scales.repeat_interleave(group, 0)
     return integers, zeros, scales, plain.t()

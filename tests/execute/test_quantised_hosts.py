@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autoplan
 from autoplan.check.ranks.run import run_ranks
+from autoplan.common.errors import AutoplanError, SourceError
 from autoplan.execute.quantised.files import DequantisedFiles
 from autoplan.execute.quantised.formats import dequantise
 from autoplan.hf.quantised.methods import method_of
@@ -138,6 +139,23 @@ def _four_bits(model: Any, nested: bool) -> Any:
             own.weight = Params4bit(module.weight.detach(), requires_grad=False, **how)
             model.set_submodule(path, own.to("cpu"))
     return model
+
+
+@needs("bitsandbytes")
+def test_modules_of_a_package_are_refused_by_name() -> None:
+    """What to do instead is said where such a model is planned, and where it is sharded."""
+    config = tiny(METHODS["bnb nf4"])
+    whole = _four_bits(built(config), nested=False)
+    with pytest.raises(SourceError, match=r"(?s)q_proj is a Linear4bit of bitsandbytes.*packed_model"):
+        autoplan.plan(whole, tp_size=2, prove="none")
+    made = autoplan.plan(config, tp_size=2, prove="none")
+
+    def rank_body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        with pytest.raises(AutoplanError, match=r"(?s)q_proj.weight is a Params4bit.*packed_model"):
+            autoplan.parallelize(whole, mesh, made)
+
+    run_ranks(rank_body, 2)
 
 
 @needs("bitsandbytes")

@@ -21,11 +21,12 @@ from autoplan.hf.quantised.schemes import Plain, packed_weight
 from autoplan.hf.shrink import all_configs
 from autoplan.values.quantised import PackedWeight, Scheme
 
-__all__ = ["is_transposed", "quantised_weights"]
+__all__ = ["is_transposed", "quantised_weights", "refuse_packed_by_others"]
 
 # Where the blocks of language models are, for methods that quantise nothing else and do not say which.
 _BLOCKS = ("model.language_model.layers", "model.layers", "model.decoder.layers", "transformer.h", "gpt_neox.layers",
            "language_model.model.layers", "language_model.layers", "backbone.layers", "layers", "h")  # fmt: skip
+_PACKERS = frozenset({"bitsandbytes", "gptqmodel", "auto_gptq", "awq", "hqq", "eetq"})
 _ADAPTER = re.compile(r"\.lora_|\.modules_to_save\.")  # adapters are plain
 _EXPERTS = ("0.gate_proj", "0.up_proj", "0.down_proj", "0.w1", "0.w2", "0.w3")  # what checkpoints call their linears
 
@@ -44,6 +45,18 @@ def quantised_weights(config: PretrainedConfig | None, model: nn.Module) -> tupl
             hint="are its patterns those of another model? Without `quantization_config` it is planned as plain",
         )
     return found
+
+
+def refuse_packed_by_others(model: nn.Module) -> None:
+    """Raise for a model whose modules hold weights as a package packed them for its own kernels."""
+    for path, module in model.named_modules():
+        package = type(module).__module__.partition(".")[0]
+        if package in _PACKERS and any(True for _ in module.named_parameters(recurse=False)):
+            raise SourceError(
+                f"{path} is a {type(module).__name__} of {package}: it holds its weight as its own kernel wants it",
+                hint="plan the plain model on meta (with its adapters), whose config has the quantization_config; "
+                "autoplan.packed_model gives it packed tensors, and load_weights fills them from the checkpoint",
+            )
 
 
 def _weights(model: nn.Module, method: Method) -> Iterator[tuple[Plain, Scheme]]:
