@@ -46,6 +46,13 @@ def test_our_plans_cut_scales_with_their_weight() -> None:
     assert not [finding for finding in report.findings if finding.check == "quantised"]
 
 
+def test_biases_of_a_stack_are_no_scales() -> None:
+    """gpt-oss has two matrices of biases, one twice as wide as the other."""
+    source = resolve(config("gpt-oss-20b-mxfp4"))
+    report = audit_source(source, autoplan.plan(source.config, 2, prove="none"), 2, run=False)
+    assert not [finding for finding in report.findings if finding.check == "quantised"]
+
+
 def test_every_size_of_shipped_plans() -> None:
     rows = {
         row.model_type: row for row in audit_quantised("fp8", ["causal_lm"], only=["qwen3_moe", "deepseek_v3", "llama"])

@@ -297,7 +297,7 @@ def test_what_was_quantised_apart_has_its_own_scales_in_a_stack() -> None:
 
     config = Qwen3MoeConfig(
         hidden_size=256, moe_intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-        head_dim=64, num_experts=4, vocab_size=256, architectures=["Qwen3MoeForCausalLM"],
+        head_dim=64, num_experts=4, num_experts_per_tok=2, vocab_size=256, architectures=["Qwen3MoeForCausalLM"],
     )  # fmt: skip
     config.quantization_config = GPTQ | {"group_size": 64, "desc_act": True}
     assert tensors(plan(config, 2), "experts.gate_up_proj")["gate_up_proj_g_idx"] == ((4, 2, 256), "whole")
