@@ -209,6 +209,63 @@ def test_a_packed_model_refuses_files_of_another_config(other: dict[str, Any], s
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("dequantise", [False, True])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("gptq", {"mlp.up_proj.bias": torch.zeros(256)}),
+        ("bnb int8", {"mlp.up_proj.weight_format": torch.tensor(0, dtype=torch.uint8)}),
+        ("ct fp8 channel", {"self_attn.k_scale": torch.ones(1), "self_attn.v_scale": torch.ones(1)}),
+    ],
+)
+def test_what_tools_write_beside_weights(
+    name: str, more: dict[str, torch.Tensor], dequantise: bool, tmp_path: Path
+) -> None:
+    """A bias of zeros for a layer without one, how rows are ordered, scales of the cache: no part of a weight."""
+    config = tiny(METHODS[name])
+    made = autoplan.plan(config, 2, prove="none")
+    checkpoint(config, made, tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    save_file(state | {f"model.layers.0.{key}": value for key, value in more.items()}, tmp_path / "model.safetensors")
+    model = built(config, "meta")
+    model = model if dequantise else autoplan.packed_model(model, made)
+    result = autoplan.load_weights(model, tmp_path, dequantise=dequantise)
+    assert not result.missing_keys and not result.unexpected_keys
+
+
+@pytest.mark.parametrize("dequantise", [False, True])
+def test_a_bias_that_the_model_lacks(dequantise: bool, tmp_path: Path) -> None:
+    config = tiny(METHODS["gptq"])
+    made = autoplan.plan(config, 2, prove="none")
+    checkpoint(config, made, tmp_path)
+    state = load_file(tmp_path / "model.safetensors") | {"model.layers.0.mlp.up_proj.bias": torch.ones(256)}
+    save_file(state, tmp_path / "model.safetensors")
+    model = built(config, "meta")
+    model = model if dequantise else autoplan.packed_model(model, made)
+    with pytest.raises(PlanMismatchError, match="1 unexpected: model.layers.0.mlp.up_proj.bias"):
+        autoplan.load_weights(model, tmp_path, dequantise=dequantise)
+
+
+@pytest.mark.parametrize(("scale", "act"), [("scale", None), ("qscale_weight", "qscale_act")])
+def test_scales_by_other_names(scale: str, act: str | None, tmp_path: Path) -> None:
+    """DeepSeek-V4's own files, and Mistral's, have other names for scales."""
+    method = METHODS["fp8 tensor"] | {"activation_scheme": "static"} if act else METHODS["fp8 blocks"]
+    config = tiny(method)
+    made = autoplan.plan(config, 2, prove="none")
+    plain = checkpoint(config, made, tmp_path)
+    names = {"weight_scale_inv": scale, "activation_scale": act or ""}
+    state = {f"{key.rpartition('.')[0]}.{names.get(key.rpartition('.')[2], key.rpartition('.')[2])}": value
+             for key, value in load_file(tmp_path / "model.safetensors").items()}  # fmt: skip
+    assert any(key.endswith(f".{scale}") for key in state)
+    save_file(state, tmp_path / "model.safetensors")
+    whole = autoplan.packed_model(built(config, "meta"), made)
+    autoplan.load_weights(whole, tmp_path)
+    assert torch.equal(whole.model.layers[0].mlp.up_proj.weight, plain["model.layers.0.mlp.up_proj.weight"].float())
+    model = built(config, "meta")
+    autoplan.load_weights(model, tmp_path, dequantise=True)
+    assert all(torch.equal(model.get_parameter(key), value.float()) for key, value in plain.items())
+
+
 def test_packed_numbers_whose_scales_are_absent(tmp_path: Path) -> None:
     saved(METHODS["fp8 blocks"], SHAPES, tmp_path)
     state = load_file(tmp_path / "model.safetensors")

@@ -74,6 +74,64 @@ def _same(found: dict[str, torch.Tensor], stored: dict[str, torch.Tensor]) -> No
         assert torch.equal(found[key].float(), value.float()), key
 
 
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), pytest.param(4, 1, marks=pytest.mark.slow), (4, 4)])
+def test_stacks_in_mxfp4(tp: int, ep: int, tmp_path: Path) -> None:
+    """gpt-oss stores its experts as stacks, outputs before inputs; its plain ones lie the other way round."""
+    from transformers import GptOssConfig
+
+    config = GptOssConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        head_dim=32, num_local_experts=4, num_experts_per_tok=2, vocab_size=96, sliding_window=8, pad_token_id=0,
+        architectures=["GptOssForCausalLM"], layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    config._experts_implementation = "eager"
+    config.quantization_config = {"quant_method": "mxfp4"}
+    made = autoplan.plan(config, tp_size=tp, ep_size=ep, prove="none")
+    cut = {tensor.name: tensor.dim for weight in made.packed for tensor in weight.tensors}
+    assert cut["down_proj_blocks"] == cut["down_proj_scales"] == (0 if ep > 1 else 2)
+    plain = checkpoint(config, made, tmp_path, listed=False)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert stored["model.layers.0.mlp.experts.down_proj_blocks"].shape == (4, 64, 4, 16)
+
+    def body(mesh: Any) -> None:
+        model = autoplan.parallelize(built(config, "meta"), mesh, made)
+        autoplan.load_weights(model, tmp_path, dequantise=True)
+        found = autoplan.full_tensors(model)
+        assert all(torch.equal(found[key], value.float()) for key, value in plain.items())
+        model = autoplan.parallelize(autoplan.packed_model(built(config, "meta"), made), mesh, made)
+        autoplan.load_weights(model, tmp_path)
+        autoplan.save_weights(model, tmp_path / "saved")
+
+    _on_ranks(made, body)
+    _same(load_file(tmp_path / "saved" / "model.safetensors"), stored)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "ep"),
+    [("ct packed, zero points", 4, 1), ("ct fp8 channel", 2, 2), pytest.param("awq", 2, 1, marks=pytest.mark.slow),
+     pytest.param("gptq act order", 4, 1, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_stacks_that_are_turned(name: str, tp: int, ep: int, tmp_path: Path) -> None:
+    """Llama 4's hold inputs before outputs, and the library lists them nowhere; tools write entries."""
+    config = MODELS["turned"](METHODS[name])
+    made = autoplan.plan(config, tp_size=tp, ep_size=ep, prove="none")
+    plain = checkpoint(config, made, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert any(".experts.3.up_proj." in key for key in stored)
+
+    def body(mesh: Any) -> None:
+        model = autoplan.parallelize(built(config, "meta"), mesh, made)
+        autoplan.load_weights(model, tmp_path, dequantise=True)
+        found = autoplan.full_tensors(model)
+        assert all(torch.equal(found[key], value.float()) for key, value in plain.items())
+        model = autoplan.parallelize(autoplan.packed_model(built(config, "meta"), made), mesh, made)
+        autoplan.load_weights(model, tmp_path)
+        autoplan.save_weights(model, tmp_path / "saved")
+
+    _on_ranks(made, body)
+    _same(load_file(tmp_path / "saved" / "model.safetensors"), stored)
+
+
 def test_names_that_the_library_changes(tmp_path: Path) -> None:
     """Mixtral's checkpoints: block_sparse_moe.experts.0.w1.qweight."""
     from transformers import MixtralConfig

@@ -47,6 +47,11 @@ class _Files(CheckpointFiles):
         places = torch.tensor(list((rows or {}).get(0, range(len(found)))), dtype=torch.long) // _NESTED_BLOCK
         return values * super().read(f"{weight}{_NESTED}").float()[places] + self._offset(weight)
 
+    def says_nothing(self, key: str) -> bool:
+        """GPTQ's tools wrote a bias of zeros for layers that have none."""
+        owner, _, name = key.rpartition(".")
+        return name == "bias" and f"{owner}.qweight" in self._file_of and not super().read(key).any()
+
     def _offset(self, weight: str) -> float:
         state = next((key for key in self._file_of if key.startswith(f"{weight}.quant_state.")), None)
         if state is None:

@@ -60,9 +60,9 @@ class CheckpointFiles:
         return tuple(self._file_of)
 
     def call(self, names: Mapping[str, str]) -> None:
-        """From now on these tensors have other names."""
-        self._stored_as |= {new: self._stored_as.get(old, old) for old, new in names.items()}
-        self._file_of = {names.get(key, key): file for key, file in self._file_of.items()}
+        """From now on these tensors have other names; "": they are left out."""
+        self._stored_as |= {new: self._stored_as.get(old, old) for old, new in names.items() if new}
+        self._file_of = {name: file for key, file in self._file_of.items() if (name := names.get(key, key))}
 
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self._slice(key).get_shape())
@@ -72,6 +72,10 @@ class CheckpointFiles:
         if kept not in _DTYPES:
             raise SourceError(f"{key} is kept as {kept}, of which torch knows nothing", hint="update torch")
         return _DTYPES[kept]
+
+    def says_nothing(self, key: str) -> bool:
+        """May a tensor be left out without a loss?"""
+        return False
 
     def form(self, key: str) -> torch.Tensor:
         """A tensor of the same shape and dtype, without numbers: enough to try a conversion."""

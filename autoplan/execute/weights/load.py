@@ -54,6 +54,7 @@ def load_weights(
     groups = [tensor.names for tensor in tensors]
     passing = tuple(_passing_buffers(model))
     matched = match_keys(model, groups, passing, files.keys, files.read, files.shape)
+    matched.unexpected = [key for key in matched.unexpected if not files.says_nothing(key)]
     wrong = [misfit for name, key in matched.direct.items() if (misfit := _misfit(name, files.form(key), places[name]))]
     if strict or wrong:
         refuse_unmatched(matched if strict else Matched(), wrong, str(folder))

@@ -27,6 +27,7 @@ Shape = Callable[[str], tuple[int, ...]]
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _METHODS_WITH_ALIASES = ("fp8", "mxfp8")  # in DeepSeek-V4's own files and in Mistral's
 _ALIASES = {"scale": "weight_scale_inv", "qscale_weight": "weight_scale_inv", "qscale_act": "activation_scale"}
+_OF_THE_CACHE = ("q_scale", "k_scale", "v_scale", "prob_scale")
 _OPTIONAL = ("activation_scale", "input_scale", "input_global_scale", "weight_shape", "g_idx")
 
 
@@ -55,17 +56,23 @@ def stored_weights(
 
 
 def stored_aliases(folder: Path, keys: tuple[str, ...]) -> dict[str, str]:
-    """Stored tensors that files call otherwise than their scheme does, each with the name that it has there."""
+    """Stored tensors that files call otherwise than their scheme does, each with the name that it has there.
+
+    "" for what is no part of a weight: scales of the cache, how a kernel of bitsandbytes orders rows.
+    """
     if not (folder / "config.json").is_file():
         return {}
     data = _quantization_config(folder)
-    if data is None or data.get("quant_method") not in _METHODS_WITH_ALIASES:
+    if data is None:
         return {}
-    known, found = set(keys), {}
+    known, found = set(keys), dict[str, str]()
+    aliases = _ALIASES if data.get("quant_method") in _METHODS_WITH_ALIASES else {}
     for key in keys:
         owner, _, name = key.rpartition(".")
-        if name in _ALIASES and f"{owner}.weight" in known and f"{owner}.{_ALIASES[name]}" not in known:
-            found[key] = f"{owner}.{_ALIASES[name]}"
+        if name in aliases and f"{owner}.weight" in known and f"{owner}.{aliases[name]}" not in known:
+            found[key] = f"{owner}.{aliases[name]}"
+        elif name in _OF_THE_CACHE or (name == "weight_format" and f"{owner}.SCB" in known):
+            found[key] = ""
     return found
 
 

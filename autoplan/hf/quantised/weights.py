@@ -122,11 +122,11 @@ def _stack(name: str, shape: tuple[int, ...], module: nn.Module) -> Plain:
 def is_transposed(module: nn.Module) -> bool:
     """Does a stack of experts hold what a product sums over before what it does not?
 
-    Few modules say so. gate and up together are twice as wide as what goes down: their shapes say it, too.
+    Few modules say so. What goes in is as wide as what comes out: the shapes of both stacks say it, too.
     """
     both, down = module._parameters.get("gate_up_proj"), module._parameters.get("down_proj")
     if both is not None and down is not None and both.dim() == down.dim() == 3:
-        return both.shape[1:] == (down.shape[2], 2 * down.shape[1])
+        return both.shape[1] == down.shape[2]
     return bool(getattr(module, "is_transposed", False))
 
 
