@@ -172,6 +172,17 @@ def test_files_that_no_config_announces(tmp_path: Path) -> None:
         stored(tmp_path)
 
 
+@pytest.mark.parametrize("dequantise", [False, True])
+@pytest.mark.parametrize(
+    ("text", "said"), [("[1]", "holds a list"), ('{"quantization_config": "fp8"}', "is 'fp8', no")]
+)
+def test_a_config_that_is_none(text: str, said: str, dequantise: bool, tmp_path: Path) -> None:
+    saved(METHODS["fp8 blocks"], SHAPES, tmp_path)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(SourceError, match=said):
+        autoplan.load_weights(torch.nn.Linear(2, 2), tmp_path, dequantise=dequantise)
+
+
 def test_a_long_row_without_its_shape(tmp_path: Path) -> None:
     saved(METHODS["bnb nf4"], SHAPES, tmp_path)
     state = load_file(tmp_path / "model.safetensors")

@@ -83,8 +83,13 @@ def _quantization_config(folder: Path) -> dict[str, Any] | None:
             f"{folder} has no config.json, which says how its weights are quantised", hint="copy it there"
         )
     config = read_plain(path, NotPlain(error=SourceError, hint="fetch it again"), notation="json")
+    if not isinstance(config, dict):
+        raise SourceError(f"{path} holds a {type(config).__name__}, no settings by name", hint="fetch it again")
     parts = (config, *(value for value in config.values() if isinstance(value, dict)))
-    return next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
+    found = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
+    if found is not None and not isinstance(found, dict):
+        raise SourceError(f"{path}: quantization_config is {found!r}, no settings by name", hint="fetch it again")
+    return found
 
 
 def _weights(
