@@ -159,6 +159,30 @@ def test_names_that_the_library_changes(tmp_path: Path) -> None:
     _on_ranks(made, body)
 
 
+def test_a_stack_is_dequantised_once_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its forward reads it once for each expert; nothing of it is kept afterwards."""
+    from autoplan.execute.quantised import modules
+
+    config = MODELS["experts"](METHODS["awq"])
+    made = autoplan.plan(config, tp_size=1, prove="none")
+    model = autoplan.packed_model(built(config, "meta"), made)
+    state = random_state(model)
+    model.load_state_dict(state, strict=False, assign=True)
+    experts = model.model.layers[0].mlp.experts
+    done, own = [], modules.dequantise
+
+    def counted(weight: Any, *rest: Any) -> torch.Tensor:
+        done.append(weight.parameter)
+        return own(weight, *rest)
+
+    monkeypatch.setattr(modules, "dequantise", counted)
+    tokens = torch.randn(8, 64)
+    routes = torch.arange(16).view(8, 2) % 4
+    found = experts(tokens, routes, torch.full((8, 2), 0.5))
+    assert sorted(done) == ["down_proj", "gate_up_proj"] and torch.isfinite(found).all()
+    assert not experts.__dict__[modules._PLAIN]
+
+
 # ------------------------------------------------------------------------------------------------------ what is read
 
 

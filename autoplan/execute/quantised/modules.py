@@ -29,6 +29,7 @@ from autoplan.values.quantised import PackedTensor, PackedWeight
 __all__ = ["compute_in", "is_packed", "packed_model", "stored_tensors"]
 
 _STORED = "_autoplan_stored"
+_PLAIN = "_autoplan_plain"  # what has been made of stacks in the call that runs
 
 
 def packed_model(model: nn.Module, plan: Plan) -> nn.Module:
@@ -51,7 +52,7 @@ def packed_model(model: nn.Module, plan: Plan) -> nn.Module:
                 module._parameters[tensor.attribute] = nn.Parameter(empty, requires_grad=False)
         module.__dict__[_STORED] = stored
         kind: type = type(module)
-        give_class(module, _stored_class(kind, tuple(stored)))
+        give_class(module, _stored_class(kind, tuple(stored), any(len(weight.shape) == 3 for weight in weights)))
     return model
 
 
@@ -104,9 +105,24 @@ def _chosen(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, list[PackedWe
 
 
 @cache
-def _stored_class(cls: type, names: tuple[str, ...]) -> Any:
-    return type(cls)(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__,
-                                             **{name: property(_reader(name)) for name in names}})  # fmt: skip
+def _stored_class(cls: type, names: tuple[str, ...], stacks: bool) -> Any:
+    own: dict[str, Any] = {name: property(_reader(name)) for name in names}
+    own |= {"__call__": _keeping(cls.__call__)} if stacks else {}
+    return type(cls)(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **own})
+
+
+def _keeping(call: Any) -> Any:
+    """The plain numbers of a stack, which a forward reads once for each expert, are made once for each call."""
+
+    def kept(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        outer = module.__dict__.get(_PLAIN)
+        module.__dict__[_PLAIN] = {}
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            module.__dict__[_PLAIN] = outer
+
+    return kept
 
 
 def _reader(name: str) -> Any:
@@ -115,14 +131,23 @@ def _reader(name: str) -> Any:
         parts = {tensor.name: stored_tensor(module, tensor.attribute) for tensor in weight.tensors}
         return dequantise(weight, parts, _local_shape(weight, parts[weight.tensors[0].name])).to(dtype)
 
-    def read(module: nn.Module) -> torch.Tensor:
-        kept = module._parameters.get(name)
-        if isinstance(kept, DTensor) and (kept.device_mesh.ndim > 1 or record_of(module) is None):
-            return kept  # FSDP2 looks at what it keeps between uses, while the model's forward runs too
+    def outside_modes(module: nn.Module) -> torch.Tensor:
         if not torch._C._is_torch_function_mode_enabled():
             return plain(module)
         with torch._C.DisableTorchFunction():  # a scoped function mode counts the module's calls, not ours
             return plain(module)
+
+    def read(module: nn.Module) -> torch.Tensor:
+        kept = module._parameters.get(name)
+        if isinstance(kept, DTensor) and (kept.device_mesh.ndim > 1 or record_of(module) is None):
+            return kept  # FSDP2 looks at what it keeps between uses, while the model's forward runs too
+        made = module.__dict__.get(_PLAIN)
+        if made is not None and name in made:
+            return made[name]
+        found = outside_modes(module)
+        if made is not None:
+            made[name] = found
+        return found
 
     return read
 
