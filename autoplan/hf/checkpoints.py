@@ -7,6 +7,7 @@ Its own rules are applied unchanged, where a model is one of its own.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,10 +20,9 @@ from autoplan.common.errors import AutoplanError
 from autoplan.hf.quantised.schemes import stored_names
 from autoplan.hf.quantised.weights import is_transposed
 
-__all__ = ["LISTED", "checkpoint_names"]
+__all__ = ["checkpoint_names", "listed"]
 
-# How the experts of a stack are called where they are stored one by one.
-LISTED = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+_STACK = re.compile(r"[a-z_]+?_proj(?=_|$)")
 
 
 @dataclass
@@ -105,19 +105,25 @@ def _for_lists(model: nn.Module, known: Sequence[Any]) -> Iterator[tuple[Any, bo
     from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
     covered = {target for rule in known for target in rule.target_patterns}
-    for stack, parts in LISTED.items():
-        owners = [
-            module
-            for path, module in model.named_modules()
-            if path.endswith("experts")
-            and any(name.startswith(stack) for name in module._parameters)
-            and getattr(module, "is_concatenated", True)
-        ]
-        if not owners or any(target.endswith(f"experts.{stack}") for target in covered):
-            continue
-        sources = [f".experts.*.{part}.weight" for part in parts]
-        joined = [MergeModulelist(dim=0), *([Concatenate(dim=1)] if len(parts) > 1 else [])]
-        yield WeightConverter(sources, f".experts.{stack}", operations=joined), is_transposed(owners[0])
+    owners: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if path.endswith("experts") and getattr(module, "is_concatenated", True):
+            found = (_STACK.match(name) for name in module._parameters)
+            owners |= {match[0]: module for match in found if match is not None}
+    for stack, owner in owners.items():
+        if not any(target.endswith(f"experts.{stack}") for target in covered):
+            sources = [f".experts.*.{part}.weight" for part in listed(stack)]
+            joined = [MergeModulelist(dim=0), *([Concatenate(dim=1)] if len(sources) > 1 else [])]
+            yield WeightConverter(sources, f".experts.{stack}", operations=joined), is_transposed(owner)
+
+
+def listed(stack: str) -> tuple[str, ...]:
+    """How the linear layers of one expert are called that are a stack together.
+
+    >>> listed("gate_up_proj"), listed("down_proj")
+    (('gate_proj', 'up_proj'), ('down_proj',))
+    """
+    return tuple(f"{part}_proj" for part in stack.removesuffix("_proj").split("_"))
 
 
 def _rules(model: nn.Module) -> tuple[Callable[[str], tuple[str, str | None]], dict[str, Any], frozenset[str]]:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from autoplan.common.conventions import CheckpointWriter
-from autoplan.hf.checkpoints import LISTED
+from autoplan.hf.checkpoints import listed
 from autoplan.hf.quantised.schemes import Plain, is_for_linears, packed_weight
 from autoplan.values.quantised import PackedTensor, PackedWeight
 
@@ -98,9 +98,9 @@ def _apart(
     if any(numbers.numel() != 1 for numbers in asked.values()):
         (entry,) = asked
         owner = entry.removesuffix(weight.parameter)
-        if not is_for_linears(weight.scheme) or weight.parameter not in LISTED:
+        if not is_for_linears(weight.scheme) or not weight.parameter.endswith("_proj"):
             return {owner + tensor.name: whole}  # it is written as a stack
-        names = LISTED[weight.parameter]
+        names = listed(weight.parameter)
         asked = {
             f"{owner}{expert}.{part}.weight": torch.tensor(expert * segments + place)
             for expert in range(experts)

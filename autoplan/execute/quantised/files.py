@@ -50,10 +50,10 @@ class _Files(CheckpointFiles):
     def says_nothing(self, key: str) -> bool:
         """GPTQ's tools wrote a bias of zeros for layers that have none."""
         owner, _, name = key.rpartition(".")
-        return name == "bias" and f"{owner}.qweight" in self._file_of and not super().read(key).any()
+        return name == "bias" and f"{owner}.qweight" in super().keys and not super().read(key).any()
 
     def _offset(self, weight: str) -> float:
-        state = next((key for key in self._file_of if key.startswith(f"{weight}.quant_state.")), None)
+        state = next((key for key in super().keys if key.startswith(f"{weight}.quant_state.")), None)
         if state is None:
             raise SourceError(
                 f"{self.folder}: {weight}.absmax is stored in blocks of its own; {weight}.quant_state…, which says "
