@@ -116,7 +116,7 @@ def solve(
     axes = infer_axes(trace)
     refusals: list[AxisWhole] = []
     done = _settle(trace, flow, axes, tp, refusals, scoped, demands)
-    legal = legal_sizes(trace, axes, done.choice, done.tried, demands.packed)
+    legal = _legal_sizes(trace, flow, axes, tp, done, scoped, demands)
     parted = tuple(_parted_facts(trace, axes, done))
     wanted = products_to_gather(trace, axes, done.shards, tp, done.choice.indivisible, demands)
     if wanted:
@@ -127,6 +127,18 @@ def solve(
         place_sequence(done.shards, flow, done.placement, sequence_stacks) if sequence_stacks is not None else None
     )
     return replace(_solution(trace, flow, done, tp, refusals, sequence, legal, demands), parted=parted)
+
+
+def _legal_sizes(
+    trace: Trace, flow: CallFlow, axes: Axes, tp: int, done: _Round, scoped: bool, demands: Demands
+) -> tuple[int, ...]:
+    """At a size where not all divides other axes are split than elsewhere: the others are those of one rank."""
+    legal = legal_sizes(trace, axes, done.choice, done.tried, demands.packed)
+    if tp in legal:
+        return legal
+    alone = _settle(trace, flow, axes, 1, [], scoped, demands)
+    others = legal_sizes(trace, axes, alone.choice, alone.tried, demands.packed)
+    return tuple(size for size in others if size != tp)
 
 
 def _settle(

@@ -20,9 +20,24 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from autoplan.values.quantised import PackedWeight
+    from autoplan.values.quantised import PackedTensor, PackedWeight
 
-__all__ = ["CheckpointNames", "CheckpointWriter", "Conventions", "Conversion", "PlanPart", "conventions", "hand_in"]
+    StoredTensor = tuple[PackedWeight, PackedTensor]
+
+__all__ = ["CheckpointNames", "CheckpointWriter", "Conventions", "Conversion", "Join", "PlanPart", "conventions",
+           "hand_in"]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Join:
+    """A tensor of a model out of several of a checkpoint: those of each pattern, in order, stand side by side.
+
+    `stacked`: each pattern has an entry for each expert. `turned`: entries are matrices of which rows become columns.
+    """
+
+    patterns: tuple[str, ...]
+    stacked: bool
+    turned: bool = False
 
 
 class Conversion(Protocol):
@@ -45,13 +60,15 @@ class CheckpointNames:
     """How the tensors of a model are called in checkpoints.
 
     `prefix`: what checkpoints of the whole model have before the names of its base. `rename`: a key as the model has
-    it, and the pattern of the conversion that it goes into, if any; `conversion` begins one. `may_lack` and
-    `may_exceed`: regular expressions of keys that are harmless when they have no partner.
+    it, and the pattern of the conversion that it goes into, if any; `conversion` begins one. `join`: what a pattern's
+    conversion puts together, if that is all it does. `may_lack` and `may_exceed`: regular expressions of keys that are
+    harmless when they have no partner.
     """
 
     prefix: str
     rename: Callable[[str], tuple[str, str | None]]
     conversion: Callable[[str, str], Conversion]  # (pattern, first target)
+    join: Callable[[str], Join | None]
     may_lack: tuple[str, ...] = ()
     may_exceed: tuple[str, ...] = ()
 
@@ -97,13 +114,14 @@ class Conventions:
     `kernels_on_gpu`: the choice that a GPU takes.
 
     Ways. `config_of`: the library's config of a module, None if it has none. `builder_of`: how another module of a
-    class, with the config of a model, is built. `base_path`: where the model without its head stands in a model, which
-    other systems build alone ("" for a model that is one). `checkpoint_names` and `checkpoint_writer` (of original
-    names or not): see there. `shipped_plan`: the plan that comes with a model; `shipped_parts`: the same by where it is
-    written, and notes on what else comes with it. `is_base`: is this the class that all models of the library descend
-    from? `is_transposed_linear`: does a module multiply by its weight (and not by the weight transposed, as a linear
-    layer does)? `stored_weights`: the quantised weights in a folder, asked with its keys, what tells the shape of one,
-    and what reads one.
+    class, with the config of a model, is built. `base_path`: where the model without its head stands in a model,
+    which other systems build alone ("" for a model that is one). `checkpoint_names` and `checkpoint_writer` (of
+    original names or not, and of which packed weight a stored tensor is, by name): see there. `shipped_plan`: the
+    plan that comes with a model; `shipped_parts`: the same by where it is written, and notes on what else comes
+    with it. `is_base`: is this the class that all models of the library descend from? `is_transposed_linear`: does
+    a module multiply by its weight (and not by the weight transposed, as a linear layer does)? `stored_aliases`:
+    names in a folder of stored tensors that have others elsewhere, each with that one. `stored_weights`: the
+    quantised weights in a folder, asked with its keys, what tells the shape of one, and what reads one.
     """
 
     targets: str
@@ -125,11 +143,12 @@ class Conventions:
     builder_of: Callable[[type, nn.Module], Callable[[], nn.Module] | None]
     base_path: Callable[[nn.Module], str]
     checkpoint_names: Callable[[nn.Module], CheckpointNames]
-    checkpoint_writer: Callable[[nn.Module, bool], CheckpointWriter]
+    checkpoint_writer: Callable[[nn.Module, bool, Mapping[str, StoredTensor]], CheckpointWriter]
     shipped_plan: Callable[[Any], Mapping[str, str]]
     shipped_parts: Callable[[Any], tuple[tuple[PlanPart, ...], tuple[str, ...]]]
     is_base: Callable[[type], bool]
     is_transposed_linear: Callable[[nn.Module], bool]
+    stored_aliases: Callable[[Path, tuple[str, ...]], Mapping[str, str]]
     stored_weights: Callable[
         [Path, tuple[str, ...], Callable[[str], tuple[int, ...]], Callable[[str], torch.Tensor]],
         tuple[PackedWeight, ...],

@@ -17,6 +17,7 @@ from autoplan.common.errors import PlanMismatchError
 from autoplan.common.forward_code import forward_code, same_code
 from autoplan.common.patterns import matches
 from autoplan.common.requirements import installed_versions
+from autoplan.execute.quantised.rules import is_stored
 from autoplan.values import CallRewrite, ForwardCode, MadeFor, Plan, Sizes, Version, replace
 from autoplan.version import __version__
 
@@ -128,7 +129,7 @@ def _other_sizes(model: nn.Module, plan: Plan) -> Iterator[str]:
     shapes = _shapes(model) if plan.made_for.sizes else {}
     for sizes in plan.made_for.sizes:
         for name, shape in _meant(sizes.pattern, shapes).items():
-            if shape not in sizes.shapes:
+            if shape not in sizes.shapes and not is_stored(name, shape, plan):
                 planned = " or ".join(str(list(one)) for one in sizes.shapes)
                 yield f"{name} has the shape {list(shape)}, where it was planned with {planned}"
                 break

@@ -182,9 +182,23 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
         model=steps.source.name, mesh=asked.mesh, batch=asked.batch, sequence=asked.sequence, train=asked.train,
         parts=parts, where=where, phase=phase, messages=sent, flops=load.flops * asked.accumulate,
         time=step_time(load, device, asked.mesh, asked.accumulate), device=device.name, bars=_BARS,
-        tokens=asked.batch * asked.sequence * asked.accumulate * copies,
+        tokens=asked.batch * asked.sequence * asked.accumulate * copies, notes=_notes(steps),
         moments=tuple((*where, size + parts.overhead) for where, size in walk.moments.items()),
     )  # fmt: skip
+
+
+def _notes(steps: Steps) -> tuple[str, ...]:
+    """What is counted otherwise than it is stored."""
+    packed = steps.source.packed(steps.module)
+    if not packed:
+        return ()
+    sizes = {name: parameter.element_size() for name, parameter in steps.module.named_parameters()}
+    plain = sum(weight.elements * sizes[weight.name] for weight in packed)
+    stored = sum(weight.bytes for weight in packed)
+    return (
+        f"quantised weights are counted as the numbers that a step computes with, {plain / 2**30:,.1f} GiB on all "
+        f"ranks together; the checkpoint stores them in {stored / 2**30:,.1f} GiB, which packed_model keeps",
+    )
 
 
 def _policy(asked: Asked, steps: Steps) -> MixedPrecisionPolicy | None:

@@ -7,18 +7,22 @@ Its own rules are applied unchanged, where a model is one of its own.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from autoplan.common.conventions import CheckpointNames, conventions
+from autoplan.common.conventions import CheckpointNames, Join, conventions
 from autoplan.common.errors import AutoplanError
-from autoplan.hf.quantised.schemes import stored_suffixes
+from autoplan.hf.quantised.schemes import stored_names
+from autoplan.hf.quantised.weights import is_transposed
 
-__all__ = ["checkpoint_names"]
+__all__ = ["checkpoint_names", "listed"]
+
+_STACK = re.compile(r"[a-z_]+?_proj(?=_|$)")
 
 
 @dataclass
@@ -51,14 +55,27 @@ class _Converted:
 
 def checkpoint_names(model: nn.Module) -> CheckpointNames:
     """Of any model; one that is not transformers' own has its tensors under their own names."""
-    rename, converters = _rules(model)
+    rename, converters, turned = _rules(model)
     return CheckpointNames(
         prefix=getattr(model, "base_model_prefix", None) or "model",
         rename=rename,
         conversion=lambda pattern, first: _Converted(copy.deepcopy(converters[pattern]), first),
+        join=lambda pattern: _join(converters[pattern], turned=pattern in turned),
         may_lack=tuple(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()),
         may_exceed=tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
     )
+
+
+def _join(rule: Any, turned: bool = False) -> Join | None:
+    """What a converter puts together, where it does nothing else."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    kinds = [type(operation) for operation in rule.operations]
+    plain = all(not getattr(operation, "num_shards_attribute", None) for operation in rule.operations)
+    stacked = kinds[:1] == [MergeModulelist] and rule.operations[0].dim == 0
+    if len(rule.target_patterns) != 1 or not plain or kinds[int(stacked) :] not in ([], [Concatenate]) or not kinds:
+        return None
+    return Join(tuple(rule.source_patterns), stacked, turned)
 
 
 def _ends(model: nn.Module) -> frozenset[str]:
@@ -66,28 +83,62 @@ def _ends(model: nn.Module) -> frozenset[str]:
 
 
 def _for_stored(rule: Any, names: frozenset[str]) -> Iterator[Any]:
-    """A converter for each further tensor that a packed stack of weights has: its scales are merged as it is."""
+    """A converter for each further tensor that packed weights have: they are joined as the weight is."""
     targets = rule._original_target_patterns
     sources = rule._original_source_patterns
-    if len(targets) != 1 or not all(source.endswith(".weight") for source in sources):
+    if len(targets) != 1 or not all(source.endswith(".weight") for source in sources) or _join(rule) is None:
         return
     parameter = targets[0].rpartition(".")[2]
-    for suffix in stored_suffixes():
-        if f"{parameter}{suffix}" in names:
-            operations = list(rule.operations)
-            yield rule.copy([source + suffix for source in sources], [targets[0] + suffix], operations=operations)
+    for own, further in stored_names():
+        stored = own if parameter == "weight" else f"{parameter}{further}"
+        if stored in names:
+            apart = [source.removesuffix("weight") + own for source in sources]
+            target = targets[0].removesuffix(parameter) + stored
+            yield rule.copy(apart, [target], operations=list(rule.operations))
 
 
-def _rules(model: nn.Module) -> tuple[Callable[[str], tuple[str, str | None]], dict[str, Any]]:
-    """How transformers renames a checkpoint key, and its converters by the pattern that calls for them."""
+def _for_lists(model: nn.Module, known: Sequence[Any]) -> Iterator[tuple[Any, bool]]:
+    """Converters for stacks of experts that the library reads as stacks, and tools that pack linears write one by one.
+
+    With each: do rows of an entry become columns of the stack?
+    """
+    from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+
+    covered = {target for rule in known for target in rule.target_patterns}
+    owners: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if path.endswith("experts") and getattr(module, "is_concatenated", True):
+            found = (_STACK.match(name) for name in module._parameters)
+            owners |= {match[0]: module for match in found if match is not None}
+    for stack, owner in owners.items():
+        if not any(target.endswith(f"experts.{stack}") for target in covered):
+            sources = [f".experts.*.{part}.weight" for part in listed(stack)]
+            joined = [MergeModulelist(dim=0), *([Concatenate(dim=1)] if len(sources) > 1 else [])]
+            yield WeightConverter(sources, f".experts.{stack}", operations=joined), is_transposed(owner)
+
+
+def listed(stack: str) -> tuple[str, ...]:
+    """How the linear layers of one expert are called that are a stack together.
+
+    >>> listed("gate_up_proj"), listed("down_proj")
+    (('gate_proj', 'up_proj'), ('down_proj',))
+    """
+    return tuple(f"{part}_proj" for part in stack.removesuffix("_proj").split("_"))
+
+
+def _rules(model: nn.Module) -> tuple[Callable[[str], tuple[str, str | None]], dict[str, Any], frozenset[str]]:
+    """How transformers renames a checkpoint key, its converters by the pattern that calls for them, and which turn."""
     if not hasattr(type(model), "_from_config"):
-        return lambda key: (key, None), {}
+        return lambda key: (key, None), {}, frozenset()
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    lists = list(_for_lists(model, converters))
+    converters += [rule for rule, _ in lists]
     converters += [copied for rule in converters for copied in _for_stored(rule, _ends(model))]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    return lambda key: rename_source_key(key, renamings, converters), by_pattern
+    turned = frozenset(pattern for rule, turns in lists if turns for pattern in rule.source_patterns)
+    return lambda key: rename_source_key(key, renamings, converters), by_pattern, turned

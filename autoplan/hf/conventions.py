@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from autoplan.common.conventions import CheckpointNames, CheckpointWriter, Conventions, PlanPart
 from autoplan.hf.own_sharding import plan_parts, shipped_plan
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import nn
     from transformers import PretrainedConfig
 
-    from autoplan.values.quantised import PackedWeight
+    from autoplan.values.quantised import PackedTensor, PackedWeight
 
 __all__ = ["TRANSFORMERS"]
 
@@ -52,10 +54,18 @@ def _checkpoint_names(model: nn.Module) -> CheckpointNames:
     return checkpoint_names(model)
 
 
-def _checkpoint_writer(model: nn.Module, original: bool) -> CheckpointWriter:
+def _checkpoint_writer(
+    model: nn.Module, original: bool, stored: Mapping[str, tuple[PackedWeight, PackedTensor]]
+) -> CheckpointWriter:
     from autoplan.hf.saving import checkpoint_writer
 
-    return checkpoint_writer(model, original)
+    return checkpoint_writer(model, original, stored)
+
+
+def _stored_aliases(folder: Path, keys: tuple[str, ...]) -> Mapping[str, str]:
+    from autoplan.hf.quantised.checkpoint import stored_aliases
+
+    return stored_aliases(folder, keys)
 
 
 def _stored_weights(*what: Any) -> tuple[PackedWeight, ...]:
@@ -103,5 +113,6 @@ TRANSFORMERS = Conventions(
     shipped_parts=_shipped_parts,
     is_base=_is_base,
     is_transposed_linear=_is_transposed_linear,
+    stored_aliases=_stored_aliases,
     stored_weights=_stored_weights,
 )

@@ -7,26 +7,39 @@ tensors that one conversion needs, so that nobody has to hold the others.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
 from autoplan.common.conventions import CheckpointWriter
+from autoplan.hf.checkpoints import listed
+from autoplan.hf.quantised.schemes import Plain, is_for_linears, packed_weight
+from autoplan.values.quantised import PackedTensor, PackedWeight
 
 __all__ = ["checkpoint_writer"]
 
 
-def checkpoint_writer(model: nn.Module, original: bool = True) -> CheckpointWriter:
-    """Of any model; one that is not transformers' own is written under its own names, and has no settings."""
+Stored = Mapping[str, tuple[PackedWeight, PackedTensor]]
+
+
+def checkpoint_writer(
+    model: nn.Module, original: bool = True, stored: Stored = MappingProxyType({})
+) -> CheckpointWriter:
+    """Of any model; one that is not transformers' own is written under its own names, and has no settings.
+
+    `stored`: the packed tensors among those to write.
+    """
     if not _is_theirs(model):
         return CheckpointWriter(lambda names: [(name,) for name in names], lambda tensors: tensors)
     group_of = _group_names(model) if original else None
     return CheckpointWriter(
         groups=lambda names: _groups(names, group_of),
-        convert=(lambda tensors: _reverted(model, tensors)) if original else lambda tensors: tensors,
+        convert=(lambda tensors: _as_checkpoints(model, tensors, stored)) if original else lambda tensors: tensors,
         settings=lambda folder, cls: _write_settings(model, folder, cls),
         copies=frozenset(getattr(model, "all_tied_weights_keys", None) or ()),
         left_out=frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ()),
@@ -43,6 +56,66 @@ def _reverted(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
     from transformers.core_model_loading import revert_weight_conversion
 
     return dict(revert_weight_conversion(model, tensors))
+
+
+def _as_checkpoints(model: Any, tensors: dict[str, torch.Tensor], stored: Stored) -> dict[str, torch.Tensor]:
+    found = _reverted(model, {name: tensor for name, tensor in tensors.items() if name not in stored})
+    for name, whole in tensors.items():
+        if name in stored:
+            weight, tensor = stored[name]
+            if len(weight.shape) == 3:
+                found |= _apart(model, name, whole, weight, tensor)
+            else:
+                found |= _alone(model, name, whole, weight, tensor)
+    return found
+
+
+def _alone(
+    model: Any, name: str, whole: torch.Tensor, weight: PackedWeight, tensor: PackedTensor
+) -> dict[str, torch.Tensor]:
+    """A packed tensor of one matrix, and what bitsandbytes says of it in a tensor of bytes."""
+    ((entry, value),) = _reverted(model, {name: whole}).items()
+    entry = entry.removesuffix(tensor.attribute) + tensor.name
+    if weight.scheme.id != "bnb-4bit" or tensor is not weight.tensors[0]:
+        return {entry: value}
+    kind, block = weight.scheme.value("kind"), weight.scheme.value("block")
+    said = {"quant_type": kind, "blocksize": block, "dtype": str(model.dtype).removeprefix("torch."),
+            "shape": list(weight.shape)}  # fmt: skip
+    state = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
+    return {entry: value, f"{entry}.quant_state.bitsandbytes__{kind}": state}
+
+
+def _apart(
+    model: Any, name: str, whole: torch.Tensor, weight: PackedWeight, tensor: PackedTensor
+) -> dict[str, torch.Tensor]:
+    """A packed stack as checkpoints hold it: an entry for each expert and each matrix that was quantised for itself.
+
+    Which entries there are, and what they are called, is asked with numbers in place of the plain stack.
+    """
+    experts, segments = weight.shape[0], max(1, len(weight.segments))
+    plain = name.removesuffix(tensor.attribute) + weight.parameter
+    asked = _reverted(model, {plain: torch.arange(experts * segments).reshape(experts, segments, 1)})
+    if any(numbers.numel() != 1 for numbers in asked.values()):
+        (entry,) = asked
+        owner = entry.removesuffix(weight.parameter)
+        if not is_for_linears(weight.scheme) or not weight.parameter.endswith("_proj"):
+            return {owner + tensor.name: whole}  # it is written as a stack
+        names = listed(weight.parameter)
+        asked = {
+            f"{owner}{expert}.{part}.weight": torch.tensor(expert * segments + place)
+            for expert in range(experts)
+            for place, part in enumerate(names)
+        }
+    rows = weight.shape[weight.rows] // segments
+    one = packed_weight(Plain("weight", (rows, weight.shape[weight.contracted])), weight.scheme)
+    mine = one.tensors[weight.tensors.index(tensor)]
+    place = next((place for place, dim in enumerate(tensor.dims) if weight.rows in dim.of), 1)
+    parts = whole.chunk(segments, place) if whole.dim() > 1 else (whole,) * segments
+    found = {}
+    for entry, number in asked.items():
+        expert, segment = divmod(int(number), segments)
+        found[entry.removesuffix("weight") + mine.name] = parts[segment][expert].reshape(mine.shape)
+    return found
 
 
 def _group_names(model: Any) -> Callable[[str], str]:

@@ -31,7 +31,7 @@ from autoplan.hf.catalogue import class_name_of
 from autoplan.hf.configs.limits import check_config, limited_modules
 from autoplan.hf.inputs.make import core_of, users_feeds
 from autoplan.hf.model_string import from_string, transformers_class
-from autoplan.hf.quantised.weights import quantised_weights
+from autoplan.hf.quantised.weights import quantised_weights, refuse_packed_by_others
 from autoplan.hf.shrink import all_configs, tiny_config
 from autoplan.values.quantised import PackedWeight
 
@@ -237,6 +237,7 @@ def _inputs_of(program: ExportedProgram, module: nn.Module) -> Mapping[str, Any]
 
 def _from_module(module: nn.Module, inputs: Mapping[str, Any] | None, trust_remote_code: bool) -> Source:
     cls = type(module)
+    refuse_packed_by_others(module)
     module = with_shapes(module, users_feeds(inputs) if inputs is not None else None)
     config = module.config if isinstance(module, PreTrainedModel) else None
     model_type = (config.model_type or "") if config is not None else ""

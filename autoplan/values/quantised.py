@@ -44,6 +44,11 @@ class PackedTensor:
         return tuple(dim.size for dim in self.dims)
 
     @property
+    def attribute(self) -> str:
+        """Its name where a module holds it: parameters have no dots."""
+        return self.name.replace(".", "_")
+
+    @property
     def segment(self) -> str:
         """How it is cut, as an entry says it."""
         return "whole" if self.dim is None else f"{self.dim}:{self.layout}"
@@ -68,6 +73,7 @@ class PackedWeight:
 
     `contracted` and `rows` are the dims that a product sums over, and that it does not: stacks have one more in front.
     `segments`: matrices that were quantised each for itself and stored as one, by their sizes along `rows`.
+    `dim`: the one along which a plan cuts the plain weight.
     """
 
     name: str
@@ -77,6 +83,7 @@ class PackedWeight:
     rows: int = 0
     contracted: int = 1
     segments: tuple[int, ...] = ()
+    dim: int | None = None
 
     @property
     def owner(self) -> str:

@@ -2,10 +2,10 @@
 
     python tests/benchmarks/quantised_matrix.py [--only fp8] [--tp 2 4 8]
 
-Small models (dense, experts, latent attention, fused matrices) under every method that is described, with random
-checkpoints of each. For every size: a plain model is filled with dequantise=True on simulated ranks, and where the
-method computes on packed tensors, a packed one, which must also save what it loaded. "=": bit for bit the same, "u":
-the same with uneven cuts too, "whole": nothing quantised is cut at this size. Exit code 1 if anything differs.
+Small models (dense, experts, latent attention, fused matrices, turned stacks) under every method that is described,
+with random checkpoints of each, experts one by one. For every size: a plain model is filled with dequantise=True on
+simulated ranks, and a packed one. "=": bit for bit the same, "u": the same with uneven cuts too, "packed": packed
+tensors too, "whole": nothing quantised is cut at this size. Exit code 1 if anything differs.
 """
 
 from __future__ import annotations

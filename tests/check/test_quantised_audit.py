@@ -46,6 +46,23 @@ def test_our_plans_cut_scales_with_their_weight() -> None:
     assert not [finding for finding in report.findings if finding.check == "quantised"]
 
 
+@pytest.mark.parametrize(("name", "proof"), [("llama-3.3-70b-fp8-dynamic", "weight_scale is cut to [1, 0]"),
+                                             ("llama-3.1-8b-bnb-int8", "SCB is [")])  # fmt: skip
+def test_one_scale_for_each_output_is_cut_along_the_inputs(name: str, proof: str) -> None:
+    """transformers cuts all that a row-wise layer holds along its last dim: the second rank has no scale."""
+    report = audit_source(resolve(config(name)), "hf", 2, run=False)
+    found = [finding for finding in report.findings if finding.check == "quantised"]
+    assert found and all("down_proj" in finding.message or "o_proj" in finding.message for finding in found)
+    assert any(finding.proof.startswith(proof) for finding in found), [finding.proof for finding in found]
+
+
+def test_biases_of_a_stack_are_no_scales() -> None:
+    """gpt-oss has two matrices of biases, one twice as wide as the other."""
+    source = resolve(config("gpt-oss-20b-mxfp4"))
+    report = audit_source(source, autoplan.plan(source.config, 2, prove="none"), 2, run=False)
+    assert not [finding for finding in report.findings if finding.check == "quantised"]
+
+
 def test_every_size_of_shipped_plans() -> None:
     rows = {
         row.model_type: row for row in audit_quantised("fp8", ["causal_lm"], only=["qwen3_moe", "deepseek_v3", "llama"])

@@ -71,6 +71,78 @@ def test_as_transformers_dequantises_mxfp4() -> None:
     assert torch.equal(dequantise(weight, parts, weight.shape).bfloat16(), theirs)
 
 
+@pytest.mark.parametrize("scales", ["float32", "float8_e8m0fnu"])
+@pytest.mark.parametrize("shape", [(64, 96), (3, 64, 96)])
+def test_as_transformers_dequantises_float4_experts(shape: tuple[int, ...], scales: str) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    said = METHODS["fp4 experts"] | ({"scale_fmt": "ue8m0"} if "e8m0" in scales else {})
+    scheme = method_of(said).groups[0].of(True)
+    assert scheme is not None and scheme.id == "fp4-experts"
+    weight = packed_weight(Plain("experts.down_proj", shape), scheme)
+    assert weight.tensors[1].dtype == scales
+    packed = torch.randint(-128, 128, weight.tensors[0].shape, dtype=torch.int8)
+    numbers = torch.randint(-6, 3, weight.tensors[1].shape).float().exp2().to(getattr(torch, scales))
+    theirs = Fp8Dequantize(None)._dequantize_one(packed, numbers, torch.bfloat16)
+    parts = {weight.tensors[0].name: packed, weight.tensors[1].name: numbers}
+    assert torch.equal(dequantise(weight, parts, shape).bfloat16(), theirs)
+
+
+def _quantised(bits: int, group: int, symmetric: bool) -> tuple[torch.Tensor, ...]:
+    """A matrix of 64 inputs by 96 outputs as integers, and their scales and zero points for each group of inputs."""
+    torch.manual_seed(0)
+    integers = torch.randint(2**bits, (64, 96))
+    zeros = (
+        torch.full((64 // group, 96), 2 ** (bits - 1)) if symmetric else torch.randint(1, 2**bits, (64 // group, 96))
+    )
+    scales = (0.5 + torch.rand(64 // group, 96)).half()
+    plain = (integers - zeros.repeat_interleave(group, 0)) * scales.repeat_interleave(group, 0)
+    return integers, zeros, scales, plain.t()
+
+
+def _packed(numbers: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Rows of 32-bit words, bit by bit: number n of a word (or the n-th of `order`) has the bits from n * bits on."""
+    words = torch.zeros(numbers.shape[0] * bits // 32, numbers.shape[1], dtype=torch.int64)
+    for row in range(numbers.shape[0]):
+        place = row if order is None else row // 8 * 8 + order[row % 8]
+        for bit in range(bits):
+            at = row * bits + bit
+            words[at // 32] |= (numbers[place] >> bit & 1) << (at % 32)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_what_gptq_packs(bits: int) -> None:
+    """Packed here bit by bit, as its tools do: zero points one less than they are, inputs in 32-bit words."""
+    integers, zeros, scales, plain = _quantised(bits, 32, symmetric=False)
+    (weight,) = weights_of(method_of(METHODS["gptq"] | {"bits": bits}), {"a.weight": (96, 64)})
+    parts = {"qweight": _packed(integers, bits), "qzeros": _packed((zeros - 1).t(), bits).t(), "scales": scales,
+             "g_idx": (torch.arange(64) // 32).int()}  # fmt: skip
+    assert torch.equal(dequantise(weight, parts, (96, 64)), plain)
+
+
+def test_what_awq_packs() -> None:
+    """Outputs in 32-bit words, the first, third, fifth and seventh before the others."""
+    integers, zeros, scales, plain = _quantised(4, 32, symmetric=False)
+    (weight,) = weights_of(method_of(METHODS["awq"]), {"a.weight": (96, 64)})
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    parts = {"qweight": _packed(integers.t(), 4, order).t(), "qzeros": _packed(zeros.t(), 4, order).t(),
+             "scales": scales}  # fmt: skip
+    assert torch.equal(dequantise(weight, parts, (96, 64)), plain)
+
+
+def test_what_torchao_packs_in_four_bits() -> None:
+    """Signed numbers, two to a byte, the lower half first; zero points are added after the scale."""
+    torch.manual_seed(0)
+    numbers, scales = torch.randint(-8, 8, (96, 64)), torch.rand(2, 96).bfloat16()
+    zeros = torch.randn(2, 96).bfloat16()
+    (weight,) = weights_of(method_of(METHODS["torchao int4"]), {"a.weight": (96, 64)})
+    stored = (numbers[:, ::2] & 15 | (numbers[:, 1::2] & 15) << 4).to(torch.uint8).view(torch.int8)
+    parts = {"_weight_qdata": stored, "_weight_scale": scales, "_weight_zero_point": zeros}
+    wide = [one.t().float().repeat_interleave(32, 1) for one in (scales, zeros)]
+    assert torch.equal(dequantise(weight, parts, (96, 64)), numbers * wide[0] + wide[1])
+
+
 # ---------------------------------------------------------------------------------------------------------- bad input
 
 
@@ -100,6 +172,17 @@ def test_files_that_no_config_announces(tmp_path: Path) -> None:
         stored(tmp_path)
 
 
+@pytest.mark.parametrize("dequantise", [False, True])
+@pytest.mark.parametrize(
+    ("text", "said"), [("[1]", "holds a list"), ('{"quantization_config": "fp8"}', "is 'fp8', no")]
+)
+def test_a_config_that_is_none(text: str, said: str, dequantise: bool, tmp_path: Path) -> None:
+    saved(METHODS["fp8 blocks"], SHAPES, tmp_path)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(SourceError, match=said):
+        autoplan.load_weights(torch.nn.Linear(2, 2), tmp_path, dequantise=dequantise)
+
+
 def test_a_long_row_without_its_shape(tmp_path: Path) -> None:
     saved(METHODS["bnb nf4"], SHAPES, tmp_path)
     state = load_file(tmp_path / "model.safetensors")
@@ -114,6 +197,92 @@ def test_a_companion_is_absent(tmp_path: Path) -> None:
     del state["model.layers.0.q_proj.scales"]
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(SourceError, match="q_proj.scales is absent"):
+        stored(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"group_size": 64}, r"(qzeros|scales) is \[.*the model wants"),  # scales of another shape
+        ({"bits": 8}, r"qweight is \[.*the model wants"),
+        ({"quant_method": "gptq"}, r"g_idx|qweight is \["),
+    ],
+)
+def test_a_packed_model_refuses_files_of_another_config(other: dict[str, Any], said: str, tmp_path: Path) -> None:
+    """One error that names the tensor, before anything is changed."""
+    config, wrong = tiny(METHODS["awq"]), METHODS["awq"] | other
+    if other.get("bits") == 8:
+        config, wrong = tiny(METHODS["gptq"]), METHODS["gptq"] | other
+    checkpoint(tiny(wrong), autoplan.plan(tiny(wrong), 2, prove="none"), tmp_path)
+    model = autoplan.packed_model(built(config, "meta"), autoplan.plan(config, 2, prove="none"))
+    with pytest.raises(PlanMismatchError, match=said):
+        autoplan.load_weights(model, tmp_path)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dequantise", [False, True])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("gptq", {"mlp.up_proj.bias": torch.zeros(256)}),
+        ("bnb int8", {"mlp.up_proj.weight_format": torch.tensor(0, dtype=torch.uint8)}),
+        ("ct fp8 channel", {"self_attn.k_scale": torch.ones(1), "self_attn.v_scale": torch.ones(1)}),
+    ],
+)
+def test_what_tools_write_beside_weights(
+    name: str, more: dict[str, torch.Tensor], dequantise: bool, tmp_path: Path
+) -> None:
+    """A bias of zeros for a layer without one, how rows are ordered, scales of the cache: no part of a weight."""
+    config = tiny(METHODS[name])
+    made = autoplan.plan(config, 2, prove="none")
+    checkpoint(config, made, tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    save_file(state | {f"model.layers.0.{key}": value for key, value in more.items()}, tmp_path / "model.safetensors")
+    model = built(config, "meta")
+    model = model if dequantise else autoplan.packed_model(model, made)
+    result = autoplan.load_weights(model, tmp_path, dequantise=dequantise)
+    assert not result.missing_keys and not result.unexpected_keys
+
+
+@pytest.mark.parametrize("dequantise", [False, True])
+def test_a_bias_that_the_model_lacks(dequantise: bool, tmp_path: Path) -> None:
+    config = tiny(METHODS["gptq"])
+    made = autoplan.plan(config, 2, prove="none")
+    checkpoint(config, made, tmp_path)
+    state = load_file(tmp_path / "model.safetensors") | {"model.layers.0.mlp.up_proj.bias": torch.ones(256)}
+    save_file(state, tmp_path / "model.safetensors")
+    model = built(config, "meta")
+    model = model if dequantise else autoplan.packed_model(model, made)
+    with pytest.raises(PlanMismatchError, match="1 unexpected: model.layers.0.mlp.up_proj.bias"):
+        autoplan.load_weights(model, tmp_path, dequantise=dequantise)
+
+
+@pytest.mark.parametrize(("scale", "act"), [("scale", None), ("qscale_weight", "qscale_act")])
+def test_scales_by_other_names(scale: str, act: str | None, tmp_path: Path) -> None:
+    """DeepSeek-V4's own files, and Mistral's, have other names for scales."""
+    method = METHODS["fp8 tensor"] | {"activation_scheme": "static"} if act else METHODS["fp8 blocks"]
+    config = tiny(method)
+    made = autoplan.plan(config, 2, prove="none")
+    plain = checkpoint(config, made, tmp_path)
+    names = {"weight_scale_inv": scale, "activation_scale": act or ""}
+    state = {f"{key.rpartition('.')[0]}.{names.get(key.rpartition('.')[2], key.rpartition('.')[2])}": value
+             for key, value in load_file(tmp_path / "model.safetensors").items()}  # fmt: skip
+    assert any(key.endswith(f".{scale}") for key in state)
+    save_file(state, tmp_path / "model.safetensors")
+    whole = autoplan.packed_model(built(config, "meta"), made)
+    autoplan.load_weights(whole, tmp_path)
+    assert torch.equal(whole.model.layers[0].mlp.up_proj.weight, plain["model.layers.0.mlp.up_proj.weight"].float())
+    model = built(config, "meta")
+    autoplan.load_weights(model, tmp_path, dequantise=True)
+    assert all(torch.equal(model.get_parameter(key), value.float()) for key, value in plain.items())
+
+
+def test_packed_numbers_whose_scales_are_absent(tmp_path: Path) -> None:
+    saved(METHODS["fp8 blocks"], SHAPES, tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    del state["model.layers.0.q_proj.weight_scale_inv"]
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(SourceError, match=r"q_proj.weight holds float8_e4m3fn.* there are none of its scales"):
         stored(tmp_path)
 
 
@@ -171,8 +340,8 @@ def test_a_packed_model_runs_sharded(kind: str, name: str, tmp_path: Path) -> No
 
 
 def test_only_a_method_that_can_be_computed_is_packed() -> None:
-    config = tiny(METHODS["bnb nf4"])
-    with pytest.raises(PlanMismatchError, match="bitsandbytes"):
+    config = tiny({"quant_method": "nvfp4"})
+    with pytest.raises(PlanMismatchError, match="stored as NVFP4.*, which only its own package computes with"):
         autoplan.packed_model(built(config, "meta"), autoplan.plan(config, 2, prove="none"))
     config.quantization_config = None
     with pytest.raises(PlanMismatchError, match="no quantised weights"):

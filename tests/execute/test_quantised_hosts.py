@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from quantised_models import METHODS, built, compressed, random_state, tiny, torchao
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoplan
 from autoplan.check.ranks.run import run_ranks
+from autoplan.common.errors import AutoplanError, SourceError
 from autoplan.execute.quantised.files import DequantisedFiles
 from autoplan.execute.quantised.formats import dequantise
 from autoplan.hf.quantised.methods import method_of
@@ -58,8 +59,8 @@ def test_bitsandbytes_eight_bits(tmp_path: Path) -> None:
     module.weight = Int8Params(torch.randn(128, 256), requires_grad=False, has_fp16_weights=False)
     state = module.to("cpu").state_dict()
     theirs = int8_vectorwise_dequant(state["weight"], state["SCB"])
-    kept = {key: state[key] for key in ("weight", "SCB")}
-    _same_as(theirs, kept, {"quant_method": "bitsandbytes", "load_in_8bit": True}, tmp_path)
+    assert {"weight", "SCB", "weight_format"} <= state.keys()
+    _same_as(theirs, state, {"quant_method": "bitsandbytes", "load_in_8bit": True}, tmp_path)
 
 
 def _same_as(theirs: torch.Tensor, state: dict[str, Any], said: dict[str, Any], folder: Path) -> None:
@@ -74,6 +75,116 @@ def _same_as(theirs: torch.Tensor, state: dict[str, Any], said: dict[str, Any], 
             for rank, piece in enumerate(pieces):
                 rows = range(rank * size, (rank + 1) * size)
                 assert torch.equal(files.read("a.weight", {dim: rows}), piece), (tp, dim, rank)
+
+
+@needs("bitsandbytes")
+@needs("peft")
+@pytest.mark.parametrize(("nested", "tp"), [(True, 2), (True, 4), (False, 2)])
+def test_qlora(nested: bool, tp: int, tmp_path: Path) -> None:
+    """A model of bitsandbytes' own modules with peft's adapters: its loss, and its gradients of A and B, on ranks."""
+    from peft import LoraConfig, get_peft_model
+
+    said = METHODS["bnb nf4"] | {"bnb_4bit_use_double_quant": nested, "llm_int8_skip_modules": ["lm_head"]}
+    config = tiny(said)
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    options = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=names)
+    torch.manual_seed(0)
+    whole = get_peft_model(_four_bits(built(config), nested), options)
+    for name, parameter in whole.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    ids = torch.arange(12).view(2, 6)
+    loss = whole(input_ids=ids, labels=ids).loss
+    loss.backward()
+    expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    assert len(expected) == 28 and all("lora_" in name for name in expected)
+    state = {key: value.contiguous() for key, value in whole.state_dict().items()}
+    assert any("nested_absmax" in key for key in state) == nested
+    save_file(state, tmp_path / "model.safetensors")
+
+    def adapted() -> Any:
+        model = get_peft_model(built(config), options)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                nn.init.zeros_(parameter)  # threads draw in no order; what is loaded counts
+        return model
+
+    made = autoplan.plan(adapted(), tp_size=tp, prove="none")
+    assert made.packed and all(weight.scheme.id == "bnb-4bit" for weight in made.packed)
+
+    def rank_body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))
+        model = autoplan.parallelize(autoplan.packed_model(adapted(), made), mesh, made)
+        autoplan.load_weights(model, tmp_path)
+        assert all(p.requires_grad == ("lora_" in n) for n, p in model.named_parameters())
+        found = model(input_ids=ids, labels=ids).loss
+        found.backward()
+        torch.testing.assert_close(found.detach(), loss.detach(), rtol=1e-5, atol=1e-6)
+        gradients = {n: g for n, g in autoplan.full_tensors(model, grads=True).items() if g is not None}
+        assert gradients.keys() == expected.keys()
+        for key, gradient in gradients.items():
+            assert (gradient - expected[key]).abs().max() <= 1e-4 * expected[key].abs().max(), key
+
+    run_ranks(rank_body, tp)
+
+
+def _four_bits(model: Any, nested: bool) -> Any:
+    """Its projections as bitsandbytes' modules."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    for path, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and path != "lm_head":
+            how: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": nested}
+            own = Linear4bit(module.in_features, module.out_features, bias=False, compute_dtype=torch.float32, **how)
+            own.weight = Params4bit(module.weight.detach(), requires_grad=False, **how)
+            model.set_submodule(path, own.to("cpu"))
+    return model
+
+
+@needs("bitsandbytes")
+def test_modules_of_a_package_are_refused_by_name() -> None:
+    """What to do instead is said where such a model is planned, and where it is sharded."""
+    config = tiny(METHODS["bnb nf4"])
+    whole = _four_bits(built(config), nested=False)
+    with pytest.raises(SourceError, match=r"(?s)q_proj is a Linear4bit of bitsandbytes.*packed_model"):
+        autoplan.plan(whole, tp_size=2, prove="none")
+    made = autoplan.plan(config, tp_size=2, prove="none")
+
+    def rank_body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        with pytest.raises(AutoplanError, match=r"(?s)q_proj.weight is a Params4bit.*packed_model"):
+            autoplan.parallelize(whole, mesh, made)
+
+    run_ranks(rank_body, 2)
+
+
+@needs("bitsandbytes")
+def test_what_is_saved_of_four_bits_is_read_by_bitsandbytes(tmp_path: Path) -> None:
+    """From its own checkpoint in double quantisation, sharded, saved: its modules hold the same numbers again."""
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Params4bit
+
+    config = tiny(METHODS["bnb nf4"] | {"bnb_4bit_use_double_quant": True})
+    torch.manual_seed(0)
+    whole = _four_bits(built(config), nested=True)
+    save_file({key: value.contiguous() for key, value in whole.state_dict().items()}, tmp_path / "model.safetensors")
+    made = autoplan.plan(config, tp_size=2, prove="none")
+
+    def rank_body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = autoplan.parallelize(autoplan.packed_model(built(config, "meta"), made), mesh, made)
+        autoplan.load_weights(model, tmp_path)
+        model.save_pretrained(tmp_path / "saved")
+
+    run_ranks(rank_body, 2)
+    state = load_file(tmp_path / "saved" / "model.safetensors")
+    for path, module in whole.named_modules():
+        if hasattr(getattr(module, "weight", None), "quant_state"):
+            mine = {key.removeprefix(f"{path}."): value for key, value in state.items() if key.startswith(f"{path}.")}
+            stats = {key.removeprefix("weight."): value for key, value in mine.items() if key != "weight"}
+            read = Params4bit.from_prequantized(mine["weight"], stats, device="cpu")
+            theirs = dequantize_4bit(module.weight.data, module.weight.quant_state).float()
+            assert torch.equal(dequantize_4bit(read.data, read.quant_state).float(), theirs), path
 
 
 @needs("torchao")
@@ -102,6 +213,7 @@ FORMATS = {
     "pack-quantized": compressed("pack-quantized", 4, "int", "group", group_size=32),
     "int-quantized": compressed("int-quantized", 8, "int", "channel"),
     "float-quantized": compressed("float-quantized", 8, "float", "channel"),
+    "nvfp4-pack-quantized": compressed("nvfp4-pack-quantized", 4, "float", "tensor_group", group_size=16),
 }
 
 
@@ -114,8 +226,10 @@ def test_compressed_tensors(format: str) -> None:
     torch.manual_seed(0)
     said = FORMATS[format]["config_groups"]["a"]["weights"]
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**said), format=format)
-    columns = 256 // 32 if said["strategy"] == "group" else 1
+    columns = 256 // said["group_size"] if "group_size" in said else 1
     state = {"weight": torch.randn(128, 256), "weight_scale": torch.rand(128, columns) / 16 + 0.01}
+    if "nvfp4" in format:
+        state |= {"weight_scale": 256 * state["weight_scale"], "weight_global_scale": torch.tensor([256.0])}
     packed = BaseCompressor.get_value_from_registry(format).compress(dict(state), scheme)
     theirs = BaseCompressor.get_value_from_registry(format).decompress(dict(packed), scheme)["weight"]
     own = method_of(FORMATS[format]).groups[0].scheme

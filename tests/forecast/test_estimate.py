@@ -176,3 +176,12 @@ def test_every_device_is_whole_and_dense() -> None:
 def test_what_cannot_be_is_refused(keywords: dict[str, Any], said: str) -> None:
     with pytest.raises(autoplan.AutoplanError, match=said):
         autoplan.estimate(llama(num_hidden_layers=2), **keywords)
+
+
+def test_what_is_stored_quantised_is_said() -> None:
+    """A step is counted in the numbers that it computes with; a note says what the checkpoint takes."""
+    config = llama(num_hidden_layers=2)
+    config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (note,) = autoplan.estimate(config, mesh={"tp": 2}, sequence=64, train="inference").notes
+    assert "0.8 GiB on all ranks together; the checkpoint stores them in 0.4 GiB" in note
+    assert not autoplan.estimate(llama(num_hidden_layers=2), mesh={"tp": 2}, sequence=64, train="inference").notes

@@ -24,8 +24,9 @@ def random_parts(weight: PackedWeight) -> dict[str, torch.Tensor]:
 def _random(weight: PackedWeight, tensor: PackedTensor) -> torch.Tensor:
     dtype, shape = _DTYPES[tensor.dtype], tensor.shape
     if tensor.name.endswith("g_idx"):
-        groups = -(-shape[0] // (weight.scheme.value("group") or shape[0]))
-        in_order = torch.arange(shape[0]) // (weight.scheme.value("group") or shape[0])
+        values = dict(weight.scheme.values)
+        group = int(values.get("group") or values.get("columns") or shape[0])
+        groups, in_order = -(-shape[0] // group), torch.arange(shape[0]) // group
         return (in_order if weight.scheme.id == "gptq" else torch.randint(groups, shape)).to(dtype)
     if tensor.name.endswith("weight_shape"):
         return torch.tensor(weight.shape)

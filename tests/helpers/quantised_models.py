@@ -36,6 +36,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fp8 blocks": {"quant_method": "fp8", "weight_block_size": [32, 32]},
     "fp8 tensor": {"quant_method": "fp8", "weight_block_size": None},
     "fp8 rows": {"quant_method": "fbgemm_fp8"},
+    "fp4 experts": {"quant_method": "fp8", "weight_block_size": [32, 32], "expert_dtype": "fp4"},
     "mxfp8": {"quant_method": "mxfp8"},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
     "gptq": GPTQ,
@@ -45,6 +46,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "gptq act order": GPTQ | {"desc_act": True},
     "gptq v2": GPTQ | {"checkpoint_format": "gptq_v2"},
     "bnb nf4": NF4,
+    "bnb nf4 double": NF4 | {"bnb_4bit_use_double_quant": True},
     "bnb int8": {"quant_method": "bitsandbytes", "load_in_8bit": True},
     "ct fp8 channel": compressed("float-quantized", 8, "float", "channel"),
     "ct fp8 tensor": compressed("float-quantized", 8, "float", "tensor"),
@@ -52,11 +54,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "ct int8 zero points": compressed("int-quantized", 8, "int", "channel"),
     "ct packed": compressed("pack-quantized", 4, "int", "group", group_size=32),
     "ct packed, zero points": compressed("pack-quantized", 4, "int", "group", group_size=32, symmetric=False),
+    "ct packed act order": compressed("pack-quantized", 4, "int", "group", group_size=32, actorder="group"),
     "ct packed 8 bits": compressed("pack-quantized", 8, "int", "channel"),
     "ct nvfp4": compressed("nvfp4-pack-quantized", 4, "float", "tensor_group", group_size=16),
     "ct mxfp4": compressed("mxfp4-pack-quantized", 4, "float", "group", group_size=32),
     "torchao int8": torchao("Int8WeightOnlyConfig"),
     "torchao float8": torchao("Float8WeightOnlyConfig"),
+    "torchao int4": torchao("Int4WeightOnlyConfig", group_size=32),
 }
 
 
@@ -71,10 +75,10 @@ def saved(data: dict[str, Any], shapes: dict[str, tuple[int, ...]], folder: Path
     torch.manual_seed(0)
     state, plain = {}, {}
     for weight in weights_of(method_of(data), shapes):
-        parts = random_parts(weight)
+        parts, beside = _nested(weight, random_parts(weight))
         plain[weight.name] = dequantise(weight, parts, weight.shape).reshape(weight.shape)
         state |= {f"{weight.owner}.{name}": part.contiguous() for name, part in parts.items()}
-        state |= _quant_state(weight)
+        state |= _quant_state(weight) | beside
     save_file(state, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"quantization_config": data}))
     return plain
@@ -113,6 +117,19 @@ def latent(data: dict[str, Any]) -> Any:
         vocab_size=96, architectures=["DeepseekV3ForCausalLM"],
     )  # fmt: skip
     config._experts_implementation = "eager"
+    config.quantization_config = data
+    return config
+
+
+def turned(data: dict[str, Any]) -> Any:
+    """Stacks of experts that have inputs before outputs, and no conversion of the library's."""
+    from transformers import Llama4TextConfig
+
+    config = Llama4TextConfig(
+        hidden_size=64, intermediate_size=64, intermediate_size_mlp=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=32, num_local_experts=8, num_experts_per_tok=1, vocab_size=96,
+        interleave_moe_layer_step=2, pad_token_id=0, architectures=["Llama4ForCausalLM"],
+    )  # fmt: skip
     config.quantization_config = data
     return config
 
@@ -167,21 +184,36 @@ def _stored(plain: Plain, described: PackedWeight, numbers: dict[str, torch.Tens
     parts = random_parts(weight)
     scales = {n for n, p in parts.items() if n.endswith(("scale_inv", "_scale", "scales")) and p.dtype.itemsize > 1}
     scaled = {name: part / 16 if name in scales else part for name, part in parts.items()}
+    scaled, beside = _nested(weight, scaled)
     numbers[plain.name] = dequantise(weight, scaled, weight.shape)
-    return {f"{weight.owner}.{name}": part for name, part in scaled.items()} | _quant_state(weight)
+    return {f"{weight.owner}.{name}": part for name, part in scaled.items()} | _quant_state(weight) | beside
+
+
+def _nested(
+    weight: PackedWeight, parts: dict[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Where the largest numbers of blocks are stored in blocks themselves: those numbers, and how they are stored."""
+    if weight.scheme.id != "bnb-4bit" or not weight.scheme.value("nested"):
+        return parts, {}
+    count = len(parts["weight.absmax"])
+    codes = torch.randint(256, (count,), dtype=torch.uint8)
+    values, largest = torch.linspace(-1, 1, 256), 0.01 + torch.rand(-(-count // 256))
+    numbers = values[codes.int()] * largest.repeat_interleave(256)[:count] + 0.5
+    stored = {"absmax": codes, "nested_absmax": largest, "nested_quant_map": values}
+    return parts | {"weight.absmax": numbers}, {f"{weight.name}.{name}": value for name, value in stored.items()}
 
 
 def _quant_state(weight: PackedWeight) -> dict[str, torch.Tensor]:
     """What bitsandbytes says of a weight in a tensor of bytes."""
     if weight.scheme.id != "bnb-4bit":
         return {}
-    text = json.dumps({"shape": weight.shape, "blocksize": 64}).encode()
+    text = json.dumps({"shape": weight.shape, "blocksize": 64, "nested_offset": 0.5}).encode()
     return {f"{weight.name}.quant_state.bitsandbytes__nf4": torch.tensor(list(text), dtype=torch.uint8)}
 
 
 def _listed(name: str, described: PackedWeight, numbers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     owner, parameter = name.rsplit(".", 1)
-    count, rows, columns = described.shape
+    count, rows, columns = (described.shape[dim] for dim in (0, described.rows, described.contracted))
     apart = ("gate_proj", "up_proj") if parameter == "gate_up_proj" else ("down_proj",)
     state: dict[str, torch.Tensor] = {}
     for expert in range(count):
@@ -189,11 +221,12 @@ def _listed(name: str, described: PackedWeight, numbers: dict[str, torch.Tensor]
             plain = Plain(f"{owner}.{expert}.{one}.weight", (rows // len(apart), columns))
             state |= _stored(plain, described, numbers)
     pieces = [torch.cat([numbers.pop(f"{owner}.{e}.{one}.weight") for one in apart]) for e in range(count)]
-    numbers[name] = torch.stack(pieces)
+    whole = torch.stack(pieces)
+    numbers[name] = whole.transpose(1, 2) if described.rows > described.contracted else whole
     return state
 
 
-MODELS = {"dense": tiny, "experts": experts, "latent": latent, "fused": fused}
+MODELS = {"dense": tiny, "experts": experts, "latent": latent, "fused": fused, "turned": turned}
 
 
 class Adapted(nn.Module):

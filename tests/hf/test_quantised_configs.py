@@ -255,3 +255,71 @@ def test_plan_files_hold_it(tmp_path: Path) -> None:
     made.save(tmp_path / "plan.yaml")
     assert autoplan.load_plan(tmp_path / "plan.yaml") == made
     assert json.dumps(made.to_dict())
+
+
+# ------------------------------------------------------------------------------------------- what attacks have found
+
+
+@pytest.mark.parametrize("tp", [3, 16, 64])
+def test_legal_sizes_do_not_depend_on_the_size_that_was_asked(tp: int) -> None:
+    """Where nothing divides other axes are split: MiniMax's sizes at tp 16 were said to be 1 and 2."""
+    config = published("minimax-m2.5-fp8")
+    sizes = plan(config, 2).legal_tp
+    assert plan(config, tp).legal_tp == sizes and 4 in sizes and tp not in sizes
+
+
+def test_stacks_that_are_turned_and_do_not_say_so() -> None:
+    """Llama 4's experts hold inputs before outputs; their checkpoints list linear layers."""
+    from transformers import Llama4TextConfig
+
+    config = Llama4TextConfig(
+        hidden_size=512, intermediate_size=1024, intermediate_size_mlp=2048, num_hidden_layers=2, head_dim=128,
+        num_attention_heads=4, num_key_value_heads=4, num_local_experts=4, vocab_size=256,
+        architectures=["Llama4ForCausalLM"],
+    )  # fmt: skip
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+    config.quantization_config = {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head", "re:.*router"],
+        "config_groups": {"a": {"targets": ["Linear"], "weights": weights}},
+    }  # fmt: skip
+    made = plan(config, 2)
+    assert tensors(made, "experts.gate_up_proj") == {
+        "gate_up_proj": ((4, 2048, 512), "1:1024!|1024!"), "gate_up_proj_scale": ((4, 2048, 1), "1:1024!|1024!"),
+    }  # fmt: skip
+    assert tensors(made, "experts.down_proj") == {
+        "down_proj": ((4, 512, 1024), "2:1024!"), "down_proj_scale": ((4, 512, 1), "whole"),
+    }  # fmt: skip
+
+
+def test_what_was_quantised_apart_has_its_own_scales_in_a_stack() -> None:
+    """One scale for gate, one for up; of each an index of groups."""
+    from transformers import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        hidden_size=256, moe_intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        head_dim=64, num_experts=4, num_experts_per_tok=2, vocab_size=256, architectures=["Qwen3MoeForCausalLM"],
+    )  # fmt: skip
+    config.quantization_config = GPTQ | {"group_size": 64, "desc_act": True}
+    assert tensors(plan(config, 2), "experts.gate_up_proj")["gate_up_proj_g_idx"] == ((4, 2, 256), "whole")
+    assert tensors(plan(config, 2), "experts.down_proj")["down_proj_g_idx"] == ((4, 1, 256), "2:256!")
+    config.quantization_config = FP8 | {"weight_block_size": None}
+    assert tensors(plan(config, 2), "experts.gate_up_proj")["gate_up_proj_scale_inv"] == ((4, 2, 1), "whole")
+
+
+def test_a_kernel_that_takes_no_bias() -> None:
+    """transformers' nvfp4 leaves linear layers with a bias, and odd sizes, as they are."""
+    from transformers import Qwen2Config
+
+    config = Qwen2Config(
+        hidden_size=256, intermediate_size=520, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=256, architectures=["Qwen2ForCausalLM"],
+    )  # fmt: skip
+    config.quantization_config = {"quant_method": "nvfp4"}
+    assert {weight.name.rpartition("layers.")[2] for weight in plan(config, 2).packed} == {"*.self_attn.o_proj.weight"}
+
+
+@pytest.mark.parametrize("packing", ["tile_packed_to_4d", {"_type": "Int4PackingFormat", "_data": "PRESHUFFLED"}])
+def test_packings_of_one_kernel_are_refused(packing: Any) -> None:
+    said = {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 128, "int4_packing_format": packing}}
+    with pytest.raises(SourceError, match="^torchao's int4 in the packing '(tile_packed_to_4d|preshuffled)'"):
+        plan(llama({"quant_method": "torchao", "quant_type": {"default": said}}), 2)

@@ -47,12 +47,17 @@ def parting(weight: PackedWeight, said: Said, tp: int) -> Parting | None:
     if said.dim is None or said.line is None:
         return None
     for tensor in weight.tensors:
-        if len(tensor.dims) < len(weight.shape):
-            continue
-        dim = tensor.dims[said.dim]
+        if not tensor.dims:
+            continue  # a number is left whole
+        place = said.dim if len(tensor.dims) >= len(weight.shape) else -1
+        dim = tensor.dims[place]
         if dim.of and dim.of != (said.dim,):
             text = f"{tensor.name} has its dims in another order: dim {said.dim} of it is not that of the weight"
             return Parting(weight.name, said.line, text, f"{tensor.name} is {list(tensor.shape)}")
+        if not dim.of and len(tensor.dims) <= len(weight.shape):
+            text = f"{tensor.name} has {dim.size} for all of dim {said.dim}, which every rank needs"
+            held = ", ".join(str(len(rows)) for rows in plain_rows(dim.size, 1, tp))
+            return Parting(weight.name, said.line, text, f"{tensor.name} is cut to [{held}]")
         if dim.of and dim.factor > 1:
             found = _apart(weight, tensor, dim, said, tp)
             if found is not None:

@@ -89,6 +89,7 @@ def _laid(weight: PackedWeight, fact: ParameterFact | None, tp: int) -> PackedWe
     cuts = packed_layouts(weight, layouts, tp)
     return replace(
         weight,
+        dim=fact.dim,
         tensors=tuple(
             tensor if cut is None else replace(tensor, dim=cut[0], layout=str(cut[1]))
             for tensor, cut in zip(weight.tensors, cuts, strict=True)

@@ -228,7 +228,11 @@ def _refuse_parameter(fqn: str, parameter: nn.Parameter) -> None:
     if torch.nn.parameter.is_lazy(parameter):
         raise AutoplanError(f"{fqn} has no shape yet", hint="run the lazy module once")
     if type(parameter) is not nn.Parameter and not is_fake(parameter):
-        raise AutoplanError(f"{fqn} is a {type(parameter).__name__}: only plain parameters can be laid on ranks")
+        raise AutoplanError(
+            f"{fqn} is a {type(parameter).__name__}: only plain parameters can be laid on ranks",
+            hint="where it is a quantised weight: autoplan.packed_model gives a plain model on meta the packed tensors "
+            "of its plan, and load_weights fills them from the checkpoint",
+        )
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         raise AutoplanError(f"{fqn} has gradient hooks, which would be lost", hint="register them after sharding")
 

@@ -15,17 +15,80 @@ from pathlib import Path
 import torch
 
 from autoplan.common.conventions import conventions
+from autoplan.common.errors import SourceError
 from autoplan.execute.quantised.formats import dequantise
 from autoplan.execute.weights.files import CheckpointFiles
 from autoplan.values.quantised import PackedTensor, PackedWeight
 
-__all__ = ["DequantisedFiles"]
+__all__ = ["DequantisedFiles", "StoredFiles"]
 
 _AT_ONCE = 2**24  # numbers of a matrix that is stored row by row, of which columns are wanted
-_NESTED_BLOCK = 256
+_NESTED, _NESTED_BLOCK = ".nested_absmax", 256  # largest numbers of blocks that are stored in blocks themselves
 
 
-class DequantisedFiles(CheckpointFiles):
+class _Files(CheckpointFiles):
+    """A folder whose stored tensors have the names of their schemes, and no scales in blocks of their own."""
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(folder)
+        self.call(conventions().stored_aliases(self.folder, super().keys))
+        known = set(super().keys)
+        self._nested = {f"{key.removesuffix(_NESTED)}.absmax" for key in known if key.endswith(_NESTED)} & known
+
+    def dtype(self, key: str) -> torch.dtype:
+        return torch.float32 if key in self._nested else super().dtype(key)
+
+    def read(self, key: str, rows: Mapping[int, Sequence[int]] | None = None) -> torch.Tensor:
+        found = super().read(key, rows)
+        if key not in self._nested:
+            return found
+        weight = key.removesuffix(".absmax")
+        values = super().read(f"{weight}.nested_quant_map").float()[found.int()]
+        places = torch.tensor(list((rows or {}).get(0, range(len(found)))), dtype=torch.long) // _NESTED_BLOCK
+        return values * super().read(f"{weight}{_NESTED}").float()[places] + self._offset(weight)
+
+    def says_nothing(self, key: str) -> bool:
+        """GPTQ's tools wrote a bias of zeros for layers that have none."""
+        owner, _, name = key.rpartition(".")
+        return name == "bias" and f"{owner}.qweight" in super().keys and not super().read(key).any()
+
+    def _offset(self, weight: str) -> float:
+        state = next((key for key in super().keys if key.startswith(f"{weight}.quant_state.")), None)
+        if state is None:
+            raise SourceError(
+                f"{self.folder}: {weight}.absmax is stored in blocks of its own; {weight}.quant_state…, which says "
+                "where these begin, is absent",
+                hint="complete the download, or save the checkpoint again with its package",
+            )
+        return float(json.loads(bytes(super().read(state).tolist()).decode("utf-8"))["nested_offset"])
+
+
+class StoredFiles(_Files):
+    """The tensors of a folder as a packed model holds them: parameters have no dots in their names."""
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(folder)
+        self._states = tuple(key for key in super().keys if key.partition(".quant_state.")[1])
+        names = {key for state in self._states for key in [state.partition(".quant_state.")[0]]}
+        self._hidden = {*self._states, *(f"{name}{end}" for name in names for end in (_NESTED, ".nested_quant_map"))}
+        self._dotted = {f"{name}_{end}": f"{name}.{end}" for name in names for end in ("absmax", "quant_map")}
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        plain = {dotted: name for name, dotted in self._dotted.items()}
+        return tuple(plain.get(key, key) for key in super().keys if key not in self._hidden)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return super().shape(self._dotted.get(key, key))
+
+    def dtype(self, key: str) -> torch.dtype:
+        return super().dtype(self._dotted.get(key, key))
+
+    def read(self, key: str, rows: Mapping[int, Sequence[int]] | None = None) -> torch.Tensor:
+        return super().read(self._dotted.get(key, key), rows)
+
+
+class DequantisedFiles(_Files):
     """The tensors of a folder, packed weights by the names and shapes of plain ones."""
 
     def __init__(self, folder: str | Path) -> None:
@@ -34,6 +97,18 @@ class DequantisedFiles(CheckpointFiles):
         stored = conventions().stored_weights(self.folder, super().keys, shape, read)
         self.packed = {weight.name: weight for weight in stored}
         self._parts = {f"{w.owner}.{tensor.name}" for w in stored for tensor in w.tensors}
+        self._refuse_unscaled()
+
+    def _refuse_unscaled(self) -> None:
+        """An 8-bit float without a scale says nothing."""
+        plain = ((key, super(DequantisedFiles, self).dtype(key)) for key in self.keys if key not in self.packed)
+        odd = next(((key, dtype) for key, dtype in plain if dtype.is_floating_point and dtype.itemsize == 1), None)
+        if odd is not None:
+            raise SourceError(
+                f"{self.folder}: {odd[0]} holds {str(odd[1]).removeprefix('torch.')}, and there are none of its scales "
+                "that the config announces",
+                hint="complete the download, or fetch the config.json that belongs to these files",
+            )
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -105,24 +180,9 @@ class DequantisedFiles(CheckpointFiles):
             flat = next((place for place, dim in enumerate(tensor.dims) if dim.of), None)
             factor = tensor.dims[flat].factor if flat is not None else 1
             wanted = {} if flat is None else {flat: range(first // factor, -(-last // factor))}
-            parts[tensor.name] = self._unnested(weight, tensor, wanted)
+            parts[tensor.name] = super().read(f"{weight.owner}.{tensor.name}", wanted)
         numbers = dequantise(weight, parts, (last - first,))
         return numbers[start * inputs - first : stop * inputs - first].reshape(stop - start, inputs)
-
-    def _unnested(self, weight: PackedWeight, tensor: PackedTensor, wanted: Mapping[int, range]) -> torch.Tensor:
-        """Largest numbers of blocks that are themselves stored in blocks, as numbers."""
-        key = f"{weight.owner}.{tensor.name}"
-        found = super().read(key, wanted)
-        nested = f"{weight.name}.nested_absmax"
-        if not key.endswith(".absmax") or nested not in super().keys:
-            return found
-        values = super().read(f"{weight.name}.nested_quant_map").float()[found.int()]
-        places = torch.tensor(list(wanted[0])) // _NESTED_BLOCK
-        return values * super().read(nested).float()[places] + self._offset(weight)
-
-    def _offset(self, weight: PackedWeight) -> float:
-        state = next(key for key in super().keys if key.startswith(f"{weight.name}.quant_state."))
-        return float(json.loads(bytes(super().read(state).tolist()).decode("utf-8"))["nested_offset"])
 
 
 def _cover(weight: PackedWeight, dim: int, rows: tuple[int, ...]) -> tuple[int, ...]:

@@ -8,6 +8,8 @@ made of some blocks is bit for bit what is made of all of them: that is why shar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
@@ -31,21 +33,52 @@ def dequantise(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> to
             f"{weight.name}: there is no way yet to dequantise {weight.scheme.title}",
             hint="load it as it is stored",
         )
-    roles = {tensor.name: tensor for tensor in weight.tensors}
-    return DEQUANTISED[weight.scheme.id](weight, {name: parts[name] for name in roles}, shape)
+    own = {tensor.name: parts[tensor.name] for tensor in weight.tensors}
+    decode = DEQUANTISED[weight.scheme.id]
+    if weight.rows < weight.contracted:
+        return decode(weight, own, shape)
+    turned = (*shape[:-2], shape[-1], shape[-2])  # stored with outputs before inputs, as all are
+    return decode(_turned(weight), own, turned).transpose(-1, -2)
+
+
+@lru_cache(maxsize=4096)
+def _turned(weight: PackedWeight) -> PackedWeight:
+    """The same weight with its rows before what is contracted."""
+    places = {weight.rows: weight.contracted, weight.contracted: weight.rows}
+    tensors = tuple(
+        replace(tensor, dims=tuple(replace(d, of=tuple(places.get(one, one) for one in d.of)) for d in tensor.dims))
+        for tensor in weight.tensors
+    )
+    *lead, first, last = weight.shape
+    return replace(
+        weight, shape=(*lead, last, first), tensors=tensors, rows=weight.contracted, contracted=weight.rows
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------ what they share
 
 
-def _spread(scales: torch.Tensor, shape: tuple[int, ...], blocks: Mapping[int, int]) -> torch.Tensor:
-    """One scale for each element: repeated over its block along each dim. A dim of size 1 is left to broadcasting."""
+def _spread(scales: torch.Tensor, shape: tuple[int, ...], blocks: Mapping[int, int], parts: int = 1) -> torch.Tensor:
+    """One scale for each element: repeated over its block along each dim. A dim of size 1 is left to broadcasting.
+
+    `parts`: of how many matrices, quantised each for itself, the rows of a stack are.
+    """
     for dim, block in blocks.items():
         if scales.shape[dim] > 1 and block > 1:
             scales = scales.repeat_interleave(block, dim)
         if scales.shape[dim] > 1:
-            scales = scales.narrow(dim, 0, shape[dim])
+            scales = _trimmed(scales, dim, shape[dim], parts if dim == len(shape) - 2 else 1)
     return scales
+
+
+def _trimmed(numbers: torch.Tensor, dim: int, size: int, parts: int) -> torch.Tensor:
+    """Without what fills the last block of each part up."""
+    dim %= numbers.dim()
+    return numbers.unflatten(dim, (parts, -1)).narrow(dim + 1, 0, size // parts).flatten(dim, dim + 1)
+
+
+def _parts(weight: PackedWeight) -> int:
+    return max(1, len(weight.segments))
 
 
 def _blocks(weight: PackedWeight, name: str) -> dict[int, int]:
@@ -58,14 +91,28 @@ def _named(weight: PackedWeight, ending: str) -> str:
     return next(tensor.name for tensor in weight.tensors if tensor.name.endswith(ending))
 
 
+def _rows(weight: PackedWeight, name: str, stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """What is there once for each segment of a stack's rows, once for each row."""
+    dims = next(tensor.dims for tensor in weight.tensors if tensor.name == name)
+    if len(shape) < 3 or len(dims) < 2 or dims[1].of or dims[1].size != _parts(weight):
+        return stored
+    return stored.repeat_interleave(shape[1] // dims[1].size, 1)
+
+
 def _scales(weight: PackedWeight, parts: Parts, ending: str, shape: tuple[int, ...]) -> torch.Tensor:
     """As numbers of float32, for each element. Bytes are exponents of two."""
     name = _named(weight, ending)
     stored = parts[name]
     numbers = (stored.float() - 127.0).exp2() if stored.dtype == torch.uint8 else stored.float()
-    if numbers.dim() < len(shape):  # one for all
-        return numbers.reshape((-1, *[1] * (len(shape) - 1)) if numbers.numel() > 1 else [1] * len(shape))
-    return _spread(numbers, shape, _blocks(weight, name))
+    broad = _broad(_rows(weight, name, numbers, shape), shape)
+    return _spread(broad, shape, _blocks(weight, name), _parts(weight))
+
+
+def _broad(numbers: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """With as many dims as the weight: one for all of it is one for each row of each expert."""
+    if len(shape) == 2 and numbers.numel() == 1:
+        return numbers.reshape(1, 1)
+    return numbers.reshape(*numbers.shape, *[1] * (len(shape) - numbers.dim()))
 
 
 def _bits(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
@@ -104,7 +151,8 @@ def _plain_numbers(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -
     ending = next(one for one in ("_scale_inv", "_scale") for t in weight.tensors if t.name.endswith(one))
     zeros = [tensor.name for tensor in weight.tensors if tensor.name.endswith("_zero_point")]
     if zeros:
-        numbers = numbers - _spread(parts[zeros[0]].float(), shape, _blocks(weight, zeros[0]))
+        zero = _broad(_rows(weight, zeros[0], parts[zeros[0]].float(), shape), shape)
+        numbers = numbers - _spread(zero, shape, _blocks(weight, zeros[0]), _parts(weight))
     return numbers * _scales(weight, parts, ending, shape)
 
 
@@ -113,15 +161,15 @@ def _fp4(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Te
 
 
 def _mxfp4(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
-    """Blocks of 16 bytes along the inputs; the plain stack has inputs before outputs where it is transposed."""
+    """Blocks of 16 bytes along the inputs."""
     numbers = _float4(parts[_named(weight, "_blocks")])  # [experts, outputs, blocks, 32]
     exponents = parts[_named(weight, "_scales")].int() - 127
-    found = torch.ldexp(numbers, exponents.unsqueeze(-1)).flatten(-2)
-    return found.transpose(-1, -2) if weight.rows > weight.contracted else found
+    return torch.ldexp(numbers, exponents.unsqueeze(-1)).flatten(-2)
 
 
 def _nvfp4(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
-    one = parts[_named(weight, "weight_global_scale")].float()
+    name = f"{weight.parameter}_global_scale"
+    one = _broad(_rows(weight, name, parts[name].float(), shape), shape)
     return _float4(parts[weight.tensors[0].name]) * (_scales(weight, parts, "_scale", shape) / one)
 
 
@@ -150,10 +198,10 @@ def _gptq(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.T
     groups = parts[_named(weight, "g_idx")].long()
     if weight.scheme.id == "gptq":
         groups = torch.unique(groups, return_inverse=True)[1]
-    if groups.dim() > 1:  # a stack
-        found = [s[g] * (n - z[g]) for s, g, n, z in zip(scales, groups, numbers, zeros, strict=True)]
-        return torch.stack(found).transpose(-1, -2)
-    return (scales[groups] * (numbers - zeros[groups])).transpose(-1, -2)
+    if groups.dim() == 1:
+        return (scales[groups] * (numbers - zeros[groups])).transpose(-1, -2)
+    groups = _rows(weight, _named(weight, "g_idx"), groups, shape).transpose(-1, -2)  # of a stack, for each element
+    return (scales.gather(1, groups) * (numbers - zeros.gather(1, groups))).transpose(-1, -2)
 
 
 def _packed_integers(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
@@ -163,12 +211,14 @@ def _packed_integers(weight: PackedWeight, parts: Parts, shape: tuple[int, ...])
     numbers = _bits(parts[_named(weight, "_packed")], bits, -1).narrow(-1, 0, shape[-1]) - half
     scales = parts[_named(weight, "_scale")]
     zeros = [parts[t.name] for t in weight.tensors if t.name.endswith("_zero_point")]
-    zero = _bits(zeros[0], bits, -2).narrow(-2, 0, shape[-2]) - half if zeros else None
-    places = [parts[t.name].long() for t in weight.tensors if t.name.endswith("_g_idx")]
+    zero = _trimmed(_bits(zeros[0], bits, -2), -2, shape[-2], _parts(weight)) - half if zeros else None
+    places = [_rows(weight, t.name, parts[t.name].long(), shape) for t in weight.tensors if t.name.endswith("_g_idx")]
     columns = weight.scheme.value("columns") or shape[-1]
 
     def spread(x: torch.Tensor) -> torch.Tensor:
-        return x.index_select(-1, places[0]) if places else _spread(x, shape, {len(shape) - 1: columns})
+        if not places:
+            return _spread(x, shape, {len(shape) - 1: columns})
+        return x.index_select(-1, places[0]) if x.dim() == 2 else x.gather(-1, places[0])
 
     shifted = numbers if zero is None else numbers - spread(zero)
     return shifted.to(scales.dtype) * spread(scales)
@@ -188,6 +238,16 @@ def _bnb_8bit(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> tor
     return parts[weight.tensors[0].name].float() * parts[_named(weight, "SCB")].float().unsqueeze(-1) * (1 / 127)
 
 
+def _torchao_int4(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
+    """Signed, the lower half of a byte first; scales and zero points by group and output, the latter added."""
+    numbers = ((_pairs(parts[_named(weight, "_qdata")]).int() ^ 8) - 8).float()
+    scales, zeros = (
+        _spread(parts[_named(weight, name)].float().transpose(-1, -2), shape, {1: weight.scheme.value("group")})
+        for name in ("_scale", "_zero_point")
+    )
+    return numbers * scales + zeros
+
+
 DEQUANTISED: dict[str, Callable[[PackedWeight, Parts, tuple[int, ...]], torch.Tensor]] = {
     "fp8-blocks": _plain_numbers,
     "fp8-tensor": _plain_numbers,
@@ -196,6 +256,7 @@ DEQUANTISED: dict[str, Callable[[PackedWeight, Parts, tuple[int, ...]], torch.Te
     "ct-plain": _plain_numbers,
     "ct-tensor": _plain_numbers,
     "torchao-plain": _plain_numbers,
+    "torchao-int4": _torchao_int4,
     "fp4-experts": _fp4,
     "ct-mxfp4": _fp4,
     "mxfp4": _mxfp4,

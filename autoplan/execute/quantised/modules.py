@@ -19,16 +19,17 @@ from torch.distributed.tensor import DTensor
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.options import check_argument
 from autoplan.common.patterns import matches
-from autoplan.execute.parameters.held import record_of
+from autoplan.execute.parameters.held import plain_name, record_of
 from autoplan.execute.parameters.local_views import stored_tensor
 from autoplan.execute.quantised.formats import DEQUANTISED, dequantise
 from autoplan.patches.classes import give_class
 from autoplan.values import Plan
 from autoplan.values.quantised import PackedTensor, PackedWeight
 
-__all__ = ["compute_in", "is_packed", "packed_model"]
+__all__ = ["compute_in", "is_packed", "packed_model", "stored_tensors"]
 
 _STORED = "_autoplan_stored"
+_PLAIN = "_autoplan_plain"  # what has been made of stacks in the call that runs
 
 
 def packed_model(model: nn.Module, plan: Plan) -> nn.Module:
@@ -48,16 +49,25 @@ def packed_model(model: nn.Module, plan: Plan) -> nn.Module:
             stored[weight.parameter] = (weight, old.dtype)
             for tensor in weight.tensors:
                 empty = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
-                module._parameters[tensor.name] = nn.Parameter(empty, requires_grad=False)
+                module._parameters[tensor.attribute] = nn.Parameter(empty, requires_grad=False)
         module.__dict__[_STORED] = stored
         kind: type = type(module)
-        give_class(module, _stored_class(kind, tuple(stored)))
+        give_class(module, _stored_class(kind, tuple(stored), any(len(weight.shape) == 3 for weight in weights)))
     return model
 
 
 def is_packed(module: nn.Module) -> bool:
     """Does a module itself hold packed tensors?"""
     return _STORED in module.__dict__
+
+
+def stored_tensors(model: nn.Module) -> dict[str, tuple[PackedWeight, PackedTensor]]:
+    """The packed tensors of a model by full name, each with the weight that it is stored for."""
+    found: dict[str, tuple[PackedWeight, PackedTensor]] = {}
+    for path, module in model.named_modules():
+        for weight, _ in module.__dict__.get(_STORED, {}).values():
+            found |= {plain_name(f"{path}.{tensor.attribute}"): (weight, tensor) for tensor in weight.tensors}
+    return found
 
 
 def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
@@ -71,8 +81,7 @@ def _chosen(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, list[PackedWe
     if not plan.packed:
         raise PlanMismatchError("the plan knows of no quantised weights", hint="plan a config with quantization_config")
     found = []
-    parted = [weight for weight in plan.packed if any("." in tensor.name for tensor in weight.tensors)]
-    unknown = next((w for w in plan.packed if w.scheme.id not in DEQUANTISED or w in parted), None)
+    unknown = next((weight for weight in plan.packed if weight.scheme.id not in DEQUANTISED), None)
     if unknown is not None:
         raise PlanMismatchError(
             f"{unknown.name} is stored as {unknown.scheme.title}, which only its own package computes with",
@@ -96,25 +105,49 @@ def _chosen(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, list[PackedWe
 
 
 @cache
-def _stored_class(cls: type, names: tuple[str, ...]) -> Any:
-    return type(cls)(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__,
-                                             **{name: property(_reader(name)) for name in names}})  # fmt: skip
+def _stored_class(cls: type, names: tuple[str, ...], stacks: bool) -> Any:
+    own: dict[str, Any] = {name: property(_reader(name)) for name in names}
+    own |= {"__call__": _keeping(cls.__call__)} if stacks else {}
+    return type(cls)(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **own})
+
+
+def _keeping(call: Any) -> Any:
+    """The plain numbers of a stack, which a forward reads once for each expert, are made once for each call."""
+
+    def kept(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        outer = module.__dict__.get(_PLAIN)
+        module.__dict__[_PLAIN] = {}
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            module.__dict__[_PLAIN] = outer
+
+    return kept
 
 
 def _reader(name: str) -> Any:
     def plain(module: nn.Module) -> torch.Tensor:
         weight, dtype = module.__dict__[_STORED][name]
-        parts = {tensor.name: stored_tensor(module, tensor.name) for tensor in weight.tensors}
+        parts = {tensor.name: stored_tensor(module, tensor.attribute) for tensor in weight.tensors}
         return dequantise(weight, parts, _local_shape(weight, parts[weight.tensors[0].name])).to(dtype)
+
+    def outside_modes(module: nn.Module) -> torch.Tensor:
+        if not torch._C._is_torch_function_mode_enabled():
+            return plain(module)
+        with torch._C.DisableTorchFunction():  # a scoped function mode counts the module's calls, not ours
+            return plain(module)
 
     def read(module: nn.Module) -> torch.Tensor:
         kept = module._parameters.get(name)
         if isinstance(kept, DTensor) and (kept.device_mesh.ndim > 1 or record_of(module) is None):
             return kept  # FSDP2 looks at what it keeps between uses, while the model's forward runs too
-        if not torch._C._is_torch_function_mode_enabled():
-            return plain(module)
-        with torch._C.DisableTorchFunction():  # a scoped function mode counts the module's calls, not ours
-            return plain(module)
+        made = module.__dict__.get(_PLAIN)
+        if made is not None and name in made:
+            return made[name]
+        found = outside_modes(module)
+        if made is not None:
+            made[name] = found
+        return found
 
     return read
 
@@ -123,6 +156,9 @@ def _local_shape(weight: PackedWeight, first: torch.Tensor) -> tuple[int, ...]:
     """Of the plain piece that a rank's tensors stand for: the first of them has room for whole numbers only."""
     shape = list(weight.shape)
     tensor: PackedTensor = weight.tensors[0]
+    if weight.is_flat and weight.dim is not None:
+        numbers = first.numel() * tensor.dims[0].factor // tensor.dims[0].each
+        shape[weight.dim] = numbers // (weight.elements // weight.shape[weight.dim])
     for place, dim in enumerate(tensor.dims):
         if len(dim.of) == 1:
             shape[dim.of[0]] = first.shape[place] * dim.factor // dim.each

@@ -52,20 +52,30 @@ class CheckpointFiles:
         self.folder = Path(folder)
         self._open: dict[str, Any] = {}
         self._file_of = _find(self.folder)
+        self._stored_as: dict[str, str] = {}  # what is asked for by another name than it has in its file
         self._refuse_absent()
 
     @property
     def keys(self) -> tuple[str, ...]:
         return tuple(self._file_of)
 
+    def call(self, names: Mapping[str, str]) -> None:
+        """From now on these tensors have other names; "": they are left out."""
+        self._stored_as |= {new: self._stored_as.get(old, old) for old, new in names.items() if new}
+        self._file_of = {name: file for key, file in self._file_of.items() if (name := names.get(key, key))}
+
     def shape(self, key: str) -> tuple[int, ...]:
-        return tuple(self._handle(key).get_slice(key).get_shape())
+        return tuple(self._slice(key).get_shape())
 
     def dtype(self, key: str) -> torch.dtype:
-        kept = self._handle(key).get_slice(key).get_dtype()
+        kept = self._slice(key).get_dtype()
         if kept not in _DTYPES:
             raise SourceError(f"{key} is kept as {kept}, of which torch knows nothing", hint="update torch")
         return _DTYPES[kept]
+
+    def says_nothing(self, key: str) -> bool:
+        """May a tensor be left out without a loss?"""
+        return False
 
     def form(self, key: str) -> torch.Tensor:
         """A tensor of the same shape and dtype, without numbers: enough to try a conversion."""
@@ -74,8 +84,8 @@ class CheckpointFiles:
     def read(self, key: str, rows: Mapping[int, Sequence[int]] | None = None) -> torch.Tensor:
         """The tensor, or the part of it with these rows along these dims (at most one of them not one range)."""
         if not rows:
-            return self._handle(key).get_tensor(key)
-        source = self._handle(key).get_slice(key)
+            return self._handle(key).get_tensor(self._stored_as.get(key, key))
+        source = self._slice(key)
         index: list[Any] = [slice(None)] * len(source.get_shape())
         scattered: int | None = None
         for dim, wanted in rows.items():
@@ -90,6 +100,9 @@ class CheckpointFiles:
         if scattered is None:
             return source[tuple(index)]
         return _read_scattered(source, index, scattered, rows[scattered])
+
+    def _slice(self, key: str) -> Any:
+        return self._handle(key).get_slice(self._stored_as.get(key, key))
 
     def _handle(self, key: str) -> Any:
         file = self._file_of[key]

@@ -19,6 +19,7 @@ from torch import nn
 
 from autoplan.common.conventions import CheckpointNames, Conversion, conventions
 from autoplan.common.errors import PlanMismatchError
+from autoplan.execute.weights.joined import Joined
 
 __all__ = ["Matched", "match_keys", "refuse_unmatched"]
 
@@ -30,12 +31,13 @@ class Matched:
     """The outcome: targets read as they are, conversions, and what has no partner."""
 
     direct: dict[str, str] = field(default_factory=dict)  # name in the model -> key in the files
+    joined: list[Joined] = field(default_factory=list)
     converted: list[Conversion] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
 
     def converted_names(self) -> set[str]:
-        return {name for conversion in self.converted for name in conversion.targets()}
+        return {one.name for one in self.joined} | {name for one in self.converted for name in one.targets()}
 
 
 def match_keys(
@@ -43,16 +45,17 @@ def match_keys(
     groups: Sequence[Sequence[str]],
     passing: Iterable[str],
     keys: Iterable[str],
-    read: Callable[[str], torch.Tensor],
+    read: Callable[..., torch.Tensor],
+    shape: Callable[[str], tuple[int, ...]],
 ) -> Matched:
     """Find a source for each group of names (one tensor each). `passing`: names of buffers that are not saved.
 
-    A group is served by the first of its names that the checkpoint has.
+    A group is served by the first of its names that the checkpoint has. `read` and `shape` are asked with a key.
     """
     names = {name for group in groups for name in group}
     known = conventions().checkpoint_names(model)
     prefix = known.prefix
-    matched, conversions = Matched(), dict[str, Conversion]()
+    matched, conversions, joins = Matched(), dict[str, Conversion](), dict[str, Joined]()
     for key in sorted(keys, key=_numbered):  # experts in order, as converters expect
         name, pattern = known.rename(key)
         name = _with_or_without(prefix, name, names)
@@ -60,12 +63,19 @@ def match_keys(
             name, pattern = _with_or_without(prefix, key, names), None
         if pattern is None and name in names:
             matched.direct[name] = key
+        elif pattern is not None and name not in conversions and (join := known.join(pattern)) is not None:
+            joins.setdefault(name, Joined(name, join)).add(key, pattern, partial(read, key), shape(key))
         elif pattern is not None:
             if name not in conversions:
                 conversions[name] = known.conversion(pattern, name)
             conversions[name].add(name, key, pattern, partial(read, key))
         else:
             matched.unexpected.append(key)
+    for joined in joins.values():
+        if joined.name not in names:
+            matched.unexpected += joined.keys
+        elif joined.name not in matched.direct:
+            matched.joined.append(joined)
     for conversion in conversions.values():
         if any(name in names for name in conversion.targets()):
             matched.converted.append(conversion)

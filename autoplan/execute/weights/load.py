@@ -28,7 +28,7 @@ from autoplan.execute.collectives import mesh_device
 from autoplan.execute.parameters.buffers import rebuilt_passing_tensors
 from autoplan.execute.parameters.held import Held, plain_name, record_of
 from autoplan.execute.parameters.state_dict import local_piece
-from autoplan.execute.quantised.files import DequantisedFiles
+from autoplan.execute.quantised.files import DequantisedFiles, StoredFiles
 from autoplan.execute.weights.files import CheckpointFiles
 from autoplan.execute.weights.key_matching import Matched, match_keys, refuse_unmatched
 
@@ -45,7 +45,7 @@ def load_weights(
     """
     check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
     check_argument("folder", folder, (str, PathLike), "give the folder that holds the .safetensors files")
-    files = DequantisedFiles(folder) if dequantise else CheckpointFiles(folder)
+    files: CheckpointFiles = DequantisedFiles(folder) if dequantise else StoredFiles(folder)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # its root keeps whole parameters between forwards
@@ -53,12 +53,14 @@ def load_weights(
     places = {name: tensor for tensor in tensors for name in tensor.names}
     groups = [tensor.names for tensor in tensors]
     passing = tuple(_passing_buffers(model))
-    matched = match_keys(model, groups, passing, files.keys, files.read)
+    matched = match_keys(model, groups, passing, files.keys, files.read, files.shape)
+    matched.unexpected = [key for key in matched.unexpected if not files.says_nothing(key)]
     wrong = [misfit for name, key in matched.direct.items() if (misfit := _misfit(name, files.form(key), places[name]))]
     if strict or wrong:
         refuse_unmatched(matched if strict else Matched(), wrong, str(folder))
     with torch.no_grad():
-        formed = match_keys(model, groups, passing, files.keys, files.form)  # conversions of tensors without numbers
+        formed = match_keys(model, groups, passing, files.keys, files.form, files.shape)  # without numbers
+        _refuse_joins(formed, places)
         for _, _ in _converted(model, places, matched.direct, formed):
             pass
         rebuilt = rebuilt_passing_tensors(model, _device(tensors))
@@ -187,8 +189,23 @@ def _fill(model: nn.Module, files: CheckpointFiles, tensors: list[_Saved], match
         key = next((matched.direct[name] for name in saved.names if name in matched.direct), None)
         if key is not None:
             saved.fill(files.read(key, saved.rows()))
+    for joined in matched.joined:
+        saved = owner[joined.name]
+        saved.fill(joined.piece(saved.shape, saved.rows(), saved.tensor.dtype))
     for saved, whole in _converted(model, owner, matched.direct, matched):
         saved.fill(saved.cut(whole))
+
+
+def _refuse_joins(formed: Matched, owner: dict[str, _Saved]) -> None:
+    """Do entries of the checkpoint, side by side, make what the model has?"""
+    for joined in formed.joined:
+        saved = owner[joined.name]
+        for form in joined.forms(saved.shape):
+            if misfit := _misfit(joined.name, form, saved):
+                raise AutoplanError(
+                    f"{misfit}, out of {len(joined.keys)} tensors ({joined.keys[0]}, …)",
+                    hint="does the checkpoint belong to this model?",
+                )
 
 
 def _converted(
@@ -207,7 +224,7 @@ def _converted(
                 )
             done.add(id(owner[name]))
             yield owner[name], whole
-    promised = matched.converted_names() & set(owner)
+    promised = {name for conversion in matched.converted for name in conversion.targets()} & set(owner)
     forgotten = sorted(name for name in promised if id(owner[name]) not in done)
     if forgotten:
         raise AutoplanError(f"transformers' conversions did not make {', '.join(forgotten[:5])}")

@@ -27,6 +27,7 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.options import check_argument
 from autoplan.execute.parameters.held import held_parameters, plain_name, record_of
 from autoplan.execute.parameters.state_dict import gathered
+from autoplan.execute.quantised.modules import stored_tensors
 
 __all__ = ["leave_saving", "save_weights", "take_saving"]
 
@@ -52,7 +53,7 @@ def save_weights(
     check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
     check_argument("folder", folder, (str, os.PathLike), "give the folder to write into")
     model = getattr(model, "_orig_mod", model)
-    writer = conventions().checkpoint_writer(model, original_names)
+    writer = conventions().checkpoint_writer(model, original_names, stored_tensors(model))
     limit = _bytes(max_shard_size)  # refused on every rank
     files = _Files(Path(folder), limit) if _writes() else None
     state: dict[str, Any] = model.state_dict()
@@ -180,7 +181,7 @@ def _is_part(tensor: torch.Tensor) -> bool:
 def take_saving(model: nn.Module) -> None:
     """Make the method by which the model's library saves it write a sharded model, on every rank together."""
     name = conventions().saving
-    if hasattr(model, name) and conventions().checkpoint_writer(model, True).settings is not None:
+    if hasattr(model, name) and conventions().checkpoint_writer(model, True, {}).settings is not None:
         model.__dict__[name] = partial(_save, model)
 
 
@@ -212,7 +213,7 @@ def _save(
         return
     save_weights(model, save_directory, max_shard_size=max_shard_size, original_names=save_original_format)
     trouble: Exception | None = None
-    settings = conventions().checkpoint_writer(model, save_original_format).settings
+    settings = conventions().checkpoint_writer(model, save_original_format, {}).settings
     if _writes() and settings is not None:
         try:
             settings(save_directory, _own_class(model))

@@ -7,6 +7,7 @@ nothing is guessed: tensors that nobody announced, announced ones that are absen
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import prod
@@ -20,9 +21,13 @@ from autoplan.hf.quantised.methods import method_of
 from autoplan.hf.quantised.schemes import Plain, announced, packed_weight, plain_shape
 from autoplan.values.quantised import PackedTensor, PackedWeight, Scheme
 
-__all__ = ["stored_weights"]
+__all__ = ["stored_aliases", "stored_weights"]
 
 Shape = Callable[[str], tuple[int, ...]]
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_METHODS_WITH_ALIASES = ("fp8", "mxfp8")  # in DeepSeek-V4's own files and in Mistral's
+_ALIASES = {"scale": "weight_scale_inv", "qscale_weight": "weight_scale_inv", "qscale_act": "activation_scale"}
+_OF_THE_CACHE = ("q_scale", "k_scale", "v_scale", "prob_scale")
 _OPTIONAL = ("activation_scale", "input_scale", "input_global_scale", "weight_shape", "g_idx")
 
 
@@ -50,6 +55,27 @@ def stored_weights(
     return found
 
 
+def stored_aliases(folder: Path, keys: tuple[str, ...]) -> dict[str, str]:
+    """Stored tensors that files call otherwise than their scheme does, each with the name that it has there.
+
+    "" for what is no part of a weight: scales of the cache, how a kernel of bitsandbytes orders rows.
+    """
+    if not (folder / "config.json").is_file():
+        return {}
+    data = _quantization_config(folder)
+    if data is None:
+        return {}
+    known, found = set(keys), dict[str, str]()
+    aliases = _ALIASES if data.get("quant_method") in _METHODS_WITH_ALIASES else {}
+    for key in keys:
+        owner, _, name = key.rpartition(".")
+        if name in aliases and f"{owner}.weight" in known and f"{owner}.{aliases[name]}" not in known:
+            found[key] = f"{owner}.{aliases[name]}"
+        elif name in _OF_THE_CACHE or (name == "weight_format" and f"{owner}.SCB" in known):
+            found[key] = ""
+    return found
+
+
 def _quantization_config(folder: Path) -> dict[str, Any] | None:
     path = folder / "config.json"
     if not path.is_file():
@@ -57,8 +83,13 @@ def _quantization_config(folder: Path) -> dict[str, Any] | None:
             f"{folder} has no config.json, which says how its weights are quantised", hint="copy it there"
         )
     config = read_plain(path, NotPlain(error=SourceError, hint="fetch it again"), notation="json")
+    if not isinstance(config, dict):
+        raise SourceError(f"{path} holds a {type(config).__name__}, no settings by name", hint="fetch it again")
     parts = (config, *(value for value in config.values() if isinstance(value, dict)))
-    return next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
+    found = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
+    if found is not None and not isinstance(found, dict):
+        raise SourceError(f"{path}: quantization_config is {found!r}, no settings by name", hint="fetch it again")
+    return found
 
 
 def _weights(
@@ -77,9 +108,11 @@ def _weights(
 
 
 def _scheme(method: Method, owner: str, stacked: bool) -> Scheme | None:
+    """Experts that are stored one by one have the scheme of stacks, if these have one."""
     for group in method.groups:
         if not group.names or any(named(pattern, owner) for pattern in group.names):
-            return group.of(stacked)
+            expert = not stacked and _EXPERT.search(owner) is not None
+            return (group.of(True) or group.of(False)) if expert else group.of(stacked)
     return None
 
 

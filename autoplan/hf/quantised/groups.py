@@ -33,7 +33,7 @@ class Method:
 
     `default_skips`: what the library leaves as it is when nobody says so (the output head). `in_blocks`: only what is
     inside repeated blocks is quantised, of those that `within` names, if it names any; `only`: only modules of these
-    names in a block.
+    names in a block. `unbiased`: only linear layers without bias, both sizes of which are multiples of this.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Method:
     in_blocks: bool = False
     within: tuple[str, ...] = ()
     only: tuple[str, ...] = field(default=())
+    unbiased: int = 0
 
 
 def named(pattern: str, name: str) -> bool:

@@ -7,6 +7,7 @@ tensors nobody has described are refused by name, never read as unquantised.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from autoplan.common.errors import SourceError
@@ -42,6 +43,8 @@ def method_of(data: Mapping[str, Any]) -> Method:
         )
     try:
         return _METHODS[name](data)
+    except SourceError:
+        raise
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise SourceError(
             f"the quantization_config of method {name!r} cannot be read: {type(error).__name__}: {error}",
@@ -90,8 +93,8 @@ def _mxfp4(data: Mapping[str, Any]) -> Method:
 
 
 def _nvfp4(data: Mapping[str, Any]) -> Method:
-    """Quantised while a plain checkpoint is loaded."""
-    return _everywhere("nvfp4", scheme_of("nvfp4"), data, stacks=False)
+    """Quantised while a plain checkpoint is loaded, where its kernel can run."""
+    return replace(_everywhere("nvfp4", scheme_of("nvfp4"), data, stacks=False), unbiased=16)
 
 
 def _awq(data: Mapping[str, Any]) -> Method:

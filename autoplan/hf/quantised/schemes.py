@@ -20,11 +20,11 @@ from autoplan.common.files.shapes import misshapen
 from autoplan.common.rules_folder import rules_folder
 from autoplan.values.quantised import PackedDim, PackedTensor, PackedWeight, Scheme
 
-__all__ = ["Plain", "announced", "packed_weight", "plain_shape", "scheme_of", "stored_suffixes"]
+__all__ = ["Plain", "announced", "is_for_linears", "packed_weight", "plain_shape", "scheme_of", "stored_names"]
 
 Values = Mapping[str, int | str | bool]
 _DIM = re.compile(r"(whole )?(out\*in|out|in)(?:/(\d+)(?:\*(\d+))?)?")
-_KEYS = {"title", "tensors", "transposed_stacks"}
+_KEYS = {"title", "tensors", "transposed_stacks", "linears_only"}
 _TENSOR_KEYS = {"name", "dtype", "dims", "when", "stacked"}
 _SIZES = {"uint8": 1, "int8": 1, "int32": 4, "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4,
           "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1}  # fmt: skip
@@ -50,6 +50,9 @@ class Plain:
     @property
     def contracted(self) -> int:
         return len(self.shape) - 2 if self.transposed else len(self.shape) - 1
+
+
+_BESIDE, _AFTER = Plain("weight", ()), Plain("", ())
 
 
 def scheme_of(name: str, **values: int | str | bool) -> Scheme:
@@ -96,11 +99,16 @@ def _announcing(data: Mapping[str, Any]) -> re.Pattern[str]:
     return re.compile(rf"(?P<owner>.+)\.{own}")
 
 
-def stored_suffixes() -> tuple[str, ...]:
-    """What comes after the name of a parameter in those of the further tensors that are stored for it."""
-    names = (one["name"] for data in _files(rules_folder()).values() for one in data["tensors"])
-    found = (name.removeprefix("{weight}") for name in names if name.startswith("{weight}"))
-    return tuple(dict.fromkeys(suffix for suffix in found if suffix and "." not in suffix))
+def is_for_linears(scheme: Scheme) -> bool:
+    """Do the tools that write it know linear layers only, so that experts are stored one by one?"""
+    return bool(_files(rules_folder())[scheme.id].get("linears_only"))
+
+
+def stored_names() -> tuple[tuple[str, str], ...]:
+    """How stored tensors are called beside a parameter "weight", and after the name of a parameter of another name."""
+    names = dict.fromkeys(one["name"] for data in _files(rules_folder()).values() for one in data["tensors"])
+    kept = (name for name in names if name != "{weight}" and "." not in name)
+    return tuple((_name(name, _BESIDE), _name(name, _AFTER)) for name in kept)
 
 
 def plain_shape(

@@ -43,6 +43,13 @@ def torchao(data: Mapping[str, Any]) -> Method:
 def _scheme(said: Mapping[str, Any]) -> Scheme:
     kind, fields = str(said["_type"]), said.get("_data") or {}
     if kind == "Int4WeightOnlyConfig":
+        packing = fields.get("int4_packing_format") or "plain"
+        packing = str(packing["_data"] if isinstance(packing, Mapping) else packing).lower().rpartition(".")[2]
+        if packing != "plain":
+            raise SourceError(
+                f"torchao's int4 in the packing {packing!r} is not described",
+                hint="that of one device's kernel is cut nowhere; save the checkpoint in the plain packing",
+            )
         return scheme_of("torchao-int4", group=int(fields.get("group_size", 128)), scale="bfloat16")
     if kind in ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"):
         group = fields.get("group_size")

@@ -21,11 +21,12 @@ from autoplan.hf.quantised.schemes import Plain, packed_weight
 from autoplan.hf.shrink import all_configs
 from autoplan.values.quantised import PackedWeight, Scheme
 
-__all__ = ["quantised_weights"]
+__all__ = ["is_transposed", "quantised_weights", "refuse_packed_by_others"]
 
 # Where the blocks of language models are, for methods that quantise nothing else and do not say which.
 _BLOCKS = ("model.language_model.layers", "model.layers", "model.decoder.layers", "transformer.h", "gpt_neox.layers",
            "language_model.model.layers", "language_model.layers", "backbone.layers", "layers", "h")  # fmt: skip
+_PACKERS = frozenset({"bitsandbytes", "gptqmodel", "auto_gptq", "awq", "hqq", "eetq"})
 _ADAPTER = re.compile(r"\.lora_|\.modules_to_save\.")  # adapters are plain
 _EXPERTS = ("0.gate_proj", "0.up_proj", "0.down_proj", "0.w1", "0.w2", "0.w3")  # what checkpoints call their linears
 
@@ -46,6 +47,18 @@ def quantised_weights(config: PretrainedConfig | None, model: nn.Module) -> tupl
     return found
 
 
+def refuse_packed_by_others(model: nn.Module) -> None:
+    """Raise for a model whose modules hold weights as a package packed them for its own kernels."""
+    for path, module in model.named_modules():
+        package = type(module).__module__.partition(".")[0]
+        if package in _PACKERS and any(True for _ in module.named_parameters(recurse=False)):
+            raise SourceError(
+                f"{path} is a {type(module).__name__} of {package}: it holds its weight as its own kernel wants it",
+                hint="plan the plain model on meta (with its adapters), whose config has the quantization_config; "
+                "autoplan.packed_model gives it packed tensors, and load_weights fills them from the checkpoint",
+            )
+
+
 def _weights(model: nn.Module, method: Method) -> Iterator[tuple[Plain, Scheme]]:
     """In the order of the model."""
     skips = _skips(model, method)
@@ -62,10 +75,16 @@ def _weights(model: nn.Module, method: Method) -> Iterator[tuple[Plain, Scheme]]
                 continue
             if method.only and not any(path.endswith(f".{one}") for one in method.only):
                 continue
+            if method.unbiased and not _is_unbiased(module, plain, method.unbiased):
+                continue
             scheme = _scheme(method, names, plain.stacked)
             if scheme is not None:
                 seen.add(id(parameter))
                 yield plain, scheme
+
+
+def _is_unbiased(module: nn.Module, plain: Plain, multiple: int) -> bool:
+    return module._parameters.get("bias") is None and all(size % multiple == 0 for size in plain.shape)
 
 
 def _scheme(method: Method, names: tuple[str, ...], stacked: bool) -> Scheme | None:
@@ -94,10 +113,21 @@ def _plain_weights(path: str, module: nn.Module) -> Iterator[tuple[Plain, nn.Par
 
 def _stack(name: str, shape: tuple[int, ...], module: nn.Module) -> Plain:
     """gate and up are matrices of their own in checkpoints where a stack holds one after the other."""
-    transposed = bool(getattr(module, "is_transposed", False))
+    transposed = is_transposed(module)
     rows = shape[2] if transposed else shape[1]
     apart = name.endswith("gate_up_proj") and bool(getattr(module, "is_concatenated", True))
     return Plain(name, shape, transposed, (rows // 2, rows // 2) if apart else ())
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Does a stack of experts hold what a product sums over before what it does not?
+
+    Few modules say so. What goes in is as wide as what comes out: the shapes of both stacks say it, too.
+    """
+    both, down = module._parameters.get("gate_up_proj"), module._parameters.get("down_proj")
+    if both is not None and down is not None and both.dim() == down.dim() == 3:
+        return both.shape[1] == down.shape[2]
+    return bool(getattr(module, "is_transposed", False))
 
 
 def _skips(model: nn.Module, method: Method) -> Callable[[tuple[str, ...]], bool]:

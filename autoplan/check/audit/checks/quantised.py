@@ -25,7 +25,8 @@ def run(subject: Subject, found: tuple[Finding, ...]) -> Iterator[Finding]:
     groups: dict[tuple[str, str, str], list[str]] = {}
     for module, held in subject.modules.items():
         tensors = {**held._parameters, **held._buffers}
-        matrices = {n: t for n, t in tensors.items() if t is not None and t.dim() == 2}
+        biases = {name for name in tensors if name.endswith("bias")}  # of a stack of layers: they scale nothing
+        matrices = {n: t for n, t in tensors.items() if t is not None and t.dim() == 2 and n not in biases}
         if len(matrices) < 2:
             continue
         name = max(matrices, key=lambda n: matrices[n].numel())
