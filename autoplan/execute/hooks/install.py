@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 from torch.utils.hooks import RemovableHandle
 
 import autoplan.execute.hooks.carried_out  # noqa: F401 - whatever carries out an instruction
@@ -27,6 +26,7 @@ from autoplan.execute.hooks.traced import unwatched
 from autoplan.execute.hooks.unseen_outputs import UnseenOutputs, check_shapes
 from autoplan.execute.randomness.dropout import may_draw
 from autoplan.execute.sequence.apply import gather_shard
+from autoplan.execute.vocabulary.leaving import leaving
 from autoplan.execute.vocabulary.split_logits import SplitLogits, columns_in
 from autoplan.values import AroundModule, Boundary, CallRewrite, Instruction, OutputShape, Runtime
 from autoplan.values import SplitLogits as LogitsHead
@@ -270,15 +270,7 @@ class Root:
     def _leaving(self, local: torch.Tensor, dim: int, size: int) -> torch.Tensor:
         if self.running.returns_whole_logits:
             return gather_pieces(local, self.running.group, dim, size)
-        return self._dtensor(local, dim, size)
-
-    def _dtensor(self, local: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-        dim %= local.dim()
-        shape = torch.Size([*local.shape[:dim], size, *local.shape[dim + 1 :]])
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            local.contiguous(), self.running.mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride
-        )
+        return leaving(local, self.running.mesh, dim, size)
 
     def clean_up(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self.running.depth -= 1
