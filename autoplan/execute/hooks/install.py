@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 import autoplan.execute.hooks.carried_out  # noqa: F401 - whatever carries out an instruction
 from autoplan.common.conventions import conventions
+from autoplan.common.copies_of_functions import copied_with_closure
 from autoplan.common.nested import change_if_returned, change_input, change_output, signature_names
 from autoplan.execute.calls.function_mode import ModuleMode, PlannedCalls
 from autoplan.execute.collectives import gather_pieces
@@ -78,6 +79,10 @@ class _Worker:
         self.calls = PlannedCalls(calls, at) if calls else None
         self.entered: list[ModuleMode] = []
         self.opened: list[bool] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Worker:
+        made: _Worker = _copied(self, memo)
+        return made
 
     @property
     def needs_cleanup(self) -> bool:
@@ -148,6 +153,13 @@ class _Worker:
                 (self.running.randomness.leave_split if split else self.running.randomness.leave_whole)()
 
 
+def _copied(hooks: Any, memo: dict[int, Any]) -> Any:
+    """Hooks of a copied model: what they do is about the copy, not about the model that they come from."""
+    made = memo[id(hooks)] = object.__new__(type(hooks))
+    made.__dict__.update({name: copied_with_closure(value, memo) for name, value in vars(hooks).items()})
+    return made
+
+
 def _turn(step: tuple[int, Around]) -> int:
     return step[0]
 
@@ -204,6 +216,10 @@ class Root:
         self.target_words = conventions().target_words
         self.shapes: tuple[OutputShape, ...] = ()  # to be compared in the first forward
         self.given: tuple[str, ...] = ()  # what the plan has seen it take
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Root:
+        made: Root = _copied(self, memo)
+        return made
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.running.depth += 1
