@@ -24,6 +24,7 @@ from autoplan.execute.executors import At, execute
 from autoplan.execute.fits import check_fits
 from autoplan.execute.hooks.inner_entries import install_inner_entries
 from autoplan.execute.hooks.install import ModuleWork, install, install_root
+from autoplan.execute.hooks.replaced import watch_children, watch_no_longer
 from autoplan.execute.hooks.running import Running
 from autoplan.execute.parameters.optimizer_state import stop_following
 from autoplan.execute.parameters.shard import mesh_device, prepare_parameters
@@ -138,12 +139,13 @@ def apply_plan(
         undo.append(prepared.undo)
         prepared.commit()
         for name, work in works.items():
-            for handle in install(modules[name], work, running):
-                undo.append(handle.remove)
+            undo.append(install(modules[name], work, running).stop)
         for handle in _install_root(model, plan, running):
             undo.append(handle.remove)
         if plan.runtime.random or plan.runtime.random_whole or plan.runtime.draws:
             running.randomness.agree()
+        split = (name.rpartition(".")[0] for name, rule in rules.items() if rule is not None and rule.dim is not None)
+        undo.append(partial(watch_no_longer, watch_children(modules, dict.fromkeys((*works, *split)))))
         guard_kernels(model, (modules[name] for name, work in works.items() if work.communicates), undo)
         if reproducible_forward:  # after the hooks, which find their inputs by the signature of the forward
             make_reproducible(modules, plan, rules, undo)

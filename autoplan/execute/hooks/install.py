@@ -32,7 +32,7 @@ from autoplan.execute.vocabulary.split_logits import SplitLogits, columns_in
 from autoplan.values import AroundModule, Boundary, CallRewrite, Instruction, OutputShape, Runtime
 from autoplan.values import SplitLogits as LogitsHead
 
-__all__ = ["ModuleWork", "Root", "install", "install_root"]
+__all__ = ["ModuleWork", "Root", "Worker", "install", "install_root", "listen"]
 
 
 @dataclass
@@ -53,9 +53,15 @@ class ModuleWork:
         return any(one.communicates for one in self.instructions)
 
 
-def install(module: nn.Module, work: ModuleWork, running: Running) -> list[RemovableHandle]:
+def install(module: nn.Module, work: ModuleWork, running: Running) -> Worker:
     """Put the work of one module into its hooks."""
-    worker = _Worker(module, work, running)
+    worker = Worker(module, work, running)
+    worker.handles = listen(module, worker)
+    return worker
+
+
+def listen(module: nn.Module, worker: Worker) -> list[RemovableHandle]:
+    """Have a module call a worker."""
     handles = [module.register_forward_pre_hook(worker.before, with_kwargs=True)]
     # first of all: what others keep of the output (transformers collects hidden states) must have passed our sums
     handles.append(module.register_forward_hook(worker.after, prepend=True, with_kwargs=True))
@@ -64,7 +70,9 @@ def install(module: nn.Module, work: ModuleWork, running: Running) -> list[Remov
     return handles
 
 
-class _Worker:
+class Worker:
+    """What is done at one module, before it runs and after."""
+
     def __init__(self, module: nn.Module, work: ModuleWork, running: Running) -> None:
         self.work, self.running = work, running
         at = At(module, work.name, signature_names(module), running)
@@ -79,10 +87,22 @@ class _Worker:
         self.calls = PlannedCalls(calls, at) if calls else None
         self.entered: list[ModuleMode] = []
         self.opened: list[bool] = []
+        self.handles: list[RemovableHandle] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Worker:
-        made: _Worker = _copied(self, memo)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Worker:
+        made: Worker = _copied(self, memo)
         return made
+
+    def stop(self) -> None:
+        """Its module no longer calls it."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+
+    @property
+    def can_move(self) -> bool:
+        """Is it about what enters and leaves alone, whichever module that is?"""
+        return self.calls is None and not self.work.framed and not self.work.random
 
     @property
     def needs_cleanup(self) -> bool:
