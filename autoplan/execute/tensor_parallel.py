@@ -31,7 +31,7 @@ from autoplan.execute.parameters.shard import mesh_device, prepare_parameters
 from autoplan.execute.quantised.rules import is_stored_packed, stored_rules
 from autoplan.execute.randomness.dropout import SharedRandomness
 from autoplan.execute.reproducible import make_reproducible
-from autoplan.execute.weights.save import leave_saving
+from autoplan.execute.weights.methods import leave_methods
 from autoplan.patches.as_it_was import whole_or_as_it_was
 from autoplan.values import (
     Boundary,
@@ -188,7 +188,7 @@ def undo_all(model: nn.Module) -> None:
 
 def _undo(model: nn.Module, undo: list[Callable[[], None]]) -> None:
     stop_following(model)
-    leave_saving(model)
+    leave_methods(model)
     _roll_back(undo)
     model.__dict__.pop(_RECORD, None)
 
