@@ -246,6 +246,7 @@ def _works(modules: dict[str, nn.Module], plan: Plan) -> dict[str, ModuleWork]:
         for name in () if isinstance(one, IntegerEdit) or _at_exit(one) else _module_names(one.pattern, modules):
             if (one.pattern or name == "") and all(one is not known for known in work(name).instructions):
                 work(name).instructions.append(one)  # once, however many names its module has
+    _share_tables(modules, works)
     for name in [w.name for w in works.values() if w.of(CallRewrite)]:
         for inner, module in modules.items():
             if inner.startswith(f"{name}." if name else "") and inner != name and module is not modules[name]:
@@ -255,6 +256,19 @@ def _works(modules: dict[str, nn.Module], plan: Plan) -> dict[str, ModuleWork]:
             for name in _module_names(pattern, modules):
                 work(name).random = kind
     return works
+
+
+def _share_tables(modules: dict[str, nn.Module], works: dict[str, ModuleWork]) -> None:
+    """A table that the model keeps beside those that it reads, with their weight (T5's `shared`), is read as they are:
+    callers get it from `get_input_embeddings`."""
+    tables = {id(vars(modules[n])["_parameters"].get("weight")): w for n, w in works.items() if w.of(VocabularyTable)}
+    for name, module in modules.items():
+        weight = vars(module)["_parameters"].get("weight")
+        known = tables.get(id(weight)) if weight is not None else None
+        if known is None or name in works or not isinstance(module, nn.Embedding):
+            continue
+        if all(modules[work] is not module for work in works):
+            works[name] = ModuleWork(name, list(known.instructions), known.framed, known.random)
 
 
 def _at_exit(one: Instruction) -> bool:

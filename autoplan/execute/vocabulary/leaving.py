@@ -25,6 +25,7 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.nested import flatten_tensors
 from autoplan.execute.collectives import RankGroup
 from autoplan.execute.vocabulary.split_logits import can_stay_split, columns_in, dressed, split_class
+from autoplan.ops.records.record import writes_in_place
 
 __all__ = ["leaving"]
 
@@ -85,7 +86,12 @@ def _refuse_part(logits: Any, func: Any) -> None:
 
 
 def _beside_plain(args: Any, kwargs: Any) -> bool:
-    return any(not isinstance(x, DTensor) and x.dim() for _, x in flatten_tensors((args, kwargs)))
+    """DTensor takes numbers that need no gradient; that of others would be a DTensor where nobody expects one."""
+    return any(not isinstance(x, DTensor) and _counts(x) for _, x in flatten_tensors((args, kwargs)))
+
+
+def _counts(x: torch.Tensor) -> bool:
+    return x.dim() > 0 or x.requires_grad
 
 
 def _loss_parallel() -> bool:
@@ -95,8 +101,20 @@ def _loss_parallel() -> bool:
 
 def _with_plain(func: Any, args: Any, kwargs: Any) -> Any:
     mesh = next(x.device_mesh for _, x in flatten_tensors((args, kwargs)) if isinstance(x, LeavingLogits))
+    if writes_in_place(func.__name__) and isinstance(args[0], LeavingLogits):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*_spread(args, mesh), **_spread(kwargs, mesh))
     found = func(*_opened(args), **_opened(kwargs))
     return columns_in(found, lambda local, kind: leaving(local, mesh, kind.dim_from_end, kind.vocabulary))
+
+
+def _spread(value: Any, mesh: DeviceMesh) -> Any:
+    """Plain tensors, which every rank has alike, as DTensors: what is changed in place stays what it is."""
+    if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and _counts(value):
+        return DTensor.from_local(value, mesh, [Replicate()], run_check=False)
+    if isinstance(value, dict):
+        return {key: _spread(item, mesh) for key, item in value.items()}
+    return type(value)([_spread(item, mesh) for item in value]) if type(value) in (tuple, list) else value
 
 
 def _opened(value: Any) -> Any:
