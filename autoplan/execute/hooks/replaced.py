@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autoplan.common.errors import AutoplanError
 from autoplan.execute.hooks.install import Worker, listen
+from autoplan.execute.hooks.running import cannot_be_pickled
 from autoplan.patches.classes import give_class
 
 __all__ = ["watch_children", "watch_no_longer"]
@@ -62,7 +63,7 @@ def _watching(cls: type) -> type[nn.Module]:
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         how, what, *rest = super(made, self).__reduce_ex__(max(2, protocol))  # type: ignore[misc]
         if getattr(how, "__name__", "") == "__newobj__" and what == (made,):
-            return (_rebuild, (cls,), *rest)
+            return (_rebuild, (_Kind(cls),), *rest)
         return (how, what, *rest)
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
@@ -71,9 +72,21 @@ def _watching(cls: type) -> type[nn.Module]:
     return found
 
 
-def _rebuild(cls: type) -> nn.Module:
-    """For copies."""
-    made: Any = _watching(cls)
+class _Kind:
+    """The class to make a copy of; it cannot be found by its name."""
+
+    def __init__(self, cls: type) -> None:
+        self.cls = cls
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Kind:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise cannot_be_pickled()
+
+
+def _rebuild(kind: _Kind) -> nn.Module:
+    made: Any = _watching(kind.cls)
     module: nn.Module = made.__new__(made)
     return module
 

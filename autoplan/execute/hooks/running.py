@@ -14,7 +14,16 @@ from autoplan.execute.collectives import RankGroup
 from autoplan.execute.hooks.parallel_branches import Branches
 from autoplan.execute.randomness.dropout import SharedRandomness
 
-__all__ = ["Running"]
+__all__ = ["Running", "cannot_be_pickled"]
+
+
+def cannot_be_pickled() -> AutoplanError:
+    """For what a pickle of a sharded model meets first."""
+    return AutoplanError(
+        "a sharded model cannot be pickled: it holds a part of each weight, and names the ranks that hold the others",
+        hint="save_pretrained(folder), autoplan.save_weights(model, folder), or torch.distributed.checkpoint of "
+        "model.state_dict(); copy.deepcopy(model) works",
+    )
 
 
 @dataclass
@@ -36,11 +45,7 @@ class Running:
     depth: int = 0
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise AutoplanError(
-            "a sharded model cannot be pickled: it holds a part of each weight, and the ranks that hold the others",
-            hint="save_pretrained(folder), autoplan.save_weights(model, folder), or torch.distributed.checkpoint of "
-            "model.state_dict(); copy.deepcopy(model) works",
-        )
+        raise cannot_be_pickled()
 
     def __copy__(self) -> Running:
         return replace(self)
