@@ -60,7 +60,9 @@ def _once(gathered: Any, ranks: int, tp: int) -> Any:
     return gathered
 
 
-def _metrics_once(host: Any, sizes: tuple[int, int, int] | None, gather: Callable[..., Any], *given: Any, **more: Any) -> Any:
+def _metrics_once(
+    host: Any, sizes: tuple[int, int, int] | None, gather: Callable[..., Any], *given: Any, **more: Any
+) -> Any:
     """accelerate's `gather_for_metrics`, of what the data-parallel ranks have.
 
     `gather` itself stays: what is counted with it is divided by the number of all processes.

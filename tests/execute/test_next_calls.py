@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from mesh_toys import mesh_of
 from torch import nn
@@ -139,7 +142,7 @@ def parts(rank: int, folder: Path) -> None:
         torch.testing.assert_close(model.forward(IDS).logits, whole(IDS).logits)
     assert isinstance(model.lm_head(hidden), DTensor)
     model.base_model.save_pretrained(folder / "base")
-    torch.distributed.barrier()
+    dist.barrier()
     again = type(whole.base_model).from_pretrained(folder / "base", dtype=torch.float64)
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in whole.base_model.state_dict().items())
     whole, model = built("t5"), autoplan.parallelize(built("t5"), mesh, plan("t5"))
@@ -235,3 +238,37 @@ def replaced(rank: int) -> None:
 @pytest.mark.gloo
 def test_a_module_that_is_replaced_takes_the_plan_with_it_or_is_refused() -> None:
     run_processes(replaced, (), 2)
+
+
+# --------------------------------------------------------------------------------------------------------- ranks that part
+
+
+def stopped(rank: int, folder: Path) -> float:
+    """Seconds until a rank hears that another has stopped inside a block."""
+    torch.set_num_threads(1)
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", rank=rank, world_size=2, init_method=f"file://{folder}/store", timeout=timedelta(seconds=3)
+    )
+    model = autoplan.parallelize(built(), mesh_of(tp=2), plan())
+
+    def fails(module: nn.Module, args: Any) -> None:
+        raise ValueError("only here")
+
+    if rank == 0:
+        model.model.layers[1].mlp.register_forward_pre_hook(fails)
+    begun = time.monotonic()
+    told = (ValueError, "only here") if rank == 0 else (AutoplanError, "ranks could not communicate inside of LlamaFor")
+    with pytest.raises(told[0], match=told[1]):
+        model(IDS)
+    seconds = time.monotonic() - begun
+    time.sleep(8 if rank == 0 else 0)  # it goes on, and holds its connections
+    return seconds
+
+
+@pytest.mark.gloo
+def test_a_rank_that_stops_inside_a_block_lets_the_others_wait_no_longer_than_the_groups_timeout(
+    tmp_path: Path,
+) -> None:
+    first, second = run_processes(stopped, (tmp_path,), 2)
+    assert first < 3 and second < 8

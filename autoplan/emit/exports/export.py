@@ -12,7 +12,16 @@ import yaml
 from autoplan.emit.exports.configs import to_accelerate, to_deepspeed, to_megatron_fsdp, to_vllm
 from autoplan.emit.exports.expressible import ExportError
 from autoplan.emit.exports.hf import to_hf
-from autoplan.emit.exports.reach import Exported, Finds, by_entries, by_key, by_specs, exported, vllm_besides, vllm_finds
+from autoplan.emit.exports.reach import (
+    Exported,
+    Finds,
+    by_entries,
+    by_key,
+    by_specs,
+    exported,
+    vllm_besides,
+    vllm_finds,
+)
 from autoplan.emit.exports.torch_code import automodel_module, torch_module
 from autoplan.values import Plan
 

@@ -17,7 +17,17 @@ from autoplan.decide.plan.folding import starred
 from autoplan.emit.exports.expressible import ExportError
 from autoplan.values import Plan
 
-__all__ = ["Exported", "Finds", "by_entries", "by_key", "by_specs", "exported", "vllm_besides", "vllm_finds", "vllm_style"]
+__all__ = [
+    "Exported",
+    "Finds",
+    "by_entries",
+    "by_key",
+    "by_specs",
+    "exported",
+    "vllm_besides",
+    "vllm_finds",
+    "vllm_style",
+]
 
 Finds = Callable[[str], bool]  # does the host cut the linear layer of this name?
 _WHOLE = ("replicate", "replicated_with_grad_allreduce")
