@@ -1,7 +1,7 @@
 """Copy functions together with what they close over.
 
-The problem: `copy.deepcopy` takes a function for a constant. A hook that closes over the state of a model would go on to
-work with that of the original after the model has been copied.
+The problem: `copy.deepcopy` takes a function for a constant. A hook that closes over the state of a model would go on
+to work with that of the original after the model has been copied.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ __all__ = ["copied_with_closure"]
 def copied_with_closure(value: Any, memo: dict[int, Any]) -> Any:
     """A deep copy of a function, or of a list or tuple of them, in which closures refer to copies too."""
     if isinstance(value, list) and id(value) not in memo:
-        memo[id(value)] = found = []
+        found: list[Any] = []
+        memo[id(value)] = found
         found.extend(copied_with_closure(item, memo) for item in value)
         return found
     if type(value) is tuple:

@@ -81,7 +81,7 @@ ROWS = (
     ),
     Row(
         "transformers",
-        "`get_output_embeddings()(hidden)`, `get_input_embeddings()(ids)`, `model.forward(...)`, `base_model.save_pretrained`",
+        "the head, the table, `model.forward(...)` called by themselves; `base_model.save_pretrained`",
         "as it is",
         "",
         f"{_NEXT}test_parts_of_a_model_are_called_and_saved_by_themselves",
@@ -132,7 +132,7 @@ ROWS = (
     ),
     Row(
         "torch",
-        "losses of one's own: `F.cross_entropy(logits.view(-1, v), labels.view(-1))`, `gather`, `kl_div`, label smoothing",
+        "losses of one's own: `F.cross_entropy(logits.view(-1, v), labels)`, `gather`, `kl_div`, label smoothing",
         "as it is",
         "a cross-entropy stays split over the vocabulary, anything else beside plain tensors gets whole logits",
         f"{_NEXT}test_a_loss_of_ones_own_takes_the_logits_as_they_come",
@@ -180,7 +180,7 @@ ROWS = (
         "a rank that raises inside a block while others go on; ranks that stop at different depths of one stack",
         "cannot",
         "`init_process_group(timeout=...)` ends the wait ([below](#ranks-that-stop-at-different-places))",
-        f"{_NEXT}test_a_rank_that_stops_inside_a_block_lets_the_others_wait_no_longer_than_the_groups_timeout",
+        f"{_NEXT}test_a_rank_that_stops_inside_a_block_is_waited_for_no_longer_than_the_timeout",
         error="ranks could not communicate inside of",
     ),
     Row(

@@ -36,8 +36,8 @@ _WHOLE = ("replicate", "replicated_with_grad_allreduce")
 class Exported(str):
     """The text of an export, which also knows how many of the model's `linears` its host cuts (`reached`).
 
-    `whole`: patterns of the others. `besides`: what else must be done for that. Without a model, or for a host that cuts
-    no layers, both counts are None.
+    `whole`: patterns of the others. `besides`: what else must be done for that. Without a model, or for a host that
+    cuts no layers, both counts are None.
     """
 
     linears: int | None = None

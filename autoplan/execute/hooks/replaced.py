@@ -15,7 +15,6 @@ from functools import cache
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from autoplan.common.errors import AutoplanError
 from autoplan.execute.hooks.install import Worker, listen
@@ -51,17 +50,17 @@ def watch_no_longer(before: Iterable[tuple[nn.Module, type[nn.Module]]]) -> None
 
 
 @cache
-def _watching(cls: type) -> type[nn.Module]:
+def _watching(cls: Any) -> type[nn.Module]:
     def __setattr__(self: nn.Module, name: str, value: Any) -> None:
         where = self.__dict__.get(_PLANNED, {}).get(name)
         if where is not None and isinstance(value, nn.Module):
             old = self._modules.get(name)
             if old is not None and old is not value:
                 _replaced(where, old, value)
-        super(made, self).__setattr__(name, value)  # type: ignore[misc]
+        super(made, self).__setattr__(name, value)
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        how, what, *rest = super(made, self).__reduce_ex__(max(2, protocol))  # type: ignore[misc]
+        how, what, *rest = super(made, self).__reduce_ex__(max(2, protocol))
         if getattr(how, "__name__", "") == "__newobj__" and what == (made,):
             return (_rebuild, (_Kind(cls),), *rest)
         return (how, what, *rest)

@@ -1,7 +1,7 @@
 """Methods of a sharded model that its library knows nothing better about, done the sharded way or refused.
 
-The problem: `save_pretrained` writes from one rank what one rank holds; `resize_token_embeddings` copies rows of a part;
-an adapter that is added later is whole beside a layer that is cut; DistributedDataParallel sends parts to ranks that
+The problem: `save_pretrained` writes from one rank what one rank holds; `resize_token_embeddings` copies rows of a
+part; an adapter that is added later is whole beside a layer that is cut; DistributedDataParallel sends parts to ranks that
 hold other ones. They fail with an error of torch's, or go on. So a sharded model, and each model inside it, has these
 methods on itself: saving writes the whole together, and the others say what to do.
 """
@@ -25,6 +25,7 @@ from autoplan.execute.weights.save import finish_writing, save_weights, whole_on
 __all__ = ["leave_methods", "take_methods"]
 
 _NOTHING_TO_US = ("safe_serialization", "save_function", "save_peft_format", "token")  # how others would write
+_CHOICES = ("selected_adapters", "save_embedding_layers")  # of adapters, and of what is written beside them
 _REPLICAS = "_ddp_params_and_buffers_to_ignore"  # the first that DistributedDataParallel asks a model for
 
 
@@ -117,13 +118,12 @@ def _own_class(model: nn.Module) -> type:
 
 def _save_adapters(model: nn.Module, save_directory: str | os.PathLike[str], *_: Any, **options: Any) -> None:
     """The adapters of a wrapped model, whole, by the library's own method on the first rank."""
-    if asked := sorted(name for name in options if name not in ("selected_adapters", "save_embedding_layers",
-                                                                "is_main_process", *_NOTHING_TO_US, "state_dict")):  # fmt: skip
+    if asked := sorted(options.keys() - {*_CHOICES, *_NOTHING_TO_US, "is_main_process", "state_dict"}):
         raise AutoplanError(
             f"adapters of a sharded model cannot be saved with {', '.join(asked)}",
             hint="save them, and do that with the folder",
         )
-    kept = {name: value for name, value in options.items() if name in ("selected_adapters", "save_embedding_layers")}
+    kept = {name: value for name, value in options.items() if name in _CHOICES}
     parts = conventions().parts_to_save(model, kept)
     _save_parts(model, save_directory, () if parts is None else parts, **kept)
 
