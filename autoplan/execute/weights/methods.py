@@ -1,9 +1,9 @@
 """Methods of a sharded model that its library knows nothing better about, done the sharded way or refused.
 
 The problem: `save_pretrained` writes from one rank what one rank holds; `resize_token_embeddings` copies rows of a
-part; an adapter that is added later is whole beside a layer that is cut; DistributedDataParallel sends parts to ranks that
-hold other ones. They fail with an error of torch's, or go on. So a sharded model, and each model inside it, has these
-methods on itself: saving writes the whole together, and the others say what to do.
+part; an adapter that is added later is whole beside a layer that is cut; DistributedDataParallel sends parts to ranks
+that hold other ones. They fail with an error of torch's, or go on. So a sharded model, and each model inside it, has
+these methods on itself: saving writes the whole together, and the others say what to do.
 """
 
 from __future__ import annotations
