@@ -37,7 +37,8 @@ def watch_children(modules: Mapping[str, nn.Module], planned: Iterable[str]) -> 
         if _PLANNED not in vars(module):
             before.append((module, type(module)))
             vars(module)[_PLANNED] = {}
-            give_class(module, _watching(type(module)))
+            kind: Any = type(module)
+            give_class(module, _watching(kind))
         vars(module)[_PLANNED][own] = name
     return before
 
