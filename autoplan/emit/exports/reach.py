@@ -128,4 +128,4 @@ def vllm_besides(written: Mapping[str, str], linears: Iterable[str], base: str, 
     differ = {name.partition(".")[0] for name in names if vllm_style(both, name) != vllm_style(written, name)}
     if not differ:
         return ""
-    return f"empty base_model_tp_plan in the configs of {', '.join(sorted(differ))} too: it would win over these keys"
+    return f"empty the plans in the configs of {', '.join(sorted(differ))} too: they would win over these keys"

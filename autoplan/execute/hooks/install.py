@@ -16,11 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 import autoplan.execute.hooks.carried_out  # noqa: F401 - whatever carries out an instruction
 from autoplan.common.conventions import conventions
-from autoplan.common.copies_of_functions import copied_with_closure
 from autoplan.common.nested import change_if_returned, change_input, change_output, signature_names
 from autoplan.execute.calls.function_mode import ModuleMode, PlannedCalls
 from autoplan.execute.collectives import gather_pieces
 from autoplan.execute.executors import Around, At, execute
+from autoplan.execute.hooks.closures import copied_with_closure
 from autoplan.execute.hooks.running import Running
 from autoplan.execute.hooks.sequence_shards import SequenceShard, shards_in
 from autoplan.execute.hooks.traced import unwatched

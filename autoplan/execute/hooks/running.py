@@ -21,8 +21,8 @@ def cannot_be_pickled() -> AutoplanError:
     """For what a pickle of a sharded model meets first."""
     return AutoplanError(
         "a sharded model cannot be pickled: it holds a part of each weight, and names the ranks that hold the others",
-        hint="save_pretrained(folder), autoplan.save_weights(model, folder), or torch.distributed.checkpoint of "
-        "model.state_dict(); copy.deepcopy(model) works",
+        hint="autoplan.save_weights(model, folder), or torch.distributed.checkpoint of model.state_dict(); "
+        "copy.deepcopy(model) works",
     )
 
 
