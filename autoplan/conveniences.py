@@ -89,9 +89,14 @@ def surroundings(plan: Plan, model: Any) -> Surroundings:
     kinds = (type(model.get_submodule(name)) for stack in plan.layers for name in stack.fqns)
     blocks = dict.fromkeys(f"{cls.__module__}.{cls.__qualname__}" for cls in kinds)
     linears = tuple(name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    return Surroundings(
-        tuple(conventions().shipped_plan(model)), tuple(blocks), linears, conventions().base_path(model)
-    )
+    known = conventions()
+    base = known.base_path(model)
+    inner = {
+        f"{name}.{key}": style
+        for name, child in model.get_submodule(base).named_children()
+        for key, style in known.shipped_plan(child).items()
+    }
+    return Surroundings(tuple(known.shipped_plan(model)), tuple(blocks), linears, base, tuple(inner.items()))
 
 
 def _part_for(plan: Plan, model: Any) -> Plan:

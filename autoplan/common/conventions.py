@@ -106,7 +106,8 @@ class Conventions:
     arguments. `loss`, `logits` and `hidden`: what outputs are called. `cache_switch` asks a forward for a cache.
     `rate_words` are in the names of numbers that turn random draws on, `rate_suffix` ends those of dropouts.
     `idle_words` are in the names of settings that say nothing of how a forward computes.
-    `saving` is the method that writes a checkpoint.
+    `saving` is the method that writes a checkpoint, `resizing` the one that changes the number of tokens; `adding`: the
+    methods that bring an adapter, and which argument is its name.
     `own_checkpointing`: the attribute that says that the library checkpoints a module itself, and the method that
     ends it. `ends`: methods that return the input table and the output head. `hook_marks`: attributes by which a module
     remembers that the library's hooks are in place. `kernel_settings`: settings that choose a kernel, and the choice
@@ -121,7 +122,10 @@ class Conventions:
     with it. `is_base`: is this the class that all models of the library descend from? `is_transposed_linear`: does
     a module multiply by its weight (and not by the weight transposed, as a linear layer does)? `stored_aliases`:
     names in a folder of stored tensors that have others elsewhere, each with that one. `stored_weights`: the
-    quantised weights in a folder, asked with its keys, what tells the shape of one, and what reads one.
+    quantised weights in a folder, asked with its keys, what tells the shape of one, and what reads one. `saves`: is
+    a module a model of the library, which saves itself? `adapters_of`: the names of the adapters in a model that
+    wraps another for them. `parts_to_save`: the names of the tensors to which `saving` keeps, with such options;
+    None where it writes all.
     """
 
     targets: str
@@ -134,6 +138,8 @@ class Conventions:
     rate_suffix: str
     idle_words: tuple[str, ...]
     saving: str
+    resizing: str
+    adding: tuple[tuple[str, int], ...]
     own_checkpointing: tuple[str, str]
     ends: tuple[str, str]
     hook_marks: tuple[str, ...]
@@ -153,6 +159,9 @@ class Conventions:
         [Path, tuple[str, ...], Callable[[str], tuple[int, ...]], Callable[[str], torch.Tensor]],
         tuple[PackedWeight, ...],
     ]
+    saves: Callable[[nn.Module], bool]
+    adapters_of: Callable[[nn.Module], tuple[str, ...]]
+    parts_to_save: Callable[[nn.Module, Mapping[str, Any]], tuple[str, ...] | None]
 
     def is_rate(self, name: str) -> bool:
         """Does a number of this name turn random draws on?"""

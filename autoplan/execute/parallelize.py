@@ -16,7 +16,7 @@ from autoplan.execute.data_parallel.fsdp import shard_data_parallel
 from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh
 from autoplan.execute.parameters.optimizer_state import mark_parameters
 from autoplan.execute.tensor_parallel import apply_plan, record, tp_mesh_of
-from autoplan.execute.weights.save import take_saving
+from autoplan.execute.weights.methods import take_methods
 from autoplan.patches.as_it_was import whole_or_as_it_was
 from autoplan.values import Plan
 
@@ -45,5 +45,5 @@ def shard_model(
         if dims.data is not None:
             shard_data_parallel(model, dims.data, plan.layers, options.data, kept=dims.stages > 1)
         mark_parameters(model)
-        take_saving(model)
+        take_methods(model)
     return model

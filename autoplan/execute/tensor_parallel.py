@@ -24,13 +24,14 @@ from autoplan.execute.executors import At, execute
 from autoplan.execute.fits import check_fits
 from autoplan.execute.hooks.inner_entries import install_inner_entries
 from autoplan.execute.hooks.install import ModuleWork, install, install_root
+from autoplan.execute.hooks.replaced import watch_children, watch_no_longer
 from autoplan.execute.hooks.running import Running
 from autoplan.execute.parameters.optimizer_state import stop_following
 from autoplan.execute.parameters.shard import mesh_device, prepare_parameters
 from autoplan.execute.quantised.rules import is_stored_packed, stored_rules
 from autoplan.execute.randomness.dropout import SharedRandomness
 from autoplan.execute.reproducible import make_reproducible
-from autoplan.execute.weights.save import leave_saving
+from autoplan.execute.weights.methods import leave_methods
 from autoplan.patches.as_it_was import whole_or_as_it_was
 from autoplan.values import (
     Boundary,
@@ -138,12 +139,13 @@ def apply_plan(
         undo.append(prepared.undo)
         prepared.commit()
         for name, work in works.items():
-            for handle in install(modules[name], work, running):
-                undo.append(handle.remove)
+            undo.append(install(modules[name], work, running).stop)
         for handle in _install_root(model, plan, running):
             undo.append(handle.remove)
         if plan.runtime.random or plan.runtime.random_whole or plan.runtime.draws:
             running.randomness.agree()
+        split = (name.rpartition(".")[0] for name, rule in rules.items() if rule is not None and rule.dim is not None)
+        undo.append(partial(watch_no_longer, watch_children(modules, dict.fromkeys((*works, *split)))))
         guard_kernels(model, (modules[name] for name, work in works.items() if work.communicates), undo)
         if reproducible_forward:  # after the hooks, which find their inputs by the signature of the forward
             make_reproducible(modules, plan, rules, undo)
@@ -186,7 +188,7 @@ def undo_all(model: nn.Module) -> None:
 
 def _undo(model: nn.Module, undo: list[Callable[[], None]]) -> None:
     stop_following(model)
-    leave_saving(model)
+    leave_methods(model)
     _roll_back(undo)
     model.__dict__.pop(_RECORD, None)
 
@@ -244,6 +246,7 @@ def _works(modules: dict[str, nn.Module], plan: Plan) -> dict[str, ModuleWork]:
         for name in () if isinstance(one, IntegerEdit) or _at_exit(one) else _module_names(one.pattern, modules):
             if (one.pattern or name == "") and all(one is not known for known in work(name).instructions):
                 work(name).instructions.append(one)  # once, however many names its module has
+    _share_tables(modules, works)
     for name in [w.name for w in works.values() if w.of(CallRewrite)]:
         for inner, module in modules.items():
             if inner.startswith(f"{name}." if name else "") and inner != name and module is not modules[name]:
@@ -253,6 +256,19 @@ def _works(modules: dict[str, nn.Module], plan: Plan) -> dict[str, ModuleWork]:
             for name in _module_names(pattern, modules):
                 work(name).random = kind
     return works
+
+
+def _share_tables(modules: dict[str, nn.Module], works: dict[str, ModuleWork]) -> None:
+    """A table that the model keeps beside those that it reads, with their weight (T5's `shared`), is read as they are:
+    callers get it from `get_input_embeddings`."""
+    tables = {id(vars(modules[n])["_parameters"].get("weight")): w for n, w in works.items() if w.of(VocabularyTable)}
+    for name, module in modules.items():
+        weight = vars(module)["_parameters"].get("weight")
+        known = tables.get(id(weight)) if weight is not None else None
+        if known is None or name in works or not isinstance(module, nn.Embedding):
+            continue
+        if all(modules[work] is not module for work in works):
+            works[name] = ModuleWork(name, list(known.instructions), known.framed, known.random)
 
 
 def _at_exit(one: Instruction) -> bool:

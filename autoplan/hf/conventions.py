@@ -78,6 +78,36 @@ def _shipped_parts(model: Any) -> tuple[tuple[PlanPart, ...], tuple[str, ...]]:
     return plan_parts(model, _config_of)
 
 
+def _saves(module: nn.Module) -> bool:
+    library = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(module, library.PreTrainedModel)
+
+
+def _adapters_of(module: nn.Module) -> tuple[str, ...]:
+    wraps = "peft" in sys.modules and hasattr(module, "get_base_model") and not _saves(module)
+    settings = getattr(module, "peft_config", None) if wraps else None
+    return tuple(settings) if isinstance(settings, dict) else ()
+
+
+def _parts_to_save(model: nn.Module, options: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Those of adapters, as peft would choose them: for a model that wraps another, or that has some itself."""
+    names = options.get("selected_adapters") or _adapters_of(model)
+    if not names and not getattr(model, "_hf_peft_config_loaded", False):
+        return None
+    from peft import get_peft_model_state_dict
+
+    state = model.state_dict()
+    layers = {key: value for key, value in options.items() if key == "save_embedding_layers"}
+    kept: set[int] = set()
+    for name in names:
+        found = get_peft_model_state_dict(model, state_dict=state, adapter_name=name, **layers)
+        kept |= {id(tensor) for tensor in found.values()}
+    if not names:
+        own: Any = model
+        kept = {id(tensor) for tensor in own.get_adapter_state_dict(state_dict=state).values()}
+    return tuple(name for name, tensor in state.items() if id(tensor) in kept)
+
+
 def _is_base(cls: type) -> bool:
     return cls is getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
 
@@ -99,6 +129,8 @@ TRANSFORMERS = Conventions(
     rate_suffix="dropout",
     idle_words=("token_id", "label2id", "id2label"),
     saving="save_pretrained",
+    resizing="resize_token_embeddings",
+    adding=(("add_adapter", 0), ("load_adapter", 1)),
     own_checkpointing=("gradient_checkpointing", "gradient_checkpointing_disable"),
     ends=("get_input_embeddings", "get_output_embeddings"),
     hook_marks=("_output_capturing_hooks_installed",),
@@ -115,4 +147,7 @@ TRANSFORMERS = Conventions(
     is_transposed_linear=_is_transposed_linear,
     stored_aliases=_stored_aliases,
     stored_weights=_stored_weights,
+    saves=_saves,
+    adapters_of=_adapters_of,
+    parts_to_save=_parts_to_save,
 )

@@ -8,7 +8,7 @@ subclass of the user's own class does these few things the sharded way; what tha
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +48,34 @@ def _mesh_of(sizes: tuple[int, int, int]) -> Any:
     return AnyDevice(dp_replicate_size=sizes[0], dp_shard_size=sizes[1], tp_size=sizes[2])
 
 
+def _once(gathered: Any, ranks: int, tp: int) -> Any:
+    """What was gathered from all ranks, once for each tp group: its ranks were given the same batches."""
+    if isinstance(gathered, torch.Tensor):
+        return gathered.unflatten(0, (ranks, -1))[::tp].flatten(0, 1)
+    if isinstance(gathered, Mapping):
+        return type(gathered)({key: _once(value, ranks, tp) for key, value in gathered.items()})  # type: ignore[call-arg]
+    if isinstance(gathered, (list, tuple)):
+        items = [_once(value, ranks, tp) for value in gathered]
+        return type(gathered)(*items) if hasattr(gathered, "_fields") else type(gathered)(items)
+    return gathered
+
+
+def _metrics_once(
+    host: Any, sizes: tuple[int, int, int] | None, gather: Callable[..., Any], *given: Any, **more: Any
+) -> Any:
+    """accelerate's `gather_for_metrics`, of what the data-parallel ranks have.
+
+    `gather` itself stays: what is counted with it is divided by the number of all processes.
+    """
+    everywhere = host.gather
+    if sizes is not None and sizes[2] > 1 and host.num_processes > 1:
+        host.gather = lambda data: _once(everywhere(data), host.num_processes, sizes[2])
+    try:
+        return gather(*given, **more)
+    finally:
+        vars(host).pop("gather", None)
+
+
 def _plain(optimizer: Any) -> Any:
     """The optimizer inside accelerate's."""
     return getattr(optimizer, "optimizer", optimizer)
@@ -64,6 +92,10 @@ def trainer_class(base: Any, sharded: Sharded) -> Any:
             super().__init__(*args, **options)
             # not before: Trainer would refuse to save optimizers of models sharded by transformers itself
             self.is_distributed_loading_by_transformers = self._sharded_sizes is not None
+            host = self.accelerator
+            host.gather_for_metrics = partial(_metrics_once, host, self._sharded_sizes, host.gather_for_metrics)
+            whole = self.args.eval_use_gather_object
+            self.gather_function = partial(host.gather_for_metrics, use_gather_object=whole)
 
         @property
         def _sharded_sizes(self) -> tuple[int, int, int] | None:
@@ -158,6 +190,15 @@ def accelerator_class(base: Any, sharded: Sharded, model: Any) -> Any:
             if sharded.sizes(model) is None:
                 return super().get_state_dict(model, unwrap)
             return model.state_dict()
+
+        def gather_for_metrics(self, *args: Any, **options: Any) -> Any:
+            return _metrics_once(self, sharded.sizes(model), super().gather_for_metrics, *args, **options)
+
+        def save_model(self, model: Any, save_directory: str, *args: Any, **options: Any) -> None:
+            if sharded.sizes(model) is None:
+                super().save_model(model, save_directory, *args, **options)
+            else:
+                sharded.save_weights(model, save_directory)
 
         @contextmanager
         def no_sync(self, model: Any = None) -> Iterator[None]:

@@ -126,9 +126,8 @@ MORE = (
       for labels in (False, True)),
     Steps("breaks", False, True),
     Steps("breaks", True, True),
-    Steps("whole", True, True, "inductor"),
-    Steps("whole", False, True, "inductor"),
-    Steps("blocks", "selective", True, "inductor"),
+    *(Steps(what, saved, labels, "inductor") for what in ("whole", "blocks") for saved in (False, True, "selective")
+      for labels in (False, True)),
 )  # fmt: skip
 LENGTHS = (8, 12, 15)  # the second is compiled for any length, and the third finds that
 
@@ -186,7 +185,8 @@ def check_walk(cases: tuple[Steps, ...], lengths: tuple[int, ...], timeout: floa
     for ranks in run_processes(walked, (cases, lengths), 2, timeout=timeout):
         for case, (breaks, graphs, loss, gradient) in zip(cases, ranks, strict=True):
             print(case, breaks, graphs, loss, gradient)
-            limit = 1e-6 if case.labels else 1e-10  # models compute their losses in float32
+            # models compute their losses in float32, and inductor fuses what norms do in it
+            limit = 1e-6 if case.labels or case.backend == "inductor" else 1e-10
             assert loss < limit and gradient < limit, case
             if case.what == "breaks":
                 assert breaks, case  # theirs; the loss is right, and nobody waits
@@ -203,7 +203,7 @@ def test_steps_compile_with_checkpointing_labels_and_any_length() -> None:
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_every_way_to_compile_steps() -> None:
-    check_walk(MORE, LENGTHS, 1800.0)
+    check_walk(MORE, LENGTHS, 3600.0)
 
 
 def drawing(rank: int) -> float:

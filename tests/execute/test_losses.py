@@ -330,7 +330,7 @@ def trained(name: str, gather_logits: bool = False) -> tuple[float, float, dict[
             output = model(ids, labels=ids)
         output["loss"].backward()
         logits = output["logits"]
-        assert type(logits) is (torch.Tensor if gather_logits else DTensor) and not isinstance(logits, SplitLogits)
+        assert isinstance(logits, DTensor) != gather_logits and not isinstance(logits, SplitLogits)
         whole = logits if gather_logits else logits.full_tensor()
         torch.testing.assert_close(whole, wanted["logits"])
         found = full_tensors(model, grads=True)

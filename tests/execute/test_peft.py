@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoplan
 from autoplan.check.ranks.run import run_ranks
+from autoplan.common.errors import AutoplanError
 from autoplan.values import (
     AllGatherSequenceSumGradient,
     AllReduce,
@@ -25,7 +27,7 @@ from autoplan.values import (
 if find_spec("peft") is None:
     pytest.skip("NOT TRIED: peft is absent; `make test-hosts` installs it and runs these", allow_module_level=True)
 
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 
 pytestmark = pytest.mark.hosts
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "o_proj", "down_proj")
@@ -147,6 +149,50 @@ def test_adapters_train_on_fsdp_by_tensor_parallelism_and_the_model_writes_the_s
 
     for far, same in run_ranks(rank_body, 4):
         assert far < 1e-6 and same
+
+
+def test_adapters_are_merged_taken_off_and_saved_as_those_of_the_unsharded_model(tmp_path: Path) -> None:
+    """What is done at a wrapper goes on at the layer that was inside; files are those of the whole model."""
+    ids = torch.randint(1, 190, (2, 7), generator=torch.Generator().manual_seed(1))
+
+    def made() -> nn.Module:
+        model = adapted(init_lora_weights=False, target_modules=["q_proj", "o_proj", "down_proj"]).double()
+        return model.eval()
+
+    plan = autoplan.plan(made(), tp_size=2, prove="none")
+    models = [[made() for _ in range(3)] for _ in range(2)]
+    with torch.no_grad():
+        merged, alone = made()(input_ids=ids).logits, made().unload()(ids).logits
+
+    def rank_body(rank: int) -> None:
+        first, second, third = (autoplan.parallelize(model, mesh_of(tp=2), plan) for model in models[rank])
+        first.save_pretrained(tmp_path / "adapter")
+        whole = first.merge_and_unload()
+        whole.save_pretrained(tmp_path / "merged")
+        with torch.no_grad():
+            torch.testing.assert_close(whole(ids).logits, merged)
+            torch.testing.assert_close(second.unload()(ids).logits, alone)
+        with pytest.raises(AutoplanError, match="adapter 'other' was not planned"):
+            third.add_adapter("other", LoraConfig(target_modules=["q_proj"]))
+
+    run_ranks(rank_body, 2)
+    found = PeftModel.from_pretrained(plain().double(), tmp_path / "adapter").eval()
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(found(input_ids=ids).logits, merged)
+        torch.testing.assert_close(again(ids).logits, merged)
+
+
+def test_adapters_that_come_after_sharding_are_refused() -> None:
+    models = [plain() for _ in range(2)]
+    plan = autoplan.plan(plain(), tp_size=2, prove="none")
+
+    def rank_body(rank: int) -> None:
+        model = autoplan.parallelize(models[rank], mesh_of(tp=2), plan)
+        with pytest.raises(AutoplanError, match="weights of its own, after the model was sharded"):
+            get_peft_model(model, LoraConfig(target_modules=list(PROJECTIONS)))
+
+    run_ranks(rank_body, 2)
 
 
 def test_a_wrapper_that_only_passes_on_is_proven_too() -> None:

@@ -23,8 +23,9 @@ pytestmark = [pytest.mark.hosts, pytest.mark.gloo]
 def test_trained_saved_and_resumed(sizes: dict[str, int], tmp_path: Path) -> None:
     wanted = {steps: alone(steps) for steps in (1, 2)}
     for found in run_processes(trained, (sizes, tmp_path, wanted), prod(sizes.values())):
-        assert set(found) >= {"trained 1", "trained 2", "resumed", "accelerate from 0", "accelerate from 2"}
+        assert set(found) >= {"trained 1", "trained 2", "resumed", "accelerate from 0", "collected from 2", "predicted"}
         assert max(found.values()) < 2e-6, found  # losses are reported in float32
+    assert (tmp_path / "whole" / "model.safetensors").is_file()
     for folder in ("saved", "accelerate"):
         state = type(built()).from_pretrained(tmp_path / folder, dtype=torch.float64).state_dict()
         weights = wanted[2 if folder == "saved" else 1]

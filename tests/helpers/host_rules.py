@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AutoModel, PretrainedConfig
 
@@ -17,10 +19,20 @@ __all__ = ["deepspeed_kinds", "vllm_styles"]
 _VLLM = ("colwise", "colwise_rep", "rowwise", "rowwise_rep", "replicate")
 
 
-def vllm_styles(config: PretrainedConfig, plan: dict[str, str]) -> dict[str, str]:
-    """The style of each linear layer of the model that vLLM builds, by a walk as vLLM's."""
-    model = AutoModel.from_config(config)
-    prefixed = {f"model.{key}": style for key, style in plan.items()}
+def vllm_styles(config: PretrainedConfig, plan: dict[str, str], emptied: bool = True) -> dict[str, str]:
+    """The style of each linear layer of the model that vLLM builds, by a walk as vLLM's.
+
+    `plan` is set as the config's, and transformers puts the model's together as it does for vLLM; `emptied`: those of
+    the configs inside have been emptied, as an export may ask. What vLLM fuses (query, key and value; gate and up) it
+    cuts by itself, whatever the plan says: that is not read here.
+    """
+    config = copy.deepcopy(config)
+    for name in config.sub_configs if emptied else ():
+        getattr(config, name).base_model_tp_plan = {}
+    config.base_model_tp_plan = plan
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    prefixed = {f"model.{key}": style for key, style in (model.tp_plan or {}).items()}
     found: dict[str, str] = {}
 
     def walk(module: nn.Module, path: str) -> None:
@@ -29,8 +41,7 @@ def vllm_styles(config: PretrainedConfig, plan: dict[str, str]) -> dict[str, str
             if isinstance(child, nn.Linear):
                 key = next((k for k in prefixed if re.match(k, here)), None)
                 style = "replicate" if key is None else prefixed[key]
-                assert style in _VLLM, f"vLLM takes {style} for replicate"
-                found[here.removeprefix("model.")] = style
+                found[here.removeprefix("model.")] = style if style in _VLLM else "replicate"
             else:
                 walk(child, here)
 

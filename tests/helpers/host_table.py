@@ -31,6 +31,7 @@ class Row:
     error: str = ""
 
 
+_NEXT = "test_next_calls.py::"
 _FLOWS = "test_training_flows.py::test_every_flow_trains_as_on_one_device"
 _HOSTED = "test_training_hosts.py::test_trained_saved_and_resumed"
 
@@ -79,6 +80,28 @@ ROWS = (
         _HOSTED,
     ),
     Row(
+        "transformers",
+        "the head, the table, `model.forward(...)` called by themselves; `base_model.save_pretrained`",
+        "as it is",
+        "",
+        f"{_NEXT}test_parts_of_a_model_are_called_and_saved_by_themselves",
+    ),
+    Row(
+        "transformers",
+        "`resize_token_embeddings`, `set_output_embeddings`",
+        "cannot",
+        "resize first, then plan",
+        f"{_NEXT}test_a_module_that_is_replaced_takes_the_plan_with_it_or_is_refused",
+        error="its table of",
+    ),
+    Row(
+        "transformers",
+        "`Trainer.predict`, metrics, `accelerator.gather_for_metrics`, `accelerator.save_model`",
+        "one line",
+        "`autoplan.hand_over`: each sample counts once, on however many tp ranks it was",
+        _HOSTED,
+    ),
+    Row(
         "PEFT",
         "LoRA planned and trained",
         "as it is",
@@ -91,6 +114,74 @@ ROWS = (
         "as it is",
         "",
         "test_peft.py::test_adapters_train_on_fsdp_by_tensor_parallelism_and_the_model_writes_the_same",
+    ),
+    Row(
+        "PEFT",
+        "`merge_and_unload`, `unload`, `save_pretrained` of adapters and of what was merged",
+        "as it is",
+        "",
+        "test_peft.py::test_adapters_are_merged_taken_off_and_saved_as_those_of_the_unsharded_model",
+    ),
+    Row(
+        "PEFT",
+        "`get_peft_model`, `add_adapter`, `load_adapter` of a new one on a sharded model",
+        "cannot",
+        "adapters first, then plan",
+        "test_peft.py::test_adapters_that_come_after_sharding_are_refused",
+        error="weights of its own, after the model was sharded",
+    ),
+    Row(
+        "torch",
+        "losses of one's own: `F.cross_entropy(logits.view(-1, v), labels)`, `gather`, `kl_div`, label smoothing",
+        "as it is",
+        "a cross-entropy stays split over the vocabulary, anything else beside plain tensors gets whole logits",
+        f"{_NEXT}test_a_loss_of_ones_own_takes_the_logits_as_they_come",
+    ),
+    Row(
+        "torch",
+        "`loss_parallel()`, `float(logits.sum())`, `logits.argmax(-1)`",
+        "as it is",
+        "",
+        f"{_NEXT}test_numbers_of_split_logits_are_those_of_all_or_refused",
+    ),
+    Row(
+        "torch",
+        "`copy.deepcopy(model)` (references, `AveragedModel`), trained on its own",
+        "as it is",
+        "",
+        f"{_NEXT}test_a_copy_trains_and_averages_as_the_model_does",
+    ),
+    Row(
+        "torch",
+        "`pickle`, `torch.save(model)`",
+        "cannot",
+        "`save_pretrained`, `autoplan.save_weights`, or the state dict",
+        f"{_NEXT}test_a_copy_trains_and_averages_as_the_model_does",
+        error="a sharded model cannot be pickled",
+    ),
+    Row(
+        "torch",
+        "`DistributedDataParallel(model)`",
+        "cannot",
+        "a dim `dp_replicate` or `dp_shard` of the mesh",
+        f"{_NEXT}test_a_module_that_is_replaced_takes_the_plan_with_it_or_is_refused",
+        error="DistributedDataParallel around a model that is sharded already",
+    ),
+    Row(
+        "torch",
+        "a module that is put in another's place later",
+        "cannot",
+        "unless it wraps that one without weights of its own, or was inside it",
+        f"{_NEXT}test_a_module_that_is_replaced_takes_the_plan_with_it_or_is_refused",
+        error="was sharded, and is to be replaced by another",
+    ),
+    Row(
+        "torch",
+        "a rank that raises inside a block while others go on; ranks that stop at different depths of one stack",
+        "cannot",
+        "`init_process_group(timeout=...)` ends the wait ([below](#ranks-that-stop-at-different-places))",
+        f"{_NEXT}test_a_rank_that_stops_inside_a_block_is_waited_for_no_longer_than_the_timeout",
+        error="ranks could not communicate inside of",
     ),
     Row(
         "torch",

@@ -112,6 +112,7 @@ def trained(rank: int, sizes: dict[str, int], folder: Path, wanted: dict[int, An
         found[f"trained {accumulate}"] = worst(model, wanted[accumulate])
         loss = trainer.evaluate()["eval_loss"]
         found[f"loss {accumulate}"] = abs(loss - evaluated(wanted[accumulate]))
+    found["predicted"] = predicted(trainer, wanted[2])
     trainer.save_model(str(folder / "saved"))
     model = autoplan.parallelize(other(), mesh, plan)
     trainer_of(model, folder / "1", 1).train(resume_from_checkpoint=str(folder / "1" / "checkpoint-2"))
@@ -127,6 +128,16 @@ def evaluated(weights: dict[str, torch.Tensor]) -> float:
     with torch.no_grad():
         ids = Texts().ids
         return float(sum(model(input_ids=part, labels=part).loss for part in ids.split(BATCH)) / STEPS)
+
+
+def predicted(trainer: Any, weights: dict[str, torch.Tensor]) -> float:
+    """How far what Trainer collects from all ranks is from the unsharded model's logits, each text once."""
+    model = built().eval()
+    model.load_state_dict(weights)
+    found = torch.as_tensor(trainer.predict(Texts()).predictions)
+    with torch.no_grad():
+        wanted = model(input_ids=Texts().ids).logits
+    return float((found - wanted).abs().max()) if found.shape == wanted.shape else float("inf")
 
 
 def accelerated(rank: int, mesh: Any, plan: Any, folder: Path, wanted: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -152,6 +163,10 @@ def accelerated(rank: int, mesh: Any, plan: Any, folder: Path, wanted: dict[str,
             if step == 1:
                 accelerator.save_state(str(folder / "state"))
         found[f"accelerate from {begin}"] = worst(model, wanted)
+        loader = accelerator.prepare(torch.utils.data.DataLoader(Texts(), batch_size=3))
+        collected = torch.cat([accelerator.gather_for_metrics(batch["input_ids"]) for batch in loader])
+        found[f"collected from {begin}"] = 0.0 if torch.equal(collected, Texts().ids) else float("inf")
+    accelerator.save_model(model, str(folder / "whole"))
     bare = accelerator.unwrap_model(model)
     bare.save_pretrained(
         folder / "accelerate", is_main_process=accelerator.is_main_process, save_function=accelerator.save,

@@ -17,7 +17,17 @@ from autoplan.decide.plan.folding import starred
 from autoplan.emit.exports.expressible import ExportError
 from autoplan.values import Plan
 
-__all__ = ["Exported", "Finds", "by_entries", "by_key", "by_specs", "exported", "vllm_finds", "vllm_style"]
+__all__ = [
+    "Exported",
+    "Finds",
+    "by_entries",
+    "by_key",
+    "by_specs",
+    "exported",
+    "vllm_besides",
+    "vllm_finds",
+    "vllm_style",
+]
 
 Finds = Callable[[str], bool]  # does the host cut the linear layer of this name?
 _WHOLE = ("replicate", "replicated_with_grad_allreduce")
@@ -26,12 +36,14 @@ _WHOLE = ("replicate", "replicated_with_grad_allreduce")
 class Exported(str):
     """The text of an export, which also knows how many of the model's `linears` its host cuts (`reached`).
 
-    `whole`: patterns of the others. Without a model, or for a host that cuts no layers, both counts are None.
+    `whole`: patterns of the others. `besides`: what else must be done for that. Without a model, or for a host that
+    cuts no layers, both counts are None.
     """
 
     linears: int | None = None
     reached: int | None = None
     whole: tuple[str, ...] = ()
+    besides: str = ""
 
     @property
     def note(self) -> str:
@@ -39,12 +51,14 @@ class Exported(str):
         if self.linears is None:
             return ""
         rest = f"; whole: {', '.join(self.whole)}" if self.whole else ""
-        return f"cuts {self.reached} of {self.linears} linear layers{rest}"
+        besides = f"; {self.besides}" if self.besides else ""
+        return f"cuts {self.reached} of {self.linears} linear layers{rest}{besides}"
 
 
-def exported(text: str, linears: Iterable[str], finds: Finds | None) -> Exported:
+def exported(text: str, linears: Iterable[str], finds: Finds | None, besides: str = "") -> Exported:
     """The text with what its host will find among the linear layers of the model."""
     made, known = Exported(text), list(linears)
+    made.besides = besides
     if finds is not None and known:
         whole = [name for name in known if not finds(name)]
         made.linears, made.reached, made.whole = len(known), len(known) - len(whole), fold_names(whole, known)
@@ -100,3 +114,18 @@ def vllm_finds(written: Mapping[str, str], linears: Iterable[str], base: str) ->
             hint=f"keys begin inside the base model, {base!r}",
         )
     return lambda name: name.startswith(inside) and vllm_style(written, name.removeprefix(inside)) not in _WHOLE
+
+
+def vllm_besides(written: Mapping[str, str], linears: Iterable[str], base: str, inner: Mapping[str, str]) -> str:
+    """What an inner model ships wins in vLLM over what its outer config says: those plans must go where they differ.
+
+    vLLM takes the plan that transformers puts together for the base model: the config's, then, over it, those of the
+    models inside, which are `inner`.
+    """
+    inside = f"{base}." if base else ""
+    names = [name.removeprefix(inside) for name in linears if name.startswith(inside)]
+    both = {**written, **inner}
+    differ = {name.partition(".")[0] for name in names if vllm_style(both, name) != vllm_style(written, name)}
+    if not differ:
+        return ""
+    return f"empty the plans in the configs of {', '.join(sorted(differ))} too: they would win over these keys"

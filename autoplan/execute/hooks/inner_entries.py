@@ -2,9 +2,9 @@
 
 The problem: a wrapper hands some calls on to the model inside without running itself. PEFT's `generate` is that of the
 wrapped model; a multimodal model's language model may be run alone. Nobody would then turn the columns that leave the
-head into logits, and whoever takes them for a whole vocabulary chooses other tokens without a word. So every module
-above a head makes the same of them as the model itself does, where it is what was called. Where it is not known at
-which place it returns its logits: heads hand out columns that know that they are columns, as beside a loss.
+head into logits, and whoever takes them for a whole vocabulary chooses other tokens without a word. So a head, and
+every module above one, makes the same of them as the model itself does, where it is what was called. Where it is not
+known at which place it returns its logits: heads hand out columns that know that they are columns, as beside a loss.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = ["install_inner_entries"]
 def install_inner_entries(
     model: nn.Module, heads: tuple[LogitsHead, ...], running: Running, random: tuple[bool, bool]
 ) -> list[RemovableHandle]:
-    """Hooks on each module between the model and its heads."""
+    """Hooks on each module between the model and its heads, and on these."""
     modules = dict(model.named_modules())
     found = [name for name in modules if any(name == head.pattern or matches(head.pattern, name) for head in heads)]
     above = {name[:at] for name in found for at, letter in enumerate(name) if letter == "."}
     handles = []
-    for name in sorted(above & set(modules)):
+    for name in sorted((above & set(modules)) | set(found)):
         entry = _InnerEntry(modules[name], (), [], running, random)
         handles += [
             modules[name].register_forward_pre_hook(entry.before, with_kwargs=True, prepend=True),

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 from torch.utils.hooks import RemovableHandle
 
 import autoplan.execute.hooks.carried_out  # noqa: F401 - whatever carries out an instruction
@@ -21,17 +20,19 @@ from autoplan.common.nested import change_if_returned, change_input, change_outp
 from autoplan.execute.calls.function_mode import ModuleMode, PlannedCalls
 from autoplan.execute.collectives import gather_pieces
 from autoplan.execute.executors import Around, At, execute
+from autoplan.execute.hooks.closures import copied_with_closure
 from autoplan.execute.hooks.running import Running
 from autoplan.execute.hooks.sequence_shards import SequenceShard, shards_in
 from autoplan.execute.hooks.traced import unwatched
 from autoplan.execute.hooks.unseen_outputs import UnseenOutputs, check_shapes
 from autoplan.execute.randomness.dropout import may_draw
 from autoplan.execute.sequence.apply import gather_shard
+from autoplan.execute.vocabulary.leaving import leaving
 from autoplan.execute.vocabulary.split_logits import SplitLogits, columns_in
 from autoplan.values import AroundModule, Boundary, CallRewrite, Instruction, OutputShape, Runtime
 from autoplan.values import SplitLogits as LogitsHead
 
-__all__ = ["ModuleWork", "Root", "install", "install_root"]
+__all__ = ["ModuleWork", "Root", "Worker", "install", "install_root", "listen"]
 
 
 @dataclass
@@ -52,9 +53,15 @@ class ModuleWork:
         return any(one.communicates for one in self.instructions)
 
 
-def install(module: nn.Module, work: ModuleWork, running: Running) -> list[RemovableHandle]:
+def install(module: nn.Module, work: ModuleWork, running: Running) -> Worker:
     """Put the work of one module into its hooks."""
-    worker = _Worker(module, work, running)
+    worker = Worker(module, work, running)
+    worker.handles = listen(module, worker)
+    return worker
+
+
+def listen(module: nn.Module, worker: Worker) -> list[RemovableHandle]:
+    """Have a module call a worker."""
     handles = [module.register_forward_pre_hook(worker.before, with_kwargs=True)]
     # first of all: what others keep of the output (transformers collects hidden states) must have passed our sums
     handles.append(module.register_forward_hook(worker.after, prepend=True, with_kwargs=True))
@@ -63,7 +70,9 @@ def install(module: nn.Module, work: ModuleWork, running: Running) -> list[Remov
     return handles
 
 
-class _Worker:
+class Worker:
+    """What is done at one module, before it runs and after."""
+
     def __init__(self, module: nn.Module, work: ModuleWork, running: Running) -> None:
         self.work, self.running = work, running
         at = At(module, work.name, signature_names(module), running)
@@ -78,6 +87,22 @@ class _Worker:
         self.calls = PlannedCalls(calls, at) if calls else None
         self.entered: list[ModuleMode] = []
         self.opened: list[bool] = []
+        self.handles: list[RemovableHandle] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Worker:
+        made: Worker = _copied(self, memo)
+        return made
+
+    def stop(self) -> None:
+        """Its module no longer calls it."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+
+    @property
+    def can_move(self) -> bool:
+        """Is it about what enters and leaves alone, whichever module that is?"""
+        return self.calls is None and not self.work.framed and not self.work.random
 
     @property
     def needs_cleanup(self) -> bool:
@@ -148,6 +173,13 @@ class _Worker:
                 (self.running.randomness.leave_split if split else self.running.randomness.leave_whole)()
 
 
+def _copied(hooks: Any, memo: dict[int, Any]) -> Any:
+    """Hooks of a copied model: what they do is about the copy, not about the model that they come from."""
+    made = memo[id(hooks)] = object.__new__(type(hooks))
+    made.__dict__.update({name: copied_with_closure(value, memo) for name, value in vars(hooks).items()})
+    return made
+
+
 def _turn(step: tuple[int, Around]) -> int:
     return step[0]
 
@@ -204,6 +236,10 @@ class Root:
         self.target_words = conventions().target_words
         self.shapes: tuple[OutputShape, ...] = ()  # to be compared in the first forward
         self.given: tuple[str, ...] = ()  # what the plan has seen it take
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Root:
+        made: Root = _copied(self, memo)
+        return made
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.running.depth += 1
@@ -270,15 +306,7 @@ class Root:
     def _leaving(self, local: torch.Tensor, dim: int, size: int) -> torch.Tensor:
         if self.running.returns_whole_logits:
             return gather_pieces(local, self.running.group, dim, size)
-        return self._dtensor(local, dim, size)
-
-    def _dtensor(self, local: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-        dim %= local.dim()
-        shape = torch.Size([*local.shape[:dim], size, *local.shape[dim + 1 :]])
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            local.contiguous(), self.running.mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride
-        )
+        return leaving(local, self.running.mesh, dim, size)
 
     def clean_up(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self.running.depth -= 1

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import copy
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoplan.common.errors import AutoplanError
 from autoplan.execute.collectives import RankGroup
 from autoplan.execute.hooks.parallel_branches import Branches
 from autoplan.execute.randomness.dropout import SharedRandomness
 
-__all__ = ["Running"]
+__all__ = ["Running", "cannot_be_pickled"]
+
+
+def cannot_be_pickled() -> AutoplanError:
+    """For what a pickle of a sharded model meets first."""
+    return AutoplanError(
+        "a sharded model cannot be pickled: it holds a part of each weight, and names the ranks that hold the others",
+        hint="autoplan.save_weights(model, folder), or torch.distributed.checkpoint of model.state_dict(); "
+        "copy.deepcopy(model) works",
+    )
 
 
 @dataclass
@@ -31,6 +43,20 @@ class Running:
     lengths: dict[str, int] = field(default_factory=dict)  # the true length of each sequence that is cut
     branches: Branches = field(default_factory=Branches)
     depth: int = 0
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise cannot_be_pickled()
+
+    def __copy__(self) -> Running:
+        return replace(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Running:
+        """For a copied model, on the same ranks."""
+        made = memo[id(self)] = replace(self)
+        for name, value in vars(self).items():
+            if name not in ("mesh", "group"):
+                setattr(made, name, copy.deepcopy(value, memo))
+        return made
 
     @property
     def returns_whole_logits(self) -> bool:

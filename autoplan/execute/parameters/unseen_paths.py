@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autoplan.common.errors import PlanMismatchError
+from autoplan.common.errors import AutoplanError, PlanMismatchError
+from autoplan.execute import collectives
 from autoplan.execute.parameters.held import record_of
 
 __all__ = ["SHAPE_ERRORS", "unseen_path"]
@@ -27,6 +28,7 @@ _SHAPES_BY_NAME = "einops"  # a library that raises errors of its own for shapes
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_COLLECTIVES = os.path.abspath(collectives.__file__)
 _CALLS = nn.modules.module.__file__  # where a module calls its forward
 _RAISE = dis.opmap["RAISE_VARARGS"]
 _HINT = (
@@ -35,9 +37,15 @@ _HINT = (
 )
 
 
-def unseen_path(model: nn.Module, error: BaseException) -> PlanMismatchError | None:
+def unseen_path(model: nn.Module, error: BaseException) -> AutoplanError | None:
     """What to raise in place of an error of shapes that was raised below `model`; None: it is about something else."""
     steps = list(_steps(error.__traceback__))
+    if _is_of_ranks(steps):
+        return AutoplanError(
+            f"ranks could not communicate inside of {type(model).__name__}: {str(error).strip()}",
+            hint="another rank stopped or ran something else; look for its error first. "
+            "init_process_group(timeout=...) says how long ranks wait for each other",
+        )
     if not steps or not _is_of_shapes(error, steps[-1]):
         return None
     own = [at for at, step in enumerate(steps) if _runs_on_shards(step)]
@@ -54,6 +62,13 @@ def unseen_path(model: nn.Module, error: BaseException) -> PlanMismatchError | N
         f"{_place(place)}: {type(error).__name__}: {said}",
         hint=_HINT,
     )
+
+
+def _is_of_ranks(steps: list[TracebackType]) -> bool:
+    """Did a collective of ours fail inside torch?"""
+    files = [step.tb_frame.f_code.co_filename for step in steps]
+    inside = files[len(files) - files[::-1].index(_COLLECTIVES) :] if _COLLECTIVES in files else []
+    return bool(inside) and all(file.startswith(_TORCH) for file in inside)
 
 
 def _steps(trace: TracebackType | None) -> list[TracebackType]:

@@ -294,7 +294,7 @@ def _loss(
         return NotImplemented
     columns = Columns(raw.movedim(classes, -1), cls.group, cls.vocabulary)
     loss = cross_entropy(columns, target, weight, ignore_index, reduction, label_smoothing)
-    return loss.to(raw.dtype)
+    return loss if torch.is_autocast_enabled(raw.device.type) else loss.to(raw.dtype)  # autocast keeps it wide
 
 
 _T = torch.Tensor

@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,15 @@ from torch.distributed.tensor import DTensor
 from autoplan.common.conventions import CheckpointWriter, conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import check_argument
-from autoplan.execute.parameters.held import held_parameters, plain_name, record_of
+from autoplan.execute.parameters.held import held_parameters, plain_name
 from autoplan.execute.parameters.state_dict import gathered
 from autoplan.execute.quantised.modules import stored_tensors
 
-__all__ = ["leave_saving", "save_weights", "take_saving"]
+__all__ = ["finish_writing", "save_weights", "whole_on_writer", "writes"]
 
 _FILE = "model.safetensors"
 _PART = ".part-{:05d}.safetensors"
 _OLD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|\.part-\d{5}\.safetensors")
-_NOTHING_TO_US = ("safe_serialization", "save_function", "save_peft_format", "token")  # how others would write
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -55,21 +53,21 @@ def save_weights(
     model = getattr(model, "_orig_mod", model)
     writer = conventions().checkpoint_writer(model, original_names, stored_tensors(model))
     limit = _bytes(max_shard_size)  # refused on every rank
-    files = _Files(Path(folder), limit) if _writes() else None
+    files = _Files(Path(folder), limit) if writes() else None
     state: dict[str, Any] = model.state_dict()
     trouble: Exception | None = None
     for names in writer.groups(_names(model, list(state), writer)):
-        tensors = {name: _whole(state.pop(name), keep=files is not None) for name in names}
+        tensors = {name: whole_on_writer(state.pop(name), keep=files is not None) for name in names}
         if files is None or trouble is not None:
             continue
         try:
             files.add(writer.convert(tensors))
         except (OSError, RuntimeError, ValueError, LookupError) as error:
             trouble = error  # the other ranks are on their way to the next gather
-    _finish(files, trouble, Path(folder), model)
+    finish_writing(files, trouble, Path(folder), model)
 
 
-def _finish(files: _Files | None, trouble: Exception | None, folder: Path, model: nn.Module) -> None:
+def finish_writing(files: _Files | None, trouble: Exception | None, folder: Path, model: nn.Module) -> None:
     """Close the files; every rank learns whether that went well."""
     if files is not None and trouble is None:
         try:
@@ -81,7 +79,7 @@ def _finish(files: _Files | None, trouble: Exception | None, folder: Path, model
         raise AutoplanError(f"{folder} could not be written{told}") from trouble
 
 
-def _writes() -> bool:
+def writes() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
@@ -95,7 +93,7 @@ def _agree(well: bool, model: nn.Module) -> bool:
     return not int(bad)
 
 
-def _whole(value: Any, keep: bool) -> Any:
+def whole_on_writer(value: Any, keep: bool) -> Any:
     """The tensor on the CPU for the rank that writes; the others only take part."""
     value = gathered(value) if isinstance(value, DTensor) else value
     return value.detach().cpu() if keep and isinstance(value, torch.Tensor) else None
@@ -173,58 +171,3 @@ class _Files:
 
 def _is_part(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
-
-
-# ------------------------------------------------------------------------------------------------ the library's method
-
-
-def take_saving(model: nn.Module) -> None:
-    """Make the method by which the model's library saves it write a sharded model, on every rank together."""
-    name = conventions().saving
-    if hasattr(model, name) and conventions().checkpoint_writer(model, True, {}).settings is not None:
-        model.__dict__[name] = partial(_save, model)
-
-
-def leave_saving(model: nn.Module) -> None:
-    """The library's own method again."""
-    model.__dict__.pop(conventions().saving, None)
-
-
-def _save(
-    model: nn.Module,
-    save_directory: str | os.PathLike[str],
-    is_main_process: bool = True,
-    state_dict: dict[str, Any] | None = None,
-    *,
-    max_shard_size: int | str = "5GB",
-    save_original_format: bool = True,
-    **options: Any,
-) -> None:
-    """Every rank of a sharded model calls this. `is_main_process` does not matter: the first rank writes."""
-    if asked := sorted(name for name, value in options.items() if value and name not in _NOTHING_TO_US):
-        raise AutoplanError(
-            f"a sharded model cannot be saved with {', '.join(asked)}",
-            hint="save it, and do that with the folder; autoplan.full_tensors(model) gives whole tensors",
-        )
-    if state_dict is not None and not any(isinstance(value, DTensor) for value in state_dict.values()):
-        if _writes():  # gathered by the caller
-            save = getattr(type(model), conventions().saving)
-            save(model, save_directory, state_dict=state_dict, max_shard_size=max_shard_size)
-        return
-    save_weights(model, save_directory, max_shard_size=max_shard_size, original_names=save_original_format)
-    trouble: Exception | None = None
-    settings = conventions().checkpoint_writer(model, save_original_format, {}).settings
-    if _writes() and settings is not None:
-        try:
-            settings(save_directory, _own_class(model))
-        except (OSError, ValueError) as error:
-            trouble = error
-    _finish(None, trouble, Path(save_directory), model)
-
-
-def _own_class(model: nn.Module) -> type:
-    """The class that the model had before it was sharded."""
-    record = record_of(model)
-    if record is not None:
-        return record.original
-    return next(cls for cls in type(model).__mro__ if not cls.__name__.startswith("FSDP"))

@@ -147,6 +147,11 @@ OTHERS = (
         _reversed_conversions,
     ),
     Private(
+        "transformers.PreTrainedModel._hf_peft_config_loaded",
+        "a model with adapters of its own saves these alone",
+        _has("transformers.PreTrainedModel._hf_peft_config_loaded"),
+    ),
+    Private(
         "transformers.PreTrainedModel._keys_to_ignore_on_save",
         "tensors that transformers does not save",
         _has("transformers.PreTrainedModel._keys_to_ignore_on_save"),

@@ -242,6 +242,17 @@ def _backward_class() -> bool:
     return isinstance(node, Twice._backward_cls)
 
 
+def _knows_loss_parallel() -> bool:
+    """While it is in force, what it does is listed there."""
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    known = DTensor._op_dispatcher._custom_op_handlers
+    name = torch.ops.aten.nll_loss_forward.default
+    before = name in known
+    with loss_parallel():
+        return not before and name in known
+
+
 TORCH = (
     Private("torch.Tensor._base", "a view of a weight is told from the weight's owner", _base_of_views),
     Private(
@@ -346,6 +357,11 @@ TORCH = (
         "torch.distributed.tensor.DTensor._spec",
         "how a parameter lies, for its gradient to lie likewise; DTensors are made of a piece and of that",
         _made_of_a_spec,
+    ),
+    Private(
+        "torch.distributed.tensor.DTensor._op_dispatcher",
+        "is torch's own loss on split logits in force?",
+        _knows_loss_parallel,
     ),
     Private(
         "torch.distributed.tensor.DTensor._local_tensor",

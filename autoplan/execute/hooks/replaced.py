@@ -1,0 +1,132 @@
+"""A module of a sharded model that is replaced: what the plan does at it goes with it, or the change is refused.
+
+The problem: libraries take modules out and put others in their place, long after a model was sharded. PEFT wraps linear
+layers to add adapters, and takes the wrappers off again when it merges them. What the plan does is done by hooks of the
+module that it was planned for: with that one gone a sum over ranks is never made, and nobody says so.
+
+So the parents of all planned modules notice when a child is set. A wrapper that brings no weights of its own changes
+nothing. Where a wrapper is taken off, what was done at it is done at what was inside. Anything else is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from autoplan.common.errors import AutoplanError
+from autoplan.execute.hooks.install import Worker, listen
+from autoplan.execute.hooks.running import cannot_be_pickled
+from autoplan.patches.classes import give_class
+
+__all__ = ["watch_children", "watch_no_longer"]
+
+_PLANNED = "_autoplan_children"  # of a parent: the full name of each planned child, by its own name
+
+
+def watch_children(modules: Mapping[str, nn.Module], planned: Iterable[str]) -> list[tuple[nn.Module, type[nn.Module]]]:
+    """Have the parents of planned modules notice replacements; returns parents with the classes they had."""
+    before = []
+    for name in planned:
+        parent, _, own = name.rpartition(".")
+        if not name or parent not in modules:
+            continue
+        module = modules[parent]
+        if _PLANNED not in vars(module):
+            before.append((module, type(module)))
+            vars(module)[_PLANNED] = {}
+            kind: Any = type(module)
+            give_class(module, _watching(kind))
+        vars(module)[_PLANNED][own] = name
+    return before
+
+
+def watch_no_longer(before: Iterable[tuple[nn.Module, type[nn.Module]]]) -> None:
+    """The parents as they were."""
+    for module, cls in before:
+        vars(module).pop(_PLANNED, None)
+        give_class(module, cls)
+
+
+@cache
+def _watching(cls: Any) -> type[nn.Module]:
+    def __setattr__(self: nn.Module, name: str, value: Any) -> None:
+        where = self.__dict__.get(_PLANNED, {}).get(name)
+        if where is not None and isinstance(value, nn.Module):
+            old = self._modules.get(name)
+            if old is not None and old is not value:
+                _replaced(where, old, value)
+        super(made, self).__setattr__(name, value)
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        how, what, *rest = super(made, self).__reduce_ex__(max(2, protocol))
+        if getattr(how, "__name__", "") == "__newobj__" and what == (made,):
+            return (_rebuild, (_Kind(cls),), *rest)
+        return (how, what, *rest)
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    made: Any = type(cls)(cls.__name__, (cls,), names | {"__setattr__": __setattr__, "__reduce_ex__": __reduce_ex__})
+    found: type[nn.Module] = made
+    return found
+
+
+class _Kind:
+    """The class to make a copy of; it cannot be found by its name."""
+
+    def __init__(self, cls: type) -> None:
+        self.cls = cls
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Kind:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise cannot_be_pickled()
+
+
+def _rebuild(kind: _Kind) -> nn.Module:
+    made: Any = _watching(kind.cls)
+    module: nn.Module = made.__new__(made)
+    return module
+
+
+def _replaced(where: str, old: nn.Module, new: nn.Module) -> None:
+    """One planned module in the place of another."""
+    if any(module is old for module in new.modules()):
+        known = {id(parameter) for parameter in old.parameters()}
+        if any(id(parameter) not in known for parameter in new.parameters()):
+            raise AutoplanError(
+                f"{where} is wrapped in a {type(new).__name__} with weights of its own, after the model was sharded",
+                hint="wrap it first (get_peft_model, add_adapter), then autoplan.plan and autoplan.parallelize: "
+                "adapters are cut as the layers that they belong to",
+            )
+        return
+    if any(module is new for module in old.modules()):
+        _move(where, old, new)
+        return
+    raise AutoplanError(
+        f"{where} was sharded, and is to be replaced by another {type(new).__name__}",
+        hint="replace it before autoplan.parallelize; autoplan.applied(model).undo() gives the whole model back",
+    )
+
+
+def _move(where: str, old: nn.Module, new: nn.Module) -> None:
+    """What is done at `old` is done at `new` from here on, which was inside it."""
+    for worker in _workers_of(old):
+        if not worker.can_move:
+            raise AutoplanError(
+                f"{where}: the plan changes calls inside of this {type(old).__name__}, which is to be taken off",
+                hint="merge in place (model.merge_adapter()), or save the adapter and merge it into the whole model",
+            )
+        worker.stop()
+        worker.handles = listen(new, worker)
+
+
+def _workers_of(module: nn.Module) -> list[Worker]:
+    found = {id(hook.__self__): hook.__self__ for hook in module._forward_hooks.values() if _is_ours(hook)}
+    return list(found.values())
+
+
+def _is_ours(hook: Any) -> bool:
+    return isinstance(getattr(hook, "__self__", None), Worker)

@@ -1,0 +1,170 @@
+"""Methods of a sharded model that its library knows nothing better about, done the sharded way or refused.
+
+The problem: `save_pretrained` writes from one rank what one rank holds; `resize_token_embeddings` copies rows of a
+part; an adapter that is added later is whole beside a layer that is cut; DistributedDataParallel sends parts to ranks
+that hold other ones. They fail with an error of torch's, or go on. So a sharded model, and each model inside it, has
+these methods on itself: saving writes the whole together, and the others say what to do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autoplan.common.conventions import conventions
+from autoplan.common.errors import AutoplanError
+from autoplan.execute.parameters.held import record_of
+from autoplan.execute.weights.save import finish_writing, save_weights, whole_on_writer, writes
+
+__all__ = ["leave_methods", "take_methods"]
+
+_NOTHING_TO_US = ("safe_serialization", "save_function", "save_peft_format", "token")  # how others would write
+_CHOICES = ("selected_adapters", "save_embedding_layers")  # of adapters, and of what is written beside them
+_REPLICAS = "_ddp_params_and_buffers_to_ignore"  # the first that DistributedDataParallel asks a model for
+
+
+def take_methods(model: nn.Module) -> None:
+    """Give a sharded model, and those inside it, the methods that are meant for sharded ones."""
+    for module in model.modules():
+        vars(module).update(_methods_of(module))
+    vars(model)[_REPLICAS] = _NoReplicas()
+
+
+def leave_methods(model: nn.Module) -> None:
+    """The library's own methods again."""
+    for module in model.modules():
+        for name in _methods_of(module):
+            vars(module).pop(name, None)
+    vars(model).pop(_REPLICAS, None)
+
+
+def _methods_of(module: nn.Module) -> Mapping[str, Callable[..., Any]]:
+    known = conventions()
+    if known.adapters_of(module):
+        named = {name: partial(_fill_adapter, module, name, at) for name, at in known.adding if _has(module, name)}
+        return named | {known.saving: partial(_save_adapters, module)}
+    if not known.saves(module):
+        return {}
+    return {known.saving: partial(_save, module), known.resizing: partial(_resize, module)}
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    return callable(getattr(type(module), name, None))
+
+
+class _NoReplicas:
+    """Asked for by DistributedDataParallel, it says what to do instead."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise AutoplanError(
+            "DistributedDataParallel around a model that is sharded already: its ranks hold different parts",
+            hint="data parallelism is a dim of the mesh (dp_shard, dp_replicate); for a Trainer or an Accelerator, "
+            "autoplan.hand_over",
+        )
+
+
+# --------------------------------------------------------------------------------------------------------------- saving
+
+
+def _save(
+    model: nn.Module,
+    save_directory: str | os.PathLike[str],
+    is_main_process: bool = True,
+    state_dict: dict[str, Any] | None = None,
+    *,
+    max_shard_size: int | str = "5GB",
+    save_original_format: bool = True,
+    **options: Any,
+) -> None:
+    """Every rank of a sharded model calls this. `is_main_process` does not matter: the first rank writes."""
+    if asked := sorted(name for name, value in options.items() if value and name not in _NOTHING_TO_US):
+        raise AutoplanError(
+            f"a sharded model cannot be saved with {', '.join(asked)}",
+            hint="save it, and do that with the folder; autoplan.full_tensors(model) gives whole tensors",
+        )
+    parts = conventions().parts_to_save(model, {})
+    if parts is not None:
+        _save_parts(model, save_directory, parts)
+        return
+    if state_dict is not None and not any(isinstance(value, DTensor) for value in state_dict.values()):
+        if writes():  # gathered by the caller
+            save = getattr(type(model), conventions().saving)
+            save(model, save_directory, state_dict=state_dict, max_shard_size=max_shard_size)
+        return
+    save_weights(model, save_directory, max_shard_size=max_shard_size, original_names=save_original_format)
+    trouble: Exception | None = None
+    settings = conventions().checkpoint_writer(model, save_original_format, {}).settings
+    if writes() and settings is not None:
+        try:
+            settings(save_directory, _own_class(model))
+        except (OSError, ValueError) as error:
+            trouble = error
+    finish_writing(None, trouble, Path(save_directory), model)
+
+
+def _own_class(model: nn.Module) -> type:
+    """The class that the model had before it was sharded."""
+    record = record_of(model)
+    if record is not None:
+        return record.original
+    return next(cls for cls in type(model).__mro__ if not cls.__name__.startswith("FSDP"))
+
+
+def _save_adapters(model: nn.Module, save_directory: str | os.PathLike[str], *_: Any, **options: Any) -> None:
+    """The adapters of a wrapped model, whole, by the library's own method on the first rank."""
+    if asked := sorted(options.keys() - {*_CHOICES, *_NOTHING_TO_US, "is_main_process", "state_dict"}):
+        raise AutoplanError(
+            f"adapters of a sharded model cannot be saved with {', '.join(asked)}",
+            hint="save them, and do that with the folder",
+        )
+    kept = {name: value for name, value in options.items() if name in _CHOICES}
+    parts = conventions().parts_to_save(model, kept)
+    _save_parts(model, save_directory, () if parts is None else parts, **kept)
+
+
+def _save_parts(model: nn.Module, folder: str | os.PathLike[str], parts: tuple[str, ...], **options: Any) -> None:
+    """What the library saves of a model that is not all of it: gathered on every rank, written by the first."""
+    state, writing = model.state_dict(), writes()
+    state.update({name: whole_on_writer(state[name], keep=writing) for name in parts})
+    trouble: Exception | None = None
+    if writing:
+        try:
+            getattr(type(model), conventions().saving)(model, folder, state_dict=state, **options)
+        except (OSError, ValueError) as error:
+            trouble = error
+    finish_writing(None, trouble, Path(folder), model)
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+def _resize(model: nn.Module, *args: Any, **options: Any) -> Any:
+    """A table that keeps its size is as before; another one would be cut otherwise."""
+    name = conventions().resizing
+    table: Any = getattr(model, conventions().ends[0])()
+    wanted = args[0] if args else options.get("new_num_tokens")
+    padded = len(args) > 1 or options.get("pad_to_multiple_of") is not None
+    if padded or wanted not in (None, len(table.weight)):
+        raise AutoplanError(
+            f"{name} of a sharded model: its table of {len(table.weight)} rows is cut over ranks",
+            hint="resize first, then autoplan.plan and autoplan.parallelize",
+        )
+    return getattr(type(model), name)(model, *args, **options)
+
+
+def _fill_adapter(model: nn.Module, method: str, at: int, *args: Any, **options: Any) -> Any:
+    """An adapter that was planned may be filled; another one was not cut."""
+    wanted = args[at] if len(args) > at else options.get("adapter_name")
+    known = conventions().adapters_of(model)
+    if wanted not in known:
+        raise AutoplanError(
+            f"{method} of a sharded model: adapter {wanted!r} was not planned (it has {', '.join(known)})",
+            hint="add it first, then autoplan.plan and autoplan.parallelize",
+        )
+    return getattr(type(model), method)(model, *args, **options)
