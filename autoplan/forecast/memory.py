@@ -86,14 +86,17 @@ class Walk:
         self.held = 0  # the last reduction's buffer
         self.order: list[str] = []
         self.done: set[str] = set()
-        self.sent: dict[tuple[str, str], list[int]] = {}
+        self.phase = "forward"
+        self.sent: dict[tuple[str, str, str], list[int]] = {}  # by phase, dim and kind
         self.flops: dict[str, int] = {}
+        self.ahead = 0  # the forward's operations
         self.moved = 0
         self.moments: dict[tuple[str, str], int] = {}  # the highest moment in each module
 
     def run(self) -> Peak:
         self._check("the model", "forward")
         for phase, steps, block in expanded(self.program, self.left_out):
+            self.phase = phase
             for step in steps:
                 if isinstance(step, UnitEvent):
                     self._event(step, block, phase)
@@ -117,6 +120,7 @@ class Walk:
             self._add(dim, kind, number, int(size))
         for dtype, flops in step.flops.items():
             self.flops[dtype] = self.flops.get(dtype, 0) + int(flops)
+            self.ahead += int(flops) if phase == "forward" else 0
         self.moved += int(step.moved)
 
     def _check(self, where: str, phase: str) -> None:
@@ -223,12 +227,18 @@ class Walk:
         self._add(dim, kind, 1, size)
 
     def _add(self, dim: str, kind: str, number: int, size: int) -> None:
-        found = self.sent.setdefault((dim, kind), [0, 0])
+        found = self.sent.setdefault((self.phase, dim, kind), [0, 0])
         found[0] += number
         found[1] += size
 
-    def messages(self) -> tuple[Sent, ...]:
-        return tuple(Sent(dim, kind, number, size) for (dim, kind), (number, size) in self.sent.items())
+    def messages(self, phase: str = "") -> tuple[Sent, ...]:
+        """Of the step, or of one phase of it."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for (when, dim, kind), (number, size) in self.sent.items():
+            if phase in ("", when):
+                one = found.setdefault((dim, kind), [0, 0])
+                one[0], one[1] = one[0] + number, one[1] + size
+        return tuple(Sent(dim, kind, number, size) for (dim, kind), (number, size) in found.items())
 
 
 def _renamed(name: str, block: str) -> str:

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, Lla
 
 import autoplan
 from autoplan.forecast.devices import device_names, load_device
-from autoplan.forecast.estimate import Asked, estimate_with, mesh_sizes
+from autoplan.forecast.estimate import Asked, estimate_with
+from autoplan.forecast.meshes import mesh_sizes
 from autoplan.forecast.step import Steps
 from autoplan.hf.source import resolve
 

@@ -45,7 +45,7 @@ class _Tracker(MemTracker):
 
 def tracked_peak(steps: Steps, dims: dict[str, int], options: dict[str, Any], batch: int, sequence: int) -> int:
     """MemTracker's peak of a second step, update left out."""
-    setting = Setting(tp=dims["tp"], batch=batch, sequence=sequence)
+    setting = Setting(tp=dims.get("tp", 1), batch=batch, sequence=sequence)
     problem: Exception | None = None
     for how in ("fake", "known"):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -53,9 +53,10 @@ def tracked_peak(steps: Steps, dims: dict[str, int], options: dict[str, Any], ba
             with fake_mesh(dims) as mesh, quiet(), untouched_randomness(), on_reference_path():
                 model = fold(steps.module, faker(mode, None), fold=False).module
                 as_on_a_gpu(model)
-                autoplan.parallelize(model, mesh, steps.plan(dims["tp"]), check=False, **options)
+                autoplan.parallelize(model, mesh, steps.plan(dims.get("tp", 1)), check=False, **options)
                 model.train()
-                with kernels_of_a_gpu(), mode if how == "fake" else KnownValues(mode):
+                whole = dims.get("tp", 1) == dims.get("ep", 1) == 1
+                with kernels_of_a_gpu(model, whole), mode if how == "fake" else KnownValues(mode):
                     return _tracked(model, inputs_of(steps, setting))
         except Exception as error:
             problem = problem or error
