@@ -150,7 +150,8 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     training = asked.train != "inference"
     weights = held_bytes(recorded.units, data) + recorded.buffers
     states = STATES[asked.optimizer] * held_bytes(recorded.units, data, trained=True) if training else 0
-    standing = MemoryParts(weights=weights, optimizer=states)
+    trained = held_bytes(recorded.units, data, trained=True) if training else 0
+    standing = MemoryParts(weights=weights, optimizer=states, gradients=trained if asked.accumulate > 1 else 0)
     walk = Walk(recorded.program, recorded.left_out, recorded.units, data, standing)
     peak = walk.run()
     parts = MemoryParts(**{**peak.parts, "overhead": device.overhead(sum(size > 1 for _, size in asked.mesh))})
@@ -164,7 +165,6 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     once = walk.messages()
     sent = tuple(replace(s, number=s.number * asked.accumulate, bytes=s.bytes * asked.accumulate) for s in once)
     copies = asked.ranks // (asked.size("tp") * asked.size("ep"))
-    trained = held_bytes(recorded.units, data, trained=True) if training else 0
     ahead = walk.ahead / max(1, sum(walk.flops.values()))
     load = Load(tuple(walk.flops.items()), walk.moved, once, trained, ahead, walk.messages("forward"))
     return Estimate(
@@ -214,7 +214,8 @@ def _data(asked: Asked, policy: MixedPrecisionPolicy | None) -> DataRanks:
         return DataRanks()
     compute, reduce = policy.param_dtype, policy.reduce_dtype
     return DataRanks(asked.shards, asked.size("dp_replicate"), True, compute.itemsize if compute else None,
-                     reduce.itemsize if reduce else None, asked.reshard_after_forward)  # fmt: skip
+                     reduce.itemsize if reduce else None, asked.reshard_after_forward,
+                     policy.output_dtype is not None)  # fmt: skip
 
 
 def _optimizer_step(
