@@ -23,8 +23,8 @@ _KINDS_OF_PART = {"kept": "kept", "temporary": "temporary", "gradient": "gradien
 @dataclass(frozen=True)
 class DataRanks:
     """How parameters are sharded over data-parallel ranks. `compute`, `reduce`: bytes of an element when gathered and
-    when gradients are summed; None: as stored. `reshard`: None frees all units but the last of each stack. `casts`: what
-    the model returns is cast, and the last gather's buffer is held until then."""
+    when gradients are summed; None: as stored. `reshard`: None frees all units but the last of each stack. `casts`: of
+    what the model returns; the last gather's buffer is held until then."""
 
     shard: int = 1
     replicate: int = 1
