@@ -169,7 +169,7 @@ def choose(
     if not rows and global_batch:
         raise _no_batch(sweep, gpus, global_batch)
     rows = sweep.settled(rows)
-    enough = None if rows and rows[0].fits else sweep.enough(gpus)
+    enough = None if rows and rows[0].fits else sweep.enough(gpus, global_batch)
     return Choice(source, tuple(rows), gpus, size, device, tuple(sweep.dropped), enough, steps)
 
 

@@ -186,28 +186,29 @@ class Sweep:
             rows[0] = self._row(replace(asked, exact=True))
             exact.add(id(rows[0]))
 
-    def enough(self, gpus: int) -> int | None:
-        """The smallest number of GPUs, in whole nodes where there are several, on which one sequence a rank fits with
-        all blocks checkpointed."""
+    def enough(self, gpus: int, batch: int = 0) -> int | None:
+        """The smallest number of GPUs, in whole nodes where there are several, on which one sequence a rank at a time
+        fits with all blocks checkpointed. `batch`: of a step, 0: as many as there are GPUs."""
         few, many = gpus, gpus * 2
-        while many <= _MOST_GPUS and not self._fits_on(many):
+        while many <= _MOST_GPUS and not self._fits_on(many, batch):
             few, many = many, many * 2
         if many > _MOST_GPUS:
             return None
         unit = self.per_node if gpus % self.per_node == 0 else 1
         while many - few > unit:
             middle = few + (many - few) // (2 * unit) * unit
-            few, many = (few, middle) if self._fits_on(middle) else (middle, many)
+            few, many = (few, middle) if self._fits_on(middle, batch) else (middle, many)
         return many
 
-    def _fits_on(self, gpus: int) -> bool:
+    def _fits_on(self, gpus: int, batch: int) -> bool:
         for split in self.splits(gpus):
             copies = gpus // split.ranks
+            each = max(1, (batch or gpus) // copies)
             if self.train == "inference":
                 mesh = (("dp_shard", copies), *split.dims)
                 asked = Asked(mesh, 1, self.sequence, train=self.train, experts=split.shared)
             else:
-                asked = self._asked(self._meshes(copies, split)[0], 1, self.again[-1], False, None, 1, split)
+                asked = self._asked(self._meshes(copies, split)[0], 1, self.again[-1], False, None, each, split)
             if self._row(asked).fits:
                 return True
         return False

@@ -98,7 +98,7 @@ def test_what_cannot_be_is_refused(keywords: dict[str, Any], said: str) -> None:
 
 def test_the_command_line_takes_experts_and_ranks(tmp_path: Any) -> None:
     MixtralConfig(
-        **{**MIXTRAL.to_dict(), "num_hidden_layers": 1}, architectures=["MixtralForCausalLM"]
+        **{**MIXTRAL.to_dict(), "num_hidden_layers": 1, "architectures": ["MixtralForCausalLM"]}
     ).save_pretrained(tmp_path)
     options = ["--mesh", "dp_shard=2,tp=2", "--ep", "2", "--sequence", "16"]
     ran = CliRunner().invoke(app, ["dryrun", str(tmp_path), *options, "--rank", "3"])

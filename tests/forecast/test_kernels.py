@@ -123,7 +123,8 @@ MAMBA2 = Mamba2Config(hidden_size=256, num_hidden_layers=2, vocab_size=512, num_
                       dtype=HALF)  # fmt: skip
 MAMBA = MambaConfig(hidden_size=256, num_hidden_layers=2, vocab_size=512, dtype=HALF)
 NEXT = Qwen3NextConfig(hidden_size=256, num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, vocab_size=512,
-                       head_dim=32, num_attention_heads=4, num_key_value_heads=2, linear_num_value_heads=8, linear_num_key_heads=4,
+                       head_dim=32, num_attention_heads=4, num_key_value_heads=2, linear_num_value_heads=8,
+                       linear_num_key_heads=4,
                        moe_intermediate_size=64, shared_expert_intermediate_size=64, intermediate_size=128,
                        layer_types=["linear_attention"] * 2, dtype=HALF)  # fmt: skip
 

@@ -191,7 +191,9 @@ def _read(folders: tuple[Path, ...]) -> Mapping[tuple[str, str], KernelFile]:
 
 def _of_file(path: Path) -> KernelFile:
     data = read_plain(path, NotPlain("kernel file"), notation="toml")
-    several = {key: tuple(map(_names, data.pop(key, ()))) for key in ("saves", "returns", "forward", "backward")}
+    several: dict[str, Any] = {
+        key: tuple(map(_names, data.pop(key, ()))) for key in ("saves", "returns", "forward", "backward")
+    }
     try:
         return KernelFile(
             arguments=data.pop("arguments"), makes=data.pop("makes", {}), dims=data.pop("dims", {}),
