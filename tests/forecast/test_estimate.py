@@ -189,7 +189,7 @@ def test_every_device_is_whole_and_dense() -> None:
         ({"mesh": "tp=x"}, "no size"),
         ({"mesh": "tp=2", "train": "some"}, "train="),
         ({"mesh": "tp=2", "optimizer": "lion"}, "optimizer="),
-        ({"mesh": "tp=2", "batch": 0}, "batch=0"),
+        ({"mesh": "tp=2", "batch": 0}, "batch is 0"),
         ({"mesh": "tp=2", "device": "abacus"}, "no device"),
         ({"mesh": "tp=2", "device": 3}, "the device is 3"),
         ({"mesh": "tp=2", "batch": "2"}, "batch is"),
