@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoplan.cli.shared import FINDINGS, OK, AsJson, Cut, Model, Output, Page, Trust, emit, note, progress
+from autoplan.cli.shared import FINDINGS, OK, AsJson, Cut, EpSize, Model, Output, Page, Trust, emit, note, progress
 from autoplan.common.errors import AutoplanError
 from autoplan.values.estimate import TRAIN
 
@@ -87,6 +87,7 @@ def estimate(
     train: How = ALL,
     gpu: Gpu = "h100",
     sequence_parallel: Cut = False,
+    ep: EpSize = 1,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
     output: Output = None,
@@ -98,7 +99,7 @@ def estimate(
     with progress(f"estimating {model} on {mesh}"):
         found = autoplan.estimate(
             model, mesh=mesh, batch=batch, sequence=sequence, train=train.value, device=gpu,
-            activation_checkpointing=checkpointing_of(checkpointing), sequence_parallel=sequence_parallel,
+            activation_checkpointing=checkpointing_of(checkpointing), sequence_parallel=sequence_parallel, ep_size=ep,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
     emit(estimate_view(found), found.to_dict(), as_json, output)
@@ -112,6 +113,7 @@ def dryrun(
     sequence: Length = 2048,
     checkpointing: Again = "none",
     sequence_parallel: Cut = False,
+    ep: EpSize = 1,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
     output: Output = None,
@@ -125,7 +127,7 @@ def dryrun(
     with progress(f"running {model} on {mesh} without storage"):
         found = dry_run(
             model, mesh=mesh, rank=rank, batch=batch, sequence=sequence, sequence_parallel=sequence_parallel,
-            trust_remote_code=trust_remote_code, **options,
+            ep_size=ep, trust_remote_code=trust_remote_code, **options,
         )  # fmt: skip
     emit(dry_run_view(found), dry_run_to_dict(found), as_json, output)
 
@@ -148,7 +150,13 @@ def calibrate(
     if not alone:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        try:
+            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        except (RuntimeError, ValueError) as error:
+            raise AutoplanError(
+                f"WORLD_SIZE is set, but its ranks cannot meet: {error}",
+                hint="run it with torchrun, or unset WORLD_SIZE",
+            ) from error
     with progress("measuring matmuls, attention, copies and messages"):
         text = device_text(measure(), known)
     if alone or dist.get_rank() == 0:

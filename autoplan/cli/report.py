@@ -60,7 +60,7 @@ def report(
 
 
 def _sizes(mesh: str | None) -> dict[str, int]:
-    from autoplan.forecast.estimate import mesh_sizes
+    from autoplan.forecast.meshes import mesh_sizes
 
     return {} if mesh is None else dict(mesh_sizes(mesh))
 

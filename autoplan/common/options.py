@@ -19,6 +19,7 @@ __all__ = [
     "Checkpointing",
     "DataParallel",
     "Keywords",
+    "MOST_RANKS",
     "TRIAL_SECONDS",
     "Options",
     "Request",

@@ -2,8 +2,9 @@
 
 A framework ships rules, plans and inputs beside ours without touching them: `AUTOPLAN_RULES` names its folders
 (separated as in PATH), and `autoplan.plan(…, rules=folder)` one more for a single call. A folder is laid out like ours,
-with any of `roles/`, `plans/`, `inputs/`, `quantised/` and `defaults.toml`. Where two folders hold a document for one
-thing, that of the earlier folder counts: the call's, then the environment's from left to right, then ours.
+with any of `roles/`, `plans/`, `inputs/`, `quantised/`, `kernels/` and `defaults.toml`. Where two folders hold a
+document for one thing, that of the earlier folder counts: the call's, then the environment's from left to right, then
+ours.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from autoplan.common.errors import AutoplanError
 __all__ = ["VARIABLE", "rules_folder", "rules_folders", "with_rules"]
 
 VARIABLE = "AUTOPLAN_RULES"
-_PARTS = ("roles", "plans", "inputs", "quantised", "defaults.toml")
+_PARTS = ("roles", "plans", "inputs", "quantised", "kernels", "defaults.toml")
 _of_the_call: list[Path] = []
 
 

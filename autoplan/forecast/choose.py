@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autoplan.api import parallelize
 from autoplan.check.prove import proven_plan
 from autoplan.common.errors import AutoplanError, IndivisibleError
-from autoplan.common.options import Wish, check_argument, check_count
+from autoplan.common.options import Wish, check_argument, check_count, check_ranks
 from autoplan.emit.pages.cases import WhatIf
 from autoplan.forecast.devices import Device, load_device
+from autoplan.forecast.estimate import Asked
 from autoplan.forecast.script import script_text
 from autoplan.forecast.step import Steps
 from autoplan.forecast.sweep import Sweep
@@ -28,6 +29,9 @@ from autoplan.values.conveniences import done_above
 from autoplan.values.estimate import Row
 
 __all__ = ["Choice", "choose", "parse_memory"]
+
+
+_UNITS = {"gib": 2**30, "mib": 2**20, "tib": 2**40, "gb": 10**9, "mb": 10**6, "tb": 10**12, "g": 10**9, "": 1}
 
 
 @dataclass(frozen=True)
@@ -113,14 +117,21 @@ class Choice:
 
 def parse_memory(text: str | int) -> int:
     """Bytes of "80GB", "79GiB" or a number."""
-    if isinstance(text, int) and text > 0 and not isinstance(text, bool):
-        return text
-    check_argument("memory", text, str, "write it like 80GB or 79GiB")
-    text = str(text)
-    for ending, unit in (("GiB", 2**30), ("GB", 10**9), ("TB", 10**12), ("G", 10**9), ("", 1)):
-        if text.endswith(ending) and text.removesuffix(ending).replace(".", "", 1).isdigit():
-            return int(float(text.removesuffix(ending)) * unit)
-    raise AutoplanError(f"memory {text!r} is no size", hint="write it like 80GB or 79GiB")
+    hint = "write it like 80GB or 79GiB"
+    if not isinstance(text, int) or isinstance(text, bool):
+        check_argument("memory", text, str, hint)
+    size = text if isinstance(text, int) else _bytes(text.replace(" ", "").lower())
+    if size is None or size < 1:
+        raise AutoplanError(f"memory {text!r} is no size", hint=hint)
+    return size
+
+
+def _bytes(text: str) -> int | None:
+    for ending, unit in _UNITS.items():
+        number = text.removesuffix(ending)
+        if text.endswith(ending) and number.isascii() and number.replace(".", "", 1).isdigit() and len(number) < 20:
+            return int(float(number) * unit)
+    return None
 
 
 def choose(
@@ -143,10 +154,13 @@ def choose(
     `global_batch`: sequences a step of all ranks (by default one for each GPU); for "inference", those held at once.
     The device is one of rules/devices, or a file of one's own.
     """
-    check_count("gpus", gpus)
+    check_ranks("gpus", gpus)
+    if per_node is not None:
+        check_count("per_node", per_node)
+    if global_batch != 0 or isinstance(global_batch, bool):
+        check_count("global_batch", global_batch)
     device = gpu if isinstance(gpu, Device) else load_device(gpu)
-    if gpus < 1 or global_batch < 0:
-        raise AutoplanError(f"{gpus} GPUs, global batch {global_batch}", hint="give numbers from 1 on")
+    Asked((("dp_shard", gpus),), 1, sequence, mp_policy=mp_policy, optimizer=optimizer, train=train)  # all are checked
     source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
     steps = Steps(source, None, inputs)
     size = parse_memory(memory) if memory is not None else device.memory
@@ -155,15 +169,16 @@ def choose(
     if not rows and global_batch:
         raise _no_batch(sweep, gpus, global_batch)
     rows = sweep.settled(rows)
-    enough = None if rows and rows[0].fits else sweep.enough(gpus)
+    enough = None if rows and rows[0].fits else sweep.enough(gpus, global_batch)
     return Choice(source, tuple(rows), gpus, size, device, tuple(sweep.dropped), enough, steps)
 
 
 def _no_batch(sweep: Sweep, gpus: int, batch: int) -> AutoplanError:
-    copies = sorted({gpus // tp for tp in sweep.tensor_sizes(gpus)})
-    near = min(((max(1, round(batch / n)) * n) for n in copies), key=lambda n: abs(n - batch))
+    copies = sorted({gpus // split.ranks for split in sweep.splits(gpus)})
+    fewer = max(batch // n * n for n in copies)
+    more = min(-(-batch // n) * n for n in copies)
     return IndivisibleError(
         f"a global batch of {batch} cannot be dealt to {' or '.join(map(str, copies))} copies of the model "
         f"on {gpus} GPUs",
-        hint=f"the nearest that can: {near}",
+        hint=f"the nearest that can: {f'{fewer} or ' if fewer else ''}{more}",
     )

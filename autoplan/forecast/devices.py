@@ -8,6 +8,7 @@ from pathlib import Path
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.files.plain import NotPlain, read_plain
+from autoplan.common.options import check_argument
 from autoplan.common.rules_folder import rules_folder
 
 __all__ = ["Device", "device_names", "load_device"]
@@ -47,6 +48,7 @@ def device_names() -> list[str]:
 
 def load_device(name: str) -> Device:
     """By name, or from a file of one's own."""
+    check_argument("the device", name, str, f"choose from {', '.join(device_names())}, or give a .toml of your own")
     path = Path(name) if name.endswith(".toml") else rules_folder() / "devices" / f"{name.lower()}.toml"
     if not path.is_file():
         raise AutoplanError(
@@ -55,7 +57,7 @@ def load_device(name: str) -> Device:
     data = read_plain(path, NotPlain("device file"), notation="toml")
     try:
         links, taken = data["links"], data["overhead"]
-        return Device(
+        found = Device(
             data["name"], int(data["memory"]), {k: float(v) for k, v in data["flops"].items()},
             float(data["bandwidth"]),
             float(links["inside"]), float(links["between"]), float(links["latency_inside"]),
@@ -64,3 +66,10 @@ def load_device(name: str) -> Device:
         )  # fmt: skip
     except KeyError as error:
         raise AutoplanError(f"{path} says nothing of {error}", hint="see rules/devices/h100.toml") from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise AutoplanError(f"{path} is no device file: {error}", hint="see rules/devices/h100.toml") from error
+    rates = [found.memory, found.bandwidth, found.inside, found.between, found.efficiency, found.per_node]
+    if not all(0 < rate < float("inf") for rate in (*rates, *found.flops.values())) or "bfloat16" not in found.flops:
+        raise AutoplanError(f"{path} has a rate or a size that is not above 0, or no flops of bfloat16",
+                            hint="see rules/devices/h100.toml")  # fmt: skip
+    return found

@@ -18,8 +18,11 @@ from autoplan.api import parallelize
 from autoplan.capture.dry_run import quiet
 from autoplan.capture.fold import fold
 from autoplan.capture.known_values import KnownValues
+from autoplan.common.errors import CaptureError
+from autoplan.common.options import check_argument, check_expert_size
 from autoplan.common.random_values import untouched_randomness
-from autoplan.forecast.estimate import mesh_sizes
+from autoplan.forecast.estimate import Asked
+from autoplan.forecast.meshes import mesh_sizes
 from autoplan.forecast.recording.record import Marks, record_step
 from autoplan.forecast.recording.tape import Message
 from autoplan.forecast.recording.world import fake_mesh
@@ -73,6 +76,7 @@ def dry_run(
     batch: int = 1,
     sequence: int = 2048,
     sequence_parallel: bool = False,
+    ep_size: int = 1,
     plan: Plan | None = None,
     inputs: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
@@ -80,11 +84,16 @@ def dry_run(
 ) -> DryRun:
     """Run `parallelize`, a forward, a backward and an optimizer step as rank `rank` of `mesh` would, on shapes alone.
 
-    `options` are those of `parallelize`. Raises what would be raised there.
+    `ep_size`: whole experts lie on the ranks of tp. `options` are those of `parallelize`. Raises what would be raised
+    there.
     """
-    steps = Steps(resolve(model, trust_remote_code=trust_remote_code, inputs=inputs), plan, inputs)
     sizes = dict(mesh_sizes(mesh))
-    setting = Setting(sizes.get("tp", 1), sizes.get("ep", 1), sequence_parallel, batch=batch, sequence=sequence)
+    check_argument("rank", rank, int, "give a whole number from 0 on")
+    check_expert_size(sizes.get("tp", 1), ep_size)
+    Asked(tuple(sizes.items()), batch, sequence, sequence_parallel=sequence_parallel)  # these are checked
+    steps = Steps(resolve(model, trust_remote_code=trust_remote_code, inputs=inputs), plan, inputs)
+    experts = max(ep_size, sizes.get("ep", 1))
+    setting = Setting(sizes.get("tp", 1), experts, sequence_parallel, batch=batch, sequence=sequence)
     made, keywords = steps.plan(setting.tp, setting.ep, sequence_parallel), inputs_of(steps, setting)
     problem: Exception | None = None
     for knowing in (False, True):
@@ -92,8 +101,10 @@ def dry_run(
             return _run(steps, made, sizes, rank, keywords, options, knowing)
         except RuntimeError as error:  # its Python asks for numbers: run it again with those that are known
             problem = problem or error
-    assert problem is not None
-    raise problem
+    raise CaptureError(
+        f"a step of {steps.source.name} cannot be run without storage: {type(problem).__name__}: {problem}"[:400],
+        hint="pass inputs={argument: tensor} with which its forward runs",
+    ) from problem
 
 
 def _run(
@@ -116,7 +127,8 @@ def _run(
         parallelize(model, mesh, plan, check=False, **options)
         model.train()
         with KnownValues(mode) if knowing else mode:
-            tape = record_step(model, keywords, Marks(), group_names(mesh), loss_of=loss)
+            whole = plan.ranks == 1
+            tape = record_step(model, keywords, Marks(), group_names(mesh), loss_of=loss, whole=whole)
             torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]).step()
         held = [_local(p) for p in model.parameters()]
         grown = [_local(p.grad) for p in model.parameters() if p.grad is not None]

@@ -5,7 +5,7 @@ estimate ── Steps.at (a recording) ── Walk (memory, messages of data par
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoplan.common.errors import AutoplanError
-from autoplan.common.options import Request, check_argument, check_count, check_expert_size
+from autoplan.common.options import DataParallel, Request, check_argument, check_count, check_expert_size
 from autoplan.execute.data_parallel.fsdp import default_precision
 from autoplan.forecast.devices import Device, load_device
 from autoplan.forecast.memory import DataRanks, Walk, held_bytes
+from autoplan.forecast.meshes import mesh_sizes
 from autoplan.forecast.sharded import UnitSize
 from autoplan.forecast.step import Loss, Recorded, Setting, Steps
 from autoplan.forecast.steptime import Load, step_time
@@ -25,7 +26,7 @@ from autoplan.hf.source import Model, resolve
 from autoplan.values import Plan
 from autoplan.values.estimate import TRAIN, Estimate, MemoryParts
 
-__all__ = ["Asked", "estimate", "estimate_with", "mesh_sizes"]
+__all__ = ["Asked", "estimate", "estimate_with"]
 
 STATES = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "none": 0}  # numbers that an optimizer keeps for each trained
 _BARS = (
@@ -59,13 +60,20 @@ class Asked:
     def __post_init__(self) -> None:
         if self.train not in TRAIN:
             raise AutoplanError(f"train={self.train!r}", hint=f"choose one of {', '.join(TRAIN)}")
-        if self.optimizer not in STATES:
+        if not isinstance(self.optimizer, str) or self.optimizer not in STATES:
             raise AutoplanError(f"optimizer={self.optimizer!r}", hint=f"choose one of {', '.join(STATES)}")
-        if self.batch < 1 or self.sequence < 2 or self.accumulate < 1:
-            raise AutoplanError(
-                f"batch={self.batch}, sequence={self.sequence}, accumulate={self.accumulate}",
-                hint="a rank takes one sequence of two tokens at least",
-            )
+        for name in ("batch", "sequence", "accumulate"):
+            check_count(name, getattr(self, name))
+        if self.sequence < 2:
+            raise AutoplanError(f"sequence={self.sequence}", hint="a sequence has two tokens at least")
+        for name in ("sequence_parallel", "experts", "updates"):
+            check_argument(name, getattr(self, name), bool, "choose True or False")
+        DataParallel(mp_policy=self.mp_policy, reshard_after_forward=self.reshard_after_forward)
+        if self.reshard_after_forward is not None:
+            check_argument("reshard_after_forward", self.reshard_after_forward, bool,
+                           "estimates know of None, True and False")  # fmt: skip
+        if self.loss is not None and not callable(self.loss):
+            raise AutoplanError(f"loss={self.loss!r}", hint="give a function of outputs and labels")
 
     def size(self, *names: str) -> int:
         return next((size for name, size in self.mesh if name in names), 1)
@@ -89,25 +97,6 @@ class Asked:
     def data_parallel(self) -> bool:
         known = ("dp_shard", "dp", "fsdp", "dp_shard_cp")
         return self.train != "inference" and any(name in known for name, _ in self.mesh)
-
-
-def mesh_sizes(mesh: DeviceMesh | Mapping[str, int] | str) -> tuple[tuple[str, int], ...]:
-    """("dp_shard", 8), ("tp", 8) of a mesh, of {"dp_shard": 8, "tp": 8}, or of "dp_shard=8,tp=8"."""
-    if isinstance(mesh, DeviceMesh):
-        return tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-    if isinstance(mesh, Mapping):
-        for name, size in mesh.items():
-            check_argument("a name of a mesh dim", name, str, 'write the mesh like {"dp_shard": 8, "tp": 8}')
-            check_count(f"mesh[{name!r}]", size)
-        return tuple(mesh.items())
-    check_argument("mesh", mesh, str, "give a DeviceMesh, a dict of sizes, or text like dp_shard=8,tp=8")
-    found = []
-    for part in mesh.split(","):
-        name, _, size = part.partition("=")
-        if not size.strip().isdigit() or int(size) < 1:
-            raise AutoplanError(f"the mesh {mesh!r} has no size for {name!r}", hint="write it like dp_shard=8,tp=8")
-        found.append((name.strip(), int(size)))
-    return tuple(found)
 
 
 def estimate(
@@ -161,7 +150,8 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     training = asked.train != "inference"
     weights = held_bytes(recorded.units, data) + recorded.buffers
     states = STATES[asked.optimizer] * held_bytes(recorded.units, data, trained=True) if training else 0
-    standing = MemoryParts(weights=weights, optimizer=states)
+    trained = held_bytes(recorded.units, data, trained=True) if training else 0
+    standing = MemoryParts(weights=weights, optimizer=states, gradients=trained if asked.accumulate > 1 else 0)
     walk = Walk(recorded.program, recorded.left_out, recorded.units, data, standing)
     peak = walk.run()
     parts = MemoryParts(**{**peak.parts, "overhead": device.overhead(sum(size > 1 for _, size in asked.mesh))})
@@ -172,33 +162,42 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     stepping = replace(stepping, overhead=parts.overhead)
     if asked.updates and stepping.total > parts.total:
         parts, where, phase = stepping, "the optimizer's step", "optimizer"
-    sent = tuple(
-        replace(s, number=s.number * asked.accumulate, bytes=s.bytes * asked.accumulate) for s in walk.messages()
-    )
+    once = walk.messages()
+    sent = tuple(replace(s, number=s.number * asked.accumulate, bytes=s.bytes * asked.accumulate) for s in once)
     copies = asked.ranks // (asked.size("tp") * asked.size("ep"))
-    trained = held_bytes(recorded.units, data, trained=True) if training else 0
-    load = Load(tuple(walk.flops.items()), walk.moved, sent, trained)
+    ahead = walk.ahead / max(1, sum(walk.flops.values()))
+    load = Load(tuple(walk.flops.items()), walk.moved, once, trained, ahead, walk.messages("forward"))
     return Estimate(
         model=steps.source.name, mesh=asked.mesh, batch=asked.batch, sequence=asked.sequence, train=asked.train,
         parts=parts, where=where, phase=phase, messages=sent, flops=load.flops * asked.accumulate,
         time=step_time(load, device, asked.mesh, asked.accumulate), device=device.name, bars=_BARS,
-        tokens=asked.batch * asked.sequence * asked.accumulate * copies, notes=_notes(steps),
+        tokens=asked.batch * asked.sequence * asked.accumulate * copies,
         moments=tuple((*where, size + parts.overhead) for where, size in walk.moments.items()),
+        notes=_notes(steps, asked, recorded.kernels),
     )  # fmt: skip
 
 
-def _notes(steps: Steps) -> tuple[str, ...]:
+def _notes(steps: Steps, asked: Asked, kernels: tuple[str, ...]) -> tuple[str, ...]:
+    found = list(_stored_otherwise(steps))
+    if kernels:
+        found.append(f"with the fused kernels of {', '.join(kernels)}: their references in plain torch keep far more")
+    tp, legal = asked.size("tp"), steps.plan(asked.size("tp"), asked.ep).legal_tp
+    if tp > 1 and legal and tp not in legal:
+        found.append(f"tp {tp} does not divide all that could be split; sizes that do: {', '.join(map(str, legal))}")
+    return tuple(found)
+
+
+def _stored_otherwise(steps: Steps) -> Iterator[str]:
     """What is counted otherwise than it is stored."""
     packed = steps.source.packed(steps.module)
-    if not packed:
-        return ()
-    sizes = {name: parameter.element_size() for name, parameter in steps.module.named_parameters()}
-    plain = sum(weight.elements * sizes[weight.name] for weight in packed)
-    stored = sum(weight.bytes for weight in packed)
-    return (
-        f"quantised weights are counted as the numbers that a step computes with, {plain / 2**30:,.1f} GiB on all "
-        f"ranks together; the checkpoint stores them in {stored / 2**30:,.1f} GiB, which packed_model keeps",
-    )
+    if packed:
+        sizes = {name: parameter.element_size() for name, parameter in steps.module.named_parameters()}
+        plain = sum(weight.elements * sizes[weight.name] for weight in packed)
+        stored = sum(weight.bytes for weight in packed)
+        yield (
+            f"quantised weights are counted as the numbers that a step computes with, {plain / 2**30:,.1f} GiB on all "
+            f"ranks together; the checkpoint stores them in {stored / 2**30:,.1f} GiB, which packed_model keeps"
+        )
 
 
 def _policy(asked: Asked, steps: Steps) -> MixedPrecisionPolicy | None:
@@ -228,7 +227,8 @@ def _data(asked: Asked, policy: MixedPrecisionPolicy | None) -> DataRanks:
         return DataRanks()
     compute, reduce = policy.param_dtype, policy.reduce_dtype
     return DataRanks(asked.shards, asked.size("dp_replicate"), True, compute.itemsize if compute else None,
-                     reduce.itemsize if reduce else None, asked.reshard_after_forward)  # fmt: skip
+                     reduce.itemsize if reduce else None, asked.reshard_after_forward,
+                     policy.output_dtype is not None)  # fmt: skip
 
 
 def _optimizer_step(

@@ -23,7 +23,8 @@ _KINDS_OF_PART = {"kept": "kept", "temporary": "temporary", "gradient": "gradien
 @dataclass(frozen=True)
 class DataRanks:
     """How parameters are sharded over data-parallel ranks. `compute`, `reduce`: bytes of an element when gathered and
-    when gradients are summed; None: as stored. `reshard`: None frees all units but the last of each stack."""
+    when gradients are summed; None: as stored. `reshard`: None frees all units but the last of each stack. `casts`: of
+    what the model returns; the last gather's buffer is held until then."""
 
     shard: int = 1
     replicate: int = 1
@@ -31,6 +32,7 @@ class DataRanks:
     compute: int | None = None
     reduce: int | None = None
     reshard: bool | None = None
+    casts: bool = False
 
     def padded(self, held: Held) -> int:
         """Elements of a parameter when every rank holds as many rows as the first."""
@@ -70,30 +72,39 @@ class Peak:
 
 
 class Walk:
-    """One walk through a step. `sizes`: bytes of each storage of the tape, at the batch that is asked for."""
+    """One walk through a micro-batch. `standing`: what is there before; where gradients are among it, those of this
+    micro-batch are added to them."""
 
     def __init__(
         self, program: Program, left_out: LeftOut, units: tuple[UnitSize, ...], data: DataRanks, standing: MemoryParts
     ) -> None:
         self.program, self.left_out, self.data = program, left_out, data
         self.units = {unit.name: unit for unit in units}
-        self.live = {"weights": standing.weights, "optimizer": standing.optimizer, "gradients": 0, "kept": 0,
+        self.live = {"weights": standing.weights, "optimizer": standing.optimizer, "gradients": standing.gradients,
+                     "kept": 0,
                      "temporary": 0, "communication": 0, "unsharded": 0}  # fmt: skip
+        self.adding = standing.gradients > 0
         self.peak = Peak()
         self.gathered: set[str] = set()
         self.prefetched: set[str] = set()
         self.pending = 0  # the last forward gather's buffer
         self.held = 0  # the last reduction's buffer
+        self.summed = 0  # sums over replicas that FSDP2 keeps
         self.order: list[str] = []
         self.done: set[str] = set()
-        self.sent: dict[tuple[str, str], list[int]] = {}
+        self.phase = "forward"
+        self.sent: dict[tuple[str, str, str], list[int]] = {}  # by phase, dim and kind
         self.flops: dict[str, int] = {}
+        self.ahead = 0  # the forward's operations
         self.moved = 0
         self.moments: dict[tuple[str, str], int] = {}  # the highest moment in each module
 
     def run(self) -> Peak:
         self._check("the model", "forward")
         for phase, steps, block in expanded(self.program, self.left_out):
+            if phase != self.phase:
+                self._let_go()
+            self.phase = phase
             for step in steps:
                 if isinstance(step, UnitEvent):
                     self._event(step, block, phase)
@@ -112,11 +123,14 @@ class Walk:
                 parts[_KINDS_OF_PART[kind]] += int(size)
             self.peak = Peak(int(total), parts, _place(block, step.module), phase)
         for kind, size in step.net.items():
+            if kind == "gradient" and self.adding and not self.data.on:
+                continue  # added to what is there
             self.live[_KINDS_OF_PART[kind]] += int(size)
         for (dim, kind), (number, size) in step.sent.items():
             self._add(dim, kind, number, int(size))
         for dtype, flops in step.flops.items():
             self.flops[dtype] = self.flops.get(dtype, 0) + int(flops)
+            self.ahead += int(flops) if phase == "forward" else 0
         self.moved += int(step.moved)
 
     def _check(self, where: str, phase: str) -> None:
@@ -141,8 +155,8 @@ class Walk:
         else:
             for rest in self.units.values():
                 self._after_backward(rest)
-            self._give("unsharded", -self.held)
-            self.held = 0
+            self._give("unsharded", -self.held - self.summed)
+            self.held = self.summed = 0
 
     def _before_forward(self, unit: UnitSize) -> None:
         if unit.name in self.gathered:
@@ -161,9 +175,13 @@ class Walk:
         self.order.append(unit.name)
         if self.data.frees(unit):
             self._free(unit)
-        if not unit.name:
-            self._give("unsharded", -self.pending)
-            self.pending = 0
+        if not unit.name and not self.data.casts:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Of the last gather's buffer."""
+        self._give("unsharded", -self.pending)
+        self.pending = 0
 
     def _before_backward(self, unit: UnitSize) -> None:
         if unit.name not in self.gathered:
@@ -200,12 +218,15 @@ class Walk:
         last = [p.elements * (self.data.compute or p.size) for p in unit.parameters if p.trained][-1]
         output = size // self.data.shard
         self._give("gradients", last - whole)  # the loop that copies gradients in still holds the last one
-        self._give("unsharded", output)
-        self._check(f"gradients of {unit.name or 'the model'} are summed", "backward")
-        self._give("unsharded", -output)
-        self._give("gradients", whole - last)
         piece = sum(self.data.stored(p) for p in unit.parameters if p.trained)
-        self._give("gradients", piece - whole)
+        cast = piece if piece != output else 0  # the sum and, in the dtype of the parameters, its copy
+        self._give("unsharded", output + cast)
+        self._check(f"gradients of {unit.name or 'the model'} are summed", "backward")
+        keeps = output if cast and self.data.replicate > 1 else 0  # of each sum over replicas, until backward ends
+        self._give("unsharded", keeps - output - cast)
+        self.summed += keeps
+        self._give("gradients", whole - last)
+        self._give("gradients", (0 if self.adding else piece) - whole)
         self._count("reduce-scatter", size)
         if self.data.replicate > 1:
             self._count("all-reduce", size // self.data.shard, "dp_replicate")
@@ -223,12 +244,18 @@ class Walk:
         self._add(dim, kind, 1, size)
 
     def _add(self, dim: str, kind: str, number: int, size: int) -> None:
-        found = self.sent.setdefault((dim, kind), [0, 0])
+        found = self.sent.setdefault((self.phase, dim, kind), [0, 0])
         found[0] += number
         found[1] += size
 
-    def messages(self) -> tuple[Sent, ...]:
-        return tuple(Sent(dim, kind, number, size) for (dim, kind), (number, size) in self.sent.items())
+    def messages(self, phase: str = "") -> tuple[Sent, ...]:
+        """Of the step, or of one phase of it."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for (when, dim, kind), (number, size) in self.sent.items():
+            if phase in ("", when):
+                one = found.setdefault((dim, kind), [0, 0])
+                one[0], one[1] = one[0] + number, one[1] + size
+        return tuple(Sent(dim, kind, number, size) for (dim, kind), (number, size) in found.items())
 
 
 def _renamed(name: str, block: str) -> str:

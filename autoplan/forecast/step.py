@@ -22,7 +22,7 @@ from autoplan.capture.fold import fold
 from autoplan.capture.known_values import KnownValues
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError, CaptureError
-from autoplan.common.options import Checkpointing, Request, TensorParallel, Wish
+from autoplan.common.options import Checkpointing, Request, TensorParallel, Wish, check_argument
 from autoplan.common.random_values import untouched_randomness
 from autoplan.forecast.recording.program import Program, blended, program_of
 from autoplan.forecast.recording.record import record_step
@@ -67,6 +67,7 @@ class Recorded:
     left_out: LeftOut
     units: tuple[UnitSize, ...]
     buffers: int
+    kernels: tuple[str, ...] = ()
 
 
 @dataclass
@@ -79,6 +80,10 @@ class Steps:
     plans: dict[tuple[int, int, bool], Plan] = field(default_factory=dict)
     few: dict[tuple[int, int], Plan] = field(default_factory=dict)  # of few blocks, along the sequence too
     known: dict[Setting, Recorded] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.given is not None:
+            check_argument("plan", self.given, Plan, "give what autoplan.plan() or load_plan() returned")
 
     @cached_property
     def module(self) -> nn.Module:
@@ -165,7 +170,7 @@ class Steps:
             groups = {mesh.get_group().group_name: dim}
             with untouched_randomness(), on_reference_path():
                 tape = _run(copy, setting, given, groups, how)
-        return Recorded(program_of(tape), copy.left_out, copy.units, copy.buffers)
+        return Recorded(program_of(tape), copy.left_out, copy.units, copy.buffers, tape.kernels)
 
 
 def inputs_of(steps: Steps, setting: Setting) -> dict[str, Any]:
@@ -181,7 +186,8 @@ def _run(copy: Copy, setting: Setting, given: Mapping[str, Any], groups: Mapping
         inputs = {name: _own(value, mode, setting.compute) for name, value in given.items()}
         loss = _loss(setting, inputs) if setting.training else None
         with torch.set_grad_enabled(setting.training):
-            return record_step(copy.module, inputs, copy.marks, groups, loss_of=loss)
+            whole = max(setting.tp, setting.ep) == 1
+            return record_step(copy.module, inputs, copy.marks, groups, loss_of=loss, whole=whole)
 
 
 def _loss(setting: Setting, inputs: dict[str, Any]) -> Callable[[Any], torch.Tensor | None]:

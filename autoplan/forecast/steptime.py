@@ -1,11 +1,13 @@
 """Seconds of one step, by a roofline: operations at the device's rate, bytes at its memory's, messages at the links'.
 
-Messages of tensor parallelism stand in the way of what comes after them. Those of FSDP2 run beside the compute: what
-compute does not hide is exposed.
+Messages of tensor parallelism stand in the way of what comes after them. Those of FSDP2 run beside the compute of the
+same phase: what compute does not hide is exposed, and so are the first gather and the last sum, which nothing runs
+beside.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autoplan.forecast.devices import Device
@@ -19,12 +21,15 @@ _OPTIMIZER_PASSES = 7  # read and write of weights and two states, read of gradi
 
 @dataclass(frozen=True)
 class Load:
-    """What a rank does: operations by dtype, bytes that elementwise work moves, messages, bytes of trained weights."""
+    """What a rank does in one micro-batch: operations by dtype, bytes that elementwise work moves, messages, bytes of
+    trained weights. `forward`: the forward's share of the operations; `sent_forward`: which messages are its."""
 
     flops_by_dtype: tuple[tuple[str, int], ...]
     moved: int
     sent: tuple[Sent, ...]
     trained: int = 0
+    forward: float = 1 / 3
+    sent_forward: tuple[Sent, ...] = ()
 
     @property
     def flops(self) -> int:
@@ -32,40 +37,68 @@ class Load:
 
 
 def step_time(load: Load, device: Device, mesh: tuple[tuple[str, int], ...], accumulate: int = 1) -> StepTime:
-    """`load` is of one micro-batch, but for its messages, which are the step's."""
+    """A step of `accumulate` micro-batches."""
     slowest = min(device.flops.values())
     rates = {name: device.flops.get(name, slowest) * device.efficiency for name, _ in load.flops_by_dtype}
-    compute = accumulate * sum(flops / rates[name] for name, flops in load.flops_by_dtype)
-    memory = accumulate * load.moved / device.bandwidth
+    compute = sum(flops / rates[name] for name, flops in load.flops_by_dtype)
+    memory = load.moved / device.bandwidth
     seconds: dict[str, float] = {}
     for sent in load.sent:
-        seconds[sent.dim] = seconds.get(sent.dim, 0.0) + _seconds(sent, device, mesh)
-    hidden = sum(time for dim, time in seconds.items() if dim in _HIDDEN)
-    exposed = [(dim, time) for dim, time in seconds.items() if dim not in _HIDDEN]
-    if hidden > compute + memory:
-        exposed.append(("dp_shard", hidden - compute - memory))
+        if sent.dim not in _HIDDEN:
+            seconds[sent.dim] = seconds.get(sent.dim, 0.0) + _seconds(sent, device, mesh)
+    exposed = [(dim, accumulate * time) for dim, time in seconds.items()]
+    data = accumulate * _not_hidden(load, compute + memory, device, mesh)
+    if data:
+        exposed.append(("dp_shard", data))
     optimizer = _OPTIMIZER_PASSES * load.trained / device.bandwidth
-    return StepTime(compute, memory, tuple(exposed), optimizer)
+    return StepTime(accumulate * compute, accumulate * memory, tuple(exposed), optimizer)
+
+
+def _not_hidden(load: Load, beside: float, device: Device, mesh: tuple[tuple[str, int], ...]) -> float:
+    """Seconds of data parallelism's messages that one micro-batch waits for."""
+    ours = [sent for sent in load.sent if sent.dim in _HIDDEN]
+    whole = sum(_seconds(sent, device, mesh) for sent in ours)
+    ahead = sum(_seconds(sent, device, mesh) for sent in load.sent_forward if sent.dim in _HIDDEN)
+    waited = max(0.0, ahead - load.forward * beside) + max(0.0, whole - ahead - (1 - load.forward) * beside)
+    return max(waited, _ends(ours, device, mesh))
+
+
+def _ends(sent: Iterable[Sent], device: Device, mesh: tuple[tuple[str, int], ...]) -> float:
+    """One gather and one sum, of the usual unit."""
+    return sum(_seconds(one, device, mesh) / one.number for one in sent if one.number)
 
 
 def _seconds(sent: Sent, device: Device, mesh: tuple[tuple[str, int], ...]) -> float:
-    """A ring: each rank passes all but its own part on, twice where the sum goes back to all."""
-    sizes = dict(mesh)
-    ranks = sizes.get(sent.dim, next((sizes[d] for d in _HIDDEN if d in sizes and sent.dim in _HIDDEN), 1))
+    """A ring: each rank passes all but its own part on, twice where the sum goes back to all.
+
+    Between nodes a ring is laid for each port, so a group has as many ports as it has ranks in a node. A tree sums
+    with few steps; a gather passes each node in turn. What all send to all passes each rank's own port.
+    """
+    place = _place(sent.dim, mesh)
+    ranks, stride = mesh[place][1], _stride(place, mesh)
     if ranks == 1:
         return 0.0
-    near = _span(sent.dim, mesh) <= device.per_node
-    link = device.inside if near else device.between
-    latency = device.latency_inside if near else device.latency_between
-    ways = 2 if sent.kind == "all-reduce" else 1
-    return sent.bytes * ways * (ranks - 1) / ranks / link + sent.number * latency
+    near = max(1, min(ranks, device.per_node // stride))
+    nodes = -(-ranks // near)
+    back = sent.kind == "all-reduce"
+    ports = 1 if sent.kind == "all-to-all" else near
+    link = device.inside if nodes == 1 else min(device.inside, device.between * ports)
+    steps = (nodes - 1).bit_length() * 2 if back else nodes - 1
+    latency = device.latency_inside + steps * device.latency_between
+    return sent.bytes * (2 if back else 1) * (ranks - 1) / ranks / link + sent.number * latency
 
 
-def _span(dim: str, mesh: tuple[tuple[str, int], ...]) -> int:
-    """Over how many neighbouring ranks a group of this dim stretches: the last dim's ranks are next to each other."""
-    span = 1
-    for name, size in reversed(mesh):
-        span *= size
-        if name == dim:
-            break
-    return span
+def _place(dim: str, mesh: tuple[tuple[str, int], ...]) -> int:
+    """Of the dim that a message is over, by its name or another that data parallelism has."""
+    names = [name for name, _ in mesh]
+    if dim in names:
+        return names.index(dim)
+    return next(place for place, name in enumerate(names) if name in _HIDDEN and name != "dp_replicate")
+
+
+def _stride(place: int, mesh: tuple[tuple[str, int], ...]) -> int:
+    """How far apart two ranks of a group lie: those of the last dim are next to each other."""
+    apart = 1
+    for _, size in mesh[place + 1 :]:
+        apart *= size
+    return apart

@@ -69,6 +69,11 @@ class Sweep:
     dropped: list[str] = field(default_factory=list)
     asked: dict[int, Asked] = field(default_factory=dict)  # by the id of the estimate that it led to
 
+    @cached_property
+    def again(self) -> tuple[bool | str, ...]:
+        """Ways of checkpointing, from none to all blocks; a model without repeated blocks has none."""
+        return _CHECKPOINTING if self.steps.plan(1).layers else (False,)
+
     def tensor_sizes(self, gpus: int) -> list[int]:
         """Legal sizes of tp that divide the GPUs and stay in a node."""
         legal = self.steps.plan(1).legal_tp
@@ -123,7 +128,8 @@ class Sweep:
             if self.train == "inference":
                 mesh = (("dp_shard", copies), *split.dims)
                 return [self._row(Asked(mesh, each, self.sequence, train=self.train, experts=split.shared))]
-            smallest = self._row(self._asked(self._meshes(copies, split)[0], 1, True, along, None, each, split))
+            mesh = self._meshes(copies, split)[0]
+            smallest = self._row(self._asked(mesh, 1, self.again[-1], along, None, each, split))
         except IndivisibleError as error:  # of a prompt with several sequences, one may not divide
             self.dropped.append(f"{split}, sequence parallel: {error.message}")
             return []
@@ -135,7 +141,7 @@ class Sweep:
         return list(self._ways(copies, split, along, each))
 
     def _ways(self, copies: int, split: Split, along: bool, each: int) -> Iterator[Row]:
-        for checkpointing in _CHECKPOINTING:
+        for checkpointing in self.again:
             fitted = True
             for micro in (n for n in range(1, each + 1) if each % n == 0 and n & (n - 1) == 0):
                 if not fitted:
@@ -180,28 +186,29 @@ class Sweep:
             rows[0] = self._row(replace(asked, exact=True))
             exact.add(id(rows[0]))
 
-    def enough(self, gpus: int) -> int | None:
-        """The smallest number of GPUs, in whole nodes where there are several, on which one sequence a rank fits with
-        all blocks checkpointed."""
+    def enough(self, gpus: int, batch: int = 0) -> int | None:
+        """The smallest number of GPUs, in whole nodes where there are several, on which one sequence a rank at a time
+        fits with all blocks checkpointed. `batch`: of a step, 0: as many as there are GPUs."""
         few, many = gpus, gpus * 2
-        while many <= _MOST_GPUS and not self._fits_on(many):
+        while many <= _MOST_GPUS and not self._fits_on(many, batch):
             few, many = many, many * 2
         if many > _MOST_GPUS:
             return None
         unit = self.per_node if gpus % self.per_node == 0 else 1
         while many - few > unit:
             middle = few + (many - few) // (2 * unit) * unit
-            few, many = (few, middle) if self._fits_on(middle) else (middle, many)
+            few, many = (few, middle) if self._fits_on(middle, batch) else (middle, many)
         return many
 
-    def _fits_on(self, gpus: int) -> bool:
+    def _fits_on(self, gpus: int, batch: int) -> bool:
         for split in self.splits(gpus):
             copies = gpus // split.ranks
+            each = max(1, (batch or gpus) // copies)
             if self.train == "inference":
                 mesh = (("dp_shard", copies), *split.dims)
                 asked = Asked(mesh, 1, self.sequence, train=self.train, experts=split.shared)
             else:
-                asked = self._asked(self._meshes(copies, split)[0], 1, True, False, None, 1, split)
+                asked = self._asked(self._meshes(copies, split)[0], 1, self.again[-1], False, None, each, split)
             if self._row(asked).fits:
                 return True
         return False

@@ -27,6 +27,7 @@ from autoplan.patches.patched import Patch, Place, patched
 
 __all__ = [
     "KERNEL_GUARDS",
+    "KERNEL_STAND_INS",
     "REFERENCE_PATH",
     "OptionalKernel",
     "kernel_note",
@@ -89,6 +90,17 @@ KERNEL_GUARDS = Patch(
     scope="while a sharded model lives whose code may call the kernel",
     undone="the kernel is put back when the plan is undone, or the model is collected",
     where="autoplan/execute/calls/kernel_guard.py",
+    canary=_stands_in_the_file,
+)
+
+
+KERNEL_STAND_INS = Patch(
+    name="kernel stand-ins",
+    replaces="optional kernels in the files of a model",
+    why="an estimate records what a kernel would keep, not what its reference in plain torch keeps",
+    scope="while a step of a copy without storage is recorded; for other threads and real tensors nothing changes",
+    undone="the function itself is put back",
+    where="autoplan/forecast/recording/kernels.py",
     canary=_stands_in_the_file,
 )
 

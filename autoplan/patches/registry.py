@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from autoplan.patches.classes import CLASSES
 from autoplan.patches.double_precision import DOUBLE_PRECISION
-from autoplan.patches.kernels import KERNEL_GUARDS, REFERENCE_PATH
+from autoplan.patches.kernels import KERNEL_GUARDS, KERNEL_STAND_INS, REFERENCE_PATH
 from autoplan.patches.optimizers import OPTIMIZERS
 from autoplan.patches.patched import Patch
 from autoplan.patches.process_group import PROCESS_GROUP
@@ -22,6 +22,7 @@ PATCHES: tuple[Patch, ...] = (
     OPTIMIZERS,
     CLASSES,
     KERNEL_GUARDS,
+    KERNEL_STAND_INS,
     REFERENCE_PATH,
     UNCACHED,
     DOUBLE_PRECISION,

@@ -22,7 +22,8 @@ from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGr
 
 from autoplan.patches.patched import Patch, Place, patched
 
-__all__ = ["GENERATOR", "HOST_GENERATORS", "WORLD", "generator_per_thread", "host_generators", "world_per_thread"]
+__all__ = ["GENERATOR", "HOST_GENERATORS", "WORLD", "asks_for_a_shape", "generator_per_thread", "host_generators"]
+__all__ += ["world_per_thread"]
 
 
 @contextmanager
@@ -39,6 +40,15 @@ def world_per_thread() -> Iterator[None]:
             yield
         finally:
             c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
+
+
+def asks_for_a_shape() -> bool:
+    """Does this thread run an op on whole tensors without storage, of which DTensor wants no more than the shape?
+
+    It holds the propagator's lock meanwhile; answers are kept, so only the first such op of a process is run.
+    """
+    lock = ShardingPropagator._fake_mode_lock
+    return hasattr(lock, "_is_owned") and bool(lock._is_owned())
 
 
 class _GeneratorOfThisThread:

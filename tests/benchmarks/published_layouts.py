@@ -67,6 +67,26 @@ LAYOUTS = {
     "Llama 3 70B, 64 A100": Published(
         llama(80, 8192, 28672, 64), (("dp_shard", 64),), 1, True, OLDER, None, 331, memory="80GB", gpu="a100",
     ),
+    "Llama 3 70B, 64 A100, tp": Published(
+        llama(80, 8192, 28672, 64), (("dp_shard", 8), ("tp", 8)), 8, True,
+        "torchtitan, train_configs/llama3_70b.toml (a preset for 64 A100)", memory="80GB", gpu="a100", cut=True,
+    ),
+    "DeepSeek-V3 of 16B, 8": Published(
+        DeepseekV3Config(hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408, num_hidden_layers=27,
+                         first_k_dense_replace=1, num_attention_heads=16, num_key_value_heads=16, n_routed_experts=64,
+                         n_shared_experts=2, num_experts_per_tok=6, n_group=1, topk_group=1, q_lora_rank=None,
+                         vocab_size=102400),
+        (("dp_shard", 8),), 8, True, "torchtitan, train_configs/deepseek_v3_16b.toml (FSDP alone)", sequence=4096,
+        memory="80GB",
+    ),
+    "Qwen3 30B-A3B, 8": Published(
+        Qwen3MoeConfig(hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48,
+                       num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128,
+                       num_experts_per_tok=8, vocab_size=151936, dtype=torch.bfloat16),
+        (("dp_shard", 8),), 4, True, "NeMo Automodel docs/performance-summary.md, October 2025 (FSDP 8 × EP 8)",
+        None, 12040, sequence=4096, memory="80GB", global_batch=512,
+        note="published with experts over the ranks of FSDP, tokens exchanged: not among ours",
+    ),
     "Llama 3.1 405B, 128": Published(
         llama(126, 16384, 53248, 128), (("dp_shard", 16), ("tp", 8)), 2, True, OLDER, None, 109, memory="94GB",
         cut=True,

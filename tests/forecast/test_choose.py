@@ -53,10 +53,12 @@ def test_the_choice_is_a_value(chosen: Choice) -> None:
 
 
 def test_nothing_fits() -> None:
-    found = choose(_llama(), gpus=1, memory="1.3GB", sequence=1024)
-    assert not found.fits and found.enough is not None and found.enough > 2
-    assert choose(_llama(), gpus=found.enough, memory="1.3GB", sequence=1024).fits
-    assert not choose(_llama(), gpus=found.enough - 1, memory="1.3GB", sequence=1024).fits
+    least = [min(row.estimate.peak for row in choose(_llama(), gpus=n, sequence=256).rows) for n in (2, 4)]
+    memory = sum(least) // 2
+    found = choose(_llama(), gpus=1, memory=memory, sequence=256)
+    assert not found.fits and found.enough is not None and 2 < found.enough <= 4
+    assert choose(_llama(), gpus=found.enough, memory=memory, sequence=256).fits
+    assert not choose(_llama(), gpus=found.enough - 1, memory=memory, sequence=256).fits
     with pytest.raises(autoplan.AutoplanError, match="does not fit 1 GPU"):
         _ = found.best
 
@@ -65,9 +67,37 @@ def test_sizes_that_cannot_be_are_one_error_with_the_nearest() -> None:
     with pytest.raises(autoplan.AutoplanError, match="global batch of 3") as caught:
         choose(_llama(), gpus=16, sequence=128, global_batch=3)
     assert "nearest that can" in str(caught.value)
+    with pytest.raises(autoplan.AutoplanError, match="deal.*") as caught:
+        choose(_llama(), gpus=16, sequence=128, global_batch=5)
+    assert "4 or 8" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["much", "0GB", "", "-1GB", "nan", "1e3GB", "1GB2", 0, -5])
+def test_what_is_no_size_of_memory(text: Any) -> None:
     with pytest.raises(autoplan.AutoplanError, match="no size"):
-        parse_memory("much")
+        parse_memory(text)
+
+
+def test_sizes_of_memory() -> None:
     assert (parse_memory("80GB"), parse_memory("1GiB"), parse_memory(5)) == (80 * 10**9, 2**30, 5)
+    assert (parse_memory("80 gb"), parse_memory("512MiB")) == (80 * 10**9, 512 * 2**20)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [{"gpus": 0}, {"gpus": 10**6}, {"gpus": True}, {"per_node": 0}, {"per_node": -1}, {"per_node": "8"},
+     {"sequence": "x"}, {"sequence": 1}, {"global_batch": -1}, {"global_batch": 2.5}, {"gpu": 3}, {"mp_policy": "x"},
+     {"optimizer": None}, {"train": "some"}, {"memory": 1.5}],
+    ids=str,
+)  # fmt: skip
+def test_wrong_arguments_are_one_error(keywords: dict[str, Any]) -> None:
+    with pytest.raises(autoplan.AutoplanError):
+        choose(_llama(), **{"gpus": 2, **keywords})
+
+
+def test_a_model_without_blocks_is_chosen_for() -> None:
+    found = choose(torch.nn.Sequential(torch.nn.Linear(64, 64)), gpus=2, sequence=16)
+    assert found.fits and not any(row.checkpointing for row in found.rows)
 
 
 def test_what_cannot_be_cut_along_one_of_its_sequences_is_left_out() -> None:

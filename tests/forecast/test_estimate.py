@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, Lla
 
 import autoplan
 from autoplan.forecast.devices import device_names, load_device
-from autoplan.forecast.estimate import Asked, estimate_with, mesh_sizes
+from autoplan.forecast.estimate import Asked, estimate_with
+from autoplan.forecast.meshes import mesh_sizes
 from autoplan.forecast.step import Steps
 from autoplan.hf.source import resolve
 
@@ -123,6 +124,25 @@ def test_experts_in_float32_are_estimated() -> None:
     assert wide.flops == narrow.flops and wide.parts.gradients == 2 * narrow.parts.gradients
 
 
+def test_the_first_recording_of_a_process_is_like_the_second() -> None:
+    """DTensor asks once for the shape of an op on whole tensors: no rank holds those."""
+    config = llama(num_hidden_layers=2, hidden_size=512, intermediate_size=1024, vocab_size=64008 + 8 * 97)
+    config.dtype = torch.float32
+    asked = Asked(mesh_sizes("dp_shard=2,tp=8"), 1, 512, mp_policy="bf16", activation_checkpointing=True)
+    first, second = (estimate_with(Steps(resolve(config)), asked, H100) for _ in range(2))
+    assert first == second and first.parts.temporary < 512 * config.vocab_size * 4
+
+
+def test_gradients_of_earlier_micro_batches_are_there() -> None:
+    steps = Steps(resolve(llama(num_hidden_layers=2, vocab_size=32000)))
+    for mesh in ("tp=4", "dp_shard=4"):
+        one, two = (
+            estimate_with(steps, Asked(mesh_sizes(mesh), 1, 256, accumulate=n, updates=False), H100) for n in (1, 2)
+        )
+        trained = one.parts.optimizer // 2
+        assert one.peak < two.peak <= one.peak + trained
+
+
 def test_operations_are_six_for_each_weight_and_token() -> None:
     config = llama(num_hidden_layers=2)
     found = autoplan.estimate(config, mesh={"tp": 2}, batch=1, sequence=512)
@@ -169,8 +189,17 @@ def test_every_device_is_whole_and_dense() -> None:
         ({"mesh": "tp=x"}, "no size"),
         ({"mesh": "tp=2", "train": "some"}, "train="),
         ({"mesh": "tp=2", "optimizer": "lion"}, "optimizer="),
-        ({"mesh": "tp=2", "batch": 0}, "batch=0"),
+        ({"mesh": "tp=2", "batch": 0}, "batch is 0"),
         ({"mesh": "tp=2", "device": "abacus"}, "no device"),
+        ({"mesh": "tp=2", "device": 3}, "the device is 3"),
+        ({"mesh": "tp=2", "batch": "2"}, "batch is"),
+        ({"mesh": "tp=2", "sequence": 2.5}, "sequence is"),
+        ({"mesh": "tp=2", "accumulate": True}, "accumulate is"),
+        ({"mesh": "tp=2", "optimizer": []}, "optimizer="),
+        ({"mesh": "tp=2", "mp_policy": "fp8"}, "mp_policy="),
+        ({"mesh": "tp=2", "reshard_after_forward": 3}, "reshard_after_forward is"),
+        ({"mesh": "tp=2", "loss": 3}, "loss=3"),
+        ({"mesh": "tp=2", "plan": "x"}, "plan is"),
     ],
 )
 def test_what_cannot_be_is_refused(keywords: dict[str, Any], said: str) -> None:

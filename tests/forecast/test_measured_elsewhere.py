@@ -25,8 +25,8 @@ LLAMA_8B = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_lay
 
 
 class HeldLoss:
-    """A loop that holds the logits in float32, and their shifted copy, in variables while backward runs: with what
-    cross-entropy and its backward make, five numbers of four bytes for each logit."""
+    """A loop that holds what the model returned, the logits in float32 and their shifted copy in variables while
+    backward runs: with what cross-entropy and its backward make, five numbers of four bytes for each logit."""
 
     def __init__(self) -> None:
         self.held: list[Any] = []
@@ -35,7 +35,7 @@ class HeldLoss:
         logits = outputs["logits"]
         wide = (logits.to_local() if isinstance(logits, DTensor) else logits).float()
         rows = wide[..., :-1, :].contiguous()
-        self.held += [wide, rows]
+        self.held += [logits, wide, rows]
         return F.cross_entropy(rows.flatten(0, 1), labels[..., 1:].flatten())
 
 

@@ -43,9 +43,14 @@ class _Tracker(MemTracker):
         return super()._track_module_params_and_buffers(module, install_grad_hooks)
 
 
-def tracked_peak(steps: Steps, dims: dict[str, int], options: dict[str, Any], batch: int, sequence: int) -> int:
-    """MemTracker's peak of a second step, update left out."""
-    setting = Setting(tp=dims["tp"], batch=batch, sequence=sequence)
+def tracked_peak(
+    steps: Steps, dims: dict[str, int], options: dict[str, Any], batch: int, sequence: int, *, ep: int = 1,
+    along: bool = False, micro: int = 1, update: bool = False,
+) -> int:  # fmt: skip
+    """MemTracker's peak of a second step of `micro` micro-batches; the update is left out unless it is asked for.
+    `along`: cut along the sequence."""
+    tp = dims.get("tp", 1)
+    setting = Setting(tp=tp, batch=batch, sequence=sequence)
     problem: Exception | None = None
     for how in ("fake", "known"):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -53,17 +58,17 @@ def tracked_peak(steps: Steps, dims: dict[str, int], options: dict[str, Any], ba
             with fake_mesh(dims) as mesh, quiet(), untouched_randomness(), on_reference_path():
                 model = fold(steps.module, faker(mode, None), fold=False).module
                 as_on_a_gpu(model)
-                autoplan.parallelize(model, mesh, steps.plan(dims["tp"]), check=False, **options)
+                autoplan.parallelize(model, mesh, steps.plan(tp, ep, along), check=False, **options)
                 model.train()
-                with kernels_of_a_gpu(), mode if how == "fake" else KnownValues(mode):
-                    return _tracked(model, inputs_of(steps, setting))
+                with kernels_of_a_gpu(model, tp == ep == 1), mode if how == "fake" else KnownValues(mode):
+                    return _tracked(model, inputs_of(steps, setting), micro, update)
         except Exception as error:
             problem = problem or error
     raise problem or AssertionError
 
 
-def _tracked(model: nn.Module, inputs: dict[str, Any]) -> int:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+def _tracked(model: nn.Module, inputs: dict[str, Any], micro: int, update: bool) -> int:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=update or None)
 
     def step() -> None:
         loss = loss_of(model(**inputs), None)
@@ -73,10 +78,14 @@ def _tracked(model: nn.Module, inputs: dict[str, Any]) -> int:
     step()
     optimizer.step()
     optimizer.zero_grad()
+    for _ in range(micro - 1):  # the tracker follows one forward and its backward
+        step()
     tracker = _Tracker()
     tracker.track_external(model, optimizer)
     with tracker:
         step()
+        if update:
+            optimizer.step()
     peak = tracker.get_tracker_snapshot("peak")
     gc.collect()
     return int(peak[torch.device("cpu")]["Total"])  # on "meta" lie DTensor's questions about shapes: nothing is held

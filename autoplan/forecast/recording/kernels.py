@@ -2,21 +2,28 @@
 
 A recording runs on tensors of the CPU without storage. Where torch would take a reference there that keeps far more
 (all scores of attention), the op that a GPU takes is put in its place; its shapes are known without a GPU. `KERNELS` is
-the table: what is called, what is recorded for it, and where that is written.
+the table of those that torch has: what is called, what is recorded for it, and where that is written. Those of other
+libraries (scans, delta rules, convolutions) are files in rules/kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+
+from autoplan.forecast.recording.fused import KernelFile, kernel_files
+from autoplan.patches.kernels import KERNEL_STAND_INS, OptionalKernel, optional_kernels
+from autoplan.patches.patched import Place, patched
 
 __all__ = ["KERNELS", "Kernel", "grouped_in_bfloat16", "kernels_of_a_gpu"]
 
@@ -95,11 +102,56 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.T
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
+@dataclass
+class _Recording:
+    """Who records in this thread. `whole`: no layer is cut, so kernels that take weights of layers run too."""
+
+    whole: bool
+    work: Callable[[int, str], None] | None
+    used: set[str] = field(default_factory=set)
+
+
+_recording: ContextVar[_Recording | None] = ContextVar("autoplan_kernels", default=None)
+
+
 @contextmanager
-def kernels_of_a_gpu() -> Iterator[None]:
-    """While a step runs on tensors without storage."""
-    with _OnAGpu():
-        yield
+def kernels_of_a_gpu(
+    model: nn.Module, whole: bool = False, work: Callable[[int, str], None] | None = None
+) -> Iterator[set[str]]:
+    """While a step of `model` runs on tensors without storage: what of it would run as kernels of a GPU does so.
+
+    Gives the names of libraries whose kernels were met. `work` is told operations and their dtype.
+    """
+    known = kernel_files()
+    there = ((one, known.get((one.package, one.function))) for one in optional_kernels(model))
+    places = [Place(one.home, one.name, _stand_in(one, kernel)) for one, kernel in there if kernel is not None]
+    mine = _Recording(whole, work)
+    token = _recording.set(mine)
+    try:
+        with _OnAGpu(), patched(KERNEL_STAND_INS, places):
+            yield mine.used
+    finally:
+        _recording.reset(token)
+
+
+def _stand_in(one: OptionalKernel, kernel: KernelFile) -> Callable[[Any], Any]:
+    def instead_of(original: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            mine = _recording.get()
+            found = kernel.bound(args, kwargs) if mine is not None and (mine.whole or not kernel.of_layers) else None
+            if mine is None or found is None or not _without_storage(found[0].values()):
+                return original(*args, **kwargs)
+            mine.used.add(kernel.package)
+            return kernel.run(*found, mine.work)
+
+        return called
+
+    return instead_of
+
+
+def _without_storage(values: Any) -> bool:
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return bool(tensors) and all(is_fake(one) and not isinstance(one, DTensor) for one in tensors)
 
 
 def grouped_in_bfloat16(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

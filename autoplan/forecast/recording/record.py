@@ -24,6 +24,7 @@ from autoplan.common.nested import flatten_tensors
 from autoplan.forecast.recording.flops import flops_of
 from autoplan.forecast.recording.kernels import grouped_in_bfloat16, kernels_of_a_gpu
 from autoplan.forecast.recording.tape import Block, Changed, Item, Message, Place, Storage, Tape, UnitEvent, Worked
+from autoplan.patches.simulated_ranks import asks_for_a_shape
 
 __all__ = ["LOSS", "Marks", "record_step"]
 
@@ -101,8 +102,11 @@ class _Log:
             if number is not None:
                 self.storages[number].gradient = True
 
-    def tape(self) -> Tape:
-        return Tape(tuple(map(_storage, self.storages)), tuple(self.items), self.ended)
+    def worked(self, flops: int, dtype: str) -> None:
+        self.items.append(Worked(flops, 0, dtype, self.modules[-1]))
+
+    def tape(self, kernels: Iterable[str]) -> Tape:
+        return Tape(tuple(map(_storage, self.storages)), tuple(self.items), self.ended, tuple(sorted(kernels)))
 
 
 def _storage(living: _Living) -> Storage:
@@ -128,6 +132,8 @@ class _Watching(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
+        if asks_for_a_shape():  # of a whole tensor, which no rank holds
+            return func(*args, **kwargs)
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # as it is on a device; without storage torch would make another tensor of it
         result = grouped_in_bfloat16(func, args, kwargs)
@@ -279,17 +285,18 @@ def record_step(
     *,
     loss_of: Callable[[Any], torch.Tensor | None] | None,
     standing: Iterable[torch.Tensor] = (),
+    whole: bool = False,
 ) -> Tape:
     """Run one step inside whatever fake mode is on. `loss_of` None: forward only, what it returns is kept.
 
     `groups`: names of process groups, and the dim of the mesh that each is of. `standing`: tensors that are there
-    before the step.
+    before the step. `whole`: no layer is cut over ranks.
     """
     log = _Log()
     standing = [*map(_local, model.parameters()), *map(_local, model.buffers()), *tensors_within(inputs), *standing]
     for tensor in standing:
         log.known[tensor.untyped_storage()._cdata] = -1
-    with kernels_of_a_gpu(), _Watching(log, groups), _followed(model, marks, log):
+    with kernels_of_a_gpu(model, whole, log.worked) as used, _Watching(log, groups), _followed(model, marks, log):
         result = model(**inputs)
         log.at(LOSS)
         log.enter(LOSS)
@@ -297,11 +304,11 @@ def record_step(
         log.ended, log.forward = len(log.items), False
         if loss is not None:
             del log.modules[1:]
+            del result  # as a loop does that asks for the loss alone
             loss.backward()
             log.items.append(UnitEvent("", "after", "backward"))
     log.open = False
-    del result
-    return log.tape()
+    return log.tape(used)
 
 
 def tensors_within(value: Any) -> Iterator[torch.Tensor]:

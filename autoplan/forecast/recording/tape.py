@@ -86,8 +86,10 @@ Item = Changed | Worked | Message | UnitEvent | Block | Place
 
 @dataclass(frozen=True)
 class Tape:
-    """`items` in order. `end_of_forward`: how many of them are the forward's. `phases` follow from it."""
+    """`items` in order. `end_of_forward`: how many of them are the forward's. `phases` follow from it. `kernels`: the
+    libraries whose fused kernels were recorded in the place of their reference."""
 
     storages: tuple[Storage, ...]
     items: tuple[Item, ...]
     end_of_forward: int
+    kernels: tuple[str, ...] = ()

@@ -16,6 +16,7 @@ from autoplan.hf.source import Source
 __all__ = ["step_inputs"]
 
 _IDS = ("decoder_input_ids", "input_ids")
+_OF_A_SEQUENCE = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
 _FIRST = ("image", "audio", "video")  # a prompt with a picture runs the text model as well
 
 
@@ -35,8 +36,16 @@ def step_inputs(
     if training and known.targets in takes and known.targets not in found:
         ids = next((found[name] for name in _IDS if name in found), None)
         if isinstance(ids, torch.Tensor):
-            found[known.targets] = ids.clone()
+            found[known.targets] = ids.clone() if _tells_each_token(module) else ids.new_zeros(ids.shape[:1])
     return found
+
+
+def _tells_each_token(module: nn.Module) -> bool:
+    """Or is it one class of a whole sequence that is learned? Then a model has a classifier, and no embeddings that it
+    puts out."""
+    core: Any = module.get_base_model() if hasattr(module, "get_base_model") else module
+    asked = getattr(core, "get_output_embeddings", None)
+    return asked is None or asked() is not None or not type(core).__name__.endswith(_OF_A_SEQUENCE)
 
 
 def _taken(module: nn.Module) -> set[str]:

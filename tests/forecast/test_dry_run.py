@@ -1,0 +1,107 @@
+"""Dry runs: the whole step of the sharded model at its size, in every way that it can be sharded, counts what an
+estimate counts, and each rank runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from adapters import with_adapters
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from typer.testing import CliRunner
+
+import autoplan
+from autoplan.cli.app import app
+from autoplan.forecast.devices import load_device
+from autoplan.forecast.dry_run import DryRun, dry_run
+from autoplan.forecast.estimate import Asked, estimate_with
+from autoplan.forecast.meshes import mesh_sizes
+from autoplan.forecast.step import Steps
+from autoplan.hf.source import resolve
+
+BATCH, LENGTH = 2, 64
+LLAMA = LlamaConfig(hidden_size=1024, intermediate_size=3584, num_hidden_layers=5, num_attention_heads=16,
+                    num_key_value_heads=8, vocab_size=32000, dtype=torch.bfloat16)  # fmt: skip
+MIXTRAL = MixtralConfig(hidden_size=1024, intermediate_size=1792, num_hidden_layers=4, num_attention_heads=16,
+                        num_key_value_heads=8, vocab_size=32000, num_local_experts=8, dtype=torch.bfloat16)  # fmt: skip
+
+
+def _adapted() -> nn.Module:
+    with torch.device("meta"):
+        return with_adapters(AutoModelForCausalLM.from_config(LLAMA, dtype=LLAMA.dtype))
+
+
+CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "along the sequence": (LLAMA, "dp_shard=4,tp=4", {"sequence_parallel": True}),
+    "along the sequence, again": (LLAMA, "tp=4", {"sequence_parallel": True, "activation_checkpointing": True}),
+    "replicas": (LLAMA, "dp_replicate=2,dp_shard=4,tp=2", {"activation_checkpointing": "selective"}),
+    "experts apart": (MIXTRAL, "dp_shard=4,tp=4", {"ep_size": 4}),
+    "experts alone": (MIXTRAL, "dp_shard=2,ep=4", {}),
+    "experts apart, along the sequence": (MIXTRAL, "dp_shard=2,tp=4", {"ep_size": 4, "sequence_parallel": True}),
+    "adapters": (_adapted, "dp_shard=4,tp=4", {"activation_checkpointing": True}),
+    "adapters, along the sequence": (_adapted, "dp_shard=2,tp=4", {"sequence_parallel": True}),
+}
+STEPS: dict[int, Steps] = {}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_counts_what_an_estimate_counts(name: str) -> None:
+    model, mesh, options = CASES[name]
+    built = model() if callable(model) else model
+    found = dry_run(built, mesh=mesh, rank=1, batch=BATCH, sequence=LENGTH, **options)
+    steps = Steps(resolve(built)) if callable(model) else STEPS.setdefault(id(model), Steps(resolve(built)))
+    rest = {key: value for key, value in options.items() if key != "ep_size"}
+    asked = Asked(mesh_sizes(mesh), BATCH, LENGTH, experts=options.get("ep_size", 1) > 1, **rest)
+    counted = estimate_with(steps, asked, load_device("h100"))
+    assert {(s.dim, s.kind): (s.number, s.bytes) for s in found.sent} == {
+        (s.dim, s.kind): (s.number, s.bytes) for s in counted.messages
+    }
+    assert found.parameters == counted.parts.weights - sum(
+        one.numel() * one.element_size() for one in steps.module.buffers()
+    )
+    assert 0 < found.gradients <= found.parameters
+
+
+def test_every_rank_runs_and_holds_its_piece() -> None:
+    uneven = LlamaConfig(**{**LLAMA.to_dict(), "vocab_size": 32003, "num_hidden_layers": 2})
+    found: list[DryRun] = [dry_run(uneven, mesh="dp_shard=2,tp=4", rank=rank, sequence=16) for rank in (0, 3, 7)]
+    assert [one.rank for one in found] == [0, 3, 7]
+    assert {dict(one.outputs)["logits"] for one in found} == {(1, 16, 32003)}
+    assert found[2].parameters < found[0].parameters  # the last ranks hold fewer rows
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"mesh": "tp=2,tp=2"}, "could all be"),
+        ({"mesh": "pp=2"}, "nothing is forecast"),
+        ({"mesh": "tp=2,ep=2"}, "'ep'"),
+        ({"mesh": "dp_replicate=2"}, "no dim to shard over"),
+        ({"mesh": {}}, "no dims"),
+        ({"mesh": "foo=2"}, "no known purpose"),
+        ({"mesh": "dp_shard=100000"}, "100000 ranks"),
+        ({"mesh": "tp=２"}, "no size"),
+        ({"rank": "x"}, "rank is"),
+        ({"rank": 9}, "there is no rank 9"),
+        ({"batch": "x"}, "batch is"),
+        ({"sequence": 1}, "two tokens"),
+        ({"plan": 3}, "plan is 3"),
+        ({"ep_size": 3}, "ep_size=3"),
+    ],
+)
+def test_what_cannot_be_is_refused(keywords: dict[str, Any], said: str) -> None:
+    with pytest.raises(autoplan.AutoplanError, match=said):
+        dry_run(LLAMA, **{"mesh": "dp_shard=2,tp=2", **keywords})
+
+
+def test_the_command_line_takes_experts_and_ranks(tmp_path: Any) -> None:
+    MixtralConfig(
+        **{**MIXTRAL.to_dict(), "num_hidden_layers": 1, "architectures": ["MixtralForCausalLM"]}
+    ).save_pretrained(tmp_path)
+    options = ["--mesh", "dp_shard=2,tp=2", "--ep", "2", "--sequence", "16"]
+    ran = CliRunner().invoke(app, ["dryrun", str(tmp_path), *options, "--rank", "3"])
+    assert ran.exit_code == 0 and "as rank 3 of" in ran.stdout, ran.output
+    ran = CliRunner().invoke(app, ["estimate", str(tmp_path), *options])
+    assert ran.exit_code == 0 and "the peak is in the" in ran.stdout, ran.output
