@@ -56,14 +56,14 @@ class Sharding:
 
 
 class CheckFailed(AutoplanError):
-    """A check could not be carried out on a rank."""
+    """A check could not be carried out, on a rank or unsharded."""
 
-    def __init__(self, check: str, reason: str) -> None:
-        super().__init__(reason)
+    def __init__(self, check: str, reason: str, hint: str = "") -> None:
+        super().__init__(reason, hint=hint)
         self.check = check
 
     def __reduce__(self) -> Any:
-        return CheckFailed, (self.check, self.message)
+        return CheckFailed, (self.check, self.message, self.hint)
 
 
 @dataclass(frozen=True)
@@ -212,8 +212,14 @@ def _reference(subject: Any, wanted: tuple[str, ...]) -> tuple[dict[str, Any], d
             if check.name not in wanted:
                 continue
             absent[check.name] = check.absent(subject)
-            if not absent[check.name]:
+            if absent[check.name]:
+                continue
+            try:
                 seen[check.name] = _run_unsharded(check, subject)
+            except CheckFailed as error:
+                if not check.if_it_runs:
+                    raise
+                absent[check.name] = error.message
     return seen, {name: reason for name, reason in absent.items() if reason}
 
 
@@ -225,10 +231,8 @@ def _run_unsharded(check: Any, subject: Any) -> Any:
     except OutsideError:
         raise
     except CANNOT_RUN as error:
-        raise AutoplanError(
-            f"the unsharded model cannot go through check {check.name!r}: {_said(error)}",
-            hint="pass inputs= that it runs with, or leave the check out",
-        ) from error
+        text = f"the unsharded model cannot go through check {check.name!r}: {_said(error)}"
+        raise CheckFailed(check.name, text, "pass inputs= that it runs with, or leave the check out") from error
 
 
 def _attentively(check: Any, model: Any) -> AbstractContextManager[None]:
