@@ -148,9 +148,7 @@ def fold_counted(names: Iterable[str], universe: Iterable[str] = ()) -> tuple[tu
     return tuple(folded for shape, members in groups.items() for folded in _fold(shape, members, known))
 
 
-def _fold(
-    shape: tuple[str, ...], members: Sequence[tuple[str, ...]], known: Universe
-) -> list[tuple[str, int]]:
+def _fold(shape: tuple[str, ...], members: Sequence[tuple[str, ...]], known: Universe) -> list[tuple[str, int]]:
     """Members have one shape: they differ in numbers only. A pattern means these alone, none that is wanted under
     another shape (`stage1` and `stage1d`): what is said twice would be done twice."""
     columns = list(zip(*members, strict=True))

@@ -196,7 +196,8 @@ def _recurrent(model: nn.Module) -> Iterator[Want]:
     """What a recurrent layer begins with."""
     for layer in model.modules():
         if isinstance(layer, nn.RNNBase):
-            yield Want("float", (layer.num_layers * (1 + layer.bidirectional), _B, layer.hidden_size))
+            for batch in (_B, _L) if layer.batch_first else (_L, _B):
+                yield Want("float", (layer.num_layers * (1 + layer.bidirectional), batch, layer.hidden_size))
 
 
 def _of_nodes(want: Want) -> Want:

@@ -25,6 +25,7 @@ _RANKS = (
     re.compile(r"(?:must be|be a|expects? a?|only supports?|needs|requires?) (\d)-?[dD]\b"),
 )
 _UNLIKE = re.compile(r"same number of dimensions: got (\d+) and (\d+)")
+_TURNED = re.compile(r"input\.dim\(\) = (\d+) is not equal to len\(dims\) = (\d+)")
 _EXPANDED = re.compile(r"number of sizes provided \((\d+)\) must be greater or equal .* \((\d+)\)")
 _SPLIT = re.compile(r"sum exactly to (\d+) .*split_sizes=\[([\d, ]+)\]")
 _TOO_MANY = re.compile(r"not (?:supported|implemented) for (\d)D")
@@ -78,6 +79,9 @@ def _rank(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
             ranks.append(3)
         if re.search(r"too many indices|0-d tensor|0-dim", text):
             ranks += [now + 1, now + 2]
+        turned = _TURNED.search(text)
+        if turned:
+            ranks.append(now + int(turned[2]) - int(turned[1]))
         short = _EXPANDED.search(text)
         if short:
             ranks.append(now + int(short[1]) - int(short[2]))

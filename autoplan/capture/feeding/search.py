@@ -30,10 +30,11 @@ from autoplan.common.errors import OutsideError
 from autoplan.common.nested import flatten_tensors
 from autoplan.common.random_values import untouched_randomness
 
-__all__ = ["Search", "Step"]
+__all__ = ["MOST_TRIES", "Search", "Step"]
 
-_MOST_TRIES, _MOST_SECONDS = 400, 20.0
+MOST_TRIES, _MOST_SECONDS = 400, 20.0
 _MOST_TOLD, _MOST_USUAL = 24, 16  # of what a failure tells, and of what is usual
+_USUAL_AT = 6  # after so many of the first
 _CREDIT = 5  # changes
 _STALE = 4  # places that what a change without progress led to waits behind its siblings
 _SMALL = 8  # the same for a length that shows little
@@ -93,6 +94,7 @@ class Search:
     model: nn.Module
     arguments: Arguments
     seed: int
+    most: int = MOST_TRIES
     steps: list[Step] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -107,7 +109,7 @@ class Search:
     def run(self, start: State) -> State | None:
         """The first state that runs, made better; None where the budget ends without one."""
         with untouched_randomness(self.seed), quiet():
-            found = self._first(start, _MOST_TRIES)
+            found = self._first(start, self.most)
             return None if found is None else self._better(found)
 
     @property
@@ -149,22 +151,23 @@ class Search:
                 patience -= 1
                 if patience < 0:
                     return replace(unset, failed="")
-            for rank, (child, reason) in enumerate(self._children()):
-                late = max(child.elements() // elements, 1).bit_length() - 1
+            for late, child, reason in self._children():
+                late += max(child.elements() // elements, 1).bit_length() - 1
                 late += _SMALL * (child.sizes["length"] < start.sizes["length"] // 2)
-                heapq.heappush(waiting, now.then(step, child, reason, rank + late, next(self.count)))
+                heapq.heappush(waiting, now.then(step, child, reason, late, next(self.count)))
         return None if unset is None else replace(unset, failed="")
 
-    def _children(self) -> Iterator[tuple[State, str]]:
-        """What the last failure tells."""
+    def _children(self) -> Iterator[tuple[int, State, str]]:
+        """What the last failure tells, and what is usual, each with its place in the queue."""
         failure, self._failure = self._failure, None
         assert failure is not None
-        for most, found in (
-            (_MOST_TOLD, told(failure, self.arguments, self.model)),
-            (_MOST_USUAL, usually(failure, self.arguments, self.model)),
+        for first, most, found in (
+            (0, _MOST_TOLD, told(failure, self.arguments, self.model)),
+            (_USUAL_AT, _MOST_USUAL, usually(failure, self.arguments, self.model)),
         ):
             new = (pair for pair in found if pair[0] not in self.seen and pair[0].elements() <= _MOST_ELEMENTS)
-            yield from itertools.islice(new, most)
+            for late, (state, why) in enumerate(itertools.islice(new, most), first):
+                yield late, state, why
 
     def _in_time(self) -> bool:
         return time.process_time() - self.began < _MOST_SECONDS
