@@ -1,4 +1,4 @@
-"""Small models whose arguments hang together: records, sequences to unpack, positions, borders, tokens beside patches."""
+"""Small models whose arguments hang together: records, sequences to unpack, positions, borders, masks alike."""
 
 from __future__ import annotations
 

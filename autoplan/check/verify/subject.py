@@ -80,9 +80,10 @@ class Subject:
             return call(self.model, given)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """In the precision of the forward, which a model that checkpoints its own blocks runs here once more."""
+        """In the precision of the forward, which a model that checkpoints its own blocks runs here once more. (Function
+        modes are off inside `loss.backward()`, which is a torch function.)"""
         with self.precision():
-            loss.backward()
+            torch.autograd.backward(loss)
 
     def precision(self) -> AbstractContextManager[Any]:
         return Lifted() if self.lifted else nullcontext()
