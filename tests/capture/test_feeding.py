@@ -75,6 +75,12 @@ def test_what_is_given_is_not_derived() -> None:
     assert not autoplan.plan(model, 2, inputs={"x": torch.randn(2, 4, 6)}).fed
 
 
+def test_an_argument_that_is_a_dict_is_no_name_of_a_feed() -> None:
+    model = CALLS["Modalities"]().eval()
+    given = {"inputs": {"audio": torch.randn(2, 5, 12), "text": torch.randint(0, 30, (2, 5))}}
+    assert autoplan.plan(model, 2, inputs=given).proof.ok
+
+
 def test_one_message_where_nothing_will_do() -> None:
     with pytest.raises(CaptureError) as caught:
         autoplan.plan(Cannot(), 2)
