@@ -197,7 +197,7 @@ def _recurrent(model: nn.Module) -> Iterator[Want]:
     for layer in model.modules():
         if isinstance(layer, nn.RNNBase):
             for batch in (_B, _L) if layer.batch_first else (_L, _B):
-                yield Want("float", (layer.num_layers * (1 + layer.bidirectional), batch, layer.hidden_size))
+                yield Want("float", (layer.num_layers * (1 + layer.bidirectional), batch, layer.weight_hh_l0.shape[1]))
 
 
 def _of_nodes(want: Want) -> Want:
