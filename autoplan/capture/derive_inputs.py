@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from autoplan.capture.feeding.arguments import Arguments
-from autoplan.capture.feeding.search import Search, Step
+from autoplan.capture.feeding.search import MOST_TRIES, Search, Step
 from autoplan.capture.feeding.wants import SIZES, State
 from autoplan.common.dtypes import working_dtype
 from autoplan.common.errors import CaptureError
@@ -21,6 +21,7 @@ from autoplan.values import Fed
 
 __all__ = ["Recipe", "derive", "recipe_for"]
 
+_OF_A_PART = 60  # tries
 _SHOWN = 8  # tries that a message lists
 
 
@@ -62,18 +63,22 @@ def recipe_for(model: nn.Module) -> Recipe:
 
 
 def derive(model: nn.Module, batch: int, length: int, seed: int, *, first: bool = False) -> dict[str, Any]:
-    """Keyword arguments for one forward. `first`: the first argument is given even if it may be left out."""
-    _, found = _searched(model, seed, first=first, sizes={"batch": batch, "length": length})
+    """Keyword arguments for one forward. `first`: of a part, whose first argument is given even if it may be left out;
+    there are many parts, and what is derived for one is worth fewer tries."""
+    most = _OF_A_PART if first else MOST_TRIES
+    _, found = _searched(model, seed, first=first, sizes={"batch": batch, "length": length}, most=most)
     return found.draw(seed, working_dtype(model))
 
 
-def _searched(model: nn.Module, seed: int, *, first: bool, sizes: dict[str, int]) -> tuple[Search, State]:
+def _searched(
+    model: nn.Module, seed: int, *, first: bool, sizes: dict[str, int], most: int = MOST_TRIES
+) -> tuple[Search, State]:
     arguments = Arguments.of(model, first=first)
     start = arguments.start(model)
     for name, size in sizes.items():
         if size != SIZES[name]:
             start = start.with_size(name, size)
-    search = Search(model, arguments, seed)
+    search = Search(model, arguments, seed, most)
     found = search.run(start) if start.wants else start
     if found is None:
         raise _not_found(arguments, search)

@@ -13,6 +13,7 @@ from autoplan.common.errors import SourceError
 __all__ = ["Draw", "evaluate"]
 
 _MOST_ELEMENTS = 1 << 26  # of one example
+_DRAWN = 1_000_003  # a prime: no two rows of an example are the same
 
 
 class Draw:
@@ -23,7 +24,10 @@ class Draw:
         self.dtype = dtype
 
     def normal(self, shape: Sequence[int]) -> torch.Tensor:
-        return torch.randn(tuple(shape), generator=self.generator, dtype=torch.float64).to(self.dtype)
+        """Of very many numbers only the first are drawn, and repeated: drawing takes longer than running on them."""
+        count = prod(shape)
+        drawn = torch.randn(min(count, _DRAWN), generator=self.generator, dtype=torch.float64).to(self.dtype)
+        return drawn.repeat(-(-count // _DRAWN) or 1)[:count].reshape(tuple(shape))
 
     def uniform(self, shape: Sequence[int]) -> torch.Tensor:
         return torch.rand(tuple(shape), generator=self.generator, dtype=torch.float64).to(self.dtype)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +21,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from autoplan.capture.called import call
+from autoplan.capture.dry_run import own
 from autoplan.capture.known_values import KnownValues
 from autoplan.capture.outside import outsiders_of
 from autoplan.capture.traced_ints import Escapes, TracedInt, integer_attributes, trace_attributes
 from autoplan.common.code_place import call_name, code_place
 from autoplan.common.errors import CaptureError, OutsideError
-from autoplan.common.nested import flatten_tensors, signature_names
+from autoplan.common.nested import changed_inside, flatten_tensors, signature_names
 from autoplan.patches.uncached import uncached_functions
 from autoplan.values import Call, Fold, ModuleVisit, Op, Ref, Symbolic, TensorInfo, Trace
 
@@ -296,8 +298,10 @@ def record(
         trace_attributes(recording.modules, recording.escapes)
     for feed, kwargs in feeds.items():
         if fake_mode is not None:
-            admit = fake_mode.admit if isinstance(fake_mode, KnownValues) else fake_mode.from_tensor
-            kwargs = {k: admit(v) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+            admit = fake_mode.admit if isinstance(fake_mode, KnownValues) else partial(_faked, fake_mode)
+            kwargs = admit(dict(kwargs))
+        else:
+            kwargs = own(dict(kwargs))
         for path, tensor in flatten_tensors(kwargs):
             recording.input_tensor(".".join([feed, *map(str, path)]), tensor)
         recording.grad_enabled = True
@@ -317,6 +321,10 @@ def record(
                 raise _cannot_run(error, recording, feed) from error
     real = fake_mode is None
     return recording.trace(folds, tuple(feeds), real), recording
+
+
+def _faked(mode: Any, value: Any) -> Any:
+    return mode.from_tensor(value) if isinstance(value, torch.Tensor) else changed_inside(value, partial(_faked, mode))
 
 
 def _cannot_run(error: Exception, recording: Recording, feed: str) -> CaptureError:

@@ -41,6 +41,7 @@ __all__ = ["TRIED", "GraphProof", "Settled", "prove_graph", "prove_ranks", "prov
 TRIED = "proof"  # the check under which findings tell how a plan did on simulated ranks
 _TINY_TP = 2
 _UNPROVEN = "unproven"
+_NOT_TRIED = {"dropout": "training mode"}  # what a trial goes without where the unsharded model cannot do it
 _TO_PASS = "pass inputs= with which the model runs forward and backward in float64, float32 or its own dtype"
 
 
@@ -244,7 +245,11 @@ def settle_capabilities(
         text = f"on simulated ranks the sharded tiny clone differs: {first.where} {first.message}"
         hint = "keep the modules named here whole"
         return Settled(capabilities, Trial("wrong", text, hint), (Finding(TRIED, "error", first.where, text, hint),))
-    left_out = []
+    left_out = [
+        Finding("proof", "note", "", f"not tried on simulated ranks, {_NOT_TRIED[check]}: {why}")
+        for check, why in report.details["not_checked"].items()
+        if check in _NOT_TRIED
+    ]
     if wanted.sequence and not capabilities.sequence:
         left_out.append(_left_out("sequence", "sequence parallelism was asked for and is not applied"))
     if capabilities.whole:

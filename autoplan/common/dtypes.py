@@ -7,12 +7,14 @@ computes in it, and casting it would make another model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from autoplan.common.errors import SourceError
+from autoplan.common.nested import changed_inside
 
 __all__ = ["cast_numbers", "inputs_in", "tried_dtypes", "working_dtype"]
 
@@ -54,12 +56,7 @@ def inputs_in(dtype: torch.dtype, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         here = value if value.is_meta else value.cpu()
         return here.to(dtype) if here.is_floating_point() else here
-    if isinstance(value, dict):
-        return {key: inputs_in(dtype, item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [inputs_in(dtype, item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+    return changed_inside(value, partial(inputs_in, dtype))
 
 
 def _computes(tensor: torch.Tensor) -> bool:

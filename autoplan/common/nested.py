@@ -1,16 +1,32 @@
-"""Tensors inside nested arguments and results: listing them with their paths, and changing one by its path."""
+"""Tensors inside nested arguments and results: listing them with their paths, and changing one by its path.
+
+Containers are tuples (named ones too), lists, dicts, and records: instances of dataclasses, and namespaces.
+"""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from autoplan.common.errors import PlanMismatchError
 
-__all__ = ["change_at", "change_if_returned", "change_input", "change_output", "flatten_tensors", "signature_names"]
+__all__ = [
+    "change_at",
+    "change_if_returned",
+    "change_input",
+    "change_output",
+    "changed_inside",
+    "fields_of",
+    "flatten_tensors",
+    "is_record",
+    "signature_names",
+]
 
 EACH = "*"  # in a path: every item of a sequence, which has one for each block
 Path = tuple[Any, ...]
@@ -18,7 +34,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def flatten_tensors(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    """Every tensor in nested tuples, lists and dicts, with its path."""
+    """Every tensor in nested containers, with its path."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, dict):
@@ -27,6 +43,42 @@ def flatten_tensors(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tu
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
             yield from flatten_tensors(item, (*path, index))
+    elif is_record(value):
+        for name, item in fields_of(value).items():
+            yield from flatten_tensors(item, (*path, name))
+
+
+def is_record(value: Any) -> bool:
+    """Does it hold values under names, as attributes? (A dict with attributes is a dict.)"""
+    if isinstance(value, type | dict):
+        return False
+    return isinstance(value, SimpleNamespace) or dataclasses.is_dataclass(value)
+
+
+def fields_of(record: Any) -> dict[str, Any]:
+    """What a record holds."""
+    if isinstance(record, SimpleNamespace):
+        return dict(vars(record))
+    return {field.name: getattr(record, field.name, None) for field in dataclasses.fields(record)}
+
+
+def changed_inside(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A container like this one, whose items are `change` of its own; what is no container is returned."""
+    if isinstance(value, dict):
+        return {key: change(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return _like(value, [change(item) for item in value])
+    if is_record(value):
+        return _with_fields(value, {name: change(item) for name, item in fields_of(value).items()})
+    return value
+
+
+def _with_fields(record: Any, fields: dict[str, Any]) -> Any:
+    """A copy, without running the class's own code: it may compute fields, or forbid that they are set."""
+    other = copy.copy(record)
+    for name, value in fields.items():
+        object.__setattr__(other, name, value)
+    return other
 
 
 def signature_names(module: torch.nn.Module) -> tuple[str, ...]:
@@ -65,6 +117,10 @@ def change_at(value: Any, path: Path, change: Change, where: str) -> Any:
         items = list(value)
         items[key] = change_at(items[key], rest, change, where)
         return _like(value, items)
+    if is_record(value):
+        if key not in fields_of(value):
+            return _missing(where, path)
+        return _with_fields(value, {key: change_at(fields_of(value)[key], rest, change, where)})
     if value is None:
         return None
     return _missing(where, path)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
@@ -145,23 +145,22 @@ def fold_counted(names: Iterable[str], universe: Iterable[str] = ()) -> tuple[tu
     groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for name in wanted:
         groups.setdefault(known.shape(name), []).append(tuple(name.split(".")))
-    return tuple(folded for shape, members in groups.items() for folded in _fold(shape, members, wanted, known))
+    return tuple(folded for shape, members in groups.items() for folded in _fold(shape, members, known))
 
 
-def _fold(
-    shape: tuple[str, ...], members: Sequence[tuple[str, ...]], wanted: Container[str], known: Universe
-) -> list[tuple[str, int]]:
-    """Members have one shape: they differ in numbers only."""
+def _fold(shape: tuple[str, ...], members: Sequence[tuple[str, ...]], known: Universe) -> list[tuple[str, int]]:
+    """Members have one shape: they differ in numbers only. A pattern means these alone, none that is wanted under
+    another shape (`stage1` and `stage1d`): what is said twice would be done twice."""
     columns = list(zip(*members, strict=True))
     varying = [position for position, column in enumerate(columns) if len(set(column)) > 1]
     pattern = ".".join(shape[position] if position in varying else column[0] for position, column in enumerate(columns))
     partly = [at for at in varying if shape[at] != "*" and not known.holds_no_others(members, at, shape[at])]
-    if not varying or (not partly and all(name in wanted for name in known.meant(pattern))):
+    if not varying or (not partly and known.meant(pattern) <= {".".join(member) for member in members}):
         return [(pattern, len(members))]
     parts: dict[str, list[tuple[str, ...]]] = {}
     for member in members:
         parts.setdefault(member[(partly or varying)[0]], []).append(member)
-    return [folded for part in parts.values() for folded in _fold(shape, part, wanted, known)]
+    return [folded for part in parts.values() for folded in _fold(shape, part, known)]
 
 
 def nearest(name: str, names: Iterable[str], count: int = 3) -> tuple[str, ...]:

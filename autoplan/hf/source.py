@@ -29,7 +29,7 @@ from autoplan.common.random_values import BUILDING, fill_meta, randomise, untouc
 from autoplan.hf.adapters import settings_of, wrap
 from autoplan.hf.catalogue import class_name_of
 from autoplan.hf.configs.limits import check_config, limited_modules
-from autoplan.hf.inputs.make import core_of, users_feeds
+from autoplan.hf.inputs.make import arguments_of, core_of, users_feeds
 from autoplan.hf.model_string import from_string, transformers_class
 from autoplan.hf.quantised.weights import quantised_weights, refuse_packed_by_others
 from autoplan.hf.shrink import all_configs, tiny_config
@@ -238,7 +238,7 @@ def _inputs_of(program: ExportedProgram, module: nn.Module) -> Mapping[str, Any]
 def _from_module(module: nn.Module, inputs: Mapping[str, Any] | None, trust_remote_code: bool) -> Source:
     cls = type(module)
     refuse_packed_by_others(module)
-    module = with_shapes(module, users_feeds(inputs) if inputs is not None else None)
+    module = with_shapes(module, users_feeds(inputs, arguments_of(module)) if inputs is not None else None)
     config = module.config if isinstance(module, PreTrainedModel) else None
     model_type = (config.model_type or "") if config is not None else ""
     return Source(_qualname(cls), model_type, config, inputs, trust_remote_code, cls, module)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from unfamiliar import MODELS, Cannot
+from unfamiliar_calls import CALLS
 
 import autoplan
 from autoplan.capture.derive_inputs import recipe_for
@@ -20,14 +21,17 @@ from autoplan.common.errors import CaptureError
 FIXED = {"Needed"}
 
 
-@pytest.mark.parametrize("name", MODELS)
+WITHOUT_A_BATCH = {"Graph", "Several", "Recorded", "Packed", "Listed"}
+
+
+@pytest.mark.parametrize("name", [*MODELS, *CALLS])
 def test_a_call_is_found_and_another_size(name: str) -> None:
     torch.manual_seed(0)
-    model = MODELS[name]().eval()
+    model = (MODELS | CALLS)[name]().eval()
     recipe = recipe_for(model)
     for other in (False, True):
         model(**recipe.draw(model, 0, other=other))
-    assert recipe.other is not None and recipe.other.sizes["batch"] == 3 or name in ("Graph", "Several"), recipe.fed()
+    assert recipe.other is not None and recipe.other.sizes["batch"] == 3 or name in WITHOUT_A_BATCH, recipe.fed()
 
 
 def test_paths_that_depend_on_size_show() -> None:
@@ -57,9 +61,24 @@ def test_the_plan_keeps_and_prints_what_it_rests_on(name: str, tmp_path) -> None
     assert autoplan.verify(model, plan, tp_size=2, checks=("forward", "second_shape")).ok
 
 
+@pytest.mark.parametrize("name", ["Unpacked", "Recorded", "Packed", "Modalities"])
+def test_what_comes_in_one_argument_is_planned_and_exact(name: str) -> None:
+    torch.manual_seed(0)
+    model = CALLS[name]().eval()
+    plan = autoplan.plan(model, 2)
+    assert plan.entries and plan.proof.ok, plan
+    assert autoplan.verify(model, plan, tp_size=2, checks=("forward", "second_shape")).ok
+
+
 def test_what_is_given_is_not_derived() -> None:
     model = MODELS["Configured"]().eval()
     assert not autoplan.plan(model, 2, inputs={"x": torch.randn(2, 4, 6)}).fed
+
+
+def test_an_argument_that_is_a_dict_is_no_name_of_a_feed() -> None:
+    model = CALLS["Modalities"]().eval()
+    given = {"inputs": {"audio": torch.randn(2, 5, 12), "text": torch.randint(0, 30, (2, 5))}}
+    assert autoplan.plan(model, 2, inputs=given).proof.ok
 
 
 def test_one_message_where_nothing_will_do() -> None:

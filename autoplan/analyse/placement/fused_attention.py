@@ -26,7 +26,7 @@ _APART = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 _PACKED = ("in_proj_weight", "in_proj_bias")
 _LEARNT = ("bias_k", "bias_v")  # a key and a value that belong to no position
 _CUT = (*_PACKED, *_APART, *_LEARNT, "out_proj_weight")
-_ABSENT = ("dropout_p", "static_k", "static_v")
+_ABSENT = ("static_k", "static_v")
 
 
 def argument(call: Call, name: str, default: Any = None) -> Any:

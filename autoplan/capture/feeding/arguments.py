@@ -7,7 +7,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -15,7 +15,7 @@ from torch import nn
 from autoplan.capture.feeding.wants import State, Want
 from autoplan.common.errors import CaptureError
 
-__all__ = ["Arguments", "first_layer_wants", "usual"]
+__all__ = ["Arguments", "field_of", "first_layer_wants", "of_items", "usual"]
 
 _B, _L, _W, _S = "batch", "length", "width", "side"
 _PLAIN = {int: 0, float: 1.0, bool: False, "int": 0, "float": 1.0, "bool": False}
@@ -32,17 +32,43 @@ WAVE = Want("float", (_B, "samples"))
 NONE = Want("none")
 POINTS = Want("float", (_B, _L, 3))
 
-_EDGES = r"edge.*ind|edge.*list|^adj_t$"
+_POSITIONS = (Want("positions", (_L,)), Want("positions", (_B, _L)), POINTS)
+_STATES = re.compile(r"^[hc]_?[0nx]$|^hx$|^cx$|^hidden$|^cell$|^(hidden|cell)_?states?$")
+_EDGES = r"edge.*ind|edge.*list|^edges$|^adj_t$"
 # By words in the name, the first that is found: what it usually is, the likeliest first.
 _BY_NAME: tuple[tuple[str, tuple[Want, ...]], ...] = (
     (_EDGES, (Want("ids", (2, "edges"), "nodes"),)),
     (r"adj", (Want("unit", (_B, _L, _L)), Want("unit", ("nodes", "nodes")), Want("ids", (2, "edges"), "nodes"))),
     (r"edge", (Want("float", ("edges",)), Want("float", ("edges", _W)), Want("float", (_B, _L, _L, _W)))),
-    (r"mask", (MASK, Want("bool", (_B, 1, _S, _S)), Want("bool", (_L, _L)), Want("unit", (_B, _L)), NONE)),
+    (
+        r"mask",
+        (
+            MASK,
+            Want("bool", (_B, 1, _L)),
+            Want("bool", (_B, _L, _L)),
+            Want("bool", (_B, 1, _S, _S)),
+            Want("bool", (_L, _L)),
+            Want("unit", (_B, _L)),
+            NONE,
+        ),
+    ),
     (r"^ts?$|time|step|sigma|snr|noise_?level|guidance", (NUMBERS, CLASSES, Want("unit", (_B, 1)), Want("unit", ()))),
+    (r"msa_?mask", (Want("ones", (_B, "frames", _L)),)),
+    (r"pair_?mask", (Want("ones", (_B, _L, _L)),)),
+    (r"msa", (Want("float", (_B, "frames", _L, _W)), IDS)),
+    (r"pair", (Want("float", (_B, _L, _L, _W)),)),
+    (r"hist|behav|click", (IDS, SEQUENCE)),
+    (r"^actions?$|^act$", (SEQUENCE, FLAT, CLASSES, IDS)),
+    (r"^states?$|^rewards?$|returns", (SEQUENCE, FLAT)),
+    (r"(cond|class|cls)_?(idx|ids?)$|^speaker", (CLASSES, IDS)),
+    (r"cu_?(seq)?_?len|indptr", (Want("borders"),)),
+    (r"^max_|_max_|max_len", (Want("size", value=_L),)),
     (r"length|lens?$|_size", (Want("lengths", (_B,)), CLASSES)),
     (r"^batch$", (Want("zeros", ("nodes",)),)),
+    (r"^(im|ima?ge?|txt|latent|vid|video)_ids?$", (POINTS, Want("float", (_L, 3)), IDS)),
+    (r"position|_pos$|^pos_", _POSITIONS),
     (r"label|class|^y$|target", (CLASSES, IDS, FLAT)),
+    (r"speaker|^spks?$|^sids?$|users?$|user_ids?|^items?$|^cat$|domain|task", (CLASSES, IDS, FLAT)),
     (r"embed|emb$|hidden|memory|context|cond|enc|state", (SEQUENCE, FLAT, IDS)),
     (r"pool|vec|style|dense|numer|cont", (FLAT, SEQUENCE)),
     (r"video|clip|film", (FILM, Want("float", (_B, "frames", 3, _S, _S)))),
@@ -118,11 +144,13 @@ class Arguments:
 
 def usual(parameter: inspect.Parameter, model: nn.Module, first: bool = False) -> Iterator[Want]:
     """What such an argument usually is, the likeliest first; `first`: the model's first layer says more than names."""
-    annotated = _annotated(parameter.annotation)
+    annotated = _annotated(parameter.annotation) or _record(parameter.annotation, model)
     if annotated is not None:
         yield annotated
         return
     seen = set()
+    if _STATES.search(parameter.name):
+        yield from _recurrent(model)
     named = next((wants for words, wants in _BY_NAME if re.search(words, parameter.name.lower())), ())
     layers = tuple(first_layer_wants(model))
     seen_first = layers[:1] if not named or named[0] in (PICTURE, FILM, WAVE) else named[:1]
@@ -130,6 +158,46 @@ def usual(parameter: inspect.Parameter, model: nn.Module, first: bool = False) -
         if want not in seen:
             seen.add(want)
             yield want
+
+
+def _record(annotation: Any, model: nn.Module) -> Want | None:
+    """An instance of a dataclass, with the fields that must be given."""
+    if not (isinstance(annotation, type) and dataclasses.is_dataclass(annotation)):
+        return None
+    fields = [one for one in dataclasses.fields(annotation) if one.init and not _has_default(one)]
+    return of_items("record", {one.name: field_of(annotation, one.name) for one in fields}, model, annotation)
+
+
+def of_items(kind: Any, held: Mapping[str, inspect.Parameter], model: nn.Module, cls: Any = None) -> Want:
+    """A dict or a record of what such things usually are; beside edges there are nodes."""
+    items = {
+        name: next(usual(parameter, model, number == 0 and kind == "record"))
+        for number, (name, parameter) in enumerate(held.items())
+    }
+    if any(re.search(_EDGES, name) for name in items):
+        items = {name: _of_nodes(want) for name, want in items.items()}
+    return Want(kind, value=cls, items=tuple(items.items()))
+
+
+def field_of(cls: Any, name: str) -> inspect.Parameter:
+    """A field of a dataclass, as an argument; of another record, an argument of that name."""
+    try:
+        hints = typing.get_type_hints(cls) if cls is not None else {}
+    except Exception:  # an annotation may name what is not there
+        hints = {}
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=hints.get(name, inspect.Parameter.empty))
+
+
+def _has_default(one: dataclasses.Field[Any]) -> bool:
+    return one.default is not dataclasses.MISSING or one.default_factory is not dataclasses.MISSING
+
+
+def _recurrent(model: nn.Module) -> Iterator[Want]:
+    """What a recurrent layer begins with."""
+    for layer in model.modules():
+        if isinstance(layer, nn.RNNBase):
+            for batch in (_B, _L) if layer.batch_first else (_L, _B):
+                yield Want("float", (layer.num_layers * (1 + layer.bidirectional), batch, layer.weight_hh_l0.shape[1]))
 
 
 def _of_nodes(want: Want) -> Want:
@@ -147,6 +215,8 @@ def _annotated(annotation: Any) -> Want | None:
         inside = [_annotated(one) for one in typing.get_args(annotation) if one is not type(None)]
         return inside[0] if inside and all(one is not None for one in inside) else None
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    if within in (list, tuple) and typing.get_args(annotation)[:1] == (int,):
+        return Want("list", items=((0, Want("size", value=_L)),))
     if within in (list, tuple) or re.match(r"(typing\.)?(list|tuple|sequence)\b", text, re.IGNORECASE):
         return Want("list", items=((0, FLAT),))
     if within is dict or re.match(r"(typing\.)?(dict|mapping)\b", text, re.IGNORECASE):

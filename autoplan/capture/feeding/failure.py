@@ -38,6 +38,14 @@ class Failure:
         known = [path for path in (*of_call, *of_places, *self.watch.last, *every) if path in every]
         return tuple(dict.fromkeys(known))
 
+    @cached_property
+    def blamed(self) -> tuple[Path, ...]:
+        """The arguments that the call or the expression that failed was given."""
+        call = self.watch.failed
+        of_call = [path for tensor in call.tensors() for path in origin(tensor)] if call is not None else []
+        of_place = self.places[-1].paths() if self.places else ()
+        return tuple(dict.fromkeys(path for path in (*of_call, *of_place) if self.state.at(path) is not None))
+
     @property
     def first_line(self) -> str:
         return next(iter(self.text.strip().splitlines()), "")

@@ -7,13 +7,15 @@ running with the values of its names, and the numbers in the message. Each propo
 from __future__ import annotations
 
 import ast
+import dataclasses
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
-from autoplan.capture.feeding.arguments import Arguments, usual
+from autoplan.capture.feeding.arguments import Arguments, field_of, of_items, usual
 from autoplan.capture.feeding.blame import none_names
 from autoplan.capture.feeding.conditions import asked_by_condition
 from autoplan.capture.feeding.consumers import Demand, demand_of
@@ -22,21 +24,23 @@ from autoplan.capture.feeding.messages import UNPACKED, told_by_message
 from autoplan.capture.feeding.resize import larger, of_kind, of_rank, resized
 from autoplan.capture.feeding.wants import Path, State, Want
 from autoplan.capture.feeding.watch import is_direct, origin
+from autoplan.common.nested import is_record
 
-__all__ = ["proposals"]
+__all__ = ["NOTHING_READ", "told", "usually"]
 
 Proposal = tuple[State, str]
 
+NOTHING_READ = "it reads no weight"
+_OF_DICTS = ("items", "keys", "values", "get")
 _NONE = re.compile(r"NoneType|None\b")
 
 
-def proposals(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[Proposal]:
-    """Other states, the most telling first."""
-    for found in (_other, _consumer, _condition, _none, _keys, _message):
+def told(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[Proposal]:
+    """What the failure tells, the most telling first."""
+    for found in (_other, _consumer, _parted, _condition, _none, _keys, _left_out, _message, _alike, _other_ranks):
         why = f"{type(failure.error).__name__}: {failure.first_line[:120]}"
         for state in found(failure, arguments, model):
             yield state, why
-    yield from _usual(failure, arguments, model)
 
 
 def _consumer(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
@@ -98,6 +102,11 @@ def _sized(state: State, path: Path, demand: Demand) -> Iterator[State]:
             if is_direct(tensor) and tuple(tensor.shape) == leaf.sizes(state.sizes):
                 yield from state.with_dim(path, dim % tensor.dim(), size)
             yield from resized(state, (path,), tensor.shape[dim], size)
+    if is_direct(tensor) and tuple(tensor.shape) != leaf.sizes(state.sizes):  # reshaped on the way: from fewer dims
+        for rank in (len(leaf.shape) - 1, len(leaf.shape) + 1):
+            if rank >= 2:
+                yield from of_rank(state, path, rank, channels)
+                yield from of_rank(state, path, rank)
     if is_direct(tensor) and len(leaf.shape) in (2, 3) and demand.spatial is None:
         for rank in demand.ranks:
             yield from of_rank(state, path, rank, channels)
@@ -124,8 +133,19 @@ def _none(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Ite
     names += [word for place in failure.places[-1:] for word in re.findall(r"\w+", place.text)]
     for name in dict.fromkeys(names):
         yield from _given(failure, arguments, model, name)
+    yield from _fields(failure, set(names), model)
     for parameter in arguments.optional:
         yield from _given(failure, arguments, model, parameter.name, most=2)
+
+
+def _fields(failure: Failure, names: set[str], model: torch.nn.Module) -> Iterator[State]:
+    """Fields of a record that were left out, and that the failed line names."""
+    words = {word for place in failure.places[-2:] for word in re.findall(r"\w+", place.text)} | names
+    for name, want in failure.state.wants:
+        if want.kind == "record" and want.value is not None:
+            for one in dataclasses.fields(want.value):
+                if one.name in words and one.name not in dict(want.items):
+                    yield _with_item(failure, (name,), one.name, want, model)
 
 
 def _given(failure: Failure, arguments: Arguments, model: torch.nn.Module, name: str, most: int = 6) -> Iterator[State]:
@@ -149,6 +169,10 @@ def _keys(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Ite
         for name in held:
             for want in _of_key(key, model):
                 yield state.with_want((name, key), want)
+    if failure.text == NOTHING_READ:  # a dict that is gone through, for parts that have names
+        for name in (name for name in held if not dict(state.wants)[name].items):
+            for keys in {tuple(m) for m in model.modules() if isinstance(m, torch.nn.ModuleDict)}:
+                yield state.with_want((name,), of_items("dict", {key: field_of(None, key) for key in keys}, model))
     for place in reversed(failure.places[-2:]):
         node = place.expression()
         for one in ast.walk(node) if node is not None else ():
@@ -178,19 +202,96 @@ def _of_key(key: object, model: torch.nn.Module) -> Iterator[Want]:
     yield from usual(parameter, model)
 
 
+def _parted(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    """`a, b, c = batch`: the argument is a sequence of what the names say; `batch.x`: a record that holds an x."""
+    for place in failure.places[-1:]:
+        statement = place.statement()
+        if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Name):
+            continue
+        targets = statement.targets[0]
+        if isinstance(targets, ast.Tuple | ast.List) and not any(isinstance(n, ast.Starred) for n in targets.elts):
+            names = [re.sub(r"\W+", "_", ast.unparse(one)).strip("_") for one in targets.elts]
+            items = of_items("dict", {name: field_of(None, name or "x") for name in names}, model).items
+            for path in _held(failure, place.value(statement.value.id), statement.value.id):
+                want = Want("list", items=tuple((at, want) for at, (_, want) in enumerate(items)))
+                yield failure.state.with_want(path, want)
+    if isinstance(failure.error, AttributeError) and failure.error.name:
+        name = failure.error.name
+        for path in _held(failure, failure.error.obj, ""):
+            held = dict(failure.state.wants).get(str(path[0])) if len(path) == 1 else None
+            if name in _OF_DICTS:
+                yield failure.state.with_want(path, Want("dict"))
+            elif held is not None and held.kind == "record":
+                yield _with_item(failure, path, name, held, model)
+            elif isinstance(failure.error.obj, torch.Tensor | list):
+                yield failure.state.with_want(path, of_items("record", {name: field_of(None, name)}, model))
+
+
+def _with_item(failure: Failure, path: Path, name: str, held: Want, model: torch.nn.Module) -> State:
+    """A record with one item more. Beside edges there are nodes: the others are made anew."""
+    known = {key: want for key, want in held.items if isinstance(key, str)}
+    fields = {key: field_of(held.value, key) for key in (*known, name)}
+    made = of_items("record", fields, model, held.value)
+    if dict(made.items).keys() == known.keys():
+        return failure.state
+    kept = {} if "nodes" in str(made) and "nodes" not in str(held) else known
+    items = tuple((key, kept.get(str(key), want)) for key, want in made.items)
+    return failure.state.with_want(path, replace(made, items=items))
+
+
+def _held(failure: Failure, value: object, name: str) -> Iterator[Path]:
+    """Which arguments a value is: by where it comes from, by its name, or because no other is of that kind."""
+    wants = dict(failure.state.wants)
+    if isinstance(value, torch.Tensor):
+        yield from (path for path in origin(value) if is_direct(value) and failure.state.at(path) is not None)
+    elif name in wants:
+        yield (name,)
+    elif is_record(value) or isinstance(value, list):
+        yield from ((key,) for key, want in wants.items() if want.kind in ("record", "list"))
+
+
+def _alike(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    """What is named like another argument is often made like it: x_enc and x_dec, hidden_h and hidden_c."""
+    leaves = dict(failure.state.leaves())
+    for path in failure.paths[:3]:
+        words = set(re.findall(r"[a-z0-9]+", str(path[-1]).lower()))
+        near = [(len(words & set(re.findall(r"[a-z0-9]+", str(p[-1]).lower()))), p) for p in leaves if p != path]
+        for shared, other in sorted(near, key=lambda pair: -pair[0])[:2]:
+            if shared and leaves[other] != leaves[path]:
+                yield failure.state.with_want(path, leaves[other])
+
+
+def _other_ranks(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    """Sizes that do not go together may have another number of dims."""
+    if "must match" in failure.text:
+        for path in failure.blamed[:4]:
+            leaf = failure.state.at(path)
+            for rank in (len(leaf.shape) - 1, len(leaf.shape) + 1) if leaf is not None else ():
+                yield from itertools.islice(of_rank(failure.state, path, rank) if 1 <= rank < 4 else (), 1)
+
+
+def _left_out(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    """What the running lines name may be left out in the signature, and be needed all the same."""
+    names = [name for place in reversed(failure.places) for name in none_names(place)]
+    for name in dict.fromkeys(names):
+        yield from _given(failure, arguments, model, name, most=3)
+
+
 def _message(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
     yield from told_by_message(failure, model)
 
 
-def _usual(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[Proposal]:
+def usually(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[Proposal]:
     """What such arguments usually are: of the blamed, of the others, and of those that may be left out."""
     tops = list(dict.fromkeys(str(path[0]) for path in failure.paths))
-    for number, name in enumerate((*tops, *(n for n, _ in failure.state.wants if n not in tops))):
-        parameter = arguments.find(name)
-        if parameter is None:
-            continue
-        for want in arguments.usual(parameter, model, parameter in arguments.required[:1]):
-            yield failure.state.with_want((name,), want), f"{'it' if number == 0 else 'such'} is usually so"
+    names = (*tops, *(name for name, _ in failure.state.wants if name not in tops))
+    known = [parameter for name in names if (parameter := arguments.find(name)) is not None]
+    usual_of = [arguments.usual(parameter, model, parameter in arguments.required[:1]) for parameter in known]
+    for together in itertools.zip_longest(*usual_of):  # the likeliest of each, then the next
+        for number, (parameter, want) in enumerate(zip(known, together, strict=True)):
+            if want is not None and want != dict(failure.state.wants).get(parameter.name):
+                said = f"{'it' if number == 0 else 'such'} is usually so"
+                yield failure.state.with_want((parameter.name,), want), said
     for parameter in arguments.optional:
         if not failure.state.holds(parameter.name) and parameter.name in failure.text:
             for want in list(arguments.usual(parameter, model))[:3]:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from autoplan.capture.feeding.failure import Failure
 from autoplan.capture.feeding.resize import larger, multiples, of_kind, of_rank, resized
-from autoplan.capture.feeding.wants import State
+from autoplan.capture.feeding.wants import Path, State, Want
 
 __all__ = ["UNPACKED", "told_by_message"]
 
@@ -23,11 +24,19 @@ _RANKS = (
     re.compile(r"[Ee]xpected (?:input to be |a |an? input of )?(\d)-?D(?:imensional)?\b"),
     re.compile(r"(?:must be|be a|expects? a?|only supports?|needs|requires?) (\d)-?[dD]\b"),
 )
+_UNLIKE = re.compile(r"same number of dimensions: got (\d+) and (\d+)")
+_TURNED = re.compile(r"input\.dim\(\) = (\d+) is not equal to len\(dims\) = (\d+)")
+_EXPANDED = re.compile(r"number of sizes provided \((\d+)\) must be greater or equal .* \((\d+)\)")
+_SPLIT = re.compile(r"sum exactly to (\d+) .*split_sizes=\[([\d, ]+)\]")
 _TOO_MANY = re.compile(r"not (?:supported|implemented) for (\d)D")
 _DIM_RANGE = re.compile(r"Dimension out of range \(expected to be in range of \[-?\d+, \d+\], but got (-?\d+)\)")
 _DTYPE = re.compile(
     r"dtype|scalar type|Long|Int\b|Float|Double|floating|index tensor|data type|must be (?:long|int|float)"
     r"|indices must be"
+)
+_NUMBER = re.compile(
+    r"cannot be interpreted as an integer|must be (?:tuple of ints|int), not Tensor|received an invalid combination"
+    r"|only integer tensors of a single element|an integer is required|must be int|Boolean value of Tensor"
 )
 _SMALL = re.compile(
     r"[Kk]ernel size|too small|Padding size|non-?empty|0 elements|zero-size|greater than|at least|[Ll]arger"
@@ -40,7 +49,7 @@ def told_by_message(failure: Failure, model: torch.nn.Module) -> Iterator[State]
     """Other states, the most telling first."""
     yield from _rank(failure, model)
     yield from _pattern(failure, model)
-    for found in (_dtype, _range, _sizes, _larger):
+    for found in (_masks, _broadcast, _plain_number, _dtype, _range, _sizes, _larger):
         yield from found(failure)
 
 
@@ -48,6 +57,10 @@ def _rank(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
     """How many dims: what was unpacked, a dim that is not there, a number in the message."""
     text, state = failure.text, failure.state
     unpacked = UNPACKED.search(text)
+    for got in _UNLIKE.findall(text):  # concatenated: the one must be like the other
+        for path in failure.blamed:
+            for rank in map(int, got):
+                yield from of_rank(state, path, rank)
     for path in failure.paths[:4]:
         leaf = state.at(path)
         if leaf is None:
@@ -62,8 +75,16 @@ def _rank(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
         if outside:
             dim = int(outside[1])
             ranks += [dim + 1, now + 1] if dim >= 0 else [-dim, now + 1]
+        if "For unbatched 2-D input" in text:
+            ranks.append(3)
         if re.search(r"too many indices|0-d tensor|0-dim", text):
             ranks += [now + 1, now + 2]
+        turned = _TURNED.search(text)
+        if turned:
+            ranks.append(now + int(turned[2]) - int(turned[1]))
+        short = _EXPANDED.search(text)
+        if short:
+            ranks.append(now + int(short[1]) - int(short[2]))
         for pattern in _RANKS:
             ranks += [int(found) for found in pattern.findall(text)]
         if re.search(r"number of dimensions|must have .*dim", text):
@@ -71,8 +92,20 @@ def _rank(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
         if _TOO_MANY.search(text):
             ranks += [now - 1, now + 1]
         for rank in dict.fromkeys(ranks):
+            yield from _all_of_rank(state, failure.blamed, now, rank)
             yield from of_rank(state, path, rank, _first_channels(model, rank))
             yield from of_rank(state, path, rank)
+
+
+def _all_of_rank(state: State, paths: tuple[Path, ...], now: int, rank: int) -> Iterator[State]:
+    """Arguments that were joined before it failed get another rank together."""
+    alike = [path for path in paths if (leaf := state.at(path)) is not None and len(leaf.shape) == now]
+    if len(alike) > 1:
+        changed: State | None = state
+        for path in alike:
+            changed = next(of_rank(changed, path, rank), None) if changed is not None else None
+        if changed is not None:
+            yield changed
 
 
 def _first_channels(model: torch.nn.Module, rank: int) -> int:
@@ -110,6 +143,36 @@ def _pattern(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
             yield from multiples(state, failure.paths, have, product)
 
 
+def _masks(failure: Failure) -> Iterator[State]:
+    """Masks of numbers where truth values were given: all of them, since one convention holds for all."""
+    if "bool tensor is not supported" in failure.text or "dtype bool" in failure.text.lower():
+        state = failure.state
+        for path, leaf in failure.state.leaves():
+            if leaf.kind == "bool":
+                state = state.with_want(path, replace(leaf, kind="ones"))
+        yield state
+
+
+def _broadcast(failure: Failure) -> Iterator[State]:
+    """A mask that does not go with the scores: of each sequence, each query, each head."""
+    if "must match the size of tensor" not in failure.text:
+        return
+    for path in failure.blamed:
+        leaf = failure.state.at(path)
+        if leaf is not None and leaf.kind == "bool" and "length" in leaf.shape:
+            for shape in (("batch", 1, "length"), ("batch", "length", "length"), ("batch", 1, 1, "length")):
+                yield failure.state.with_want(path, replace(leaf, shape=shape))
+
+
+def _plain_number(failure: Failure) -> Iterator[State]:
+    """A plain number where a tensor was given: how many there are of something."""
+    if not _NUMBER.search(failure.text):
+        return
+    for path in failure.blamed or failure.paths[:2]:
+        yield failure.state.with_want(path, Want("size", value="length"))
+        yield failure.state.with_want(path, Want("value", value=0))
+
+
 def _dtype(failure: Failure) -> Iterator[State]:
     """Whole numbers where floats were given, or floats where whole numbers were."""
     if not _DTYPE.search(failure.text):
@@ -133,6 +196,8 @@ def _range(failure: Failure) -> Iterator[State]:
     limits = [int(n) for n in re.findall(r"with size (\d+)", failure.text)]
     for path in failure.paths[:3]:
         leaf = state.at(path)
+        if leaf is not None and leaf.kind == "float":  # cast to whole numbers on the way
+            yield from of_kind(state, path, "unit")
         for below in (*limits, 2, 1):
             if leaf is not None and leaf.kind == "ids" and leaf.below != below:
                 yield from of_kind(state, path, "ids", below)
@@ -149,6 +214,9 @@ def _sizes(failure: Failure) -> Iterator[State]:
     numbers = list(dict.fromkeys([*(n for pair in products for n in pair), *numbers]))[:12]
     state, paths = failure.state, failure.paths
     sizes = {n for path in paths if (leaf := state.at(path)) for n in leaf.sizes(state.sizes)[1:]}
+    split = _SPLIT.search(failure.text)
+    if split:
+        yield from resized(state, paths, int(split[1]), sum(map(int, split[2].split(","))))
     pairs = [(have, want) for have in numbers for want in numbers if have != want and want > 1]
     pairs.sort(key=lambda pair: (pair[0] not in sizes, numbers.index(pair[0])))
     for have, want in pairs[:12]:

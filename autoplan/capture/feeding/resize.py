@@ -7,7 +7,7 @@ by multiplying (split, flattened), or of both sides of a picture (patches).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from math import isqrt
 
@@ -16,6 +16,8 @@ from autoplan.capture.feeding.wants import BATCH, Path, State, Want
 __all__ = ["larger", "multiples", "of_kind", "of_rank", "resized"]
 
 _STEPS = (2, 4)
+_FEW = 8  # what is less is no size that windows go over
+_TOKENS = 17  # beside patches: of classes, of times, buffers
 _LARGEST = {"side": 256, "length": 1024, "samples": 65536, "frames": 64}
 
 
@@ -34,11 +36,23 @@ def resized(state: State, paths: Iterable[Path], have: int, want: int) -> Iterat
                 yield from state.with_dim(path, dim, want)
             elif leaf.shape[dim] != BATCH:
                 made.append((path, dim, size))
+    yield from _in_ratio(state, made, have, want, _made_of)
     for path in paths:
         yield from _patches(state, path, have, want)
+        yield from _areas(state, path, have, want)
+    yield from _in_ratio(state, made, have, want, _nearly_made_of)
+
+
+def _in_ratio(
+    state: State,
+    made: Iterable[tuple[Path, int, int]],
+    have: int,
+    want: int,
+    better: Callable[[int, int, int], Iterable[int]],
+) -> Iterator[State]:
     for path, dim, size in made:
-        for better in _made_of(size, have, want):
-            yield from state.with_dim(path, dim, better)
+        for other in better(size, have, want):
+            yield from state.with_dim(path, dim, other)
 
 
 def _made_of(size: int, have: int, want: int) -> Iterator[int]:
@@ -48,16 +62,35 @@ def _made_of(size: int, have: int, want: int) -> Iterator[int]:
         yield size + want - have
 
 
+def _nearly_made_of(size: int, have: int, want: int) -> Iterator[int]:
+    """Through windows and strides: in about the same ratio."""
+    if have and size >= _FEW and size * want % have:
+        near = round(size * want / have)
+        yield from (close for close in (near, near + 1, near - 1) if close > 1 and close != size)
+
+
 def _patches(state: State, path: Path, have: int, want: int) -> Iterator[State]:
-    """As many patches as asked, of a picture's both sides, with none, one or two tokens more."""
+    """As many patches as asked, of a picture's both sides, with a few tokens more."""
     leaf = state.at(path)
     if leaf is None or len(leaf.shape) < 4:
         return
     side = leaf.sizes(state.sizes)[-1]
-    for more in (0, 1, 2):
+    for more in range(_TOKENS):
         now, then = isqrt(max(have - more, 0)), isqrt(max(want - more, 0))
         if now and then and now**2 == have - more and then**2 == want - more and side * then % now == 0:
             yield _with_sides(state, path, side * then // now)
+
+
+def _areas(state: State, path: Path, have: int, want: int) -> Iterator[State]:
+    """A picture whose area goes into the size: its sides by the root. And half of it, with which others may fit."""
+    leaf = state.at(path)
+    if leaf is None or len(leaf.shape) < 4 or not have:
+        return
+    side = leaf.sizes(state.sizes)[-1]
+    near = round(side * (want / have) ** 0.5)
+    for close in dict.fromkeys((near, near + 1, near - 1, near + 2, near - 2, side // 2, side // 4)):
+        if 1 < close <= _LARGEST["side"] and close != side and leaf.shape[-1] == leaf.shape[-2]:
+            yield _with_sides(state, path, close)
 
 
 def _with_sides(state: State, path: Path, side: int) -> State:
@@ -115,6 +148,8 @@ def _shapes(rank: int, channels: int, leaf: Want) -> Iterator[tuple[int | str, .
     last = leaf.shape[-1] if len(leaf.shape) > 1 and leaf.shape[-1] not in ("length", "side") else "width"
     several: list[int | str] = [channels] if channels else [last if isinstance(last, int) else 3, 1, 4, "width"]
     if rank < 2:
+        if rank and "length" in leaf.shape:
+            yield ("length",)
         yield ("batch",)[:rank]
     elif rank == 2:
         yield from (("batch", size) for size in ([channels] if channels else ["length", last]))

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autoplan.capture.dry_run import SMALL, depends_on_data, own, quiet, with_storage, without_storage
 from autoplan.capture.feeding.arguments import Arguments
 from autoplan.capture.feeding.failure import Failure
-from autoplan.capture.feeding.failures import proposals
+from autoplan.capture.feeding.failures import NOTHING_READ, told, usually
 from autoplan.capture.feeding.wants import BATCH, State
 from autoplan.capture.feeding.watch import Watch
 from autoplan.capture.outside import refusing_outsiders
@@ -30,10 +30,15 @@ from autoplan.common.errors import OutsideError
 from autoplan.common.nested import flatten_tensors
 from autoplan.common.random_values import untouched_randomness
 
-__all__ = ["Search", "Step"]
+__all__ = ["MOST_TRIES", "Search", "Step"]
 
-_MOST_TRIES, _MOST_SECONDS = 200, 20.0
-_MOST_CHILDREN = 24
+MOST_TRIES, _MOST_SECONDS = 400, 20.0
+_MOST_TOLD, _MOST_USUAL = 24, 16  # of what a failure tells, and of what is usual
+_USUAL_AT = 6  # after so many of the first
+_CREDIT = 5  # changes
+_STALE = 4  # places that what a change without progress led to waits behind its siblings
+_SMALL = 8  # the same for a length that shows little
+_FEW_ELEMENTS = 20_000
 _PATIENCE = 8  # tries for a result that is finite
 _MOST_ELEMENTS = 2_000_000  # of all arguments together
 _MOST_MORE = 30  # tries for arguments that may be left out
@@ -57,6 +62,31 @@ class Step:
     ended: bool = False  # it came to its end, though with numbers that are none
 
 
+@dataclass(order=True, frozen=True)
+class _Next:
+    """A state that is to be tried, the most promising first: what it comes from came farthest, and told it first.
+
+    `stale`: how many changes before it led no farther. An argument that was added may fail before what went well
+    without it: for a few changes it has `credit` for that.
+    """
+
+    reached: int  # negative: the least comes first
+    late: int
+    number: int
+    state: State = field(compare=False)
+    why: str = field(compare=False)
+    stale: int = field(default=0, compare=False)
+    credit: int = field(default=0, compare=False)
+    left: int = field(default=0, compare=False)
+
+    def then(self, step: Step, child: State, why: str, late: int, number: int) -> _Next:
+        added = len(list(child.leaves())) > len(list(step.state.leaves()))
+        stale = 0 if step.reached > -self.reached or added else self.stale + 1
+        reached = max(step.reached, self.credit if self.left else 0)
+        left = _CREDIT if added else max(self.left - 1, 0)
+        return _Next(-reached, late + _STALE * stale, number, child, why, stale, reached if left else 0, left)
+
+
 @dataclass
 class Search:
     """The tries of one model."""
@@ -64,6 +94,7 @@ class Search:
     model: nn.Module
     arguments: Arguments
     seed: int
+    most: int = MOST_TRIES
     steps: list[Step] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -78,7 +109,7 @@ class Search:
     def run(self, start: State) -> State | None:
         """The first state that runs, made better; None where the budget ends without one."""
         with untouched_randomness(self.seed), quiet():
-            found = self._first(start, _MOST_TRIES)
+            found = self._first(start, self.most)
             return None if found is None else self._better(found)
 
     @property
@@ -104,14 +135,15 @@ class Search:
 
     def _first(self, start: State, most: int) -> Step | None:
         """Best first: from the state that came farthest, what its failure tells."""
-        waiting: list[tuple[int, int, int, State, str]] = [(0, 0, next(self.count), start, "the likeliest")]
+        waiting = [_Next(0, 0, next(self.count), start, "the likeliest")]
+        elements = max(start.elements(), _FEW_ELEMENTS)
         tries, patience = 0, _PATIENCE
         unset: Step | None = None
         while waiting and tries < most and self._in_time():
-            _, _, _, state, why = heapq.heappop(waiting)
-            if state in self.seen:
+            now = heapq.heappop(waiting)
+            if now.state in self.seen:
                 continue
-            step, tries = self._try(state, why), tries + 1
+            step, tries = self._try(now.state, now.why), tries + 1
             if not step.failed:
                 return step
             if step.ended:  # of weights that nobody has set, no input makes finite numbers
@@ -119,21 +151,23 @@ class Search:
                 patience -= 1
                 if patience < 0:
                     return replace(unset, failed="")
-            for rank, (child, reason) in enumerate(self._children()):
-                heapq.heappush(waiting, (-step.reached, rank, next(self.count), child, reason))
+            for late, child, reason in self._children():
+                late += max(child.elements() // elements, 1).bit_length() - 1
+                late += _SMALL * (child.sizes["length"] < start.sizes["length"] // 2)
+                heapq.heappush(waiting, now.then(step, child, reason, late, next(self.count)))
         return None if unset is None else replace(unset, failed="")
 
-    def _children(self) -> Iterator[tuple[State, str]]:
-        """What the last failure tells."""
+    def _children(self) -> Iterator[tuple[int, State, str]]:
+        """What the last failure tells, and what is usual, each with its place in the queue."""
         failure, self._failure = self._failure, None
         assert failure is not None
-        made = 0
-        for child, why in proposals(failure, self.arguments, self.model):
-            if child not in self.seen and child.elements() <= _MOST_ELEMENTS:
-                yield child, why
-                made += 1
-            if made >= _MOST_CHILDREN:
-                return
+        for first, most, found in (
+            (0, _MOST_TOLD, told(failure, self.arguments, self.model)),
+            (_USUAL_AT, _MOST_USUAL, usually(failure, self.arguments, self.model)),
+        ):
+            new = (pair for pair in found if pair[0] not in self.seen and pair[0].elements() <= _MOST_ELEMENTS)
+            for late, (state, why) in enumerate(itertools.islice(new, most), first):
+                yield late, state, why
 
     def _in_time(self) -> bool:
         return time.process_time() - self.began < _MOST_SECONDS
@@ -210,7 +244,7 @@ class Search:
                         result = twin(**values)
                     return self._not_a_result(result, watch)
                 with mode:
-                    faked = {name: _owned(value) for name, value in values.items()}
+                    faked = {name: own(value) for name, value in values.items()}
                     with watch.over(faked):
                         twin(**faked)
         except OutsideError:
@@ -222,7 +256,7 @@ class Search:
     def _not_a_result(self, result: Any, watch: Watch) -> Exception | None:
         """A run that reads no weight, or makes numbers that are none, tells nothing."""
         if watch.names and not watch.read:
-            return ValueError("it reads no weight")
+            return ValueError(NOTHING_READ)
         tensors = [tensor for _, tensor in flatten_tensors(result) if tensor.is_floating_point()]
         if any(not torch.isfinite(tensor).all() for tensor in tensors if tensor.numel() < 10_000_000):
             return _NotFiniteError("its result is not finite")
@@ -235,12 +269,6 @@ class Search:
             self._twin = real or without_storage(self.model)
             self._twin[1].eval()
         return self._twin
-
-
-def _owned(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_owned(item) for item in value]
-    return {key: _owned(item) for key, item in value.items()} if isinstance(value, dict) else own(value)
 
 
 def _grown(name: str, size: int) -> tuple[int, int]:

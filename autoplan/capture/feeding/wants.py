@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -17,18 +18,24 @@ from autoplan.capture.draw import Draw
 
 __all__ = ["BATCH", "Kind", "Path", "SIZES", "State", "Want"]
 
-Kind = Literal["ids", "float", "unit", "bool", "complex", "lengths", "zeros", "none", "value", "list", "dict"]
+Kind = Literal[
+    "ids", "float", "unit", "ones", "bool", "complex", "lengths", "zeros", "positions", "borders",
+    "none", "value", "size", "list", "dict", "record",
+]  # fmt: skip
 Path = tuple[str | int, ...]  # the argument, then keys and places inside it
 BATCH = "batch"
 # No two alike, so that a size tells what it is the size of.
 SIZES = {BATCH: 2, "length": 10, "width": 16, "side": 32, "frames": 8, "samples": 4096, "nodes": 9, "edges": 14}
 _LARGEST = 70_000  # of one dim: more is no example
-_TENSORS = ("ids", "float", "unit", "bool", "complex", "lengths", "zeros")
+_HOLD = ("list", "dict", "record")
+_TENSORS = ("ids", "float", "unit", "ones", "bool", "complex", "lengths", "zeros", "positions", "borders")
 
 
 @dataclass(frozen=True)
 class Want:
-    """A kind, a shape of sizes and names of sizes; ids are below `below`. Lists and dicts hold `items`."""
+    """A kind, a shape of sizes and names of sizes; ids are below `below`. Lists, dicts and records hold `items`; a
+    record is of the class `value`, or a namespace. Positions count along the last dim; borders part all `length`
+    positions in two; a size is a plain number, that of the name `value`."""
 
     kind: Kind
     shape: tuple[int | str, ...] = ()
@@ -49,6 +56,10 @@ class Want:
             return repr(self.value)
         if self.kind == "none":
             return "None"
+        if self.kind == "size":
+            return str(sizes[self.value])
+        if self.kind == "record":
+            return f"{self._class} of {{{', '.join(f'{key}: {item.text(sizes)}' for key, item in self.items)}}}"
         if self.items or not self.is_tensor:
             inside = ", ".join(f"{key}: {item.text(sizes)}" for key, item in self.items)
             return f"{self.kind} of {{{inside}}}" if inside else f"empty {self.kind}"
@@ -62,14 +73,23 @@ class Want:
             "ids": f"torch.randint(0, {self._below(sizes)}, ({shape},))",
             "float": f"torch.randn({shape or '()'})",
             "unit": f"torch.rand({shape or '()'})",
+            "ones": f"torch.ones({shape or '()'})",
             "complex": f"torch.randn({shape}, dtype=torch.complex64)",
             "bool": f"torch.ones({shape}, dtype=torch.bool)",
             "lengths": f"torch.full(({shape},), {sizes['length']})",
             "zeros": f"torch.zeros({shape}, dtype=torch.long)",
+            "positions": f"torch.arange({self.sizes(sizes)[-1:] and self.sizes(sizes)[-1]}).expand({shape})",
+            "borders": f"torch.tensor({_borders(sizes)})",
+            "size": str(sizes.get(str(self.value))),
             "list": "[" + ", ".join(item.code(sizes) for _, item in self.items) + "]",
+            "record": f"{self._class}({', '.join(f'{key}={item.code(sizes)}' for key, item in self.items)})",
             "dict": "{" + ", ".join(f"{key!r}: {item.code(sizes)}" for key, item in self.items) + "}",
         }
         return made.get(self.kind, repr(self.value))
+
+    @property
+    def _class(self) -> str:
+        return "types.SimpleNamespace" if self.value is None else str(getattr(self.value, "__name__", "record"))
 
     def _below(self, sizes: Mapping[str, int]) -> int:
         return sizes[self.below] if isinstance(self.below, str) else self.below
@@ -82,6 +102,10 @@ class Want:
             return [item.make(draw, sizes) for _, item in self.items]
         if self.kind == "dict":
             return {key: item.make(draw, sizes) for key, item in self.items}
+        if self.kind == "size":
+            return sizes[self.value]
+        if self.kind == "record":
+            return (self.value or SimpleNamespace)(**{str(key): item.make(draw, sizes) for key, item in self.items})
         shape = self.sizes(sizes)
         if self.kind == "ids":
             return draw.integers(0, self._below(sizes), shape)
@@ -91,6 +115,12 @@ class Want:
             return torch.full(shape, sizes["length"])
         if self.kind == "zeros":
             return torch.zeros(shape, dtype=torch.long)
+        if self.kind == "positions":
+            return torch.arange(shape[-1]).expand(shape).clone()
+        if self.kind == "borders":
+            return torch.tensor(_borders(sizes), dtype=torch.int32)
+        if self.kind == "ones":
+            return torch.ones(shape, dtype=draw.dtype)
         if self.kind == "unit":
             return draw.uniform(shape)
         if self.kind == "complex":
@@ -141,7 +171,7 @@ class State:
         if want is None or size < 1 or size > _LARGEST:
             return
         now = want.shape[dim]
-        if size < 2 and now in ("length", "side", "samples", "frames"):  # a size of one shows nothing
+        if size < 2 and now in ("length", "side", "samples", "frames", "nodes", "edges"):  # a size of one shows nothing
             return
         if isinstance(now, str) and now != BATCH:
             yield self.with_size(now, size)
@@ -154,8 +184,12 @@ class State:
         return {name: want.make(draw, self.sizes) for name, want in self.wants}
 
 
+def _borders(sizes: Mapping[str, int]) -> list[int]:
+    return [0, sizes["length"] // 2, sizes["length"]]
+
+
 def _leaves(path: Path, want: Want) -> Iterator[tuple[Path, Want]]:
-    if want.kind in ("list", "dict"):
+    if want.kind in _HOLD:
         for key, item in want.items:
             yield from _leaves((*path, key), item)
     elif want.is_tensor:
@@ -165,7 +199,7 @@ def _leaves(path: Path, want: Want) -> Iterator[tuple[Path, Want]]:
 def _changed(want: Want | None, path: Path, new: Want) -> Want:
     if not path:
         return new
-    if want is None or want.kind not in ("list", "dict"):
+    if want is None or want.kind not in _HOLD:
         want = Want("dict" if isinstance(path[0], str) else "list")
     items = dict(want.items)
     items[path[0]] = _changed(items.get(path[0]), path[1:], new)

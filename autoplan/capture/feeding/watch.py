@@ -88,7 +88,6 @@ class Watch(TorchFunctionMode):
         name = str(getattr(func, "__name__", func))
         if not name.startswith("__get__"):
             self.read.update(weights)
-            self.steps.add((*_caller(), name))
             self.last = paths or self.last
         try:
             result = func(*args, **kwargs)
@@ -97,6 +96,8 @@ class Watch(TorchFunctionMode):
             raise
         if any(tensor.numel() > _LARGEST for _, tensor in flatten_tensors(result)):
             raise MemoryError(f"{name} makes a tensor of more than {_LARGEST:,} numbers")
+        if not name.startswith("__get__"):
+            self.steps.add((*_caller(), name))
         if paths:
             self._note_rows(name, args, kwargs, given)
             direct = not weights and all(is_direct(tensor) for tensor in given if origin(tensor))

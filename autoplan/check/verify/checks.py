@@ -32,12 +32,14 @@ ADVICE = {NORM: "clip_grad_norm_ clips by another norm than unsharded: sharded p
 
 @dataclass(frozen=True)
 class Check:
-    """`run` looks at one model. `absent` says why the check does not apply to it, or ""."""
+    """`run` looks at one model. `absent` says why the check does not apply to it, or "". `if_it_runs`: a model that
+    cannot go through it unsharded is checked without it, and the report says so."""
 
     name: str
     about: str
     run: Callable[[Subject], Observation]
     absent: Callable[[Subject], str] = lambda subject: ""
+    if_it_runs: bool = False
 
 
 # ------------------------------------------------------------------------------------------------ the checks
@@ -61,7 +63,7 @@ def loss(subject: Subject) -> Observation:
     for feed, labels in subject.labels.items():
         subject.model.zero_grad(set_to_none=True)
         outputs = tensors_in(subject.forward({**subject.feeds[feed], known.targets: labels}))
-        outputs[known.loss].backward()
+        subject.backward(outputs[known.loss])
         found[f"{feed} output"] = {name: tensor.detach().clone() for name, tensor in outputs.items()}
         found[f"{feed} gradient"] = subject.gradients()
     return found
@@ -258,7 +260,7 @@ CHECKS = (
     Check("attention", "the same with the other attention implementation", attention, _one_attention),
     Check("cache", "decoding token by token from a cache", cache, _no_cache),
     Check("state_dict", "saved names, shapes and values; a plain checkpoint loads back", state_dict),
-    Check("dropout", "training mode with another seed on each rank", dropout),
+    Check("dropout", "training mode with another seed on each rank", dropout, if_it_runs=True),
     Check("optimizer", "parameters after three steps; AdamW over all of them", optimizer),
 )
 

@@ -102,7 +102,7 @@ def _reference(model: nn.Module, batches: Sequence[Inputs], lifted: bool) -> tup
 
     with random_streams.fork():
         subject = Subject(copied(model).eval(), {}, lifted=lifted)
-        _mean_loss(subject, batches).backward()
+        subject.backward(_mean_loss(subject, batches))
         first = float(torch.nn.utils.get_total_norm([g for g in subject.gradients().values()]))
         max_norm = 0.5 * first if first else 1.0
         rate = 0.05 / max_norm
@@ -111,7 +111,7 @@ def _reference(model: nn.Module, batches: Sequence[Inputs], lifted: bool) -> tup
         for step in range(STEPS):
             subject.model.zero_grad(set_to_none=True)
             loss = _mean_loss(subject, batches)
-            loss.backward()
+            subject.backward(loss)
             if step == 0:
                 seen["first gradient"] = subject.gradients()
             parameters = list(subject.model.parameters())
@@ -196,7 +196,7 @@ def _step(subject: Subject, optimizer: Any, batch: Inputs, job: _Job, mesh: Any,
 
     subject.model.zero_grad(set_to_none=True)
     loss = _loss(subject, batch)
-    loss.backward()
+    subject.backward(loss)
     if step == 0:
         seen["first gradient"] = subject.gradients()
     seen["norm"][f"step {step}"] = clip_gradients(subject.model, job.max_norm)

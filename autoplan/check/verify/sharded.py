@@ -56,14 +56,14 @@ class Sharding:
 
 
 class CheckFailed(AutoplanError):
-    """A check could not be carried out on a rank."""
+    """A check could not be carried out, on a rank or unsharded."""
 
-    def __init__(self, check: str, reason: str) -> None:
-        super().__init__(reason)
+    def __init__(self, check: str, reason: str, hint: str = "") -> None:
+        super().__init__(reason, hint=hint)
         self.check = check
 
     def __reduce__(self) -> Any:
-        return CheckFailed, (self.check, self.message)
+        return CheckFailed, (self.check, self.message, self.hint)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def _check(
 
     subject = _prepared(model, feeds, others)
     stage("running the tiny clone unsharded")
-    reference, absent = _reference(subject, wanted)
+    subject, reference, absent = _observed_unsharded(subject, wanted)
     job = _Job(subject, sharding, tp_size, tuple(reference), tuple((dims or {"tp": tp_size}).items()))
     ranks, findings = _observe_all(job, engine, mesh, budget)
     tolerance = tolerance_for(_dtype(model))
@@ -200,6 +200,20 @@ def can_be_lifted(subject: Any) -> bool:
     return True
 
 
+def _observed_unsharded(subject: Any, wanted: tuple[str, ...]) -> tuple[Any, dict[str, Any], dict[str, str]]:
+    """What the unsharded model says; in single precision inside, where it runs parts again in backward, which torch
+    does outside of every function mode."""
+    from torch.utils.checkpoint import CheckpointError
+
+    try:
+        return subject, *_reference(subject, wanted)
+    except CheckFailed as error:
+        if not (subject.lifted and isinstance(error.__cause__, CheckpointError)):
+            raise
+    subject = replace(subject, lifted=False)
+    return subject, *_reference(subject, wanted)
+
+
 def _reference(subject: Any, wanted: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
     """What the unsharded model says, by check; and why some checks do not apply to it."""
     from autoplan.check.verify.checks import CHECKS
@@ -212,8 +226,14 @@ def _reference(subject: Any, wanted: tuple[str, ...]) -> tuple[dict[str, Any], d
             if check.name not in wanted:
                 continue
             absent[check.name] = check.absent(subject)
-            if not absent[check.name]:
+            if absent[check.name]:
+                continue
+            try:
                 seen[check.name] = _run_unsharded(check, subject)
+            except CheckFailed as error:
+                if not check.if_it_runs:
+                    raise
+                absent[check.name] = error.message
     return seen, {name: reason for name, reason in absent.items() if reason}
 
 
@@ -225,10 +245,8 @@ def _run_unsharded(check: Any, subject: Any) -> Any:
     except OutsideError:
         raise
     except CANNOT_RUN as error:
-        raise AutoplanError(
-            f"the unsharded model cannot go through check {check.name!r}: {_said(error)}",
-            hint="pass inputs= that it runs with, or leave the check out",
-        ) from error
+        text = f"the unsharded model cannot go through check {check.name!r}: {_said(error)}"
+        raise CheckFailed(check.name, text, "pass inputs= that it runs with, or leave the check out") from error
 
 
 def _attentively(check: Any, model: Any) -> AbstractContextManager[None]:

@@ -10,7 +10,7 @@ import inspect
 import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from autoplan.capture.called import PART, call
 from autoplan.common.conventions import conventions
+from autoplan.common.nested import changed_inside, fields_of, is_record
 from autoplan.common.random_values import untouched_randomness
 from autoplan.execute.parameters.state_dict import gathered
 from autoplan.execute.randomness import streams as random_streams
@@ -71,12 +72,21 @@ class Subject:
         for buffer in self.model.buffers():
             if buffer.grad_fn is not None:  # a cache that the run before wrote into: its graph is gone
                 buffer.detach_()
-        given = {name: _copied(value) for name, value in inputs.items()}
+        given = _copied(dict(inputs))
         switch = conventions().cache_switch
         if switch in self.signature and switch not in given and PART not in given:
             given[switch] = False
-        with Lifted() if self.lifted else nullcontext(), self._afresh():
+        with self.precision(), self._afresh():
             return call(self.model, given)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """In the precision of the forward, which a model that checkpoints its own blocks runs here once more. (Function
+        modes are off inside `loss.backward()`, which is a torch function.)"""
+        with self.precision():
+            torch.autograd.backward(loss)
+
+    def precision(self) -> AbstractContextManager[Any]:
+        return Lifted() if self.lifted else nullcontext()
 
     @contextmanager
     def _afresh(self) -> Iterator[None]:
@@ -106,7 +116,7 @@ class Subject:
         loss = weighted_sum(outputs)
         if loss is not None:
             with count_collectives() as backward:
-                loss.backward()
+                self.backward(loss)
             self.collectives = {"forward": dict(forward), "backward": dict(backward)}
         gradients = self.gradients() if loss is not None else {}
         seen = {name: tensor.detach().clone() for name, tensor in outputs.items()}
@@ -143,6 +153,8 @@ def tensors_in(value: Any, path: str = "") -> dict[str, torch.Tensor]:
         items = iter(value.items())
     elif isinstance(value, (list, tuple)):
         items = iter(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
+    elif is_record(value):
+        items = iter(fields_of(value).items())
     found: dict[str, torch.Tensor] = {}
     for key, item in items:
         found.update(tensors_in(item, f"{path}.{key}" if path else str(key)))
@@ -189,4 +201,5 @@ def _seed_host(number: int) -> None:
 
 
 def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    """Forwards change what they are given: lists and dicts too."""
+    return value.clone() if isinstance(value, torch.Tensor) else changed_inside(value, _copied)

@@ -44,7 +44,7 @@ def measured_traffic(subject: Any, blocks: Iterable[str]) -> Measured:
         loss = weighted_sum(tensors_in(result))
         if loss is not None:
             with listening(recorder.backward):
-                loss.backward()
+                subject.backward(loss)
     subject.model.zero_grad(set_to_none=True)
     return recorder.found
 

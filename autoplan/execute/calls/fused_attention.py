@@ -16,16 +16,28 @@ from autoplan.values import AttentionCall
 
 __all__: list[str] = []
 
+Dropped = Callable[[torch.Tensor, float], torch.Tensor]
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
 @executes(AttentionCall)
 def _attention(planned: AttentionCall, at: At) -> Callable[[Any, Any, Any], Any]:
-    group = at.group
-    return lambda func, args, kwargs: _of_a_rank(group, args, kwargs)
+    group, randomness = at.group, at.running.randomness
+
+    def dropped(attention: torch.Tensor, rate: float) -> torch.Tensor:
+        """Each rank draws for its own heads."""
+        if not randomness.active:
+            return F.dropout(attention, rate)
+        randomness.enter_split()
+        try:
+            return F.dropout(attention, rate)
+        finally:
+            randomness.leave_split()
+
+    return lambda func, args, kwargs: _of_a_rank(group, dropped, args, kwargs)
 
 
-def _of_a_rank(group: RankGroup, args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _of_a_rank(group: RankGroup, dropped: Dropped, args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Positions come first, then batch. Weights, packed or not, hold this rank's rows of queries, keys and values."""
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -35,6 +47,8 @@ def _of_a_rank(group: RankGroup, args: Any, kwargs: Any) -> tuple[torch.Tensor, 
     q, k, v = _projected(given, width)
     scores = (q * math.sqrt(1.0 / width)) @ k.transpose(-2, -1)
     attention = (scores + _mask(given, scores)).softmax(-1)
+    if given["training"] and given["dropout_p"] > 0:
+        attention = dropped(attention, given["dropout_p"])
     mixed = (attention @ v).permute(2, 0, 1, 3).flatten(2)
     out = sum_over_ranks(F.linear(mixed, given["out_proj_weight"]), group)
     out = out if given["out_proj_bias"] is None else out + given["out_proj_bias"]

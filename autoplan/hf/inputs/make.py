@@ -12,7 +12,7 @@ forward's own signature and code (`derive_inputs.py`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from autoplan.capture.feeding.wants import SIZES
 from autoplan.common.errors import CaptureError
 from autoplan.hf.inputs.from_config import make_feeds
 
-__all__ = ["Feeds", "core_of", "feeds_for", "make_inputs", "users_feeds"]
+__all__ = ["Feeds", "arguments_of", "core_of", "feeds_for", "make_inputs", "users_feeds"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def make_inputs(
     A `recipe` has two sizes: its first for the usual batch and length, else the other.
     """
     if inputs is not None:
-        return Feeds(users_feeds(inputs))
+        return Feeds(users_feeds(inputs, arguments_of(model)))
     core = core_of(model)
     config = config or (core.config if core is not None else None)
     if config is not None:
@@ -96,8 +96,14 @@ def core_of(model: nn.Module) -> PreTrainedModel | None:
     return core if passes_on or core.main_input_name in {parameter.name for parameter in taken} else None
 
 
-def users_feeds(inputs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """`{argument: value}` is one feed; `{feed: {argument: value}}` is as many as it says.
+def arguments_of(model: nn.Module) -> frozenset[str]:
+    """The names of what its forward takes."""
+    return frozenset(inspect.signature(model.forward).parameters)
+
+
+def users_feeds(inputs: Mapping[str, Any], arguments: Collection[str] = ()) -> dict[str, dict[str, Any]]:
+    """`{argument: value}` is one feed; `{feed: {argument: value}}` is as many as it says. An argument of the forward
+    that is a dict is an argument.
 
     A feed with the key "@module" calls that part in place of the model (`called.py`).
     """
@@ -109,6 +115,6 @@ def users_feeds(inputs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     wrong = [name for name in inputs if not isinstance(name, str)]
     if wrong:
         raise CaptureError(f"inputs= has the key {wrong[0]!r}", hint="keys are names of forward's arguments")
-    if all(isinstance(value, Mapping) for value in inputs.values()):
+    if all(isinstance(value, Mapping) for value in inputs.values()) and not all(name in arguments for name in inputs):
         return {feed: dict(keywords) for feed, keywords in inputs.items()}
     return {"forward": dict(inputs)}
