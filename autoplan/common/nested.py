@@ -59,7 +59,9 @@ def fields_of(record: Any) -> dict[str, Any]:
     """What a record holds."""
     if isinstance(record, SimpleNamespace):
         return dict(vars(record))
-    return {field.name: getattr(record, field.name, None) for field in dataclasses.fields(record)}
+    held = getattr(record, "__dict__", None)  # as it is kept: a class may refuse to say a field when it is asked
+    names = [field.name for field in dataclasses.fields(record)]
+    return {name: getattr(record, name, None) if held is None else held.get(name) for name in names}
 
 
 def changed_inside(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -68,7 +70,7 @@ def changed_inside(value: Any, change: Callable[[Any], Any]) -> Any:
         return {key: change(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return _like(value, [change(item) for item in value])
-    if is_record(value):
+    if is_record(value) and next(flatten_tensors(value), None) is not None:  # a config holds none, and stays itself
         return _with_fields(value, {name: change(item) for name, item in fields_of(value).items()})
     return value
 

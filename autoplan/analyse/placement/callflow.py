@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any, NamedTuple
 
+from autoplan.ops import call_record
+from autoplan.ops.records.record import Shows
 from autoplan.values import Call, ModuleVisit, Trace, refs, refs_with_paths
 
 __all__ = ["CallFlow", "Crossing"]
 
 _READ_BY_PYTHON = frozenset({"_local_scalar_dense", "nonzero"})
 _DETACHING = frozenset({"detach", "attr:data", "detach_"})
-_SHAPES = frozenset({"squeeze", "unsqueeze", "view", "reshape", "flatten", "unflatten", "transpose", "t", "permute"})
 
 
 class Crossing(NamedTuple):
@@ -101,7 +102,9 @@ class CallFlow:
         return detached
 
     def _unread_shape(self, index: int) -> bool:
-        if self.trace.calls[index].name not in _SHAPES or len(self.inputs[index]) != 1:
+        call = self.trace.calls[index]
+        shows = call_record(call.name).shows
+        if shows not in (Shows.RESHAPED, Shows.VIEWED) or len(self.inputs[index]) != 1:
             return False
         given, made = self.inputs[index][0], self.outputs[index]
         return self.trace.tensors[given].kind == "parameter" and not any(

@@ -36,9 +36,10 @@ def resized(state: State, paths: Iterable[Path], have: int, want: int) -> Iterat
                 yield from state.with_dim(path, dim, want)
             elif leaf.shape[dim] != BATCH:
                 made.append((path, dim, size))
-    yield from _in_ratio(state, made, have, want, _made_of)
     for path in paths:
         yield from _patches(state, path, have, want)
+    yield from _in_ratio(state, made, have, want, _made_of)
+    for path in paths:
         yield from _areas(state, path, have, want)
     yield from _in_ratio(state, made, have, want, _nearly_made_of)
 
