@@ -263,9 +263,11 @@ def _share_tables(modules: dict[str, nn.Module], works: dict[str, ModuleWork]) -
     callers get it from `get_input_embeddings`."""
     tables = {id(vars(modules[n])["_parameters"].get("weight")): w for n, w in works.items() if w.of(VocabularyTable)}
     for name, module in modules.items():
+        if not isinstance(module, nn.Embedding):
+            continue
         weight = vars(module)["_parameters"].get("weight")
         known = tables.get(id(weight)) if weight is not None else None
-        if known is None or name in works or not isinstance(module, nn.Embedding):
+        if known is None or name in works:
             continue
         if all(modules[work] is not module for work in works):
             works[name] = ModuleWork(name, list(known.instructions), known.framed, known.random)
