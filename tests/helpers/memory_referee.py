@@ -23,6 +23,7 @@ from autoplan.forecast.recording.world import fake_mesh
 from autoplan.forecast.sharded import as_on_a_gpu, faker
 from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of
 from autoplan.patches.kernels import on_reference_path
+from autoplan.patches.simulated_ranks import asks_for_a_shape
 
 
 class _Nothing:
@@ -34,7 +35,13 @@ class _Nothing:
 
 class _Tracker(MemTracker):
     """torch's tracker, which asks for the gradient of every parameter: not of those that have none; and for the storage
-    of what a module returns, which would gather split logits: that is in no peak."""
+    of what a module returns, which would gather split logits: that is in no peak. It also counts whole tensors that
+    DTensor makes to ask for a shape (a gradient added to an earlier one), where they are of the mode of the step."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if asks_for_a_shape():
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _track_inputs_or_outputs(self, args: Any) -> int:
         return 0
