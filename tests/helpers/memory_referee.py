@@ -21,7 +21,7 @@ from autoplan.execute.parameters.held import record_of
 from autoplan.forecast.recording.kernels import kernels_of_a_gpu
 from autoplan.forecast.recording.world import fake_mesh
 from autoplan.forecast.sharded import as_on_a_gpu, faker
-from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of
+from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of, own
 from autoplan.patches.kernels import on_reference_path
 from autoplan.patches.simulated_ranks import asks_for_a_shape
 
@@ -75,7 +75,7 @@ def tracked_peak(
     """MemTracker's peak of a second step of `micro` micro-batches; the update is left out unless it is asked for.
     `along`: cut along the sequence."""
     tp = dims.get("tp", 1)
-    setting = Setting(tp=tp, batch=batch, sequence=sequence)
+    given = inputs_of(steps, Setting(tp=tp, batch=batch, sequence=sequence))  # without storage none with pictures is made
     problem: Exception | None = None
     for how in ("fake", "known"):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -85,8 +85,10 @@ def tracked_peak(
                 as_on_a_gpu(model)
                 autoplan.parallelize(model, mesh, steps.plan(tp, ep, along), check=False, **options)
                 model.train()
-                with kernels_of_a_gpu(model, tp == ep == 1), mode if how == "fake" else KnownValues(mode):
-                    return _tracked(model, inputs_of(steps, setting), micro, update)
+                running: Any = mode if how == "fake" else KnownValues(mode)
+                with kernels_of_a_gpu(model, tp == ep == 1), running:
+                    inputs = {name: own(value, running, None) for name, value in given.items()}
+                    return _tracked(model, inputs, micro, update)
         except Exception as error:
             problem = problem or error
     raise problem or AssertionError
