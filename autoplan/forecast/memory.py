@@ -170,7 +170,7 @@ class Walk:
         self._give("unsharded", size)
         self._check(f"{unit.name or 'the model'} is gathered", "forward")
         turned = self.data.turned(unit)
-        self._give("unsharded", size + turned)  # copied out; the last gather's buffer is held: it overlaps with the next
+        self._give("unsharded", size + turned)  # copied out while the last gather's buffer is held: they overlap
         self._check(f"{unit.name or 'the model'} is gathered", "forward")
         self._give("unsharded", -self.pending - turned)
         self.pending = size

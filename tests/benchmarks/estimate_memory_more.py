@@ -59,8 +59,16 @@ _DENSE: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 8192, "num_h
                           "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 128256,
                           "tie_word_embeddings": False}  # fmt: skip
 _LLAMA = _built("Llama", **_DENSE)
-_MIXTRAL = _built("Mixtral", hidden_size=2048, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=16,
-                  num_key_value_heads=8, vocab_size=32000, num_local_experts=8)
+_MIXTRAL = _built(
+    "Mixtral",
+    hidden_size=2048,
+    intermediate_size=4096,
+    num_hidden_layers=4,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    vocab_size=32000,
+    num_local_experts=8,
+)
 _BOTH = {"dp_shard": 2, "tp": 2}
 _BLOCKS = {"activation_checkpointing": True}
 CASES: dict[str, Case] = {

@@ -1,4 +1,4 @@
-"""Stacks of fewer matrices than data-parallel ranks: cut inside of each, so that no rank has room for what it has not."""
+"""Stacks of fewer matrices than data-parallel ranks: cut inside of each, no rank has room for what is not its."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def tracked_peak(
     """MemTracker's peak of a second step of `micro` micro-batches; the update is left out unless it is asked for.
     `along`: cut along the sequence."""
     tp = dims.get("tp", 1)
-    given = inputs_of(steps, Setting(tp=tp, batch=batch, sequence=sequence))  # without storage none with pictures is made
+    given = inputs_of(steps, Setting(tp=tp, batch=batch, sequence=sequence))  # inside of a mode none has pictures
     problem: Exception | None = None
     for how in ("fake", "known"):
         mode = FakeTensorMode(allow_non_fake_inputs=True)

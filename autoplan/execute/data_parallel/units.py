@@ -72,8 +72,8 @@ def is_stack(parameter: torch.Tensor) -> bool:
 def cut_dim(shape: Sequence[int], ranks: int) -> int:
     """The dim that FSDP2 cuts of a stack that has this shape on a rank of tp.
 
-    Usually the first. Where there are fewer matrices than ranks, that would give every rank room for a whole one, most of
-    it empty: then the first other dim that divides.
+    Usually the first. Where there are fewer matrices than ranks, every rank would have room for a whole one, most of it
+    empty: then it is the first other dim that divides.
     """
     if shape[0] >= ranks:
         return 0
