@@ -35,11 +35,16 @@ class DataRanks:
     casts: bool = False
 
     def padded(self, held: Held) -> int:
-        """Elements of a parameter when every rank holds as many rows as the first."""
-        return -(-held.rows // self.shard) * self.shard * held.row
+        """Elements of a parameter when every rank holds as many as the first."""
+        return held.padded(self.shard)
 
     def gathered(self, unit: UnitSize) -> int:
         return sum(self.padded(p) * (self.compute or p.size) for p in unit.parameters)
+
+    def turned(self, unit: UnitSize) -> int:
+        """Of what is gathered, what FSDP2 copies once more, as it cuts it along another dim than the first."""
+        inside = (p for p in unit.parameters if p.cut_inside(self.shard))
+        return sum(p.elements * (self.compute or p.size) for p in inside)
 
     def reduced(self, unit: UnitSize) -> int:
         return sum(self.padded(p) * (self.reduce or self.compute or p.size) for p in unit.parameters if p.trained)
@@ -164,9 +169,10 @@ class Walk:
         size = self.data.gathered(unit)
         self._give("unsharded", size)
         self._check(f"{unit.name or 'the model'} is gathered", "forward")
-        self._give("unsharded", size)  # copied out while the last gather's buffer is held: it overlaps with the next
+        turned = self.data.turned(unit)
+        self._give("unsharded", size + turned)  # copied out while the last gather's buffer is held: they overlap
         self._check(f"{unit.name or 'the model'} is gathered", "forward")
-        self._give("unsharded", -self.pending)
+        self._give("unsharded", -self.pending - turned)
         self.pending = size
         self.gathered.add(unit.name)
         self._count("all-gather", size)
@@ -187,9 +193,10 @@ class Walk:
         if unit.name not in self.gathered:
             self._prefetch(unit)
             size = self.data.gathered(unit)
-            self._give("unsharded", size)
+            turned = self.data.turned(unit)
+            self._give("unsharded", size + turned)
             self._check(f"{unit.name} is gathered", "backward")
-            self._give("unsharded", -size)
+            self._give("unsharded", -size - turned)
             self.gathered.add(unit.name)
             self.prefetched.discard(unit.name)
         if unit.name in self.order:
@@ -212,20 +219,25 @@ class Walk:
         whole, size = self.data.gradients(unit), self.data.reduced(unit)
         if not size:
             return
-        self._give("unsharded", size - self.held)
+        sizes = {p: p.elements * (self.data.compute or p.size) for p in unit.parameters if p.trained}
+        last = list(sizes)[-1]  # the loop that copies gradients in still holds the last one
+        inside = [p for p in sizes if p.cut_inside(self.data.shard)]
+        beside = sizes[inside[-1]] if inside else 0  # ... and the one that turns them its own
+        self._give("unsharded", size - self.held + beside)
         self._check(f"gradients of {unit.name or 'the model'} are summed", "backward")
         self.held = size
-        last = [p.elements * (self.data.compute or p.size) for p in unit.parameters if p.trained][-1]
+        turned = beside if inside and inside[-1] is not last else 0
         output = size // self.data.shard
-        self._give("gradients", last - whole)  # the loop that copies gradients in still holds the last one
+        self._give("gradients", sizes[last] - whole)
+        self._give("unsharded", turned - beside)
         piece = sum(self.data.stored(p) for p in unit.parameters if p.trained)
         cast = piece if piece != output else 0  # the sum and, in the dtype of the parameters, its copy
         self._give("unsharded", output + cast)
         self._check(f"gradients of {unit.name or 'the model'} are summed", "backward")
         keeps = output if cast and self.data.replicate > 1 else 0  # of each sum over replicas, until backward ends
-        self._give("unsharded", keeps - output - cast)
+        self._give("unsharded", keeps - output - cast - turned)
         self.summed += keeps
-        self._give("gradients", whole - last)
+        self._give("gradients", whole - sizes[last])
         self._give("gradients", (0 if self.adding else piece) - whole)
         self._count("reduce-scatter", size)
         if self.data.replicate > 1:

@@ -7,6 +7,7 @@ were left out is said of those that stand for them too. Data parallelism is not 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +22,7 @@ from autoplan.capture.fold import fold
 from autoplan.common.conventions import conventions
 from autoplan.common.options import Checkpointing, Options, TensorParallel
 from autoplan.common.patterns import matches
-from autoplan.execute.data_parallel.units import choose_units
+from autoplan.execute.data_parallel.units import choose_units, cut_dim, is_stack
 from autoplan.execute.parallelize import shard_model
 from autoplan.forecast.recording.record import Marks
 from autoplan.forecast.recording.tape import LeftOut
@@ -32,17 +33,27 @@ __all__ = ["Copy", "Held", "UnitSize", "as_on_a_gpu", "faker", "sharded_copy"]
 
 @dataclass(frozen=True)
 class Held:
-    """One parameter as it lies on a rank of tp: rows of its first dim, elements of each row, and its dtype."""
+    """One parameter as it lies on a rank of tp. `stack`: of matrices, which FSDP2 may cut inside of each."""
 
     name: str
-    rows: int
-    row: int
+    shape: tuple[int, ...]
     size: int  # bytes of an element as it is stored
     trained: bool
+    stack: bool
 
     @property
     def elements(self) -> int:
-        return self.rows * self.row
+        return math.prod(self.shape)
+
+    def cut_inside(self, ranks: int) -> bool:
+        """Does FSDP2 cut it along another dim than the first?"""
+        return self.stack and cut_dim(self.shape, ranks) > 0
+
+    def padded(self, ranks: int) -> int:
+        """Elements when every one of FSDP2's ranks holds as many as the first."""
+        if self.cut_inside(ranks) or not self.shape:
+            return self.elements
+        return -(-self.shape[0] // ranks) * ranks * math.prod(self.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -174,9 +185,8 @@ def _inside(name: str, module: nn.Module, own: set[int]) -> Iterator[tuple[str, 
 
 def _held(name: str, parameter: torch.Tensor, stored: Mapping[str, int]) -> Held:
     local = _local(parameter)
-    rows = local.shape[0] if local.dim() else 1
-    row = local.numel() // rows if rows else 0
-    return Held(name, rows, row, stored.get(name, local.element_size()), parameter.requires_grad)
+    size = stored.get(name, local.element_size())
+    return Held(name, tuple(local.shape), size, parameter.requires_grad, is_stack(parameter))
 
 
 def _left_out(model: nn.Module, folds: tuple[Fold, ...]) -> LeftOut:

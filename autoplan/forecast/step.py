@@ -35,7 +35,7 @@ from autoplan.patches.kernels import on_reference_path
 from autoplan.planning import capture_source, draft_plan
 from autoplan.values import Plan
 
-__all__ = ["Loss", "Recorded", "Setting", "Steps", "inputs_of", "loss_of"]
+__all__ = ["Loss", "Recorded", "Setting", "Steps", "inputs_of", "loss_of", "own"]
 
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -183,7 +183,7 @@ def _run(copy: Copy, setting: Setting, given: Mapping[str, Any], groups: Mapping
     copy.module.train(setting.training)
     mode: Any = copy.mode if how == "fake" else KnownValues(copy.mode, supposing=how == "supposed")
     with mode:
-        inputs = {name: _own(value, mode, setting.compute) for name, value in given.items()}
+        inputs = {name: own(value, mode, setting.compute) for name, value in given.items()}
         loss = _loss(setting, inputs) if setting.training else None
         with torch.set_grad_enabled(setting.training):
             whole = max(setting.tp, setting.ep) == 1
@@ -199,7 +199,8 @@ def _loss(setting: Setting, inputs: dict[str, Any]) -> Callable[[Any], torch.Ten
     return lambda result: given(result, labels)
 
 
-def _own(value: Any, mode: Any, dtype: torch.dtype | None) -> Any:
+def own(value: Any, mode: Any, dtype: torch.dtype | None) -> Any:
+    """An input as a step without storage takes it."""
     if not isinstance(value, torch.Tensor):
         return value
     value = value.to(dtype) if dtype is not None and value.is_floating_point() else value

@@ -59,6 +59,16 @@ _DENSE: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 8192, "num_h
                           "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 128256,
                           "tie_word_embeddings": False}  # fmt: skip
 _LLAMA = _built("Llama", **_DENSE)
+_MIXTRAL = _built(
+    "Mixtral",
+    hidden_size=2048,
+    intermediate_size=4096,
+    num_hidden_layers=4,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    vocab_size=32000,
+    num_local_experts=8,
+)
 _BOTH = {"dp_shard": 2, "tp": 2}
 _BLOCKS = {"activation_checkpointing": True}
 CASES: dict[str, Case] = {
@@ -71,6 +81,8 @@ CASES: dict[str, Case] = {
                                             num_hidden_layers=4, num_experts=32), {"dp_shard": 2, "tp": 4}, ep=4),
     "qwen3-moe, experts alone": Case(_built("Qwen3Moe", hidden_size=2048, moe_intermediate_size=768,
                                             num_hidden_layers=4, num_experts=32), {"dp_shard": 2, "ep": 4}, ep=4),
+    "mixtral, fewer experts than ranks": Case(_MIXTRAL, {"dp_shard": 4, "tp": 4}, _BLOCKS, ep=4, along=True),
+    "mixtral, fewer experts than ranks, replicas": Case(_MIXTRAL, {"dp_replicate": 2, "dp_shard": 16}, _BLOCKS),
     "jamba": Case(_built("Jamba", hidden_size=2048, intermediate_size=4096, num_hidden_layers=4, num_experts=4,
                          attn_layer_period=4, attn_layer_offset=2, vocab_size=65536), _BOTH, _BLOCKS),
     "falcon-h1": Case(_built("FalconH1", hidden_size=2048, intermediate_size=4096, num_hidden_layers=4,

@@ -127,7 +127,23 @@ def place_of(one: Published, choice: Choice) -> tuple[str, str]:
     place = f"{list(best).index(wanted) + 1} of {len(best)}" if found.fits else "does not fit"
     first = choice.rows[0]
     faster = first.estimate.tokens_per_second / max(found.estimate.tokens_per_second, 1e-9) - 1
-    return place, f"{first} ({faster:+.0%})" if found is not first else "it is the first"
+    return place, f"{first} ({faster:+.0%}: {differs(found, first)})" if found is not first else "it is the first"
+
+
+def differs(found: Row, first: Row) -> str:
+    """Where the time goes that its mesh takes more, in hundredths of the first's step; and how each was run."""
+    theirs, ours = _times(found), _times(first)
+    more = {part: theirs.get(part, 0.0) - ours.get(part, 0.0) for part in {**theirs, **ours}}
+    told = [f"{part} {seconds / sum(ours.values()):+.0%}" for part, seconds in more.items()]
+    return f"{', '.join(told)}; this mesh at its best: {found}"
+
+
+def _times(row: Row) -> dict[str, float]:
+    """Seconds of a token."""
+    time = row.estimate.time
+    assert time is not None
+    parts = {"operations": time.compute, "memory": time.memory, "optimizer": time.optimizer, **dict(time.exposed)}
+    return {part: seconds / row.estimate.tokens for part, seconds in parts.items()}
 
 
 def main(wanted: str = "") -> None:

@@ -9,13 +9,22 @@ import torch
 from adapters import with_adapters
 from memory_referee import tracked_peak
 from torch import nn
-from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, LlamaConfig, MixtralConfig, T5Config
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
+    DeepseekV3Config,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    T5Config,
+)
 
 import autoplan
 from autoplan.forecast.devices import device_names, load_device
 from autoplan.forecast.estimate import Asked, estimate_with
 from autoplan.forecast.meshes import mesh_sizes
-from autoplan.forecast.step import Steps
+from autoplan.forecast.step import Setting, Steps, inputs_of
 from autoplan.hf.source import resolve
 
 H100 = load_device("h100")
@@ -214,3 +223,32 @@ def test_what_is_stored_quantised_is_said() -> None:
     (note,) = autoplan.estimate(config, mesh={"tp": 2}, sequence=64, train="inference").notes
     assert "0.8 GiB on all ranks together; the checkpoint stores them in 0.4 GiB" in note
     assert not autoplan.estimate(llama(num_hidden_layers=2), mesh={"tp": 2}, sequence=64, train="inference").notes
+
+
+def test_a_class_of_a_sequence_is_one_label_and_is_estimated() -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    with torch.device("meta"):
+        model = BertForSequenceClassification(BertConfig(**sizes, vocab_size=512))
+    steps = Steps(resolve(model))
+    given = inputs_of(steps, Setting(batch=2, sequence=32))
+    assert given["input_ids"].shape == (2, 32) and given["labels"].shape == (2,)
+    found = estimate_with(steps, Asked((("dp_shard", 2),), 2, 32, updates=False), H100)
+    tracked = tracked_peak(steps, {"dp_shard": 2}, {}, 2, 32)
+    assert found.peak - found.parts.overhead == pytest.approx(tracked, rel=0.05)
+
+
+def test_fewer_experts_than_ranks_take_no_room_for_what_a_rank_has_not() -> None:
+    """Two experts on a rank of tp, over four of FSDP2: an even share of each."""
+    steps, mesh = Steps(resolve(MIXTRAL)), {"dp_shard": 4, "tp": 4}
+    asked = Asked(tuple(mesh.items()), 1, 512, True, experts=True, updates=False)
+    found = estimate_with(steps, asked, H100)
+    assert found.parts.weights < 1.1 * sum(p.numel() * p.element_size() for p in steps.module.parameters()) / 16
+    tracked = tracked_peak(steps, mesh, {"activation_checkpointing": True}, 1, 512, ep=4)
+    assert found.peak - found.parts.overhead == pytest.approx(tracked, rel=0.05)
+
+
+def test_gradients_of_earlier_micro_batches_are_added_to() -> None:
+    steps = Steps(resolve(llama(hidden_size=512, intermediate_size=1024, vocab_size=4096)))
+    found = estimate_with(steps, Asked((("tp", 4),), 1, 128, accumulate=2, updates=False), H100)
+    tracked = tracked_peak(steps, {"tp": 4}, {}, 1, 128, micro=2)
+    assert found.peak - found.parts.overhead == pytest.approx(tracked, rel=0.05)

@@ -37,6 +37,18 @@ def test_a_group_has_as_many_ports_as_ranks_in_a_node(dim: str, mesh: tuple[tupl
     assert _seconds(_gather(dim), mesh) == pytest.approx(8 * GB * (ranks - 1) / ranks / link)
 
 
+def test_groups_of_a_node_share_its_ports_however_a_model_is_cut() -> None:
+    """The same weights go into each node: as 8 groups of one port each, or as 2 of four."""
+    cut = Sent("dp_shard", "all-gather", 1, GB)
+    less = Sent("dp_shard", "all-gather", 1, 4 * GB)
+    many = _seconds(cut, (("dp_shard", 32), ("tp", 8))) / (31 / 32)
+    few = _seconds(less, (("dp_shard", 128), ("tp", 2))) / (127 / 128)
+    assert many == pytest.approx(few)
+    slow = replace(QUIET, latency_between=1.0)
+    for mesh in ((("dp_shard", 32), ("tp", 8)), (("dp_shard", 128), ("tp", 2))):
+        assert step_time(Load((), 0, (replace(cut, bytes=0),)), slow, mesh).total == pytest.approx(31)
+
+
 def test_a_sum_that_goes_back_passes_twice_and_an_exchange_has_one_port() -> None:
     mesh = (("tp", 16),)
     assert _seconds(_gather("tp", "all-reduce"), mesh) == pytest.approx(2 * _seconds(_gather("tp"), mesh))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,11 +17,13 @@ from autoplan.capture.dry_run import quiet
 from autoplan.capture.fold import fold
 from autoplan.capture.known_values import KnownValues
 from autoplan.common.random_values import untouched_randomness
+from autoplan.execute.parameters.held import record_of
 from autoplan.forecast.recording.kernels import kernels_of_a_gpu
 from autoplan.forecast.recording.world import fake_mesh
 from autoplan.forecast.sharded import as_on_a_gpu, faker
-from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of
+from autoplan.forecast.step import Setting, Steps, inputs_of, loss_of, own
 from autoplan.patches.kernels import on_reference_path
+from autoplan.patches.simulated_ranks import asks_for_a_shape
 
 
 class _Nothing:
@@ -31,16 +35,37 @@ class _Nothing:
 
 class _Tracker(MemTracker):
     """torch's tracker, which asks for the gradient of every parameter: not of those that have none; and for the storage
-    of what a module returns, which would gather split logits: that is in no peak."""
+    of what a module returns, which would gather split logits: that is in no peak. It also counts whole tensors that
+    DTensor makes to ask for a shape (a gradient added to an earlier one), where they are of the mode of the step."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if asks_for_a_shape():
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _track_inputs_or_outputs(self, args: Any) -> int:
         return 0
 
     def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> tuple[int, int]:
-        for parameter in module.parameters():
-            if not parameter.requires_grad:
-                self._param_to_grad_hook_handles.setdefault(parameter, (_Nothing(), _Nothing()))
-        return super()._track_module_params_and_buffers(module, install_grad_hooks)
+        with _as_stored(module):
+            for parameter in module.parameters():
+                if not parameter.requires_grad:
+                    self._param_to_grad_hook_handles.setdefault(parameter, (_Nothing(), _Nothing()))
+            return super()._track_module_params_and_buffers(module, install_grad_hooks)
+
+
+@contextmanager
+def _as_stored(module: nn.Module) -> Iterator[None]:
+    """A running module's parameters read as local tensors: the tracker wants those that have gradients."""
+    record = record_of(module)
+    before = record.reading.inside if record is not None else False
+    if record is not None:
+        record.reading.inside = False
+    try:
+        yield
+    finally:
+        if record is not None:
+            record.reading.inside = before
 
 
 def tracked_peak(
@@ -50,7 +75,7 @@ def tracked_peak(
     """MemTracker's peak of a second step of `micro` micro-batches; the update is left out unless it is asked for.
     `along`: cut along the sequence."""
     tp = dims.get("tp", 1)
-    setting = Setting(tp=tp, batch=batch, sequence=sequence)
+    given = inputs_of(steps, Setting(tp=tp, batch=batch, sequence=sequence))  # inside of a mode none has pictures
     problem: Exception | None = None
     for how in ("fake", "known"):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -60,8 +85,10 @@ def tracked_peak(
                 as_on_a_gpu(model)
                 autoplan.parallelize(model, mesh, steps.plan(tp, ep, along), check=False, **options)
                 model.train()
-                with kernels_of_a_gpu(model, tp == ep == 1), mode if how == "fake" else KnownValues(mode):
-                    return _tracked(model, inputs_of(steps, setting), micro, update)
+                running: Any = mode if how == "fake" else KnownValues(mode)
+                with kernels_of_a_gpu(model, tp == ep == 1), running:
+                    inputs = {name: own(value, running, None) for name, value in given.items()}
+                    return _tracked(model, inputs, micro, update)
         except Exception as error:
             problem = problem or error
     raise problem or AssertionError

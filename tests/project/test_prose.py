@@ -25,6 +25,8 @@ ALLOWED = {
         r"(whole )?(out\*in|out|in)(?:/(\d+)(?:\*(\d+))?)?",
     ): "dims in rule files",
     ("emit/tables/scoreboard_table.py", "blocks again"): "the heading of a column that is flush right",
+    ("forecast/recording/fused.py", " or "): "the notation of kernel files: forms that a tensor may have",
+    ("forecast/recording/fused.py", " if "): "the notation of kernel files: what is made where an argument is given",
 }
 
 # A file of which all is read on purpose -> whose texts they are.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,13 +24,13 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import DataParallel
 from autoplan.execute.collectives import RankGroup, all_reduce
 from autoplan.execute.data_parallel.skipped import Places, places_of
-from autoplan.execute.data_parallel.units import Units, choose_units
+from autoplan.execute.data_parallel.units import Units, choose_units, cut_dim, is_stack
 from autoplan.execute.quantised.modules import compute_in, is_packed
 from autoplan.execute.tensor_parallel import applied, record
 from autoplan.values import Stack
@@ -92,6 +93,8 @@ def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParalle
     policy = _precision(options, model)
     inner = replace(policy, output_dtype=None)  # the model's outputs are cast, not what one unit hands to the next
     shared: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload(options)}
+    if any(_few_matrices(parameter, mesh) for parameter in model.parameters()):
+        shared["shard_placement_fn"] = partial(_few_matrices, mesh=mesh)
     if units.ignored:
         shared["ignored_params"] = units.ignored
     for unit in units.units:
@@ -114,6 +117,15 @@ def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParalle
     for _, parameter in units.scalars:
         if parameter.requires_grad:
             parameter.register_hook(_averaged_over(mesh))
+
+
+def _few_matrices(parameter: nn.Parameter, mesh: DeviceMesh) -> Shard | None:
+    """Another dim than the first, where a stack has fewer matrices than there are ranks."""
+    if not is_stack(parameter):
+        return None
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    dim = cut_dim(local.shape, mesh.size(mesh.ndim - 1))
+    return Shard(dim) if dim else None
 
 
 def _writes_text(module: nn.Module) -> bool:

@@ -15,18 +15,20 @@ the first. So units are decided here, whole, before anything is wrapped:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.execute.quantised.modules import is_packed
 from autoplan.values import Stack
 
-__all__ = ["FROZEN", "Unit", "Units", "choose_units"]
+__all__ = ["FROZEN", "Unit", "Units", "choose_units", "cut_dim", "is_stack"]
 
 FROZEN = ("units", "root", "ignore")
 
@@ -49,6 +51,33 @@ class Units:
     ignored: set[nn.Parameter] = field(default_factory=set)
     scalars: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+
+def is_stack(parameter: torch.Tensor) -> bool:
+    """Is it a stack of matrices, which FSDP2 may cut inside of each?
+
+    Not packed ones, nor those of which tp's ranks hold unlike numbers.
+    """
+    if parameter.dim() < 3 or not parameter.is_floating_point():
+        return False
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if is_traceable_wrapper_subclass(local):
+        return False
+    return not isinstance(parameter, DTensor) or all(
+        local.shape[placed.dim] * parameter.device_mesh.size(at) == parameter.shape[placed.dim]
+        for at, placed in enumerate(parameter.placements) if placed.is_shard()
+    )  # fmt: skip
+
+
+def cut_dim(shape: Sequence[int], ranks: int) -> int:
+    """The dim that FSDP2 cuts of a stack that has this shape on a rank of tp.
+
+    Usually the first. Where there are fewer matrices than ranks, every rank would have room for a whole one, most of it
+    empty: then it is the first other dim that divides.
+    """
+    if shape[0] >= ranks:
+        return 0
+    return next((dim for dim, size in enumerate(shape) if dim and size % ranks == 0), 0)
 
 
 def choose_units(model: nn.Module, stacks: tuple[Stack, ...], *, frozen: str = "units", casts: bool = False) -> Units:
