@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +15,6 @@ from autoplan.capture.dry_run import quiet
 from autoplan.capture.fold import fold
 from autoplan.capture.known_values import KnownValues
 from autoplan.common.random_values import untouched_randomness
-from autoplan.execute.parameters.held import record_of
 from autoplan.forecast.recording.kernels import kernels_of_a_gpu
 from autoplan.forecast.recording.world import fake_mesh
 from autoplan.forecast.sharded import as_on_a_gpu, faker
@@ -47,25 +44,10 @@ class _Tracker(MemTracker):
         return 0
 
     def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> tuple[int, int]:
-        with _as_stored(module):
-            for parameter in module.parameters():
-                if not parameter.requires_grad:
-                    self._param_to_grad_hook_handles.setdefault(parameter, (_Nothing(), _Nothing()))
-            return super()._track_module_params_and_buffers(module, install_grad_hooks)
-
-
-@contextmanager
-def _as_stored(module: nn.Module) -> Iterator[None]:
-    """A running module's parameters read as local tensors: the tracker wants those that have gradients."""
-    record = record_of(module)
-    before = record.reading.inside if record is not None else False
-    if record is not None:
-        record.reading.inside = False
-    try:
-        yield
-    finally:
-        if record is not None:
-            record.reading.inside = before
+        for parameter in module.parameters():
+            if not parameter.requires_grad:
+                self._param_to_grad_hook_handles.setdefault(parameter, (_Nothing(), _Nothing()))
+        return super()._track_module_params_and_buffers(module, install_grad_hooks)
 
 
 def tracked_peak(
