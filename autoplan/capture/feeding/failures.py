@@ -20,19 +20,24 @@ from autoplan.capture.feeding.blame import none_names
 from autoplan.capture.feeding.conditions import asked_by_condition
 from autoplan.capture.feeding.consumers import Demand, demand_of
 from autoplan.capture.feeding.failure import Failure
-from autoplan.capture.feeding.messages import UNPACKED, told_by_message
+from autoplan.capture.feeding.messages import UNPACKED, sizes_differ, told_by_message
 from autoplan.capture.feeding.resize import larger, of_kind, of_rank, resized
 from autoplan.capture.feeding.wants import Path, State, Want
 from autoplan.capture.feeding.watch import is_direct, origin
 from autoplan.common.nested import is_record
 
-__all__ = ["NOTHING_READ", "told", "usually"]
+__all__ = ["NothingRead", "told", "usually"]
 
 Proposal = tuple[State, str]
-
-NOTHING_READ = "it reads no weight"
 _OF_DICTS = ("items", "keys", "values", "get")
 _NONE = re.compile(r"NoneType|None\b")
+
+
+class NothingRead(ValueError):
+    """A run that ended without reading a weight: it went through nothing of what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__("it reads no weight")
 
 
 def told(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[Proposal]:
@@ -169,7 +174,7 @@ def _keys(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Ite
         for name in held:
             for want in _of_key(key, model):
                 yield state.with_want((name, key), want)
-    if failure.text == NOTHING_READ:  # a dict that is gone through, for parts that have names
+    if isinstance(failure.error, NothingRead):  # a dict that is gone through, for parts that have names
         for name in (name for name in held if not dict(state.wants)[name].items):
             for keys in {tuple(m) for m in model.modules() if isinstance(m, torch.nn.ModuleDict)}:
                 yield state.with_want((name,), of_items("dict", {key: field_of(None, key) for key in keys}, model))
@@ -263,7 +268,7 @@ def _alike(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> It
 
 def _other_ranks(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
     """Sizes that do not go together may have another number of dims."""
-    if "must match" in failure.text:
+    if sizes_differ(failure):
         for path in failure.blamed[:4]:
             leaf = failure.state.at(path)
             for rank in (len(leaf.shape) - 1, len(leaf.shape) + 1) if leaf is not None else ():

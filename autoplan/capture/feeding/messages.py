@@ -15,7 +15,7 @@ from autoplan.capture.feeding.failure import Failure
 from autoplan.capture.feeding.resize import larger, multiples, of_kind, of_rank, resized
 from autoplan.capture.feeding.wants import Path, State, Want
 
-__all__ = ["UNPACKED", "told_by_message"]
+__all__ = ["UNPACKED", "sizes_differ", "told_by_message"]
 
 UNPACKED = re.compile(r"values to unpack \(expected (?:at least )?(\d+)(?:, got (\d+))?\)")
 _RANKS = (
@@ -51,6 +51,11 @@ def told_by_message(failure: Failure, model: torch.nn.Module) -> Iterator[State]
     yield from _pattern(failure, model)
     for found in (_masks, _broadcast, _plain_number, _dtype, _range, _sizes, _larger):
         yield from found(failure)
+
+
+def sizes_differ(failure: Failure) -> bool:
+    """Do two sizes not go together?"""
+    return "must match" in failure.text
 
 
 def _rank(failure: Failure, model: torch.nn.Module) -> Iterator[State]:

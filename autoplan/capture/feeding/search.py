@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autoplan.capture.dry_run import SMALL, depends_on_data, own, quiet, with_storage, without_storage
 from autoplan.capture.feeding.arguments import Arguments
 from autoplan.capture.feeding.failure import Failure
-from autoplan.capture.feeding.failures import NOTHING_READ, told, usually
+from autoplan.capture.feeding.failures import NothingRead, told, usually
 from autoplan.capture.feeding.wants import BATCH, State
 from autoplan.capture.feeding.watch import Watch
 from autoplan.capture.outside import refusing_outsiders
@@ -256,7 +256,7 @@ class Search:
     def _not_a_result(self, result: Any, watch: Watch) -> Exception | None:
         """A run that reads no weight, or makes numbers that are none, tells nothing."""
         if watch.names and not watch.read:
-            return ValueError(NOTHING_READ)
+            return NothingRead()
         tensors = [tensor for _, tensor in flatten_tensors(result) if tensor.is_floating_point()]
         if any(not torch.isfinite(tensor).all() for tensor in tensors if tensor.numel() < 10_000_000):
             return _NotFiniteError("its result is not finite")
