@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from types import FrameType
+from types import FunctionType
 from typing import Any, TypeVar
 
 import numpy
@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.multi_threaded_pg import Collective, ProcessLocalGroup
+from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.check.ranks.common import RankError, RankTimeout, one_compute_thread
@@ -59,6 +59,7 @@ class _ThisRank(threading.local):
     host: tuple[random.Random, numpy.random.RandomState] | None = None
     counters: list[Counter[str]] = []  # noqa: RUF012  each rank's thread sets its own
     listeners: list[Callable[[str, int], None]] = []  # noqa: RUF012  likewise
+    rank: _Rank | None = None
 
 
 _this = _ThisRank()
@@ -73,6 +74,8 @@ class _Rank:
     error: BaseException | None = None
     woken: bool = False  # left its collective only because another rank had failed
     ended: float = 0.0
+    waits: object = None  # in which collective it is: another object each time. It says so itself, since the frames of
+    # a thread that runs cannot be looked at from outside: they go while they are read, and Python with them
 
 
 def run_threads(fn: Callable[[int], Result], world_size: int, timeout: float) -> list[Result]:
@@ -122,7 +125,7 @@ class _Body:
 
     def __call__(self) -> None:
         rank = self.ranks[self.number]
-        _this.generator, _this.counters, _this.listeners = torch.Generator(), [], []
+        _this.generator, _this.counters, _this.listeners, _this.rank = torch.Generator(), [], [], rank
         _this.host = random.Random(), numpy.random.RandomState()
         own, (first, second, third) = _this.host, self.state
         _this.generator.set_state(first)
@@ -158,7 +161,7 @@ def _wait(ranks: list[_Rank], timeout: float) -> str:
     while alive := {number: rank for number, rank in enumerate(ranks) if rank.thread.is_alive()}:
         next(iter(alive.values())).thread.join(0.05)
         now = time.monotonic()
-        places = {number: _waiting_in(rank.thread) for number, rank in alive.items()}
+        places = {number: rank.waits for number, rank in alive.items()}
         if places != seen or None in places.values():
             seen, since = places, now
         stuck = now - since > STUCK_AFTER
@@ -168,17 +171,6 @@ def _wait(ranks: list[_Rank], timeout: float) -> str:
             _stop(ranks)
             return text
     return ""
-
-
-def _waiting_in(thread: threading.Thread) -> object:
-    """The collective in which this thread waits for others; None when it is doing something else."""
-    frame = sys._current_frames().get(thread.ident or -1)
-    inner = frame
-    while isinstance(frame, FrameType):  # a running thread's frames may go while they are walked
-        if frame.f_code is Collective.join.__code__ and inner is not None and inner.f_code.co_name == "wait":
-            return id(frame.f_locals["self"]), frame.f_lineno
-        frame = frame.f_back
-    return None
 
 
 def _whereabouts(alive: dict[int, _Rank]) -> str:
@@ -267,19 +259,25 @@ class _CountingGroup(ProcessLocalGroup):
     """The threaded group; each collective is counted where it is issued, however it was asked for."""
 
 
-def _count(method: str, kind: str) -> None:
-    plain = getattr(ProcessLocalGroup, method, None)
-    if plain is None:  # named otherwise in this torch
-        return
+def _noted(plain: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    """Of a kind that is counted, or of another (""), in which ranks wait for each other too."""
 
-    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for counter in _this.counters:
-            counter[kind] += 1
-        for listener in _this.listeners:
-            listener(kind, _whole_bytes(kind, args, self.size()))
-        return plain(self, *args, **kwargs)
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kind:
+            for counter in _this.counters:
+                counter[kind] += 1
+            for listener in _this.listeners:
+                listener(kind, _whole_bytes(kind, args, self.size()))
+        rank = _this.rank
+        if rank is None:
+            return plain(self, *args, **kwargs)
+        before, rank.waits = rank.waits, object()
+        try:
+            return plain(self, *args, **kwargs)
+        finally:
+            rank.waits = before
 
-    setattr(_CountingGroup, method, counting)
+    return noted
 
 
 def _whole_bytes(kind: str, args: Any, size: int) -> int:
@@ -289,9 +287,10 @@ def _whole_bytes(kind: str, args: Any, size: int) -> int:
     return sum(tensor.nbytes for tensor in args[0]) * (size if kind == "reduce_scatter" else 1)
 
 
-for _kind, _methods in _KINDS.items():
-    for _method in _methods:
-        _count(_method, _kind)
+_kind_of = {method: kind for kind, methods in _KINDS.items() for method in methods}
+for _method, _plain in list(vars(ProcessLocalGroup).items()):
+    if isinstance(_plain, FunctionType) and not _method.startswith("__") and _method not in ("size", "getBackendName"):
+        setattr(_CountingGroup, _method, _noted(_plain, _kind_of.get(_method, "")))
 
 
 def _make_group(store: Any, rank: int, world_size: int, timeout: timedelta) -> ProcessLocalGroup:

@@ -52,6 +52,10 @@ def _threaded_group() -> bool:
     return same and shared and isinstance(group._cur_coll_on_pgs, dict) and callable(group.reset)
 
 
+def _wrapping() -> bool:
+    return dispatch.is_traceable_wrapper_subclass(torch.ones(1)) is False
+
+
 def _collective() -> bool:
     one = threaded.Collective(2, None, None)
     waiting = isinstance(one._start_cond, threading.Condition) and isinstance(one._done_cond, threading.Condition)
@@ -154,7 +158,6 @@ ENGINES = (
         "waiting ranks are sent away when another has failed",
         _threaded_group,
     ),
-    Private(f"{_PG}.Collective", "a rank that waits in a collective is told by its frame", _collective),
     Private(f"{_PG}.Collective._start_cond", "waiting ranks are woken", _collective),
     Private(f"{_PG}.Collective._done_cond", "waiting ranks are woken", _collective),
     Private(
@@ -191,6 +194,11 @@ ENGINES = (
         "torch._subclasses.fake_tensor.DynamicOutputShapeException",
         "Python asked for a size that depends on values that are not there",
         _depends_on_data,
+    ),
+    Private(
+        "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
+        "a tensor that holds others is cut by its own code",
+        _wrapping,
     ),
     Private("torch.utils._python_dispatch.TorchDispatchMode", "every op of a run is seen", _dispatch),
     Private(
