@@ -45,32 +45,6 @@ def test_weights_made_by_a_hook(norm, ran: bool) -> None:
     assert autoplan.verify(model, plan, tp_size=2, checks=("forward",)).ok
 
 
-class Penalty(nn.Module):
-    """Its forward goes through its own parameters, all of them and those of a part, by name and without."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList([Mlp(nn.Linear(32, 32)), Mlp(nn.Linear(32, 32))])
-
-    def forward(self, x):
-        for part in self.parts:
-            x = x + part(x)
-        named = [p.norm() for name, p in self.named_parameters() if "bias" not in name]
-        return {
-            "x": x,
-            "named": torch.stack(named).mean(),
-            "part": sum(p.abs().sum() for p in self.parts[1].parameters()),
-        }
-
-
-def test_penalties_on_weights_are_those_of_the_whole_weights() -> None:
-    torch.manual_seed(0)
-    model, given = Penalty(), {"x": torch.randn(2, 4, 32)}
-    plan = autoplan.plan(model, 2, inputs=given)
-    assert plan.proof.ok and {"parts.*.up", "parts.*.down"} <= _split(plan)
-    assert autoplan.verify(model, plan, inputs=given, checks=["forward"]).ok
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch asks scripted parameters for it
 def test_a_scripted_part_is_recorded_by_what_it_does() -> None:
     torch.manual_seed(0)

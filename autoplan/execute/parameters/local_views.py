@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
@@ -159,7 +158,6 @@ def _view_class(cls: type, names: tuple[str, ...]) -> type:
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
         "_call_impl": _reading_call(cls),
-        "named_parameters": _reading_names(cls),
         "__reduce_ex__": _reduce_to(cls, names),
     }
     namespace.update(_methods_that_read(cls, names))
@@ -192,32 +190,6 @@ def _reading_call(cls: type) -> Callable[..., Any]:
             reading.inside = before
 
     return _call_impl
-
-
-def _reading_names(cls: type) -> Callable[..., Any]:
-    """`for p in self.parameters()` in a forward (a penalty on weights) reads what attributes read."""
-    base: Any = cls.named_parameters  # type: ignore[attr-defined]
-
-    def named_parameters(self: nn.Module, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        record = record_of(self)
-        locally = record is not None and record.reading.inside and _asked_by_a_forward()
-        for name, parameter in base(self, prefix, *args, **kwargs):
-            owner, _, leaf = name[len(prefix) + bool(prefix) :].rpartition(".")
-            yield name, getattr(self.get_submodule(owner), leaf) if locally else parameter
-
-    return named_parameters
-
-
-def _asked_by_a_forward() -> bool:
-    """And not by a hook: tools go through parameters there, and want the parameters themselves."""
-    if torch.compiler.is_compiling():
-        return False
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name not in ("_call_impl", "inner"):
-        if frame.f_code.co_name == "forward":
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
 
 
 def _methods_that_read(cls: type, names: tuple[str, ...]) -> dict[str, Any]:
