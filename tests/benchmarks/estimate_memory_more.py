@@ -115,6 +115,7 @@ CASES: dict[str, Case] = {
 def main(wanted: str = "") -> None:
     table = Table("case", "mesh", "MemTracker GiB", "estimate GiB", "off by", "s", "where")
     worst = 0.0
+    failed: list[str] = []
     for name, case in CASES.items():
         if wanted not in name:
             continue
@@ -128,7 +129,8 @@ def main(wanted: str = "") -> None:
             found = estimate_with(steps, asked, load_device("h100"))
             theirs = tracked_peak(steps, case.mesh, case.options, 1, case.sequence, ep=case.ep, along=case.along,
                                   micro=case.micro, update=case.update)  # fmt: skip
-        except Exception as error:
+        except Exception as error:  # one case must not stop the others: its row says what happened, and so does the end
+            failed.append(name)
             table.add_row(name, mesh, f"{type(error).__name__}: {str(error)[:150]}")
             print(name, repr(error)[:900], file=sys.stderr, flush=True)
             continue
@@ -139,6 +141,8 @@ def main(wanted: str = "") -> None:
         print(name, mesh, f"{ours / theirs - 1:+.2%}", file=sys.stderr, flush=True)
     Console(width=180).print(table)
     print(f"worst: {worst:.2%}")
+    if failed:
+        sys.exit(f"no figure: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

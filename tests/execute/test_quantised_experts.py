@@ -67,6 +67,21 @@ def test_experts_one_by_one(name: str, tp: int, ep: int, tmp_path: Path) -> None
     _same(load_file(tmp_path / "saved" / "model.safetensors"), stored)
 
 
+def _loaded_and_saved(config: Any, made: Any, folder: Path, plain: dict[str, torch.Tensor]) -> None:
+    """Dequantised shards of all ranks are the plain tensors; packed ones are saved in `folder`/saved."""
+
+    def body(mesh: Any) -> None:
+        model = autoplan.parallelize(built(config, "meta"), mesh, made)
+        autoplan.load_weights(model, folder, dequantise=True)
+        found = autoplan.full_tensors(model)
+        assert all(torch.equal(found[key], value.float()) for key, value in plain.items())
+        model = autoplan.parallelize(autoplan.packed_model(built(config, "meta"), made), mesh, made)
+        autoplan.load_weights(model, folder)
+        autoplan.save_weights(model, folder / "saved")
+
+    _on_ranks(made, body)
+
+
 def _same(found: dict[str, torch.Tensor], stored: dict[str, torch.Tensor]) -> None:
     assert found.keys() == stored.keys()
     for key, value in stored.items():
@@ -93,16 +108,7 @@ def test_stacks_in_mxfp4(tp: int, ep: int, tmp_path: Path) -> None:
     stored = load_file(tmp_path / "model.safetensors")
     assert stored["model.layers.0.mlp.experts.down_proj_blocks"].shape == (4, 64, 4, 16)
 
-    def body(mesh: Any) -> None:
-        model = autoplan.parallelize(built(config, "meta"), mesh, made)
-        autoplan.load_weights(model, tmp_path, dequantise=True)
-        found = autoplan.full_tensors(model)
-        assert all(torch.equal(found[key], value.float()) for key, value in plain.items())
-        model = autoplan.parallelize(autoplan.packed_model(built(config, "meta"), made), mesh, made)
-        autoplan.load_weights(model, tmp_path)
-        autoplan.save_weights(model, tmp_path / "saved")
-
-    _on_ranks(made, body)
+    _loaded_and_saved(config, made, tmp_path, plain)
     _same(load_file(tmp_path / "saved" / "model.safetensors"), stored)
 
 
@@ -119,16 +125,7 @@ def test_stacks_that_are_turned(name: str, tp: int, ep: int, tmp_path: Path) -> 
     stored = load_file(tmp_path / "model.safetensors")
     assert any(".experts.3.up_proj." in key for key in stored)
 
-    def body(mesh: Any) -> None:
-        model = autoplan.parallelize(built(config, "meta"), mesh, made)
-        autoplan.load_weights(model, tmp_path, dequantise=True)
-        found = autoplan.full_tensors(model)
-        assert all(torch.equal(found[key], value.float()) for key, value in plain.items())
-        model = autoplan.parallelize(autoplan.packed_model(built(config, "meta"), made), mesh, made)
-        autoplan.load_weights(model, tmp_path)
-        autoplan.save_weights(model, tmp_path / "saved")
-
-    _on_ranks(made, body)
+    _loaded_and_saved(config, made, tmp_path, plain)
     _same(load_file(tmp_path / "saved" / "model.safetensors"), stored)
 
 

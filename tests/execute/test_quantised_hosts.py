@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,17 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 
 @needs("bitsandbytes")
+def _adapted(config: Any, options: Any) -> Any:
+    """With adapters of zeros: threads draw in no order, and what is loaded counts."""
+    from peft import get_peft_model
+
+    model = get_peft_model(built(config), options)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.zeros_(parameter)
+    return model
+
+
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_bitsandbytes_four_bits(kind: str, nested: bool, tmp_path: Path) -> None:
@@ -102,13 +114,7 @@ def test_qlora(nested: bool, tp: int, tmp_path: Path) -> None:
     assert any("nested_absmax" in key for key in state) == nested
     save_file(state, tmp_path / "model.safetensors")
 
-    def adapted() -> Any:
-        model = get_peft_model(built(config), options)
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                nn.init.zeros_(parameter)  # threads draw in no order; what is loaded counts
-        return model
-
+    adapted = partial(_adapted, config, options)
     made = autoplan.plan(adapted(), tp_size=tp, prove="none")
     assert made.packed and all(weight.scheme.id == "bnb-4bit" for weight in made.packed)
 
@@ -244,19 +250,13 @@ def test_compressed_tensors(format: str) -> None:
 @pytest.mark.parametrize("name", ["awq", "gptq", "fp8 blocks", "ct packed"])
 def test_lora_on_a_packed_base(name: str, tmp_path: Path) -> None:
     """peft's own modules: the base packed and frozen, A and B plain, their gradients those of the unsharded model."""
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig
 
     config = tiny(METHODS[name], intermediate_size=160)
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     options = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=names)
 
-    def adapted() -> Any:
-        model = get_peft_model(built(config), options)
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                nn.init.zeros_(parameter)  # threads draw in no order; what is loaded counts
-        return model
-
+    adapted = partial(_adapted, config, options)
     made = autoplan.plan(adapted(), tp_size=2, prove="none", uneven="blocks")
     assert made.packed and made.uneven == "blocks" and not any("lora" in weight.name for weight in made.packed)
     torch.manual_seed(3)

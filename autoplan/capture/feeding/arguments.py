@@ -183,7 +183,7 @@ def field_of(cls: Any, name: str) -> inspect.Parameter:
     """A field of a dataclass, as an argument; of another record, an argument of that name."""
     try:
         hints = typing.get_type_hints(cls) if cls is not None else {}
-    except Exception:  # an annotation may name what is not there
+    except (NameError, TypeError, AttributeError, SyntaxError):  # an annotation may name what is not there
         hints = {}
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=hints.get(name, inspect.Parameter.empty))
 
