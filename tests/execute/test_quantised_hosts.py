@@ -31,7 +31,6 @@ def needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(absent, reason=f"NOT TRIED: {package} is absent; pip install it to run this")
 
 
-@needs("bitsandbytes")
 def _adapted(config: Any, options: Any) -> Any:
     """With adapters of zeros: threads draw in no order, and what is loaded counts."""
     from peft import get_peft_model
@@ -43,6 +42,7 @@ def _adapted(config: Any, options: Any) -> Any:
     return model
 
 
+@needs("bitsandbytes")
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_bitsandbytes_four_bits(kind: str, nested: bool, tmp_path: Path) -> None:

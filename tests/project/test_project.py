@@ -312,6 +312,28 @@ def test_calls_by_bare_names_are_seen(tmp_path: Path) -> None:
     assert bare_calls(file) == ["os.system", "ruff"]
 
 
+def idle_marks(path: Path) -> list[str]:
+    """Functions that bear marks of tests and are none: the marks do nothing there.
+
+    A test's `skipif` lands so on the function that was put in above it.
+    """
+    import ast
+
+    functions = [n for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, ast.FunctionDef)]
+    marked = [
+        n.name for n in functions if any("needs(" in d or "mark." in d for d in map(ast.unparse, n.decorator_list))
+    ]
+    return [name for name in marked if not name.startswith("test")]
+
+
+def test_marks_stand_on_tests(tmp_path: Path) -> None:
+    """And the check can fail."""
+    assert not {p.name: found for p in (ROOT / "tests").rglob("*.py") if (found := idle_marks(p))}
+    shown = tmp_path / "test_it.py"
+    shown.write_text('@needs("x")\ndef helper(): ...\n\n@pytest.mark.slow\ndef other(): ...\n')
+    assert idle_marks(shown) == ["helper", "other"]
+
+
 # ------------------------------------------------------------------------------------------------ the README
 
 
