@@ -39,6 +39,9 @@ _PLAIN_CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque, bytearray
 def copied(model: Model) -> Model:
     """A deep copy of the model, functions that reach it included."""
     memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in _results(model)}
+    for held in (value for module in model.modules() for value in vars(module).values()):
+        if type(held) is OrderedDict and not held:  # hooks that nobody has set: most of what deepcopy would work at
+            memo[id(held)] = OrderedDict()
     try:
         new = copy.deepcopy(model, memo)
     except AutoplanError:

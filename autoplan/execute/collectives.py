@@ -110,6 +110,7 @@ def whole_order(rows: tuple[tuple[int, ...], ...]) -> tuple[int, ...] | None:
 
 
 # ---------------------------------------------------------------------------------------------------------- recorded
+# The backward of each is recorded too, as the other of its pair: a penalty on gradients differentiates it again.
 
 
 class _Copy(torch.autograd.Function):
@@ -137,7 +138,7 @@ class _Sum(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: RankGroup, dim: int, rows: tuple[tuple[int, ...], ...]) -> Any:
-        ctx.dim, ctx.held = dim, rows[group.rank]
+        ctx.how = group, dim, rows
         whole = all_gather_rows(x, group, dim, [len(held) for held in rows])
         order = whole_order(rows)
         if order is not None:
@@ -146,7 +147,20 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return take_rows(gradient, ctx.dim, ctx.held), None, None, None
+        return _TakeHeld.apply(gradient, *ctx.how), None, None, None
+
+
+class _TakeHeld(torch.autograd.Function):
+    """The rows that this rank holds of a whole; for a second derivative, `_Gather` of them."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, group: RankGroup, dim: int, rows: tuple[tuple[int, ...], ...]) -> Any:
+        ctx.how = group, dim, rows
+        return take_rows(whole, dim, rows[group.rank])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _Gather.apply(gradient, *ctx.how), None, None, None
 
 
 class _GatherPieces(torch.autograd.Function):
@@ -154,13 +168,24 @@ class _GatherPieces(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: RankGroup, dim: int, sizes: tuple[int, ...]) -> Any:
-        ctx.dim, ctx.start, ctx.count = dim, sum(sizes[: group.rank]), sizes[group.rank]
+        ctx.how = group, dim, sizes
         return _writable(all_gather_rows(x, group, dim, sizes))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        own = gradient.narrow(ctx.dim, ctx.start, ctx.count)
-        return own.clone(memory_format=torch.contiguous_format), None, None, None
+        return _TakePiece.apply(gradient, *ctx.how), None, None, None
+
+
+class _TakePiece(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, group: RankGroup, dim: int, sizes: tuple[int, ...]) -> torch.Tensor:
+        ctx.how = group, dim, sizes
+        own = whole.narrow(dim, sum(sizes[: group.rank]), sizes[group.rank])
+        return own.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _GatherPieces.apply(gradient, *ctx.how), None, None, None
 
 
 def _writable(whole: torch.Tensor) -> torch.Tensor:

@@ -7,14 +7,17 @@ autoplan itself puts a model back.
 from __future__ import annotations
 
 import hashlib
+import os
 import random
+import signal
 import sys
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,10 +30,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import autoplan
 from autoplan.patches import patched
 
-__all__ = ["Injected", "Lines", "Snapshot", "choose_events", "fake_world", "interrupted_everywhere", "lines_of"]
+__all__ = ["Injected", "Snapshot", "choose_events", "fake_world", "interrupted_everywhere"]
 
 _PACKAGE = str(Path(autoplan.__file__).parent) + "/"
 _DEPTH = 6
+_SECONDS = 120
+_LONGEST = 1000
 
 
 class Injected(Exception):
@@ -54,12 +59,18 @@ def fake_world(size: int) -> Iterator[None]:
 
 @dataclass
 class Lines:
-    """The lines that a function runs inside autoplan, in order; at the one numbered `stop`, `error` is raised."""
+    """The lines that a function runs inside autoplan, in order.
 
-    stop: int = -1
-    error: type[BaseException] = Injected
+    At each that `stops` names the process is forked: in the copy an error is raised there, and what comes of it is
+    looked at; the process itself goes on as if nothing were. One run so tries every line, each in the very state in
+    which it stands.
+    """
+
+    stops: set[int] = field(default_factory=set)
     seen: list[tuple[str, int]] = field(default_factory=list)
-    count: int = 0
+    tried: int = 0
+    copies: dict[int, int] = field(default_factory=dict)
+    is_copy: bool = False
 
     def run(self, function: Callable[[], Any]) -> Any:
         before = sys.gettrace()
@@ -74,15 +85,25 @@ class Lines:
 
     def _line(self, frame: Any, event: str, arg: Any) -> Any:
         if event == "line":
-            if self.stop < 0:
-                self.seen.append((frame.f_code.co_filename, frame.f_lineno))
-            elif self.count == self.stop and _in_finalizer(frame):
-                self.stop += 1  # nothing could be raised here: Python prints it and goes on
-            elif self.count == self.stop:
-                self.count += 1
-                raise self.error(f"{frame.f_code.co_filename.removeprefix(_PACKAGE)}:{frame.f_lineno}")
-            self.count += 1
+            self.seen.append((frame.f_code.co_filename, frame.f_lineno))
+            # In a finalizer nothing can be raised: Python prints it and goes on.
+            if len(self.seen) - 1 in self.stops and not _in_finalizer(frame):
+                self._copy(frame)
         return self._line
+
+    def _copy(self, frame: Any) -> None:
+        """Fork; the copy raises, and ends once it was looked at."""
+        self.tried += 1
+        child = os.fork()
+        if child:
+            _, status = os.waitpid(child, 0)
+            if status:
+                self.copies[len(self.seen) - 1] = os.waitstatus_to_exitcode(status)
+            return
+        self.is_copy = True
+        signal.alarm(_SECONDS)  # a copy that waits for ever is ended
+        error = KeyboardInterrupt if self.tried % 3 == 0 else Injected
+        raise error(f"event {len(self.seen) - 1} at {frame.f_code.co_filename.removeprefix(_PACKAGE)}:{frame.f_lineno}")
 
 
 def _in_finalizer(frame: Any) -> bool:
@@ -92,13 +113,6 @@ def _in_finalizer(frame: Any) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def lines_of(function: Callable[[], Any]) -> list[tuple[str, int]]:
-    """Every line event of a run that nothing interrupts."""
-    lines = Lines()
-    lines.run(function)
-    return lines.seen
 
 
 def choose_events(seen: list[tuple[str, int]], repeats: int, seed: int = 0) -> list[int]:
@@ -119,31 +133,50 @@ def interrupted_everywhere(
     """Interrupt `change` at the chosen lines: how many there were, how often the model was whole all the same, and what
     was neither whole nor as it was. Every third interrupt is Ctrl-C."""
     change(build())  # whatever is imported or remembered at the first run
-    probe = build()
-    seen = lines_of(lambda: change(probe))
-    problems: list[str] = []
-    whole = 0
+    probe, listed = build(), Lines()
+    listed.run(lambda: change(probe))
     model = build()
     before = Snapshot.of(model)
-    events = choose(seen)
-    for number, event in enumerate(events):
-        lines = Lines(event, KeyboardInterrupt if number % 3 == 0 else Injected)
-        where = ""
+    lines = Lines(set(choose(listed.seen)))
+    with tempfile.TemporaryFile("a+") as report:
+
+        def note(kind: str, text: str) -> None:
+            report.write(f"{kind} {text[:_LONGEST]}\n".replace("\n", " ") + "\n")
+            report.flush()
+
         try:
-            lines.run(lambda model=model: change(model))
-        except (Injected, KeyboardInterrupt) as error:
-            where = str(error)
-        except BaseException as error:  # noqa: BLE001 - anything else is a finding
-            where = f"{type(error).__name__}: {error}"
-            problems.append(f"event {event}: raised {where}")
+            lines.run(lambda: change(model))
+        except BaseException as error:
+            if not lines.is_copy:
+                raise
+            if not isinstance(error, Injected | KeyboardInterrupt):
+                note("half", f"raised {type(error).__name__}: {error}")
+            _look(before, model, is_whole, str(error), note)
+        if lines.is_copy:  # the error was swallowed: all may be well
+            _look(before, model, is_whole, "an error that did not come out", note)
+        report.seek(0)
+        notes = report.read().splitlines()
+    problems = [one.removeprefix("half ") for one in notes if one.startswith("half ")]
+    problems += [f"event {event}: the copy of the process ended with {code}" for event, code in lines.copies.items()]
+    return lines.tried, sum(one.startswith("whole ") for one in notes), problems
+
+
+def _look(
+    before: Snapshot,
+    model: nn.Module,
+    is_whole: Callable[[nn.Module], bool],
+    where: str,
+    note: Callable[[str, str], None],
+) -> NoReturn:
+    """In a copy of the process: say what became of the model, and end."""
+    code = 1
+    try:
         apart = before.differences(Snapshot.of(model))
-        if apart and not (apart and is_whole(model)):
-            problems.append(f"event {event} at {where}: {'; '.join(apart[:3])}")
-        if apart or not where:
-            whole += 1
-            model = build()
-            before = Snapshot.of(model)
-    return len(events), whole, problems
+        if apart:
+            note(*(("whole", where) if is_whole(model) else ("half", f"{where}: {'; '.join(apart[:3])}")))
+        code = 0
+    finally:
+        os._exit(code)
 
 
 # ------------------------------------------------------------------------------------------------ what a model is

@@ -50,14 +50,20 @@ def error_of(got: torch.Tensor, want: torch.Tensor, largest: float) -> float:
     if not want.numel():
         return 0.0
     got, want = _comparable(got), _comparable(want)
+    difference, top = float((got - want).abs().max()), float(want.abs().max())
+    if math.isfinite(difference) and math.isfinite(top):  # so everything is
+        return _relative(difference, top, largest)
     finite = torch.isfinite(want)
     if not bool((torch.isfinite(got) == finite).all()) or not torch.equal(got[~finite], want[~finite]):
         return float("inf")
     if not bool(finite.any()):
         return 0.0
     got, want = got[finite], want[finite]
-    scale = float(want.abs().max()) + FLOOR * largest
-    difference = float((got - want).abs().max())
+    return _relative(float((got - want).abs().max()), float(want.abs().max()), largest)
+
+
+def _relative(difference: float, top: float, largest: float) -> float:
+    scale = top + FLOOR * largest
     return difference / scale if scale else float(difference > 0)
 
 
@@ -104,6 +110,8 @@ def _comparable(tensor: torch.Tensor) -> torch.Tensor:
 
 def _largest(tensor: torch.Tensor) -> float:
     values = _comparable(tensor).abs()
+    if values.numel() and math.isfinite(top := float(values.max())):
+        return top
     values = values[torch.isfinite(values)]
     return float(values.max()) if values.numel() else 0.0
 

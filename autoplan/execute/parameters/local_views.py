@@ -114,18 +114,38 @@ class _SumSharedRows(torch.autograd.Function):
         places: tuple[int, ...],
         count: int,
     ) -> torch.Tensor:
-        ctx.group, ctx.dim, ctx.positions, ctx.places, ctx.count = group, dim, positions, places, count
+        ctx.how = group, dim, positions, places, count
         return x.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        positions = torch.tensor(ctx.positions, dtype=torch.long, device=gradient.device)
-        places = torch.tensor(ctx.places, dtype=torch.long, device=gradient.device)
-        shape = list(gradient.shape)
-        shape[ctx.dim] = ctx.count
-        parts = gradient.new_zeros(shape).index_copy(ctx.dim, places, gradient.index_select(ctx.dim, positions))
-        sums = all_reduce(parts, ctx.group).index_select(ctx.dim, places)
-        return gradient.index_copy(ctx.dim, positions, sums), None, None, None, None, None
+        return _SumRows.apply(gradient, *ctx.how), None, None, None, None, None
+
+
+class _SumRows(torch.autograd.Function):
+    """The sum over the holders of each row that several ranks hold; for a second derivative, each holder's as it is."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        group: RankGroup,
+        dim: int,
+        positions: tuple[int, ...],
+        places: tuple[int, ...],
+        count: int,
+    ) -> torch.Tensor:
+        ctx.how = group, dim, positions, places, count
+        here = torch.tensor(positions, dtype=torch.long, device=x.device)
+        there = torch.tensor(places, dtype=torch.long, device=x.device)
+        shape = list(x.shape)
+        shape[dim] = count
+        parts = x.new_zeros(shape).index_copy(dim, there, x.index_select(dim, here))
+        return x.index_copy(dim, here, all_reduce(parts, group).index_select(dim, there))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _SumSharedRows.apply(gradient, *ctx.how), None, None, None, None, None
 
 
 @contextmanager

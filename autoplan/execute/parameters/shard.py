@@ -181,11 +181,13 @@ class _Builder:
                 sizes[held.dim] = sum(held.room)
                 shape, stride = torch.Size(sizes), make_contiguous_strides_for(sizes)
                 placement = Shard(held.dim)
-            tensor = DTensor.from_local(local, self.mesh, [placement], run_check=False, shape=shape, stride=stride)
-            new = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+            new: Any = DTensor.from_local(local, self.mesh, [placement], run_check=False, shape=shape, stride=stride)
+            # What nn.Parameter does, without its `detach`: DTensor would work out anew how that one lies.
+            new.requires_grad_(parameter.requires_grad)._is_param = True
         for name, value in vars(parameter).items():  # marks that libraries leave on parameters
             new.__dict__.setdefault(name, value)
-        return new
+        made: nn.Parameter = new
+        return made
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.is_meta or tensor.device == self.device else tensor.to(self.device)

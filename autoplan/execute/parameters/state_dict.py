@@ -65,15 +65,16 @@ def in_checkpoint_order(tensor: DTensor, held: Held) -> DTensor:
     return distribute_tensor(whole, tensor.device_mesh, placements, src_data_rank=None)
 
 
+@torch.no_grad()  # not `detach`: for a DTensor each thread would work out anew how that lies
 def whole_tensor(tensor: torch.Tensor, held: Held | None) -> torch.Tensor:
     """The checkpoint's plain tensor, new in memory. Collective over every mesh dim of a DTensor."""
-    tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
-        return tensor.clone()
+        return tensor.detach().clone()
     if tensor.is_meta:
         return torch.empty(held.shape if held is not None else tensor.shape, dtype=tensor.dtype, device="meta")
     rows = None if held is None or held.dim is None else held.room
-    whole = gathered(tensor, rows)
+    plainly_cut = tensor.device_mesh.ndim == 1 and tensor.placements[0].is_shard()  # nearly all
+    whole = _put_together(tensor, rows) if plainly_cut else gathered(tensor, rows)
     if held is not None and held.in_rank_order:
         return held.to_checkpoint_order(whole)
     return whole.clone() if whole.data_ptr() == tensor.to_local().data_ptr() else whole
@@ -102,7 +103,8 @@ def _is_cut_again(tensor: DTensor) -> bool:
 def _put_together(tensor: DTensor, rows: Sequence[int] | None) -> torch.Tensor:
     """Undo `local_piece`: the pieces of FSDP2's mesh dims first, then those of tp, which hold so many `rows`.
 
-    `full_tensor()` does the same, but remembers the sizes of uneven pieces by thread: wrong for simulated ranks.
+    `full_tensor()` does the same at more cost, but remembers the sizes of uneven pieces by thread: wrong for simulated
+    ranks. No step of autograd.
     """
     mesh, local, dim = tensor.device_mesh, tensor.to_local(), tensor.placements[-1].dim
     tp = mesh.ndim - 1

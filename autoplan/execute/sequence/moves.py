@@ -63,7 +63,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _everyone(gradient, ctx.dim, ctx.length, ctx.group), None, None
+        return gather_whole(gradient, ctx.dim, ctx.length, ctx.group), None, None
 
 
 class _GatherWhole(torch.autograd.Function):
@@ -74,7 +74,7 @@ class _GatherWhole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _own(gradient, ctx.dim, ctx.group), None, None, None
+        return scatter(gradient, ctx.dim, ctx.group), None, None, None
 
 
 class _GatherSum(torch.autograd.Function):
@@ -85,7 +85,7 @@ class _GatherSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _summed(gradient, ctx.dim, ctx.group), None, None, None
+        return reduce_scatter(gradient, ctx.dim, ctx.group), None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -96,7 +96,7 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _everyone(gradient, ctx.dim, ctx.length, ctx.group), None, None
+        return gather_sum(gradient, ctx.dim, ctx.length, ctx.group), None, None
 
 
 def scatter(x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
