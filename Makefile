@@ -29,7 +29,7 @@ DEEPSPEED_NEEDS ?= hjson msgpack ninja psutil py-cpuinfo pydantic einops wheel s
 # stays as it is.
 WILD   ?= $(shell sed 's/\#.*//' tests/outside/wild/packages.txt)
 
-.PHONY: help demo test test-all test-hosts test-wild lint format types docs fuzz bench bench-gpu wheel clean
+.PHONY: help demo test test-long test-all test-hosts test-wild lint format types docs fuzz bench bench-gpu wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+: .*## ' Makefile | sed 's/:.*## /\t/' | expand -t 14
@@ -58,8 +58,11 @@ demo: $(VENV)/base  ## plan Llama-3.1-8B's shape at tp 8, then prove it on 2 sim
 	$(BIN)/autoplan plan $(DEMO) --tp 8
 	$(BIN)/autoplan verify $(DEMO) --tp 2
 
-test: $(VENV)/dev  ## run the tests, but for the slow ones
-	$(BIN)/python -m pytest -m "not slow" $(SPREAD)
+test: $(VENV)/dev  ## run the tests, but for long and slow ones
+	$(BIN)/python -m pytest -m "not slow and not long" $(SPREAD)
+
+test-long: $(VENV)/dev  ## run what CI runs beside them: examples, fuzzers, ops of torch's database
+	$(BIN)/python -m pytest -m "long and not hosts" $(SPREAD)
 
 test-all: $(VENV)/dev  ## run every test
 	$(BIN)/python -m pytest $(SPREAD)

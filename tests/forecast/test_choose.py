@@ -53,12 +53,12 @@ def test_the_choice_is_a_value(chosen: Choice) -> None:
 
 
 def test_nothing_fits() -> None:
-    least = [min(row.estimate.peak for row in choose(_llama(), gpus=n, sequence=256).rows) for n in (2, 4)]
-    memory = sum(least) // 2
-    found = choose(_llama(), gpus=1, memory=memory, sequence=256)
-    assert not found.fits and found.enough is not None and 2 < found.enough <= 4
-    assert choose(_llama(), gpus=found.enough, memory=memory, sequence=256).fits
-    assert not choose(_llama(), gpus=found.enough - 1, memory=memory, sequence=256).fits
+    """What would be enough is: with as many it fits, and with one fewer not."""
+    asked: dict[str, Any] = {"memory": "1.55GB", "sequence": 256}
+    found = choose(_llama(), gpus=1, **asked)
+    assert not found.fits and found.enough is not None and found.enough > 2
+    assert choose(_llama(), gpus=found.enough, **asked).fits
+    assert not choose(_llama(), gpus=found.enough - 1, **asked).fits
     with pytest.raises(autoplan.AutoplanError, match="does not fit 1 GPU"):
         _ = found.best
 

@@ -67,6 +67,7 @@ def test_what_was_wrong_is_exact_or_whole(mended: str) -> None:
     assert outcome.kind in ("exact", "gathered", "whole"), outcome.reason
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("turn", range(4))
 def test_ops_of_the_database_are_exact_or_whole(turn: int) -> None:
     broken, seen = [], 0

@@ -40,6 +40,7 @@ def test_each_example_is_short(name: str) -> None:
     assert len((EXAMPLES / name).read_text().splitlines()) < 40
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.hosts if "automodel" in n else ()) for n in PROMISES]
 )
@@ -68,7 +69,7 @@ def test_each_host_has_a_short_example() -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.hosts if HOSTS[n][1] else ()) for n in HOSTS])
 def test_host_example(name: str, tmp_path: Path) -> None:
     """It runs where its host is there; where not, it says in a line what to install."""

@@ -26,6 +26,7 @@ def loaded(name: str):
     return module
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SHORT)
 def test_hostile_cases_end_in_one_clear_error(name: str) -> None:
     command = [sys.executable, str(FUZZ / f"{name}.py"), "--count", str(SHORT[name]), "--seed", "1"]
