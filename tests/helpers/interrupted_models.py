@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from mesh_toys import WIDTH, Part, deep, ids, model_of, plan_of
+from mesh_toys import WIDTH, Part, deep, ids
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -38,22 +38,50 @@ class Small(nn.Module):
         return x + self.shift
 
 
-MADE: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+def _mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(num_local_experts=2, **_SIZES))
+
+
+def _bamba() -> nn.Module:
+    """One mixer and one attention."""
+    from transformers import BambaConfig, BambaForCausalLM
+
+    mixer = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 4, "mamba_chunk_size": 4}
+    return BambaForCausalLM(BambaConfig(**{**_SIZES, **mixer, "num_hidden_layers": 2, "attn_layer_indices": [1]}))
+
+
+def _llava() -> nn.Module:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    seen = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    eyes = CLIPVisionConfig(image_size=8, patch_size=4, projection_dim=16, **seen)
+    config = LlavaConfig(vision_config=eyes, text_config=LlamaConfig(**_SIZES), image_token_index=31)
+    config.vision_feature_layer = -1
+    return LlavaForConditionalGeneration(config)
+
+
+_SIZES: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2,
+                          "num_key_value_heads": 2, "vocab_size": 32}  # fmt: skip
+MADE: dict[str, tuple[Callable[[], nn.Module], dict[str, Any] | None]] = {
     "small": (Small, {"x": torch.linspace(-1, 1, 30 * WIDTH).view(6, 5, WIDTH)}),
     "toy": (lambda: deep(depth=1), {"ids": ids(), "use_cache": False}),
+    "mixtral": (_mixtral, None),
+    "bamba": (_bamba, None),
+    "llava": (_llava, None),
 }
 
 
 @cache
 def plan_for(kind: str) -> Plan:
-    if kind not in MADE:
-        return plan_of(kind, 2)
     build, inputs = MADE[kind]
+    torch.manual_seed(0)
     return draft_plan(resolve(build(), inputs=inputs), Wish(2)).plan
 
 
 def build_of(kind: str) -> Callable[[], nn.Module]:
-    return MADE[kind][0] if kind in MADE else lambda: model_of(kind)
+    return MADE[kind][0]
 
 
 def mesh_for(how: str) -> DeviceMesh:
