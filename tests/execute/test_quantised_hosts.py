@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from quantised_models import METHODS, built, compressed, random_state, tiny, torchao
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -194,25 +195,63 @@ def test_what_is_saved_of_four_bits_is_read_by_bitsandbytes(tmp_path: Path) -> N
 
 
 @needs("torchao")
-@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+@pytest.mark.parametrize(
+    "kind",
+    ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "IntxWeightOnlyConfig",
+     "Int8DynamicActivationIntxWeightConfig"],
+)  # fmt: skip
 def test_torchao(kind: str) -> None:
-    import torchao.quantization
+    import torchao.quantization as library
+    from torchao.core.config import config_to_dict
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 128, bias=False, dtype=torch.bfloat16))
-    torchao.quantization.quantize_(model, getattr(torchao.quantization, kind)())
+    how = getattr(library, kind)()
+    library.quantize_(model, how)
     weight: Any = model[0].weight
-    scheme = method_of(torchao_config(kind)).groups[0].scheme
+    said = config_to_dict(how)
+    scheme = method_of(torchao(said["_type"], **said["_data"])).groups[0].scheme
     assert scheme is not None
     described = packed_weight(Plain("a.weight", (128, 256)), scheme)
-    stored = {"_weight_qdata": weight.qdata, "_weight_scale": weight.scale}
+    stored = {f"_weight_{name}": getattr(weight, name) for name in weight.tensor_data_names}
+    stored |= {
+        f"_weight_{n}": x
+        for n in getattr(weight, "optional_tensor_data_names", ())
+        if (x := getattr(weight, n)) is not None
+    }
     assert {t.name: t.shape for t in described.tensors} == {name: tuple(x.shape) for name, x in stored.items()}
     ours = dequantise(described, stored, (128, 256)).bfloat16()
     torch.testing.assert_close(ours, weight.dequantize().bfloat16(), rtol=2**-7, atol=0)  # its scale is rounded first
 
 
-def torchao_config(kind: str) -> dict[str, Any]:
-    return torchao(kind)
+@needs("torchao")
+def test_what_is_saved_of_torchao_is_read_by_it(tmp_path: Path) -> None:
+    """Which class a tensor is of stands in the headers of its files: they are written again."""
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict, unflatten_tensor_state_dict
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    config = tiny(METHODS["torchao int8"])
+    theirs = built(config).to(torch.bfloat16)
+    quantize_(theirs, Int8WeightOnlyConfig(), filter_fn=lambda module, name: "proj" in name)
+    state, headers = flatten_tensor_state_dict(theirs.state_dict())
+    save_file({key: value.contiguous() for key, value in state.items()}, tmp_path / "model.safetensors", headers)
+    made = autoplan.plan(config, tp_size=2, prove="none")
+
+    def rank_body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = autoplan.parallelize(autoplan.packed_model(built(config, "meta"), made), mesh, made)
+        autoplan.load_weights(model, tmp_path)
+        autoplan.save_weights(model, tmp_path / "saved")
+
+    run_ranks(rank_body, 2)
+    with safe_open(tmp_path / "saved" / "model.safetensors", "pt") as saved:
+        read = {key: saved.get_tensor(key) for key in saved.keys()}  # noqa: SIM118 - it is no dict
+        back, rest = unflatten_tensor_state_dict(read, saved.metadata())
+    assert not rest and back.keys() == theirs.state_dict().keys()
+    for name, tensor in theirs.state_dict().items():
+        assert type(back[name]) is type(tensor), name
+        plain = [one.dequantize() if hasattr(one, "qdata") else one for one in (tensor, back[name])]
+        assert torch.equal(*plain), name
 
 
 FORMATS = {

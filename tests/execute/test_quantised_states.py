@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from quantised_models import METHODS, MODELS, adapted, built, checkpoint, random_state, tiny
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -106,6 +107,8 @@ def test_full_states_and_what_is_saved(kind: str, name: str, tmp_path: Path) -> 
     config = MODELS[kind](METHODS[name])
     plans = {tp: autoplan.plan(config, tp_size=tp, prove="none") for tp in (2, 4)}
     checkpoint(config, plans[2], tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file), file, metadata={"a.weight": "what a method writes there"})
     whole = autoplan.packed_model(built(config, "meta"), plans[2])
     autoplan.load_weights(whole, tmp_path)
     wanted = {key: value.detach() for key, value in whole.state_dict().items()}
@@ -129,6 +132,8 @@ def test_full_states_and_what_is_saved(kind: str, name: str, tmp_path: Path) -> 
 
     run_ranks(first, 2)
     run_ranks(second, 4)
+    with safe_open(tmp_path / "saved" / "model.safetensors", "pt") as saved:
+        assert saved.metadata() == {"format": "pt", "a.weight": "what a method writes there"}
     own, found = load_file(tmp_path / "model.safetensors"), load_file(tmp_path / "saved" / "model.safetensors")
     if name != "bnb nf4 double":  # kept with one number for each block
         own = {key: value for key, value in own.items() if "quant_state" not in key}

@@ -9,6 +9,7 @@ they are sharded, loaded, saved and wrapped like any others, and gradients pass 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -26,9 +27,10 @@ from autoplan.patches.classes import give_class
 from autoplan.values import Plan
 from autoplan.values.quantised import PackedTensor, PackedWeight
 
-__all__ = ["compute_in", "is_packed", "packed_model", "stored_tensors"]
+__all__ = ["compute_in", "headers_of", "is_packed", "keep_headers", "packed_model", "stored_tensors"]
 
 _STORED = "_autoplan_stored"
+_HEADERS = "_autoplan_headers"
 _PLAIN = "_autoplan_plain"  # what has been made of stacks in the call that runs
 
 
@@ -68,6 +70,17 @@ def stored_tensors(model: nn.Module) -> dict[str, tuple[PackedWeight, PackedTens
         for weight, _ in module.__dict__.get(_STORED, {}).values():
             found |= {plain_name(f"{path}.{tensor.attribute}"): (weight, tensor) for tensor in weight.tensors}
     return found
+
+
+def keep_headers(model: nn.Module, headers: Mapping[str, str]) -> None:
+    """What the headers of the files said that filled a packed model: whoever reads what is saved needs it again."""
+    if stored_tensors(model):
+        model.__dict__[_HEADERS] = dict(headers)
+
+
+def headers_of(model: nn.Module) -> dict[str, str]:
+    headers: dict[str, str] = model.__dict__.get(_HEADERS, {})
+    return headers
 
 
 def compute_in(module: nn.Module, dtype: torch.dtype) -> None:

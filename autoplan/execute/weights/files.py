@@ -64,6 +64,11 @@ class CheckpointFiles:
         self._stored_as |= {new: self._stored_as.get(old, old) for old, new in names.items() if new}
         self._file_of = {name: file for key, file in self._file_of.items() if (name := names.get(key, key))}
 
+    def headers(self) -> dict[str, str]:
+        """What the files say besides their tensors: a quantisation method may write there what these are."""
+        files = dict.fromkeys(self._file_of.values())
+        return {key: text for file in files for key, text in (_opened(self.folder / file).metadata() or {}).items()}
+
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self._slice(key).get_shape())
 

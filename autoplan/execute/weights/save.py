@@ -26,7 +26,7 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.options import check_argument
 from autoplan.execute.parameters.held import held_parameters, plain_name
 from autoplan.execute.parameters.state_dict import gathered
-from autoplan.execute.quantised.modules import stored_tensors
+from autoplan.execute.quantised.modules import headers_of, stored_tensors
 
 __all__ = ["finish_writing", "save_weights", "whole_on_writer", "writes"]
 
@@ -53,7 +53,7 @@ def save_weights(
     model = getattr(model, "_orig_mod", model)
     writer = conventions().checkpoint_writer(model, original_names, stored_tensors(model))
     limit = _bytes(max_shard_size)  # refused on every rank
-    files = _Files(Path(folder), limit) if writes() else None
+    files = _Files(Path(folder), limit, headers_of(model)) if writes() else None
     state: dict[str, Any] = model.state_dict()
     trouble: Exception | None = None
     for names in writer.groups(_names(model, list(state), writer)):
@@ -128,6 +128,7 @@ class _Files:
 
     folder: Path
     limit: int
+    headers: dict[str, str] = field(default_factory=dict)
     pending: dict[str, torch.Tensor] = field(default_factory=dict)
     held: int = 0
     parts: list[tuple[str, ...]] = field(default_factory=list)
@@ -149,7 +150,7 @@ class _Files:
         from safetensors.torch import save_file
 
         self.folder.mkdir(parents=True, exist_ok=True)
-        save_file(self.pending, self.folder / _PART.format(len(self.parts)), metadata={"format": "pt"})
+        save_file(self.pending, self.folder / _PART.format(len(self.parts)), metadata={"format": "pt"} | self.headers)
         self.parts.append(tuple(self.pending))
         self.pending, self.held = {}, 0
 

@@ -52,13 +52,35 @@ def _scheme(said: Mapping[str, Any]) -> Scheme:
             )
         return scheme_of("torchao-int4", group=int(fields.get("group_size", 128)), scale="bfloat16")
     if kind in ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"):
-        group = fields.get("group_size")
-        return scheme_of("torchao-plain", dtype="int8", scale="bfloat16", rows=1, columns=int(group or 0))
+        rows, columns = _scaled(fields.get("granularity"), int(fields.get("group_size") or 0))
+        return _integers(rows, columns, "float32")
+    if kind in ("IntxWeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig"):
+        packing = str(fields.get("intx_packing_format") or "unpacked_to_int8").lower()
+        if "unpacked_to_int8" not in packing:
+            raise SourceError(
+                f"torchao's {kind} in the packing {packing!r} is not described",
+                hint="that of one device's kernel is cut nowhere; save the checkpoint unpacked to int8",
+            )
+        said_of = fields.get("weight_granularity") or fields.get("granularity")
+        rows, columns = _scaled(said_of, 0 if kind == "IntxWeightOnlyConfig" else 32)
+        return _integers(rows, columns, "bfloat16")
     if kind in ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig"):
         per_tensor = "PerTensor" in str(fields.get("granularity"))
         rows = 0 if per_tensor and kind.startswith("Float8Dynamic") else 1
         return scheme_of("torchao-plain", dtype="float8_e4m3fn", scale="float32", rows=rows, columns=0)
     raise SourceError(
         f"torchao's {kind} is not described",
-        hint="described are Int4WeightOnlyConfig, and weights of int8 or float8 with a scale for each output",
+        hint="described are Int4WeightOnlyConfig, and weights of int8, fewer bits in int8, or float8",
     )
+
+
+def _integers(rows: int, columns: int, scale: str) -> Scheme:
+    return scheme_of("torchao-plain", dtype="int8", scale=scale, rows=rows, columns=columns, zero_points=True)
+
+
+def _scaled(said: Any, group: int) -> tuple[int, int]:
+    """Of how many rows and columns one scale is; 0: of all. `group`: where nothing is said."""
+    kind = str(said.get("_type", "")) if isinstance(said, Mapping) else ""
+    if kind == "PerGroup":
+        group = int((said.get("_data") or {}).get("group_size") or group)
+    return (0, 0) if kind == "PerTensor" else (1, 0 if kind in ("PerRow", "PerAxis") else group)
