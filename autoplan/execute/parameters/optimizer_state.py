@@ -13,7 +13,6 @@ are not touched.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -23,33 +22,34 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autoplan.common.errors import AutoplanError
-from autoplan.execute.parameters.held import Held, held_parameters
+from autoplan.execute.parameters.assigned import assign_data
+from autoplan.execute.parameters.counted import count_once, note_repeating
+from autoplan.execute.parameters.held import Held, Mark, held_by, held_parameters, mark_of
 from autoplan.execute.parameters.state_dict import as_held, in_checkpoint_order
 from autoplan.patches.optimizers import told_of_new_optimizers
+from autoplan.patches.parameter_data import data_assigned
+from autoplan.patches.total_norm import norm_of
 
-__all__ = ["follow", "held_by", "mark_parameters", "stop_following"]
+__all__ = ["follow", "mark_parameters", "stop_following"]
 
-_MARK = "_autoplan_held"
 _FOLLOWED = "_autoplan_followed"
 
 
 class _Following:
-    """As long as this lives, new optimizers are followed. Every marked parameter has it, and so have its copies."""
+    """As long as this lives, new optimizers are followed, rows that several ranks hold count once in torch's norms, and
+    data is assigned to parameters piece by piece. Every marked parameter has it, and so have its copies."""
 
     def __init__(self) -> None:
-        self.hold = told_of_new_optimizers(follow)
-        self.hold.until_gone(self)
+        self.holds = (told_of_new_optimizers(follow), norm_of(count_once), data_assigned(_assigned))
+        for hold in self.holds:
+            hold.until_gone(self)
+
+    def release(self) -> None:
+        for hold in self.holds:
+            hold.release()
 
     def __reduce__(self) -> Any:
         return _Following, ()
-
-
-@dataclass(frozen=True)
-class _Mark:
-    """What a parameter knows: how it lies on ranks, and that somebody looks at new optimizers."""
-
-    held: Held
-    following: _Following
 
 
 def mark_parameters(model: nn.Module) -> None:
@@ -58,21 +58,16 @@ def mark_parameters(model: nn.Module) -> None:
     for _, parameter, held in held_parameters(model):
         if held is not None:
             following = following or _Following()
-            setattr(parameter, _MARK, _Mark(held, following))
+            Mark(held, following).put(parameter)
+    note_repeating(model)
 
 
 def stop_following(model: nn.Module) -> None:
     """Leave optimizers made from now on alone: the plan of this model is undone."""
     for parameter in model.parameters():
-        mark: _Mark | None = getattr(parameter, _MARK, None)
+        mark = mark_of(parameter)
         if mark is not None:
-            mark.following.hold.release()
-
-
-def held_by(parameter: torch.Tensor) -> Held | None:
-    """How a parameter lies on ranks; None for one that tensor parallelism has not touched."""
-    mark: _Mark | None = getattr(parameter, _MARK, None)
-    return mark.held if mark is not None else None
+            mark.kept.release()
 
 
 def follow(optimizer: Optimizer) -> None:
@@ -80,8 +75,17 @@ def follow(optimizer: Optimizer) -> None:
     if getattr(optimizer, _FOLLOWED, False) or not any(held_by(p) is not None for p in _parameters(optimizer)):
         return
     setattr(optimizer, _FOLLOWED, True)
+    note_repeating(optimizer)
     optimizer.register_state_dict_post_hook(_to_checkpoint)
     optimizer.register_load_state_dict_pre_hook(_from_checkpoint)
+
+
+def _assigned(parameter: DTensor, value: Any) -> bool:
+    held = held_by(parameter)
+    if held is None:
+        return False
+    assign_data(parameter, value, held)
+    return True
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
