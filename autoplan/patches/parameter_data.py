@@ -37,7 +37,12 @@ def _canary() -> bool:
     apart = replace(PARAMETER_DATA, name="canary of data of parameters")  # sharded models may hold the patch itself
     before = vars(DTensor).get("data")
     seen: list[Any] = []
-    held = data_assigned(lambda x, value: seen.append(value) is None, apart)
+
+    def assign(x: DTensor, value: Any) -> bool:
+        seen.append(value)
+        return True
+
+    held = data_assigned(assign, apart)
     try:
         DTensor.data.__set__(torch.ones(2), 3)
     finally:
@@ -53,6 +58,6 @@ PARAMETER_DATA = Patch(
     why="an assignment to it changes nothing that is computed with",
     scope="while a model that `parallelize` has split lives, or one of its parameters",
     undone="taken away when the last such model is collected or undone",
-    where="autoplan/execute/parameters/assigned.py",
+    where="autoplan/execute/parameters/following.py",
     canary=_canary,
 )

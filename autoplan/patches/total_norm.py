@@ -57,6 +57,6 @@ TOTAL_NORM = Patch(
     why="rows that several ranks hold count once in the norm by which torch clips",
     scope="while a model with such rows lives, or one of its parameters",
     undone="torch's own comes back when the last such model is collected or undone",
-    where="autoplan/execute/parameters/counted.py",
+    where="autoplan/execute/parameters/following.py",
     canary=_canary,
 )

@@ -25,8 +25,10 @@ INSTANCES = {
     ("autoplan/forecast/recording/world.py", "sys.excepthook"): "put back: each process group of torch changes it",
     ("autoplan/hf/shrink.py", "one"): "a copy of a config, for the tiny clone",
     ("autoplan/execute/hooks/sequence_shards.py", "tensor"): "a mark on one tensor",
-    ("autoplan/execute/parameters/optimizer_state.py", "parameter"): "a mark on one parameter",
+    ("autoplan/execute/parameters/held.py", "parameter"): "a mark on one parameter",
     ("autoplan/execute/parameters/optimizer_state.py", "optimizer"): "a mark on one optimizer",
+    ("autoplan/execute/parameters/optimizer_steps.py", "optimizer"): "one optimizer, of which the step is its own",
+    ("autoplan/execute/parameters/optimizer_steps.py", "parameter"): "a gradient",
 }
 
 

@@ -6,8 +6,8 @@ parameters of a parallelized model translates its own state dict: into checkpoin
 is loaded (from DTensors of any mesh, or from whole tensors, such as a run on one device saves).
 
 torch has hooks for an optimizer's state dict but none for its creation, so `Optimizer.__init__` tells us of new ones
-(`patches/optimizers.py`), for as long as there are parameters of a parallelized model. Optimizers of other parameters
-are not touched.
+(`following.py`), for as long as there are parameters of a parallelized model. Optimizers of other parameters are not
+touched.
 """
 
 from __future__ import annotations
@@ -17,57 +17,18 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autoplan.common.errors import AutoplanError
-from autoplan.execute.parameters.assigned import assign_data
-from autoplan.execute.parameters.counted import count_once, note_repeating
-from autoplan.execute.parameters.held import Held, Mark, held_by, held_parameters, mark_of
+from autoplan.execute.parameters.counted import note_repeating
+from autoplan.execute.parameters.held import Held, held_by
+from autoplan.execute.parameters.optimizer_steps import watch_steps
 from autoplan.execute.parameters.state_dict import as_held, in_checkpoint_order
-from autoplan.patches.optimizers import told_of_new_optimizers
-from autoplan.patches.parameter_data import data_assigned
-from autoplan.patches.total_norm import norm_of
 
-__all__ = ["follow", "mark_parameters", "stop_following"]
+__all__ = ["follow"]
 
 _FOLLOWED = "_autoplan_followed"
-
-
-class _Following:
-    """As long as this lives, new optimizers are followed, rows that several ranks hold count once in torch's norms, and
-    data is assigned to parameters piece by piece. Every marked parameter has it, and so have its copies."""
-
-    def __init__(self) -> None:
-        self.holds = (told_of_new_optimizers(follow), norm_of(count_once), data_assigned(_assigned))
-        for hold in self.holds:
-            hold.until_gone(self)
-
-    def release(self) -> None:
-        for hold in self.holds:
-            hold.release()
-
-    def __reduce__(self) -> Any:
-        return _Following, ()
-
-
-def mark_parameters(model: nn.Module) -> None:
-    """Let parameters on ranks say how they lie, to those who get parameters and no model: optimizers, norms."""
-    following: _Following | None = None
-    for _, parameter, held in held_parameters(model):
-        if held is not None:
-            following = following or _Following()
-            Mark(held, following).put(parameter)
-    note_repeating(model)
-
-
-def stop_following(model: nn.Module) -> None:
-    """Leave optimizers made from now on alone: the plan of this model is undone."""
-    for parameter in model.parameters():
-        mark = mark_of(parameter)
-        if mark is not None:
-            mark.kept.release()
 
 
 def follow(optimizer: Optimizer) -> None:
@@ -76,16 +37,9 @@ def follow(optimizer: Optimizer) -> None:
         return
     setattr(optimizer, _FOLLOWED, True)
     note_repeating(optimizer)
+    watch_steps(optimizer, _parameters(optimizer))
     optimizer.register_state_dict_post_hook(_to_checkpoint)
     optimizer.register_load_state_dict_pre_hook(_from_checkpoint)
-
-
-def _assigned(parameter: DTensor, value: Any) -> bool:
-    held = held_by(parameter)
-    if held is None:
-        return False
-    assign_data(parameter, value, held)
-    return True
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
