@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.nn.utils import clip_grad
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from autoplan.patches.patched import Hold, Patch, Place, hold
 
@@ -31,7 +31,7 @@ def norm_of(counted: Callable[[list[torch.Tensor]], list[torch.Tensor]], patch: 
 
         return total_norm
 
-    (cell,) = vars(clip_grad)["_get_total_norm"].__closure__
+    (cell,) = get_total_norm.__closure__
     return hold(patch or TOTAL_NORM, [Place(cell, "cell_contents", counting)])
 
 
@@ -43,8 +43,8 @@ def _canary() -> bool:
     held = norm_of(lambda gradients: [4 * one for one in gradients], apart)
     try:
         norms = (
-            torch.nn.utils.clip_grad_norm_(iter([weight]), 100.0),
-            torch.nn.utils.get_total_norm(iter([weight.grad])),
+            clip_grad_norm_(iter([weight]), 100.0),
+            get_total_norm(iter([weight.grad])),
         )
     finally:
         held.release()

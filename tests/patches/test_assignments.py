@@ -27,8 +27,6 @@ INSTANCES = {
     ("autoplan/execute/hooks/sequence_shards.py", "tensor"): "a mark on one tensor",
     ("autoplan/execute/parameters/held.py", "parameter"): "a mark on one parameter",
     ("autoplan/execute/parameters/optimizer_state.py", "optimizer"): "a mark on one optimizer",
-    ("autoplan/execute/parameters/optimizer_steps.py", "optimizer"): "one optimizer, of which the step is its own",
-    ("autoplan/execute/parameters/optimizer_steps.py", "parameter"): "a gradient",
 }
 
 

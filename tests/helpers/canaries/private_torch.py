@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -357,6 +358,21 @@ TORCH = (
         "torch.distributed.tensor.DTensor._spec",
         "how a parameter lies, for its gradient to lie likewise; DTensors are made of a piece and of that",
         _made_of_a_spec,
+    ),
+    Private(
+        "torch.distributed._state_dict_utils",
+        "a whole tensor of a parameter with rows on several ranks is not cut there",
+        lambda: callable(import_module("torch.distributed._state_dict_utils")._distribute_tensors),
+    ),
+    Private(
+        "torch.distributed._state_dict_utils._distribute_tensors",
+        "it cuts whole tensors for parameters",
+        lambda: callable(import_module("torch.distributed._state_dict_utils")._distribute_tensors),
+    ),
+    Private(
+        "torch.distributed._state_dict_utils._broadcast_tensors",
+        "what calls it",
+        lambda: callable(import_module("torch.distributed._state_dict_utils")._broadcast_tensors),
     ),
     Private(
         "torch.distributed.tensor.DTensor._op_dispatcher",

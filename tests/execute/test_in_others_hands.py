@@ -1,0 +1,220 @@
+"""What torch and its neighbours do with parameters on ranks, beside the unsharded model: the same, or one error."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from mesh_toys import mesh_of
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.optim import LBFGS, SGD, Adafactor, AdamW, Muon
+
+import autoplan
+from autoplan.check.ranks.run import run_processes
+from autoplan.common.errors import AutoplanError
+from autoplan.hf.source import resolve
+
+IDS = torch.randint(1, 100, (2, 6), generator=torch.Generator().manual_seed(1))
+HYBRID = "bamba"  # has rows that both ranks hold
+
+
+def pair(model_type: str, **options: Any) -> tuple[Any, Any]:
+    """A model, and a sharded one with the same weights."""
+    torch.manual_seed(0)
+    whole = resolve(model_type).tiny(dtype=torch.float64)
+    for module in whole.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    plan = autoplan.plan(copy.deepcopy(whole), 2, prove="none", **options)
+    return whole, autoplan.parallelize(copy.deepcopy(whole), mesh_of(tp=2), plan)
+
+
+def away(whole: Any, model: Any, grads: bool = True) -> float:
+    """How far gradients, or parameters, are from the unsharded model's."""
+    found = autoplan.full_tensors(model, grads=grads)
+    wanted = {name: one.grad if grads else one.detach() for name, one in whole.named_parameters()}
+    assert {n for n, one in wanted.items() if one is not None} == {n for n in wanted if found.get(n) is not None}
+    return max(float((found[name] - one).abs().max()) for name, one in wanted.items() if one is not None)
+
+
+def loss_of(model: Any) -> torch.Tensor:
+    return model(IDS, labels=IDS, use_cache=False).loss
+
+
+# ------------------------------------------------------------------------------------------------------ derivatives
+
+
+def penalised(model: Any) -> torch.Tensor:
+    """A penalty on gradients of a loss: by what the model is given, by vectors of which no row has two holders."""
+    model.set_attn_implementation("eager")
+    given = model.get_input_embeddings()(IDS).detach().requires_grad_()
+    loss = model(inputs_embeds=given, labels=IDS, use_cache=False).loss
+    wanted = [one for name, one in model.named_parameters() if "conv1d" not in name and one.dim() == 1]
+    gradients = torch.autograd.grad(loss, [given, *wanted], create_graph=True, allow_unused=True)
+    sums = [one.square().sum() for one in gradients if one is not None]
+    total = sum(one.full_tensor() if isinstance(one, DTensor) else one for one in sums)
+    assert isinstance(total, torch.Tensor)
+    total.backward()
+    return total
+
+
+def second(rank: int, model_type: str, sequence: bool) -> tuple[float, float]:
+    torch.set_num_threads(1)
+    whole, model = pair(model_type, sequence_parallel=sequence)
+    wanted, got = penalised(whole), penalised(model)
+    return abs(float(wanted) - float(got)) / float(wanted), away(whole, model) / float(wanted)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("model_type", "sequence"),
+    [("gpt2", False), ("llama", True), ("bert", False), ("deepseek_v3", False), (HYBRID, False)],
+)
+def test_gradients_are_differentiated_again(model_type: str, sequence: bool) -> None:
+    """Biases that ranks add up again, pieces of a sequence, parts of gradients, rows with two holders."""
+    for found in run_processes(second, (model_type, sequence), 2):
+        assert max(found) < 1e-6, found  # the loss is in float32
+
+
+def hidden(rank: int) -> float:
+    """A loss on the last hidden states, which the head reads."""
+    torch.set_num_threads(1)
+    whole, model = pair("whisper")
+    for one in (whole, model):
+        one(IDS, output_hidden_states=True).hidden_states[-1].square().mean().backward()
+    return away(whole, model)
+
+
+@pytest.mark.gloo
+def test_what_a_head_reads_is_a_loss_of_its_own_too() -> None:
+    assert max(run_processes(hidden, (), 2)) < 1e-12
+
+
+# ------------------------------------------------------------------------------------------------- norms and steps
+
+
+def clipped(rank: int) -> None:
+    torch.set_num_threads(1)
+    whole, model = pair(HYBRID)
+    twin = copy.deepcopy(model)
+    optimizer = SGD(twin.parameters(), lr=0.1)
+    for one in (whole, model, twin):
+        loss_of(one).backward()
+    for kind in (1.0, 2.0, float("inf")):
+        wanted = get_total_norm([one.grad for one in whole.parameters()], kind)
+        for sharded in (model, twin):
+            found: Any = get_total_norm([one.grad for one in sharded.parameters()], kind)
+            torch.testing.assert_close(found.full_tensor(), wanted)
+    for one in (whole, model.float().double(), twin):
+        clip_grad_norm_(one.parameters(), 0.01)
+    assert optimizer.param_groups  # by it the copy is known
+    assert away(whole, twin) < 1e-8 and away(whole, model) < 1e-8
+
+
+@pytest.mark.gloo
+def test_torch_counts_rows_with_two_holders_once() -> None:
+    run_processes(clipped, (), 2)
+
+
+def stepped(rank: int) -> None:
+    torch.set_num_threads(1)
+    whole, model = pair("whisper")  # its cross-attention gets no gradient without an encoder
+    for one in (whole, model):
+        optimizer = LBFGS(one.parameters(), lr=0.1, max_iter=2)
+
+        def closure(one: Any = one, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(one)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    assert away(whole, model, grads=False) < 1e-7
+    assert {n for n, p in model.named_parameters() if p.grad is None} == {
+        n for n, p in whole.named_parameters() if p.grad is None
+    }
+    with pytest.raises(AutoplanError, match="Adafactor cannot make a step on parameters that lie on ranks"):
+        Adafactor(model.parameters()).step()
+    failing = LBFGS(model.parameters())
+    with pytest.raises(RuntimeError, match="theirs") as told:
+        failing.step(fails)
+    assert not isinstance(told.value, AutoplanError)
+    _, model = pair(HYBRID)
+    with pytest.raises(AutoplanError, match="Muon on a parameter of .* of which some rows lie on several ranks"):
+        Muon([one for one in model.parameters() if one.dim() == 2])
+
+
+def fails() -> float:
+    raise RuntimeError("theirs")
+
+
+@pytest.mark.gloo
+def test_optimizers_of_whole_parameters_step_or_say_why_not() -> None:
+    run_processes(stepped, (), 2)
+
+
+# -------------------------------------------------------------------------------------------------- data and states
+
+
+def assigned(rank: int) -> None:
+    torch.set_num_threads(1)
+    whole, model = pair("gpt2")
+    for one in (whole, model):
+        for parameter in one.parameters():
+            parameter.data = parameter.data * 0.9
+    assert away(whole, model, grads=False) < 1e-12
+    table: Any = model.transformer.h[0].attn.c_attn.weight
+    values = torch.randn(tuple(table.shape), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for one in (whole, model):
+        one.transformer.h[0].attn.c_attn.weight.data = values.clone()  # whole, in the checkpoint's order
+    assert away(whole, model, grads=False) < 1e-12
+    torch.testing.assert_close(loss_of(model), loss_of(whole))
+    for odd in (torch.zeros(3), 3, table.data.redistribute(placements=[Replicate()])):
+        with pytest.raises(AutoplanError, match=r"parameter\.data = a .* for a parameter of"):
+            table.data = odd
+    single = model.float()  # a cast keeps what was noted on parameters: states are in the checkpoint's order
+    optimizers = [AdamW(one.parameters(), lr=0.1) for one in (whole, single)]
+    for one, optimizer in zip((whole, single), optimizers, strict=True):
+        loss_of(one).backward()
+        optimizer.step()
+    wanted, got = (optimizer.state_dict()["state"] for optimizer in optimizers)
+    for key, state in wanted.items():
+        torch.testing.assert_close(got[key]["exp_avg"].full_tensor().double(), state["exp_avg"], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.gloo
+def test_data_that_is_assigned_is_computed_with_and_casts_forget_nothing() -> None:
+    run_processes(assigned, (), 2)
+
+
+def loaded(rank: int) -> None:
+    torch.set_num_threads(1)
+    whole, model = pair(HYBRID)
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.mul_(0.5)
+    for broadcast in (True, False):
+        _, model = pair(HYBRID)
+        given = whole.state_dict() if rank == 0 or not broadcast else {}
+        set_model_state_dict(
+            model, given, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        )
+        assert away(whole, model, grads=False) == 0
+    for save, what in ((safetensors.torch.save_model, model), (safetensors.torch.save_file, model.state_dict())):
+        with pytest.raises(AutoplanError, match="safetensors writes plain tensors"):
+            save(what, "nowhere")
+    del model, what
+    gc.collect()
+    assert "data" not in vars(DTensor)  # nothing of ours outlives sharded models
+
+
+@pytest.mark.gloo
+def test_whole_state_dicts_are_loaded_and_safetensors_says_how_to_save() -> None:
+    run_processes(loaded, (), 2)
