@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 from mesh_toys import mesh_of
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grad_norm_, get_total_norm
@@ -95,6 +96,37 @@ def hidden(rank: int) -> float:
 @pytest.mark.gloo
 def test_what_a_head_reads_is_a_loss_of_its_own_too() -> None:
     assert max(run_processes(hidden, (), 2)) < 1e-12
+
+
+def watched(rank: int) -> None:
+    """Backward hooks everywhere, torch's search for NaN, and what no communication can be part of."""
+    torch.set_num_threads(1)
+    whole, model = pair("llama")
+    seen: list[list[torch.Tensor]] = [[], []]
+    for one, into in zip((whole, model), seen, strict=True):
+        one.lm_head.register_full_backward_hook(lambda module, given, made, into=into: into.extend([*given, *made]))
+        for module in one.modules():
+            module.register_full_backward_hook(lambda *_: None)
+        with torch.autograd.detect_anomaly(check_nan=True):
+            loss_of(one).backward()
+    assert away(whole, model) < 1e-6
+    for got, wanted in zip(*reversed(seen), strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-6)
+    given = model.get_input_embeddings()(IDS).detach()
+
+    def called(x: torch.Tensor) -> torch.Tensor:
+        return model(inputs_embeds=x).logits.square().mean()
+
+    for call in (torch.func.grad(called), torch.func.vmap(called), torch.func.vjp):
+        with pytest.raises(AutoplanError, match=r"lies on ranks, and is called inside of a transform of torch\.func"):
+            call(given) if call is not torch.func.vjp else call(called, given)
+    with forward_ad.dual_level(), pytest.raises(AutoplanError, match="inside of a forward derivative"):
+        called(forward_ad.make_dual(given, given))
+
+
+@pytest.mark.gloo
+def test_backward_is_watched_and_functions_of_functions_are_refused() -> None:
+    run_processes(watched, (), 2)
 
 
 # ------------------------------------------------------------------------------------------------- norms and steps

@@ -8,11 +8,13 @@ followed: new optimizers (`optimizer_state.py`), norms of gradients (`counted.py
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.experimental import register_sharding
 
 from autoplan.common.errors import AutoplanError
 from autoplan.execute.parameters.assigned import assign_data
@@ -50,8 +52,15 @@ class _Following:
         return _Following, ()
 
 
+@cache
+def _let_anomalies_be_found() -> None:
+    """`torch.autograd.detect_anomaly` asks each gradient for NaN by an op of which DTensor has not heard."""
+    register_sharding(torch.ops.aten._is_any_true.default)(lambda x: [([Replicate()], [Replicate()])])
+
+
 def mark_parameters(model: nn.Module) -> None:
     """Let parameters on ranks say how they lie, to those who get parameters and no model: optimizers, norms."""
+    _let_anomalies_be_found()
     following: _Following | None = None
     for _, parameter, held in held_parameters(model):
         if held is not None:

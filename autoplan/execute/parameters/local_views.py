@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from autoplan.common.errors import AutoplanError
 from autoplan.execute.collectives import RankGroup, all_reduce, copy_to_ranks, part_of_sum
 from autoplan.execute.parameters.held import Held, record_of
+from autoplan.execute.parameters.transforms import refuse_transforms
 from autoplan.execute.parameters.unseen_paths import SHAPE_ERRORS, unseen_path
 
 __all__ = ["local_view", "reading_locally", "stored_tensor", "view_class"]
@@ -187,6 +188,8 @@ def _reading_call(cls: type) -> Callable[..., Any]:
             return base(self, *args, **kwargs)
         reading = record.reading
         before = reading.inside
+        if not before and not torch.compiler.is_dynamo_compiling():
+            refuse_transforms(self)
         reading.inside = True
         try:
             return base(self, *args, **kwargs)

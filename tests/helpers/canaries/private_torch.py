@@ -87,6 +87,25 @@ def _graph_task() -> bool:
     return torch._C._current_graph_task_id() == -1 and seen[0] >= 0
 
 
+def _hooks_of_backward() -> bool:
+    module, calls = nn.Identity(), import_module("torch.nn.modules.module")
+    of_all = (calls._global_backward_hooks, calls._global_backward_pre_hooks)
+    before = bool(module._backward_hooks or module._backward_pre_hooks or any(of_all))
+    handles = [module.register_full_backward_hook(print), module.register_full_backward_pre_hook(print)]
+    handles += [calls.register_module_full_backward_hook(print), calls.register_module_full_backward_pre_hook(print)]
+    known = bool(module._backward_hooks and module._backward_pre_hooks and all(of_all))
+    for handle in handles:
+        handle.remove()
+    return known and not before
+
+
+def _forward_level() -> bool:
+    levels = import_module("torch.autograd.forward_ad")
+    before: int = levels._current_level
+    with levels.dual_level():
+        return before == -1 and bool(levels._current_level == 0)
+
+
 def _functorch() -> bool:
     asked = torch._C._functorch.is_functorch_wrapped_tensor
     seen: list[bool] = []
@@ -392,6 +411,47 @@ TORCH = (
     Private("torch.Tensor._version", "a cache that was changed in place is noticed", _version),
     Private("torch.Tensor._backward_hooks", "hooks on a parameter would be lost: refused", _gradient_hooks),
     Private("torch.Tensor._post_accumulate_grad_hooks", "hooks on a parameter would be lost: refused", _gradient_hooks),
+    Private(
+        "torch.nn.Module._backward_hooks",
+        "a head whose backward someone listens to gives whole logits",
+        _hooks_of_backward,
+    ),
+    Private(
+        "torch.nn.Module._backward_pre_hooks",
+        "a head whose backward someone listens to gives whole logits",
+        _hooks_of_backward,
+    ),
+    Private(
+        "torch.nn.modules.module._global_backward_hooks",
+        "a head whose backward someone listens to gives whole logits",
+        _hooks_of_backward,
+    ),
+    Private(
+        "torch.nn.modules.module._global_backward_pre_hooks",
+        "a head whose backward someone listens to gives whole logits",
+        _hooks_of_backward,
+    ),
+    Private(
+        "torch._C._functorch.peek_interpreter_stack",
+        "a sharded model inside of a transform of torch.func is refused",
+        lambda: (
+            torch.func.vmap(lambda x: x * float(torch._C._functorch.peek_interpreter_stack() is not None))(
+                torch.ones(1)
+            ).item()
+            == 1
+            and torch._C._functorch.peek_interpreter_stack() is None
+        ),
+    ),
+    Private(
+        "torch.ops.aten._is_any_true",
+        "torch looks for NaN in gradients by it, and DTensor does not know it",
+        lambda: bool(torch.ops.aten._is_any_true.default(torch.tensor([True, False]))),
+    ),
+    Private(
+        "torch.autograd.forward_ad._current_level",
+        "a sharded model inside of a forward derivative is refused",
+        _forward_level,
+    ),
     Private(
         "torch.nn.Module._parameters",
         "parameters are replaced where torch itself keeps them",
