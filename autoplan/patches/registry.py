@@ -8,6 +8,7 @@ that are used (`tests/helpers/canaries/`). What replaces something outside this 
 from __future__ import annotations
 
 from autoplan.patches.classes import CLASSES
+from autoplan.patches.compiled_loss import COMPILED_LOSS
 from autoplan.patches.double_precision import DOUBLE_PRECISION
 from autoplan.patches.full_state_dicts import FULL_STATE_DICTS
 from autoplan.patches.kernels import KERNEL_GUARDS, KERNEL_STAND_INS, REFERENCE_PATH
@@ -28,6 +29,7 @@ PATCHES: tuple[Patch, ...] = (
     PARAMETER_DATA,
     FULL_STATE_DICTS,
     SAFETENSORS_STORAGE,
+    COMPILED_LOSS,
     CLASSES,
     KERNEL_GUARDS,
     KERNEL_STAND_INS,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import torch.nn.functional as F
 from mesh_toys import mesh_of
 from torch import nn
 from torch.autograd import forward_ad
@@ -21,6 +22,7 @@ import autoplan
 from autoplan.check.ranks.run import run_processes
 from autoplan.common.errors import AutoplanError
 from autoplan.hf.source import resolve
+from autoplan.values import SplitLogits
 
 IDS = torch.randint(1, 100, (2, 6), generator=torch.Generator().manual_seed(1))
 HYBRID = "bamba"  # has rows that both ranks hold
@@ -104,7 +106,7 @@ def watched(rank: int) -> None:
     whole, model = pair("llama")
     seen: list[list[torch.Tensor]] = [[], []]
     for one, into in zip((whole, model), seen, strict=True):
-        one.lm_head.register_full_backward_hook(lambda module, given, made, into=into: into.extend([*given, *made]))
+        one.lm_head.register_full_backward_hook(lambda module, given, made, into=into: into.extend(made))
         for module in one.modules():
             module.register_full_backward_hook(lambda *_: None)
         with torch.autograd.detect_anomaly(check_nan=True):
@@ -250,3 +252,41 @@ def loaded(rank: int) -> None:
 @pytest.mark.gloo
 def test_whole_state_dicts_are_loaded_and_safetensors_says_how_to_save() -> None:
     run_processes(loaded, (), 2)
+
+
+# ------------------------------------------------------------------------------------------------------------- compiled
+
+
+class Losing(nn.Module):
+    """A model that makes its loss as many do, of a class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(96, 16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.head = nn.Linear(16, 96, bias=False)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        x = self.table(ids)
+        logits = self.head(x + self.down(F.gelu(self.up(x))))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)(logits.view(-1, logits.size(-1)), labels.view(-1))}
+
+
+def compiled(rank: int) -> float:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    whole = Losing().double()
+    ids = IDS % 40  # every target is among the first rank's columns
+    plan = autoplan.plan(copy.deepcopy(whole), 2, inputs={"ids": ids}, prove="none")
+    model = autoplan.parallelize(copy.deepcopy(whole), mesh_of(tp=2), plan)
+    assert any(isinstance(one, SplitLogits) for one in plan.runtime.instructions)
+    run: Any = torch.compile(model, backend="eager", fullgraph=True)
+    for one in (whole, run):
+        one(ids, labels=ids)["loss"].backward()
+    return away(whole, model)
+
+
+@pytest.mark.gloo
+def test_a_compiled_loss_of_a_class_knows_that_logits_are_split() -> None:
+    assert max(run_processes(compiled, (), 2)) < 1e-6

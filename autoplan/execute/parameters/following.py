@@ -3,7 +3,8 @@
 The problem: optimizers, norms, savers and loaders are given parameters and no model, and torch has hooks for few of
 them. So each parameter says itself how it lies, and while one lives that does, those who would go wrong with it are
 followed: new optimizers (`optimizer_state.py`), norms of gradients (`counted.py`), assignments of data
-(`assigned.py`), whole state dicts that torch cuts, and safetensors, which would look for memory.
+(`assigned.py`), whole state dicts that torch cuts, safetensors, which would look for memory, and the compiler where it
+calls losses.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from autoplan.execute.parameters.assigned import assign_data
 from autoplan.execute.parameters.counted import count_once, note_repeating
 from autoplan.execute.parameters.held import Mark, held_by, held_parameters, mark_of
 from autoplan.execute.parameters.optimizer_state import follow
+from autoplan.patches.compiled_loss import heard_by_classes
 from autoplan.patches.full_state_dicts import left_whole
 from autoplan.patches.optimizers import told_of_new_optimizers
 from autoplan.patches.parameter_data import data_assigned
@@ -40,6 +42,7 @@ class _Following:
             data_assigned(_assigned),
             left_whole(_lies_otherwise),
             told_of_stored(_refuse_stored),
+            heard_by_classes(),
         )
         for hold in self.holds:
             hold.until_gone(self)

@@ -188,7 +188,7 @@ def _reading_call(cls: type) -> Callable[..., Any]:
             return base(self, *args, **kwargs)
         reading = record.reading
         before = reading.inside
-        if not before and not torch.compiler.is_dynamo_compiling():
+        if not before:
             refuse_transforms(self)
         reading.inside = True
         try:

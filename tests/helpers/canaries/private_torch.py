@@ -99,6 +99,14 @@ def _hooks_of_backward() -> bool:
     return known and not before
 
 
+def _tracked() -> bool:
+    variables = import_module("torch._dynamo.variables")
+    asked = list(inspect.signature(variables.torch_function.can_dispatch_torch_function).parameters)
+    made = list(inspect.signature(variables.base.VariableTracker.build).parameters)
+    called = list(inspect.signature(variables.LambdaVariable.call_function).parameters)
+    return asked == ["tx", "args", "kwargs"] and made[:2] == ["tx", "value"] and called[1:] == ["tx", "args", "kwargs"]
+
+
 def _forward_level() -> bool:
     levels = import_module("torch.autograd.forward_ad")
     before: int = levels._current_level
@@ -446,6 +454,15 @@ TORCH = (
         "torch.ops.aten._is_any_true",
         "torch looks for NaN in gradients by it, and DTensor does not know it",
         lambda: bool(torch.ops.aten._is_any_true.default(torch.tensor([True, False]))),
+    ),
+    *(
+        Private(f"torch._dynamo.variables.{name}", "compiled losses are heard by the class of split logits", _tracked)
+        for name in (
+            "LambdaVariable",
+            "base.VariableTracker",
+            "torch_function.can_dispatch_torch_function",
+            "user_defined.UserDefinedClassVariable",
+        )
     ),
     Private(
         "torch.autograd.forward_ad._current_level",
