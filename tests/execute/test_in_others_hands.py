@@ -228,6 +228,24 @@ def test_data_that_is_assigned_is_computed_with_and_casts_forget_nothing() -> No
     run_processes(assigned, (), 2)
 
 
+def held_by_fsdp(rank: int) -> None:
+    torch.set_num_threads(1)
+    model = Losing()
+    plan = autoplan.plan(Losing(), 2, inputs={"ids": IDS}, prove="none")
+    autoplan.parallelize(model, mesh_of(dp_shard=2, tp=2), plan)
+    before = autoplan.full_tensors(model)["up.weight"]
+    with pytest.raises(AutoplanError, match="which FSDP2 gathers from memory of its own"):
+        model.up.weight.data = model.up.weight.data * 2
+    with torch.no_grad():
+        model.up.weight.copy_(model.up.weight.data * 2)
+    torch.testing.assert_close(autoplan.full_tensors(model)["up.weight"], 2 * before)
+
+
+@pytest.mark.gloo
+def test_data_of_what_fsdp_holds_is_refused() -> None:
+    run_processes(held_by_fsdp, (), 4)
+
+
 def loaded(rank: int) -> None:
     torch.set_num_threads(1)
     whole, model = pair(HYBRID)
@@ -271,6 +289,30 @@ class Losing(nn.Module):
         if labels is None:
             return {"logits": logits}
         return {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)(logits.view(-1, logits.size(-1)), labels.view(-1))}
+
+
+def losses_of(model: Any, cast: torch.dtype | None) -> list[torch.Tensor]:
+    """The model's own loss, and one of the caller's on its logits."""
+    with torch.autocast("cpu", dtype=cast or torch.bfloat16, enabled=cast is not None):
+        own = model(IDS, labels=IDS)["loss"]
+        return [own, F.cross_entropy(model(IDS)["logits"].view(-1, 96), IDS.view(-1))]
+
+
+def typed(rank: int) -> None:
+    torch.set_num_threads(1)
+    for inside, cast in ((torch.float32, torch.bfloat16), (torch.bfloat16, None), (torch.float64, None)):
+        torch.manual_seed(0)
+        whole = Losing().to(inside)
+        plan = autoplan.plan(Losing(), 2, inputs={"ids": IDS}, prove="none")
+        model = autoplan.parallelize(copy.deepcopy(whole), mesh_of(tp=2), plan)
+        for wanted, got in zip(losses_of(whole, cast), losses_of(model, cast), strict=True):
+            assert got.dtype == wanted.dtype, (inside, cast)
+            torch.testing.assert_close(got, wanted, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.gloo
+def test_losses_have_the_types_of_the_unsharded_model_under_autocast_too() -> None:
+    run_processes(typed, (), 2)
 
 
 def compiled(rank: int) -> float:
