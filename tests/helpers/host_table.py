@@ -150,7 +150,7 @@ ROWS = (
         "second derivatives: `torch.autograd.grad(..., create_graph=True)`, penalties on gradients",
         "as it is",
         "of what is given, and of parameters of which no row lies on two ranks ([limits](limits.md))",
-        f"{_HANDS}test_gradients_are_differentiated_again",
+        f"{_HANDS}test_gradients_are_differentiated_again_and_hidden_states_have_losses_of_their_own",
     ),
     Row(
         "torch",
@@ -339,6 +339,13 @@ ROWS = (
         "as it is",
         "blocks stay gathered between forward and backward unless `reshard_after_forward` says otherwise",
         _FLOWS,
+    ),
+    Row(
+        "torch",
+        "`torch.compile` of a model that makes its loss by `nn.CrossEntropyLoss`; losses under `torch.autocast`",
+        "as it is",
+        "",
+        f"{_HANDS}test_losses_have_the_types_of_the_unsharded_model_and_compiled_ones_know_that_logits_are_split",
     ),
     Row(
         "torch",
