@@ -149,7 +149,7 @@ ROWS = (
         "torch",
         "second derivatives: `torch.autograd.grad(..., create_graph=True)`, penalties on gradients",
         "as it is",
-        "of what is given, and of parameters of which no row lies on two ranks ([limits](limits.md))",
+        "of what is given, and of parameters of which no row lies on two ranks ([limits](limits.md)); FSDP2 has none",
         f"{_HANDS}test_gradients_are_differentiated_again_and_hidden_states_have_losses_of_their_own",
     ),
     Row(
@@ -223,7 +223,7 @@ ROWS = (
         "torch",
         "`copy.deepcopy(model)` (references, `AveragedModel`), trained on its own",
         "as it is",
-        "",
+        "torch refuses to copy FSDP2 units: state dicts, or one more model",
         f"{_NEXT}test_a_copy_trains_and_averages_as_the_model_does",
     ),
     Row(
