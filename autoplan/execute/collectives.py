@@ -1,11 +1,14 @@
 """The few communications a sharded model makes, each differentiable and each a no-op on one rank.
 
 The problem: a collective in the middle of a model needs a backward that is right *for what the value means*, and
-torch's own functional collectives leave that open. Three meanings suffice here:
+torch's own functional collectives leave that open. These meanings suffice:
 
     copy_to_ranks     a whole value enters a split region    identity forward, sum of the gradients backward
     sum_over_ranks    partial sums leave a split region      sum forward, identity backward
     gather_over_ranks pieces become a whole value            concatenate forward, own piece backward
+    scale_gradient    a whole value whose gradient           identity forward, a part of the gradient backward
+                      will be summed over ranks
+    part_of_sum       a whole value that ranks add up        a part forward, identity backward
 
 Each is the other's backward where that is so, hence second derivatives are right too. They call the functional ops that
 `torch.compile` traces. An identity returns a detached alias: the input object itself, or `view_as` of it, would make
@@ -33,6 +36,7 @@ __all__ = [
     "gather_over_ranks",
     "gather_pieces",
     "mesh_device",
+    "part_of_sum",
     "scale_gradient",
     "sum_over_ranks",
     "take_rows",
@@ -203,8 +207,18 @@ class _Scale(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        (scale,) = ctx.saved_tensors
-        return gradient * scale, None
+        return _Part.apply(gradient, *ctx.saved_tensors), None
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _Scale.apply(gradient, *ctx.saved_tensors), None
 
 
 def copy_to_ranks(x: torch.Tensor, group: Ranks) -> torch.Tensor:
@@ -247,6 +261,11 @@ def scale_gradient(x: torch.Tensor, vector: Sequence[float] | float, dim: int = 
         shape[dim] = -1
         scale = scale.view(shape)
     return _Scale.apply(x, scale)
+
+
+def part_of_sum(x: torch.Tensor, parts: int) -> torch.Tensor:
+    """1/n of a value that n ranks add up again. Each of them sees the whole gradient already: it passes as it is."""
+    return _Part.apply(x, torch.as_tensor(1.0 / parts, dtype=x.dtype, device=x.device))
 
 
 def take_rows(x: torch.Tensor, dim: int, rows: Sequence[int]) -> torch.Tensor:

@@ -26,7 +26,7 @@ from autoplan.execute.hooks.inner_entries import install_inner_entries
 from autoplan.execute.hooks.install import ModuleWork, install, install_root
 from autoplan.execute.hooks.replaced import watch_children, watch_no_longer
 from autoplan.execute.hooks.running import Running
-from autoplan.execute.parameters.optimizer_state import stop_following
+from autoplan.execute.parameters.following import stop_following
 from autoplan.execute.parameters.shard import mesh_device, prepare_parameters
 from autoplan.execute.quantised.rules import is_stored_packed, stored_rules
 from autoplan.execute.randomness.dropout import SharedRandomness

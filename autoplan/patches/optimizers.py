@@ -56,6 +56,6 @@ OPTIMIZERS = Patch(
     why="optimizer states of packed weights lie in rank order; their state dicts must be in the checkpoint's",
     scope="while a model that `parallelize` has split lives, or one of its parameters",
     undone="torch's own comes back when the last such model is collected or undone",
-    where="autoplan/execute/parameters/optimizer_state.py",
+    where="autoplan/execute/parameters/following.py",
     canary=_canary,
 )

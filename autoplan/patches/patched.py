@@ -45,12 +45,19 @@ class Patch:
 # ---------------------------------------------------------------------------------------------------- what stands where
 
 
+_INHERITED = object()
+
+
 class Place(NamedTuple):
-    """An attribute of a module or class, or what a function keeps in its closure, and what is to stand there."""
+    """An attribute of a module or class, or what a function keeps in its closure, and what is to stand there.
+
+    `inherited`: a class may have it from another; what then is put into the class itself is taken away again.
+    """
 
     holder: Any
     name: str
     make: Callable[[Any], Any]  # from the original
+    inherited: bool = False
 
     def now(self) -> Any:
         if isinstance(self.holder, CellType):
@@ -58,9 +65,14 @@ class Place(NamedTuple):
                 return self.holder.cell_contents
             except ValueError:  # emptied
                 return None
+        if self.inherited:
+            return vars(self.holder).get(self.name, _INHERITED)
         return vars(self.holder)[self.name]  # not getattr: a static method must come back as one
 
     def put(self, value: Any) -> None:
+        if value is _INHERITED:
+            delattr(self.holder, self.name)
+            return
         setattr(self.holder, self.name, value)
 
 

@@ -8,18 +8,28 @@ that are used (`tests/helpers/canaries/`). What replaces something outside this 
 from __future__ import annotations
 
 from autoplan.patches.classes import CLASSES
+from autoplan.patches.compiled_loss import COMPILED_LOSS
 from autoplan.patches.double_precision import DOUBLE_PRECISION
+from autoplan.patches.full_state_dicts import FULL_STATE_DICTS
 from autoplan.patches.kernels import KERNEL_GUARDS, KERNEL_STAND_INS, REFERENCE_PATH
 from autoplan.patches.optimizers import OPTIMIZERS
+from autoplan.patches.parameter_data import PARAMETER_DATA
 from autoplan.patches.patched import Patch
 from autoplan.patches.process_group import PROCESS_GROUP
+from autoplan.patches.safetensors_storage import SAFETENSORS_STORAGE
 from autoplan.patches.simulated_ranks import GENERATOR, HOST_GENERATORS, WORLD
+from autoplan.patches.total_norm import TOTAL_NORM
 from autoplan.patches.uncached import UNCACHED
 
 __all__ = ["PATCHES"]
 
 PATCHES: tuple[Patch, ...] = (
     OPTIMIZERS,
+    TOTAL_NORM,
+    PARAMETER_DATA,
+    FULL_STATE_DICTS,
+    SAFETENSORS_STORAGE,
+    COMPILED_LOSS,
     CLASSES,
     KERNEL_GUARDS,
     KERNEL_STAND_INS,

@@ -32,6 +32,7 @@ class Row:
 
 
 _NEXT = "test_next_calls.py::"
+_HANDS = "test_in_others_hands.py::"
 _FLOWS = "test_training_flows.py::test_every_flow_trains_as_on_one_device"
 _HOSTED = "test_training_hosts.py::test_trained_saved_and_resumed"
 
@@ -146,9 +147,83 @@ ROWS = (
     ),
     Row(
         "torch",
-        "`copy.deepcopy(model)` (references, `AveragedModel`), trained on its own",
+        "second derivatives: `torch.autograd.grad(..., create_graph=True)`, penalties on gradients",
+        "as it is",
+        "of what is given, and of parameters of which no row lies on two ranks ([limits](limits.md)); FSDP2 has none",
+        f"{_HANDS}test_gradients_are_differentiated_again_and_hidden_states_have_losses_of_their_own",
+    ),
+    Row(
+        "torch",
+        "`torch.func.grad`, `vjp`, `jvp`, `vmap` around the model, forward derivatives, `torch.export`",
+        "cannot",
+        "`torch.autograd.grad`; `torch.compile`",
+        f"{_HANDS}test_backward_is_watched_and_functions_of_functions_are_refused",
+        error="lies on ranks, and is called inside of",
+    ),
+    Row(
+        "torch",
+        "`register_full_backward_hook`, `torch.autograd.detect_anomaly()`",
+        "as it is",
+        "what hooks see: [below](#what-a-part-of-a-sharded-model-shows)",
+        f"{_HANDS}test_backward_is_watched_and_functions_of_functions_are_refused",
+    ),
+    Row(
+        "torch",
+        "`clip_grad_norm_`, `get_total_norm`",
         "as it is",
         "",
+        f"{_HANDS}test_torch_counts_rows_with_two_holders_once",
+    ),
+    Row(
+        "torch",
+        "optimizers that go element by element, on GPUs fused too; `LBFGS`, `Muon`",
+        "as it is",
+        "`LBFGS` and `Muon` where no row lies on two ranks; else one error",
+        f"{_HANDS}test_optimizers_of_whole_parameters_step_or_say_why_not",
+    ),
+    Row(
+        "torch, transformers",
+        "`Adafactor`, `Rprop`",
+        "cannot",
+        "an optimizer that goes element by element",
+        f"{_HANDS}test_optimizers_of_whole_parameters_step_or_say_why_not",
+        error="cannot make a step on parameters that lie on ranks",
+    ),
+    Row(
+        "torch",
+        "`parameter.data = x`, `model.float()` after sharding",
+        "as it is",
+        "x as the parameter lies, or whole and plain",
+        f"{_HANDS}test_data_that_is_assigned_is_computed_with_and_casts_forget_nothing",
+    ),
+    Row(
+        "torch",
+        "`parameter.data = x` of a parameter in an FSDP2 unit",
+        "cannot",
+        "`parameter.copy_(x)`",
+        f"{_HANDS}test_data_of_what_fsdp_holds_is_refused",
+        error="which FSDP2 gathers from memory of its own",
+    ),
+    Row(
+        "torch",
+        "`set_model_state_dict(..., full_state_dict=True)`, with and without `broadcast_from_rank0`",
+        "as it is",
+        "",
+        f"{_HANDS}test_whole_state_dicts_are_loaded_and_safetensors_says_how_to_save",
+    ),
+    Row(
+        "safetensors",
+        "`save_model`, `save_file` of a sharded model",
+        "cannot",
+        "`autoplan.save_weights(model, folder)`",
+        f"{_HANDS}test_whole_state_dicts_are_loaded_and_safetensors_says_how_to_save",
+        error="safetensors writes plain tensors",
+    ),
+    Row(
+        "torch",
+        "`copy.deepcopy(model)` (references, `AveragedModel`), trained on its own",
+        "as it is",
+        "torch refuses to copy FSDP2 units: state dicts, or one more model",
         f"{_NEXT}test_a_copy_trains_and_averages_as_the_model_does",
     ),
     Row(
@@ -264,6 +339,13 @@ ROWS = (
         "as it is",
         "blocks stay gathered between forward and backward unless `reshard_after_forward` says otherwise",
         _FLOWS,
+    ),
+    Row(
+        "torch",
+        "`torch.compile` of a model that makes its loss by `nn.CrossEntropyLoss`; losses under `torch.autocast`",
+        "as it is",
+        "",
+        f"{_HANDS}test_losses_have_the_types_of_the_unsharded_model_and_compiled_ones_know_that_logits_are_split",
     ),
     Row(
         "torch",

@@ -25,7 +25,7 @@ INSTANCES = {
     ("autoplan/forecast/recording/world.py", "sys.excepthook"): "put back: each process group of torch changes it",
     ("autoplan/hf/shrink.py", "one"): "a copy of a config, for the tiny clone",
     ("autoplan/execute/hooks/sequence_shards.py", "tensor"): "a mark on one tensor",
-    ("autoplan/execute/parameters/optimizer_state.py", "parameter"): "a mark on one parameter",
+    ("autoplan/execute/parameters/held.py", "parameter"): "a mark on one parameter",
     ("autoplan/execute/parameters/optimizer_state.py", "optimizer"): "a mark on one optimizer",
 }
 

@@ -124,6 +124,14 @@ class PartialGradients:
         complete = uses <= calls
         if self.trace.tensors[tensor].kind == "parameter":
             return "parameter" if complete else ("input" if self.cover(tensor) else "inside")
+        cover = self.cover(tensor)
         if complete and tensor not in self.flow.final and self.hook_points.made_at(tensor):
-            return "output"
-        return "input" if self.cover(tensor) else "inside"
+            return "input" if len(cover) == 1 and self._is_handed_up(tensor) else "output"
+        return "input" if cover else "inside"
+
+    def _is_handed_up(self, tensor: int) -> bool:
+        """Does a module return the value that another one inside of it has made?
+
+        Its callers may then have it for themselves: decoders return the hidden states that a head reads.
+        """
+        return len({crossing.visit for crossing in self.flow.leaving.get(tensor, ())}) > 1

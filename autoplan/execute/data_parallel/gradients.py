@@ -19,12 +19,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from autoplan.common.errors import AutoplanError
-from autoplan.common.layout import chunk
 from autoplan.common.options import check_argument
 from autoplan.execute.collectives import RankGroup, all_reduce, mesh_device
-from autoplan.execute.parameters.held import Held, held_parameters
+from autoplan.execute.parameters.counted import answered_for, repeats
+from autoplan.execute.parameters.held import Held, held_by, held_parameters
 from autoplan.execute.parameters.local_views import reading_locally
-from autoplan.execute.parameters.optimizer_state import held_by
 
 __all__ = ["clip_gradients", "global_norm", "to_local", "unshard"]
 
@@ -186,25 +185,8 @@ def _counted(gradient: torch.Tensor, held: Held | None) -> torch.Tensor:
     for dim, placement in enumerate(gradient.placements):
         if placement.is_replicate() and mesh.get_local_rank(dim) > 0:
             return local.new_zeros(0)
-    if held is not None and _repeats(held):
+    if held is not None and repeats(held):
         assert held.dim is not None
-        rows = _answered_for(held, gradient)
+        rows = answered_for(held, gradient)
         local = local.index_select(held.dim, torch.tensor(rows, dtype=torch.long, device=local.device))
     return local
-
-
-def _repeats(held: Held) -> bool:
-    """Does any row have several holders?"""
-    return held.dim is not None and sum(map(len, held.rows)) > held.shape[held.dim]
-
-
-def _answered_for(held: Held, gradient: DTensor) -> list[int]:
-    """Which of its local rows this rank holds first among the tp ranks, within its FSDP2 shard."""
-    before = {row for rows in held.rows[: held.group.rank] for row in rows}
-    mine = [row not in before for row in held.rows[held.group.rank]]
-    mesh = gradient.device_mesh
-    for mesh_dim, placement in enumerate(gradient.placements[:-1]):
-        if getattr(placement, "dim", None) == held.dim:
-            shard = chunk(len(mine), mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
-            mine = mine[shard.start : shard.stop]
-    return [place for place, wanted in enumerate(mine) if wanted]

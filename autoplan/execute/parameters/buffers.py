@@ -23,8 +23,8 @@ from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import check_argument
 from autoplan.common.random_values import BUILDING
+from autoplan.execute.parameters.following import mark_parameters
 from autoplan.execute.parameters.held import plain_name, record_of
-from autoplan.execute.parameters.optimizer_state import mark_parameters
 
 __all__ = ["Rebuilt", "rebuild_buffers", "rebuilt_passing_tensors"]
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,9 +23,10 @@ from torch import nn
 from autoplan.common.layout import Layout, chunk
 from autoplan.execute.collectives import RankGroup, take_rows, whole_order
 
-__all__ = ["Held", "ModuleRecord", "held_parameters", "plain_name", "record_of"]
+__all__ = ["Held", "Mark", "ModuleRecord", "held_by", "held_parameters", "mark_of", "plain_name", "record_of"]
 
 _ATTRIBUTE = "_autoplan"
+_MARK = "_autoplan_held"
 _WRAPPERS = frozenset(("_checkpoint_wrapped_module", "_orig_mod"))  # not part of a checkpoint's names
 
 
@@ -164,6 +165,29 @@ class ModuleRecord:
 def record_of(module: nn.Module) -> ModuleRecord | None:
     """What is remembered about a module; None for one that holds no parameters on ranks."""
     return module.__dict__.get(_ATTRIBUTE)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a parameter itself knows, for those who get parameters and no model: how it lies on ranks. `kept`: what
+    lives as long as marked parameters do."""
+
+    held: Held
+    kept: Any
+
+    def put(self, parameter: torch.Tensor) -> None:
+        setattr(parameter, _MARK, self)
+
+
+def mark_of(parameter: torch.Tensor) -> Mark | None:
+    """None for a parameter that tensor parallelism has not touched."""
+    return getattr(parameter, _MARK, None)
+
+
+def held_by(parameter: torch.Tensor) -> Held | None:
+    """How a parameter lies on ranks; None for one that tensor parallelism has not touched."""
+    mark = mark_of(parameter)
+    return mark.held if mark is not None else None
 
 
 def held_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Held | None]]:

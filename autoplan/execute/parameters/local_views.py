@@ -32,8 +32,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoplan.common.errors import AutoplanError
-from autoplan.execute.collectives import RankGroup, all_reduce, copy_to_ranks
+from autoplan.execute.collectives import RankGroup, all_reduce, copy_to_ranks, part_of_sum
 from autoplan.execute.parameters.held import Held, record_of
+from autoplan.execute.parameters.transforms import refuse_transforms
 from autoplan.execute.parameters.unseen_paths import SHAPE_ERRORS, unseen_path
 
 __all__ = ["local_view", "reading_locally", "stored_tensor", "view_class"]
@@ -56,7 +57,7 @@ def local_view(parameter: torch.Tensor | None, held: Held | None) -> torch.Tenso
         elif held.shared.count:
             shared = held.shared
             local = _SumSharedRows.apply(local, held.group, held.dim, shared.positions, shared.places, shared.count)
-    return _Divide.apply(local, held.group.size) if held.divide and held.group.size > 1 else local
+    return part_of_sum(local, held.group.size) if held.divide and held.group.size > 1 else local
 
 
 def _local(parameter: DTensor) -> torch.Tensor:
@@ -87,18 +88,6 @@ class _ToLocal(torch.autograd.Function):
         if gradient.stride() != ctx.stride:  # it is kept as its parameter lies in any case
             gradient = gradient.new_empty_strided(gradient.shape, ctx.stride).copy_(gradient)
         return DTensor(gradient, copy.copy(spec), requires_grad=False)
-
-
-class _Divide(torch.autograd.Function):
-    """1/n of a bias that n ranks add up again. Each rank then sees the whole gradient already: it passes unscaled."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, parts: int) -> torch.Tensor:
-        return x / parts
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, None
 
 
 class _SumSharedRows(torch.autograd.Function):
@@ -178,6 +167,7 @@ def _view_class(cls: type, names: tuple[str, ...]) -> type:
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
         "_call_impl": _reading_call(cls),
+        "_apply": _keeping_attributes(cls),
         "__reduce_ex__": _reduce_to(cls, names),
     }
     namespace.update(_methods_that_read(cls, names))
@@ -198,6 +188,8 @@ def _reading_call(cls: type) -> Callable[..., Any]:
             return base(self, *args, **kwargs)
         reading = record.reading
         before = reading.inside
+        if not before:
+            refuse_transforms(self)
         reading.inside = True
         try:
             return base(self, *args, **kwargs)
@@ -210,6 +202,21 @@ def _reading_call(cls: type) -> Callable[..., Any]:
             reading.inside = before
 
     return _call_impl
+
+
+def _keeping_attributes(cls: type) -> Callable[..., Any]:
+    """`to`, `float` and their kin swap a DTensor for a new one, and what was noted on a parameter would go with it."""
+    base: Any = cls._apply  # type: ignore[attr-defined]
+
+    def _apply(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        noted = {name: vars(one) for name, one in self._parameters.items() if one is not None}
+        made = base(self, *args, **kwargs)
+        for name, one in self._parameters.items():
+            if one is not None and name in noted and noted[name] is not vars(one):
+                vars(one).update({key: value for key, value in noted[name].items() if key not in vars(one)})
+        return made
+
+    return _apply
 
 
 def _methods_that_read(cls: type, names: tuple[str, ...]) -> dict[str, Any]:

@@ -6,73 +6,29 @@ parameters of a parallelized model translates its own state dict: into checkpoin
 is loaded (from DTensors of any mesh, or from whole tensors, such as a run on one device saves).
 
 torch has hooks for an optimizer's state dict but none for its creation, so `Optimizer.__init__` tells us of new ones
-(`patches/optimizers.py`), for as long as there are parameters of a parallelized model. Optimizers of other parameters
-are not touched.
+(`following.py`), for as long as there are parameters of a parallelized model. Optimizers of other parameters are not
+touched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autoplan.common.errors import AutoplanError
-from autoplan.execute.parameters.held import Held, held_parameters
+from autoplan.execute.parameters.counted import note_repeating
+from autoplan.execute.parameters.held import Held, held_by
+from autoplan.execute.parameters.optimizer_steps import watch_steps
 from autoplan.execute.parameters.state_dict import as_held, in_checkpoint_order
-from autoplan.patches.optimizers import told_of_new_optimizers
 
-__all__ = ["follow", "held_by", "mark_parameters", "stop_following"]
+__all__ = ["follow"]
 
-_MARK = "_autoplan_held"
 _FOLLOWED = "_autoplan_followed"
-
-
-class _Following:
-    """As long as this lives, new optimizers are followed. Every marked parameter has it, and so have its copies."""
-
-    def __init__(self) -> None:
-        self.hold = told_of_new_optimizers(follow)
-        self.hold.until_gone(self)
-
-    def __reduce__(self) -> Any:
-        return _Following, ()
-
-
-@dataclass(frozen=True)
-class _Mark:
-    """What a parameter knows: how it lies on ranks, and that somebody looks at new optimizers."""
-
-    held: Held
-    following: _Following
-
-
-def mark_parameters(model: nn.Module) -> None:
-    """Let parameters on ranks say how they lie, to those who get parameters and no model: optimizers, norms."""
-    following: _Following | None = None
-    for _, parameter, held in held_parameters(model):
-        if held is not None:
-            following = following or _Following()
-            setattr(parameter, _MARK, _Mark(held, following))
-
-
-def stop_following(model: nn.Module) -> None:
-    """Leave optimizers made from now on alone: the plan of this model is undone."""
-    for parameter in model.parameters():
-        mark: _Mark | None = getattr(parameter, _MARK, None)
-        if mark is not None:
-            mark.following.hold.release()
-
-
-def held_by(parameter: torch.Tensor) -> Held | None:
-    """How a parameter lies on ranks; None for one that tensor parallelism has not touched."""
-    mark: _Mark | None = getattr(parameter, _MARK, None)
-    return mark.held if mark is not None else None
 
 
 def follow(optimizer: Optimizer) -> None:
@@ -80,6 +36,8 @@ def follow(optimizer: Optimizer) -> None:
     if getattr(optimizer, _FOLLOWED, False) or not any(held_by(p) is not None for p in _parameters(optimizer)):
         return
     setattr(optimizer, _FOLLOWED, True)
+    note_repeating(optimizer)
+    watch_steps(optimizer, _parameters(optimizer))
     optimizer.register_state_dict_post_hook(_to_checkpoint)
     optimizer.register_load_state_dict_pre_hook(_from_checkpoint)
 

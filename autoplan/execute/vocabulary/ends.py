@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
+from torch.nn.modules import module as calls
 
 from autoplan.common.layout import chunk
 from autoplan.common.nested import change_input
@@ -34,15 +36,27 @@ def _table(planned: VocabularyTable, at: At) -> Around:
 
 @executes(SplitLogits)
 def _head(planned: SplitLogits, at: At) -> Around:
-    """Whole, or split and knowing it, or (when nothing but the model's exit will read them) plain columns."""
-    running, group = at.running, at.group
+    """Whole, or split and knowing it, or (when nothing but the model's exit will read them) plain columns.
+
+    Whole before a loss, too, if someone listens to the head's backward: torch then passes its output on by a function
+    of autograd, which takes columns for what they show.
+    """
+    running, group, module = at.running, at.group, at.module
     columns = split_class(group, planned.columns, planned.dim)
     leave_untraced(columns)
     stays = can_stay_split(planned.columns, group)
 
     def leave(output: torch.Tensor) -> torch.Tensor:
-        if running.whole_logits or (running.loss and not stays):
+        if running.whole_logits or (running.loss and (not stays or _is_watched(module))):
             return gather_pieces(output, group, planned.dim, planned.columns)
         return dressed(output, columns) if running.loss else output
 
     return Around(leave=leave)
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Do hooks wait for its backward?"""
+    if torch.compiler.is_compiling():
+        return False
+    own = module._backward_hooks or module._backward_pre_hooks
+    return bool(own or calls._global_backward_hooks or calls._global_backward_pre_hooks)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -84,6 +85,33 @@ def _graph_task() -> bool:
     x.register_hook(lambda gradient: seen.append(torch._C._current_graph_task_id()))
     (2 * x).backward()
     return torch._C._current_graph_task_id() == -1 and seen[0] >= 0
+
+
+def _hooks_of_backward() -> bool:
+    module, calls = nn.Identity(), import_module("torch.nn.modules.module")
+    of_all = (calls._global_backward_hooks, calls._global_backward_pre_hooks)
+    before = bool(module._backward_hooks or module._backward_pre_hooks or any(of_all))
+    handles = [module.register_full_backward_hook(print), module.register_full_backward_pre_hook(print)]
+    handles += [calls.register_module_full_backward_hook(print), calls.register_module_full_backward_pre_hook(print)]
+    known = bool(module._backward_hooks and module._backward_pre_hooks and all(of_all))
+    for handle in handles:
+        handle.remove()
+    return known and not before
+
+
+def _tracked() -> bool:
+    variables = import_module("torch._dynamo.variables")
+    asked = list(inspect.signature(variables.torch_function.can_dispatch_torch_function).parameters)
+    made = list(inspect.signature(variables.base.VariableTracker.build).parameters)
+    called = list(inspect.signature(variables.LambdaVariable.call_function).parameters)
+    return asked == ["tx", "args", "kwargs"] and made[:2] == ["tx", "value"] and called[1:] == ["tx", "args", "kwargs"]
+
+
+def _forward_level() -> bool:
+    levels = import_module("torch.autograd.forward_ad")
+    before: int = levels._current_level
+    with levels.dual_level():
+        return before == -1 and bool(levels._current_level == 0)
 
 
 def _functorch() -> bool:
@@ -359,6 +387,21 @@ TORCH = (
         _made_of_a_spec,
     ),
     Private(
+        "torch.distributed._state_dict_utils",
+        "a whole tensor of a parameter with rows on several ranks is not cut there",
+        lambda: callable(import_module("torch.distributed._state_dict_utils")._distribute_tensors),
+    ),
+    Private(
+        "torch.distributed._state_dict_utils._distribute_tensors",
+        "it cuts whole tensors for parameters",
+        lambda: callable(import_module("torch.distributed._state_dict_utils")._distribute_tensors),
+    ),
+    Private(
+        "torch.distributed._state_dict_utils._broadcast_tensors",
+        "what calls it",
+        lambda: callable(import_module("torch.distributed._state_dict_utils")._broadcast_tensors),
+    ),
+    Private(
         "torch.distributed.tensor.DTensor._op_dispatcher",
         "is torch's own loss on split logits in force?",
         _knows_loss_parallel,
@@ -376,6 +419,56 @@ TORCH = (
     Private("torch.Tensor._version", "a cache that was changed in place is noticed", _version),
     Private("torch.Tensor._backward_hooks", "hooks on a parameter would be lost: refused", _gradient_hooks),
     Private("torch.Tensor._post_accumulate_grad_hooks", "hooks on a parameter would be lost: refused", _gradient_hooks),
+    Private(
+        "torch.nn.Module._backward_hooks",
+        "a head whose backward someone listens to gives whole logits",
+        _hooks_of_backward,
+    ),
+    Private(
+        "torch.nn.Module._backward_pre_hooks",
+        "a head whose backward someone listens to gives whole logits",
+        _hooks_of_backward,
+    ),
+    Private(
+        "torch.nn.modules.module._global_backward_hooks",
+        "a head whose backward someone listens to gives whole logits",
+        _hooks_of_backward,
+    ),
+    Private(
+        "torch.nn.modules.module._global_backward_pre_hooks",
+        "a head whose backward someone listens to gives whole logits",
+        _hooks_of_backward,
+    ),
+    Private(
+        "torch._C._functorch.peek_interpreter_stack",
+        "a sharded model inside of a transform of torch.func is refused",
+        lambda: (
+            torch.func.vmap(lambda x: x * float(torch._C._functorch.peek_interpreter_stack() is not None))(
+                torch.ones(1)
+            ).item()
+            == 1
+            and torch._C._functorch.peek_interpreter_stack() is None
+        ),
+    ),
+    Private(
+        "torch.ops.aten._is_any_true",
+        "torch looks for NaN in gradients by it, and DTensor does not know it",
+        lambda: bool(torch.ops.aten._is_any_true.default(torch.tensor([True, False]))),
+    ),
+    *(
+        Private(f"torch._dynamo.variables.{name}", "compiled losses are heard by the class of split logits", _tracked)
+        for name in (
+            "LambdaVariable",
+            "base.VariableTracker",
+            "torch_function.can_dispatch_torch_function",
+            "user_defined.UserDefinedClassVariable",
+        )
+    ),
+    Private(
+        "torch.autograd.forward_ad._current_level",
+        "a sharded model inside of a forward derivative is refused",
+        _forward_level,
+    ),
     Private(
         "torch.nn.Module._parameters",
         "parameters are replaced where torch itself keeps them",

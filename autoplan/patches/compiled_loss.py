@@ -1,0 +1,78 @@
+"""`nn.CrossEntropyLoss` that compiled code makes and calls.
+
+torch's compiler puts the function in its place, and hands it the tensors past what their classes say of it. Logits that
+know that they are a rank's columns are such a class: the loss would be that of the columns alone, or an error about a
+target out of bounds. Where a class has its say, the function is called as any other is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._dynamo.variables import LambdaVariable
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.torch_function import can_dispatch_torch_function
+from torch._dynamo.variables.user_defined import UserDefinedClassVariable
+
+from autoplan.patches.patched import Hold, Patch, Place, hold
+
+__all__ = ["COMPILED_LOSS", "heard_by_classes"]
+
+
+def heard_by_classes(patch: Patch | None = None) -> Hold:
+    """Until the hold is released, compiled losses of this class ask the classes of their tensors, as others do."""
+
+    def asking(plain: Any) -> Any:
+        def _call_cross_entropy_loss(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            made = plain(self, tx, args, kwargs)
+
+            def loss(input: Any, target: Any) -> Any:
+                if can_dispatch_torch_function(tx, (input, target), {}):
+                    function = VariableTracker.build(tx, F.cross_entropy)
+                    return function.call_function(tx, [input, target, *args], kwargs)
+                return made.call_function(tx, [input, target], {})
+
+            return LambdaVariable(loss)
+
+        return _call_cross_entropy_loss
+
+    return hold(patch or COMPILED_LOSS, [Place(UserDefinedClassVariable, "_call_cross_entropy_loss", asking)])
+
+
+class _Heard(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.cross_entropy:
+            return args[1] + kwargs["ignore_index"]
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _canary() -> bool:
+    """Does a compiled loss come to the class of its tensor, with all that the loss was made of?"""
+    apart = replace(COMPILED_LOSS, name="canary of compiled losses")  # sharded models may hold the patch itself
+
+    def loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return torch.nn.CrossEntropyLoss(ignore_index=5)(logits, target)
+
+    held = heard_by_classes(apart)
+    try:
+        compiled = torch.compile(loss, backend="eager", fullgraph=True)
+        found = compiled(torch.ones(1, 3).as_subclass(_Heard), torch.tensor([1]))
+        plain = compiled(torch.ones(1, 3), torch.tensor([1]))
+    finally:
+        held.release()
+    return found.tolist() == [6] and abs(float(plain) - 1.0986) < 1e-3
+
+
+COMPILED_LOSS = Patch(
+    name="compiled losses",
+    replaces="torch._dynamo.variables.user_defined.UserDefinedClassVariable._call_cross_entropy_loss",
+    why="split logits inside of a compiled model know themselves what their loss is",
+    scope="while a model that `parallelize` has split lives, or one of its parameters",
+    undone="torch's own comes back when the last such model is collected or undone",
+    where="autoplan/execute/parameters/following.py",
+    canary=_canary,
+)
