@@ -97,5 +97,5 @@ def _refuse_stored(tensor: torch.Tensor) -> None:
     if isinstance(tensor, DTensor):
         raise AutoplanError(
             f"safetensors writes plain tensors, and one of shape {list(tensor.shape)} lies on ranks",
-            hint="autoplan.save_weights(model, folder), or model.save_pretrained(folder), called on every rank",
+            hint="autoplan.save_weights(model, folder), called on every rank, writes the checkpoint",
         )

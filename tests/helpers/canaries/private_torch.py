@@ -251,6 +251,17 @@ def _base_of_views() -> bool:
     return whole[0]._base is whole and whole._base is None
 
 
+def _marked_as_parameters() -> bool:
+    """Does the mark make a tensor of another class a parameter?"""
+
+    class Own(torch.Tensor):
+        pass
+
+    made: Any = torch.ones(1).as_subclass(Own)
+    made._is_param = True
+    return isinstance(made, torch.nn.Parameter)
+
+
 def _made_of_a_spec() -> bool:
     """That DTensors are made so is run by every test with a gradient; their constructor has no signature to read."""
     return "_spec" in DTensor.__slots__ or "_spec" in DTensor.__annotations__
@@ -405,6 +416,11 @@ TORCH = (
         "torch.distributed.tensor.DTensor._op_dispatcher",
         "is torch's own loss on split logits in force?",
         _knows_loss_parallel,
+    ),
+    Private(
+        "torch.nn.Parameter._is_param",
+        "a DTensor is made a parameter of a module without a step through DTensor's dispatcher",
+        _marked_as_parameters,
     ),
     Private(
         "torch.distributed.tensor.DTensor._local_tensor",
