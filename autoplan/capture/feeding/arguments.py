@@ -9,7 +9,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -17,7 +17,7 @@ from torch import nn
 from autoplan.capture.feeding.wants import State, Want
 from autoplan.common.errors import CaptureError
 
-__all__ = ["Arguments", "field_of", "first_layer_wants", "of_items", "usual"]
+__all__ = ["Arguments", "field_of", "first_layer_wants", "has_edges", "of_items", "of_nodes", "usual"]
 
 _B, _L, _W, _S = "batch", "length", "width", "side"
 _PLAIN = {int: 0, float: 1.0, bool: False, "int": 0, "float": 1.0, "bool": False}
@@ -71,7 +71,7 @@ _BY_NAME: tuple[tuple[str, tuple[Want, ...]], ...] = (
     (r"^actions?$|^act$", (SEQUENCE, FLAT, CLASSES, IDS)),
     (r"^states?$|^rewards?$|returns", (SEQUENCE, FLAT)),
     (r"(cond|class|cls)_?(idx|ids?)$|^speaker", (CLASSES, IDS)),
-    (r"cu_?(seq)?_?len|indptr", (Want("borders"),)),
+    (r"cu_?(seq)?_?len|indptr|^ptr$", (Want("borders"),)),
     (r"^max_|_max_|max_len", (Want("size", value=_L),)),
     (r"length|lens?$|_size", (Want("lengths", (_B,)), CLASSES)),
     (r"^batch$", (Want("zeros", ("nodes",)),)),
@@ -148,9 +148,9 @@ class Arguments:
         """What such an argument usually is, the likeliest first. A graph has nodes, and no batch."""
         graph = any(re.search(_EDGES, p.name) for p in self.required)
         if graph and first:
-            yield from (_of_nodes(want) for want in first_layer_wants(model) if len(want.shape) == 2)
+            yield from (of_nodes(want) for want in first_layer_wants(model) if len(want.shape) == 2)
             yield Want("float", ("nodes", _W))
-        yield from (_of_nodes(want) if graph else want for want in usual(parameter, model, first))
+        yield from (of_nodes(want) if graph else want for want in usual(parameter, model, first))
 
     def find(self, name: str) -> inspect.Parameter | None:
         return next((p for p in (*self.required, *self.optional) if p.name == name), None)
@@ -216,9 +216,13 @@ def of_items(kind: Any, held: Mapping[str, inspect.Parameter], model: nn.Module,
         name: next(usual(parameter, model, number == 0 and kind == "record"))
         for number, (name, parameter) in enumerate(held.items())
     }
-    if any(re.search(_EDGES, name) for name in items):
-        items = {name: _of_nodes(want) for name, want in items.items()}
+    if has_edges(items):
+        items = {name: of_nodes(want) for name, want in items.items()}
     return Want(kind, value=cls, items=tuple(items.items()))
+
+
+def has_edges(names: Iterable[str | int]) -> bool:
+    return any(re.search(_EDGES, str(name)) for name in names)
 
 
 def field_of(cls: Any, name: str) -> inspect.Parameter:
@@ -242,7 +246,7 @@ def _recurrent(model: nn.Module) -> Iterator[Want]:
                 yield Want("float", (layer.num_layers * (1 + layer.bidirectional), batch, layer.weight_hh_l0.shape[1]))
 
 
-def _of_nodes(want: Want) -> Want:
+def of_nodes(want: Want) -> Want:
     if want.shape[:1] != (_B,) or len(want.shape) > 3:
         return want
     return dataclasses.replace(want, shape=("nodes", *want.shape[1:][-1:]) if want.kind != "ids" else ("nodes",))

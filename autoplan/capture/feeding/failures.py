@@ -15,13 +15,14 @@ from dataclasses import replace
 
 import torch
 
-from autoplan.capture.feeding.arguments import Arguments, field_of, of_items, usual
+from autoplan.capture.feeding.arguments import Arguments, field_of, has_edges, of_items, of_nodes, usual
 from autoplan.capture.feeding.blame import none_names
 from autoplan.capture.feeding.conditions import asked_by_condition
 from autoplan.capture.feeding.consumers import Demand, demand_of
 from autoplan.capture.feeding.failure import Failure
 from autoplan.capture.feeding.messages import UNPACKED, sizes_differ, told_by_message
 from autoplan.capture.feeding.resize import larger, of_kind, of_rank, resized
+from autoplan.capture.feeding.together import beside, iterated, joined, turned
 from autoplan.capture.feeding.wants import Path, State, Want
 from autoplan.capture.feeding.watch import is_direct, origin
 from autoplan.common.nested import is_record
@@ -31,8 +32,6 @@ __all__ = ["NothingRead", "told", "usually"]
 Proposal = tuple[State, str]
 _OF_DICTS = ("items", "keys", "values", "get")
 _FEW = 6
-_LOSSES = ("cross_entropy", "nll_loss", "cross_entropy_loss")
-_ELEMENTWISE = re.compile(r"^_*[ri]?(add|sub|mul|div|truediv|maximum|minimum|lerp|where)_*$")
 _NONE = re.compile(r"NoneType|None\b")
 
 
@@ -45,9 +44,8 @@ class NothingRead(ValueError):
 
 def told(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[Proposal]:
     """What the failure tells, the most telling first."""
-    for found in (
-        _other, _consumer, _beside, _parted, _condition, _none, _keys, _left_out, _message, _alike, _other_ranks,
-    ):  # fmt: skip
+    first = (_other, iterated, _consumer, beside, _parted, _condition)
+    for found in (*first, _none, _keys, _left_out, _message, _alike, _other_ranks):
         why = f"{type(failure.error).__name__}: {failure.first_line[:120]}"
         for state in found(failure, arguments, model):
             yield state, why
@@ -60,7 +58,7 @@ def _consumer(failure: Failure, arguments: Arguments, model: torch.nn.Module) ->
     if demand is None or not isinstance(demand.tensor, torch.Tensor):
         return
     state, tensor = failure.state, demand.tensor
-    yield from itertools.islice(_joined(state, demand), _FEW)
+    yield from itertools.islice(joined(state, demand), _FEW)
     for path in origin(tensor):
         leaf = state.at(path)
         if leaf is None:
@@ -123,37 +121,6 @@ def _sized(state: State, path: Path, demand: Demand) -> Iterator[State]:
             yield from of_rank(state, path, rank, channels)
 
 
-def _joined(state: State, demand: Demand) -> Iterator[State]:
-    """Of several arguments that were joined, the one for which the numbers come out."""
-    tensor = demand.tensor
-    for dim, size in demand.sizes if len(origin(tensor)) > 1 else ():
-        if -tensor.dim() <= dim < tensor.dim() and tensor.shape[dim] != size:
-            yield from resized(state, origin(tensor), tensor.shape[dim], size)
-
-
-def _beside(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """Added to or multiplied with what the model made: an argument of the same shape. Targets: one for each id."""
-    call = failure.watch.failed
-    if call is not None and call.name in _LOSSES:
-        ids = [leaf.shape for _, leaf in failure.state.leaves() if leaf.kind == "ids"]
-        for path in origin(call.get(1, "target")):
-            leaf = failure.state.at(path)
-            for shape in dict.fromkeys(ids) if leaf is not None else ():
-                yield failure.state.with_want(path, replace(leaf, kind="ids", shape=shape))
-    if call is None or not _ELEMENTWISE.match(call.name):
-        return
-    given = [tensor for tensor in call.tensors() if tensor.dim()]
-    for tensor, made in itertools.permutations(given, 2):
-        for path in origin(tensor) if is_direct(tensor) and len(origin(tensor)) == 1 else ():
-            leaf = failure.state.at(path)
-            if leaf is None or tuple(tensor.shape) != leaf.sizes(failure.state.sizes) or is_direct(made):
-                continue
-            names = {size: name for name, size in failure.state.sizes.items() if name in ("batch", "length", "nodes")}
-            shape = tuple(names.get(size, size) for size in made.shape)
-            for kind in dict.fromkeys(("float" if leaf.kind == "ids" else leaf.kind, leaf.kind)):
-                yield failure.state.with_want(path, replace(leaf, kind=kind, shape=shape))
-
-
 def _condition(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
     for place in reversed(failure.places[-3:]):
         yield from asked_by_condition(place, failure.state)
@@ -211,8 +178,10 @@ def _keys(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Ite
         if arguments.open and isinstance(key, str) and key.isidentifier() and not state.holds(key):
             yield from (state.with_want((key,), want) for want in itertools.islice(_of_key(key, model), _FEW))
         for name in held:
-            for want in _of_key(key, model):
-                yield state.with_want((name, key), want)
+            wants = list(_of_key(key, model))
+            if has_edges(key for key, _ in dict(state.wants)[name].items):  # positions of nodes are points
+                wants = sorted(map(of_nodes, wants), key=lambda want: want.kind == "positions")
+            yield from (state.with_want((name, key), want) for want in wants)
     if isinstance(failure.error, NothingRead):  # a dict that is gone through, for parts that have names
         for name in (name for name in held if not dict(state.wants)[name].items):
             for keys in {tuple(m) for m in model.modules() if isinstance(m, torch.nn.ModuleDict)}:
@@ -327,6 +296,7 @@ def _message(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> 
 
 def usually(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[Proposal]:
     """What such arguments usually are: of the blamed, of the others, and of those that may be left out."""
+    yield from ((state, "sequences come first") for state in turned(failure))
     tops = list(dict.fromkeys(str(path[0]) for path in failure.paths))
     names = (*tops, *(name for name, _ in failure.state.wants if name not in tops))
     known = [arguments.find(name) or field_of(None, name) for name in names]

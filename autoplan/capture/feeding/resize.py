@@ -139,6 +139,8 @@ def of_rank(state: State, path: Path, rank: int, channels: int = 0) -> Iterator[
     shapes: list[Iterable[int | str]] = list(_shapes(rank, channels, leaf))
     if isinstance(path[-1], int):  # what is in a list comes one by one, without a batch
         shapes = [*(shape[1:] for shape in _shapes(rank + 1, channels, leaf)), *shapes]
+        if rank == 1 and leaf.shape[:1] == (BATCH,):  # what is said of each of them
+            shapes = [(BATCH,), *shapes]
     if leaf.shape[:1] == ("nodes",):
         shapes = [("nodes" if size == "batch" else size for size in shape) for shape in shapes]
     for shape in map(tuple, shapes):

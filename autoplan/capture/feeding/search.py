@@ -81,7 +81,8 @@ class _Next:
 
     def then(self, step: Step, child: State, why: str, late: int, number: int) -> _Next:
         added = len(list(child.leaves())) > len(list(step.state.leaves()))
-        stale = 0 if step.reached > -self.reached or added else self.stale + 1
+        again = self.left == _CREDIT  # one was added before, and led no farther
+        stale = 0 if step.reached > -self.reached else self.stale + (not added or again)
         reached = max(step.reached, self.credit if self.left else 0)
         left = _CREDIT if added else max(self.left - 1, 0)
         return _Next(-reached, late + _STALE * stale, number, child, why, stale, reached if left else 0, left)
