@@ -83,9 +83,6 @@ class _Reader:
                 self.kept[tensor] = frozenset() if info.kind == "constant" else frozenset((tensor,))
             if info.kind == "constant":
                 self.state.static.add(tensor)
-            if any(name.startswith(f"{module}.") or not module for module in trace.compiled for name in info.names):
-                for term in self.state.terms(tensor):
-                    self.state.algebra.mark(term, Event.COMPILED)
 
     def read(self, index: int, op: Op, gathered: bool) -> None:
         state = self.state

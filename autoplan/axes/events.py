@@ -69,7 +69,6 @@ class Event(StrEnum):
     CLASH = "clash"  # two structures met that cannot be one
     BADVIEW = "badview"  # a reshape that mixes it with its neighbours
     OPAQUE = "opaque"  # an op without an exact rule touched it
-    COMPILED = "compiled"  # it lies in the weight of a TorchScript module, whose code cannot be run on shards
 
 
 FORBIDDING: frozenset[Event] = frozenset(Event) - {

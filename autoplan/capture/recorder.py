@@ -122,7 +122,6 @@ class Recording:
             calls=tuple(self.calls),
             visits=visits,
             module_classes={name: type(module).__name__ for name, module in self.modules.items()},
-            compiled=tuple(name for name, module in self.modules.items() if isinstance(module, torch.jit.ScriptModule)),
             attributes={name: found for name, found in self.attributes.items() if found},
             comparisons=tuple(self.escapes.comparisons),
             escapes=tuple(self.escapes.floats),

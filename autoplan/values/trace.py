@@ -169,7 +169,6 @@ class Trace:
     feeds: tuple[str, ...] = ("forward",)
     real: bool = False  # traced on real (tiny) tensors rather than fake ones
     notes: tuple[str, ...] = ()
-    compiled: tuple[str, ...] = ()  # modules of TorchScript: what is compiled cannot be run on shards
 
     @cached_property
     def by_name(self) -> dict[str, int]:
