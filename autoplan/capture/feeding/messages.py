@@ -217,11 +217,7 @@ def _range(failure: Failure) -> Iterator[State]:
 
 def _sizes(failure: Failure) -> Iterator[State]:
     """Numbers in the message that are sizes of arguments, and what stands beside them."""
-    short = _BELOW_NOTHING.search(failure.text)
-    for path in failure.blamed if short else ():
-        leaf = failure.state.at(path)
-        for size in leaf.sizes(failure.state.sizes)[1:] if leaf is not None and short else ():
-            yield from resized(failure.state, (path,), size, size + int(short[1]))
+    yield from _shorter(failure)
     numbers = list(dict.fromkeys(int(n) for n in re.findall(r"(?<![\w.])\d{1,6}(?![\w.]*\d)", failure.text)))[:10]
     products = [(int(a), int(b)) for a, b in re.findall(r"\(\d+x(\d+) and (\d+)x\d+\)", failure.text)]
     numbers = list(dict.fromkeys([*(n for pair in products for n in pair), *numbers]))[:12]
@@ -230,16 +226,34 @@ def _sizes(failure: Failure) -> Iterator[State]:
     split = _SPLIT.search(failure.text)
     if split:
         yield from resized(state, paths, int(split[1]), sum(map(int, split[2].split(","))))
-    viewed = _VIEWED.search(failure.text)
-    shape = [int(n) for n in viewed[1].split(",")] if viewed else []
-    for size in dict.fromkeys(shape) if viewed and min(shape) > 0 else ():
-        wanted, rest = divmod(int(viewed[2]) * size, prod(shape)) if viewed else (0, 0)
-        if not rest:
-            yield from resized(state, paths, size, wanted)
+    yield from _viewed(failure)
     pairs = [(have, want) for have in numbers for want in numbers if have != want and want > 1]
     pairs.sort(key=lambda pair: (pair[0] not in sizes, numbers.index(pair[0])))
     for have, want in pairs[:12]:
         yield from resized(state, paths, have, want)
+
+
+def _shorter(failure: Failure) -> Iterator[State]:
+    """So much is left to fill up that it is less than nothing."""
+    less = _BELOW_NOTHING.search(failure.text)
+    if less is None:
+        return
+    for path in failure.blamed:
+        leaf = failure.state.at(path)
+        for size in leaf.sizes(failure.state.sizes)[1:] if leaf is not None else ():
+            yield from resized(failure.state, (path,), size, size + int(less[1]))
+
+
+def _viewed(failure: Failure) -> Iterator[State]:
+    """One size of a view is another, so that it holds what there is."""
+    viewed = _VIEWED.search(failure.text)
+    if viewed is None:
+        return
+    shape = [int(n) for n in viewed[1].split(",")]
+    for size in dict.fromkeys(shape) if min(shape) > 0 else ():
+        wanted, rest = divmod(int(viewed[2]) * size, prod(shape))
+        if not rest:
+            yield from resized(failure.state, failure.paths, size, wanted)
 
 
 def _larger(failure: Failure) -> Iterator[State]:

@@ -69,8 +69,9 @@ def _targets(state: State, call: FailedCall) -> Iterator[State]:
     ids = [leaf.shape for _, leaf in state.leaves() if leaf.kind == "ids"]
     for path in origin(call.get(1, "target")):
         leaf = state.at(path)
-        for shape in dict.fromkeys(ids) if leaf is not None else ():
-            yield state.with_want(path, replace(leaf, kind="ids", shape=shape))
+        if leaf is not None:
+            for shape in dict.fromkeys(ids):
+                yield state.with_want(path, replace(leaf, kind="ids", shape=shape))
 
 
 def _fewer_dims(state: State, tensor: torch.Tensor, made: torch.Tensor) -> Iterator[State]:
