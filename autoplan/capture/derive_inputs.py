@@ -79,7 +79,7 @@ def _searched(
         if size != SIZES[name]:
             start = start.with_size(name, size)
     search = Search(model, arguments, seed, most)
-    found = search.run(start) if start.wants else start
+    found = search.run(start) if start.wants or arguments.open else start
     if found is None:
         raise _not_found(arguments, search)
     return search, found

@@ -21,7 +21,7 @@ from autoplan.common.errors import CaptureError
 FIXED = {"Needed"}
 
 
-WITHOUT_A_BATCH = {"Graph", "Several", "Recorded", "Packed", "Listed"}
+WITHOUT_A_BATCH = {"Graph", "Several", "Recorded", "Packed", "Listed", "Targets", "Atoms"}
 
 
 @pytest.mark.parametrize("name", [*MODELS, *CALLS])

@@ -13,6 +13,7 @@ from autoplan.analyse.picture.flow import node_of
 from autoplan.common.errors import AutoplanError
 from autoplan.common.rules_folder import rules_folder
 from autoplan.decide.matching.match import match_rules
+from autoplan.decide.rulebook.conditions import Condition
 from autoplan.decide.rulebook.pattern import draw, parse_pattern
 from autoplan.decide.rulebook.read import GENERIC, STYLES, Rule, RuleError, load_rules, parse_rule
 from autoplan.decide.rulebook.readme import rules_readme
@@ -157,6 +158,29 @@ def test_of_two_rules_that_claim_one_box_the_one_that_says_more_has_it() -> None
         matching = match_rules(flow, rules)
         assert {found.rule.id for found in matching.found} == {"pair"}
         assert {(c.winner, c.loser) for c in matching.contests} == {("pair", "a-pair-without-guards")}
+
+
+def test_without_refusals_the_same_is_found() -> None:
+    for rule in RULES.values():
+        for example in rule.examples:
+            flow = draw(example.graph)
+            every, found = (match_rules(flow, RULES.values(), example.tp, refused=refused) for refused in (True, False))
+            assert (found.found, found.contests) == (every.found, every.contests), (rule.id, example.name)
+
+
+def test_guards_are_checked_before_the_flow_is_followed_on(monkeypatch) -> None:
+    """A recurrent layer is a long row of products, each reached by every linear layer before it."""
+    lines = [f"in{i}:linear[4, 8] -> p{i}:mul.activated" for i in range(12)]
+    lines += [f"p{i} -> p{i + 1}" for i in range(11)] + [f"p{i} -> out{i}:linear[8, 4]" for i in range(12)]
+    flow, checked = draw("\n".join(lines)), []
+    check = Condition.check
+    monkeypatch.setattr(Condition, "check", lambda self, *rest: checked.append(self) or check(self, *rest))
+    counts = []
+    for refused in (True, False):
+        checked.clear()
+        assert match_rules(flow, [RULES["gated-mlp"]], refused=refused).found == ()
+        counts.append(len(checked))
+    assert counts[1] * 5 < counts[0], counts
 
 
 def test_shipped_rules_contest_no_box_of_any_example() -> None:

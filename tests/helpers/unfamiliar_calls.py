@@ -203,10 +203,129 @@ class Continued(nn.Module):
         return self.mlp(x), hidden, cell
 
 
+class Keywords(nn.Module):
+    """Only its own code says what it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.mlp = nn.Embedding(30, 16), Mlp(16)
+
+    def forward(self, **kwargs):
+        x = self.words(kwargs["input_ids"])
+        if kwargs.get("attention_mask") is not None:
+            x = x * kwargs["attention_mask"][..., None]
+        out = {"logits": self.mlp(x)}
+        if "labels" in kwargs:
+            out["loss"] = F.cross_entropy(out["logits"].flatten(0, 1), kwargs["labels"].flatten())
+        return out
+
+
+class Joined(nn.Module):
+    """Two widths of which only the sum is known, and pairs of positions beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.into, self.pairs, self.mlp = nn.LayerNorm(52), nn.Linear(52, 16), nn.Linear(12, 4), Mlp(16)
+
+    def forward(self, s_inputs, s_trunk, z_trunk, feats):
+        x = self.into(self.norm(torch.cat((s_trunk, s_inputs), dim=-1)))
+        scores = torch.einsum("bihd,bjhd->bhij", x.unflatten(-1, (4, 4)), x.unflatten(-1, (4, 4)))
+        scores = scores + self.pairs(z_trunk).permute(0, 3, 1, 2) - 1e6 * (1 - feats["pad_mask"][:, None, None].float())
+        return self.mlp(torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), x.unflatten(-1, (4, 4))).flatten(2))
+
+
+class Added(nn.Module):
+    """What comes in is added to what the model makes of something else, channels first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.mlp = nn.Conv1d(3, 16, 1), Mlp(16)
+
+    def forward(self, data):
+        points = torch.cat([data["keypoints"].transpose(1, 2), data["scores"].unsqueeze(1)], dim=1)
+        return self.mlp((data["given"] + self.into(points)).transpose(1, 2))
+
+
+class Targets(nn.Module):
+    """One row of tokens, and a target for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.mlp, self.head = nn.Embedding(30, 16), Mlp(16), nn.Linear(16, 32)
+
+    def forward(self, input_seq, target_seq):
+        assert input_seq.ndim == 1
+        return F.cross_entropy(self.head(self.mlp(self.words(input_seq))), target_seq)
+
+
+class Cameras(nn.Module):
+    """A list of pictures, and what goes with each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.mlp = nn.Conv2d(3, 16, 8, 8), Mlp(16)
+
+    def forward(self, images, img_masks, state):
+        parts = []
+        for image, mask in zip(images, img_masks, strict=True):
+            x = self.into(image).flatten(2).transpose(1, 2)
+            parts.append(x * mask[:, None].expand(x.shape[:2])[..., None])
+        return self.mlp(torch.cat([*parts, state[:, None]], 1))
+
+
+class Padded(nn.Module):
+    """Sequences are filled up to lengths that the model and the caller say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.text, self.mlp = nn.Conv2d(4, 16, 4, 4), nn.Linear(12, 16), Mlp(16)
+
+    def forward(self, x, context, seq_len):
+        x = [self.into(one.unsqueeze(0)).flatten(2).transpose(1, 2) for one in x]
+        lengths = torch.tensor([one.size(1) for one in x])
+        assert lengths.max() <= seq_len
+        x = torch.cat([torch.cat([u, u.new_zeros(1, seq_len - u.size(1), 16)], 1) for u in x])
+        context = torch.stack([torch.cat([u, u.new_zeros(9 - u.size(0), u.size(1))]) for u in context])
+        return self.mlp(torch.cat([x, self.text(context)], 1))
+
+
+class Rotated(nn.Module):
+    """Several arguments that may be left out in the signature, and are needed: one is a table, one a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.text, self.pooled, self.mlp = nn.Linear(8, 16), nn.Linear(20, 16), nn.Linear(12, 16), Mlp(16)
+
+    def forward(self, x, t, text_states=None, text_states_2=None, cos=None, sin=None, guidance=None):
+        vector = t[:, None].cos() * torch.ones(16) + self.pooled(text_states_2)
+        x, text = self.into(x).unflatten(-1, (4, 4)), self.text(text_states)
+        table, other = (f.view(1, f.shape[0], 1, f.shape[1]) for f in (cos, sin))
+        x = (x * table + x.flip(-1) * other).flatten(2)
+        return self.mlp(torch.cat([x, text], 1) * vector[:, None])
+
+
+class Atoms(nn.Module):
+    """A dict of a graph: what comes after the edges is of nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.radial, self.mlp = nn.Linear(5, 16), nn.Linear(1, 16), Mlp(16)
+        self.register_buffer("energies", torch.randn(5))
+
+    def forward(self, data: dict[str, Tensor]) -> dict[str, Tensor]:
+        base = torch.matmul(data["node_attrs"], self.energies)
+        sender, receiver = data["edge_index"]
+        edges = data["positions"][receiver] - data["positions"][sender] + data["shifts"]
+        x = self.into(data["node_attrs"])
+        messages = torch.einsum("ec,ec->ec", x[sender], self.radial(edges.norm(dim=-1, keepdim=True)))
+        x = torch.zeros_like(x).index_add(0, receiver, messages)
+        return {"energy": self.mlp(x) + base[:, None]}
+
+
 CALLS = {
     one.__name__: one
     for one in (
         Unpacked, Recorded, Attributes, Axes, Packed, Listed, Cached, Beside, Strided, Halves, Neighbours, Masked,
-        Modalities, Continued,
+        Modalities, Continued, Keywords, Joined, Added, Targets, Cameras, Padded, Rotated, Atoms,
     )
 }  # fmt: skip

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import re
+import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -15,7 +17,7 @@ from torch import nn
 from autoplan.capture.feeding.wants import State, Want
 from autoplan.common.errors import CaptureError
 
-__all__ = ["Arguments", "field_of", "first_layer_wants", "of_items", "usual"]
+__all__ = ["Arguments", "field_of", "first_layer_wants", "has_edges", "of_items", "of_nodes", "usual"]
 
 _B, _L, _W, _S = "batch", "length", "width", "side"
 _PLAIN = {int: 0, float: 1.0, bool: False, "int": 0, "float": 1.0, "bool": False}
@@ -33,11 +35,17 @@ NONE = Want("none")
 POINTS = Want("float", (_B, _L, 3))
 
 _POSITIONS = (Want("positions", (_L,)), Want("positions", (_B, _L)), POINTS)
+_SENDS = r"^_?idx_[ij]$|^_?(senders?|receivers?)$|^(src|dst)_idx$"
 _STATES = re.compile(r"^[hc]_?[0nx]$|^hx$|^cx$|^hidden$|^cell$|^(hidden|cell)_?states?$")
 _EDGES = r"edge.*ind|edge.*list|^edges$|^adj_t$"
 # By words in the name, the first that is found: what it usually is, the likeliest first.
 _BY_NAME: tuple[tuple[str, tuple[Want, ...]], ...] = (
     (_EDGES, (Want("ids", (2, "edges"), "nodes"),)),
+    (_SENDS, (Want("ids", ("edges",), "nodes"),)),
+    (r"^_?idx_m$|^node_?(batch|graph)", (Want("zeros", ("nodes",)),)),
+    (r"^_?r_?ij$|edge_?vec", (Want("float", ("edges", 3)),)),
+    (r"atom(ic)?_?(num|type)|^species$", (Want("ids", ("nodes",)), IDS)),
+    (r"node_?(attr|feat)", (Want("float", ("nodes", _W)), SEQUENCE)),
     (r"adj", (Want("unit", (_B, _L, _L)), Want("unit", ("nodes", "nodes")), Want("ids", (2, "edges"), "nodes"))),
     (r"edge", (Want("float", ("edges",)), Want("float", ("edges", _W)), Want("float", (_B, _L, _L, _W)))),
     (
@@ -56,12 +64,14 @@ _BY_NAME: tuple[tuple[str, tuple[Want, ...]], ...] = (
     (r"msa_?mask", (Want("ones", (_B, "frames", _L)),)),
     (r"pair_?mask", (Want("ones", (_B, _L, _L)),)),
     (r"msa", (Want("float", (_B, "frames", _L, _W)), IDS)),
-    (r"pair", (Want("float", (_B, _L, _L, _W)),)),
+    (r"pair|^z_|_z$", (Want("float", (_B, _L, _L, _W)), SEQUENCE, IDS)),
+    (r"trunk|single", (SEQUENCE, FLAT)),
+    (r"descriptor", (Want("float", (_B, _W, _L)), SEQUENCE)),
     (r"hist|behav|click", (IDS, SEQUENCE)),
     (r"^actions?$|^act$", (SEQUENCE, FLAT, CLASSES, IDS)),
     (r"^states?$|^rewards?$|returns", (SEQUENCE, FLAT)),
     (r"(cond|class|cls)_?(idx|ids?)$|^speaker", (CLASSES, IDS)),
-    (r"cu_?(seq)?_?len|indptr", (Want("borders"),)),
+    (r"cu_?(seq)?_?len|indptr|^ptr$", (Want("borders"),)),
     (r"^max_|_max_|max_len", (Want("size", value=_L),)),
     (r"length|lens?$|_size", (Want("lengths", (_B,)), CLASSES)),
     (r"^batch$", (Want("zeros", ("nodes",)),)),
@@ -80,7 +90,7 @@ _BY_NAME: tuple[tuple[str, tuple[Want, ...]], ...] = (
     ),
     (r"mel|spec|fbank|feat", (SEQUENCE, Want("float", (_B, _W, _L)), Want("float", (_B, 1, _W, _L)), IDS)),
     (
-        r"pos|coo|xyz|point|pts|pcd",
+        r"pos|coo|xyz|point|pts|pcd|kpts",
         (Want("float", (_B, _L, 3)), Want("float", ("nodes", 3)), Want("float", (_B, 3, _L))),
     ),
     (r"sparse|categ|cat$", (Want("ids", (_B, _W)), IDS)),
@@ -90,11 +100,12 @@ _USUAL = (IDS, NUMBERS, CLASSES, SEQUENCE, FLAT, Want("float", (_B, _L)), PICTUR
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """What must be given, what may be, and what annotated numbers are."""
+    """What must be given, what may be, and what annotated numbers are. `open`: it takes any keyword."""
 
     required: tuple[inspect.Parameter, ...]
     optional: tuple[inspect.Parameter, ...]
     signature: str
+    open: bool = False
 
     @staticmethod
     def of(model: nn.Module, *, first: bool = False) -> Arguments:
@@ -117,11 +128,14 @@ class Arguments:
                 f"{name}.forward takes *{stars[0]} only",
                 hint="wrap the model in a module whose forward names its arguments, or pass inputs={...}",
             )
+        rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+        taken = {p.name for p in named}
+        named += [p for p in _keywords(model, rest) if p.name not in taken] if rest else []
         required = [p for p in named if p.default is p.empty or first and p is named[0]]
         optional = [p for p in named if p not in required and p.default is None]
         if not required and optional:
             required, optional = optional[:1], optional[1:]
-        return Arguments(tuple(required), tuple(optional), f"{name}.forward{signature}")
+        return Arguments(tuple(required), tuple(optional), f"{name}.forward{signature}", rest is not None)
 
     def start(self, model: nn.Module) -> State:
         """The first state: the likeliest of each argument that must be given."""
@@ -134,12 +148,40 @@ class Arguments:
         """What such an argument usually is, the likeliest first. A graph has nodes, and no batch."""
         graph = any(re.search(_EDGES, p.name) for p in self.required)
         if graph and first:
-            yield from (_of_nodes(want) for want in first_layer_wants(model) if len(want.shape) == 2)
+            yield from (of_nodes(want) for want in first_layer_wants(model) if len(want.shape) == 2)
             yield Want("float", ("nodes", _W))
-        yield from (_of_nodes(want) if graph else want for want in usual(parameter, model, first))
+        yield from (of_nodes(want) if graph else want for want in usual(parameter, model, first))
 
     def find(self, name: str) -> inspect.Parameter | None:
         return next((p for p in (*self.required, *self.optional) if p.name == name), None)
+
+
+def _keywords(model: nn.Module, rest: str) -> list[inspect.Parameter]:
+    """What a forward reads of its `**rest`, by its own code: `rest["x"]` must be given, unless it is asked for too."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(model.forward)))
+    except (OSError, TypeError, SyntaxError):  # made at run time, or by decorators
+        return []
+    must: dict[str, bool] = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Subscript(value=ast.Name(id=found), slice=ast.Constant(value=str(key))):
+                needed = True
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id=found), attr=how), args=[ast.Constant(value=str(key)), *other]
+            ):
+                needed = how == "pop" and not other
+            case ast.Compare(left=ast.Constant(value=str(key)), comparators=[ast.Name(id=found)]):
+                needed = False
+            case _:
+                continue
+        if found == rest and key.isidentifier():
+            must[key] = must.get(key, True) and needed
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return [
+        inspect.Parameter(name, kind, default=inspect.Parameter.empty if needed else None)
+        for name, needed in must.items()
+    ]
 
 
 def usual(parameter: inspect.Parameter, model: nn.Module, first: bool = False) -> Iterator[Want]:
@@ -174,9 +216,13 @@ def of_items(kind: Any, held: Mapping[str, inspect.Parameter], model: nn.Module,
         name: next(usual(parameter, model, number == 0 and kind == "record"))
         for number, (name, parameter) in enumerate(held.items())
     }
-    if any(re.search(_EDGES, name) for name in items):
-        items = {name: _of_nodes(want) for name, want in items.items()}
+    if has_edges(items):
+        items = {name: of_nodes(want) for name, want in items.items()}
     return Want(kind, value=cls, items=tuple(items.items()))
+
+
+def has_edges(names: Iterable[str | int]) -> bool:
+    return any(re.search(_EDGES, str(name)) for name in names)
 
 
 def field_of(cls: Any, name: str) -> inspect.Parameter:
@@ -200,7 +246,7 @@ def _recurrent(model: nn.Module) -> Iterator[Want]:
                 yield Want("float", (layer.num_layers * (1 + layer.bidirectional), batch, layer.weight_hh_l0.shape[1]))
 
 
-def _of_nodes(want: Want) -> Want:
+def of_nodes(want: Want) -> Want:
     if want.shape[:1] != (_B,) or len(want.shape) > 3:
         return want
     return dataclasses.replace(want, shape=("nodes", *want.shape[1:][-1:]) if want.kind != "ids" else ("nodes",))

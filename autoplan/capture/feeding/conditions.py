@@ -20,7 +20,7 @@ from autoplan.capture.feeding.watch import origin
 __all__ = ["asked_by_condition"]
 
 _CALLS = {"len": len, "tuple": tuple, "list": list, "min": min, "max": max, "sum": sum, "int": int, "all": all}
-_METHODS = ("size", "dim", "numel", "ndimension")
+_METHODS = ("size", "dim", "numel", "ndimension", "min", "max", "sum", "item")
 _UNKNOWN = object()
 
 
@@ -68,11 +68,20 @@ def _compared(
         if is_number(have) and is_number(factor):
             yield from multiples(state, paths, have, factor)
         return
+    for side, wanted in ((left, other), (right, one)):
+        yield from _plain(place, state, side, wanted)
     for have, want in _pairs(one, other):
         yield from resized(state, paths, have, want)
         yield from resized(state, paths, want, have)
     if isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE) and is_number(one) and is_number(other):
         yield from larger(state, paths)
+
+
+def _plain(place: Place, state: State, side: ast.expr, wanted: Any) -> Iterator[State]:
+    """An argument that is a plain number: the other side, or one more."""
+    want = dict(state.wants).get(side.id) if isinstance(side, ast.Name) else None
+    if want is not None and want.kind in ("size", "value") and is_number(wanted):
+        yield from (state.with_want((ast.unparse(side),), Want("value", value=wanted + more)) for more in (0, 1))
 
 
 def _pairs(one: Any, other: Any) -> Iterator[tuple[int, int]]:
@@ -121,6 +130,8 @@ def _value(place: Place, node: ast.expr) -> Any:
         value = eval(code, {**place.frame.f_globals, "__builtins__": _CALLS}, dict(place.frame.f_locals))
     except Exception:  # names may be gone, and attributes may do anything
         return _UNKNOWN
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point():
+        return int(value)
     return tuple(value) if isinstance(value, torch.Size) else value
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from autoplan.capture.feeding.watch import FailedCall
+from autoplan.capture.feeding.watch import FailedCall, origin
 
 __all__ = ["Demand", "demand_of"]
 
@@ -43,8 +43,8 @@ def _linear(call: FailedCall) -> Demand:
 
 def _matmul(call: FailedCall) -> Demand | None:
     left, right = call.get(0, "input"), call.get(1, "other")
-    if isinstance(right, torch.nn.Parameter) and right.dim() >= 2:
-        return Demand(left, "float", (3, 2), ((-1, right.shape[-2]),))
+    if isinstance(right, torch.Tensor) and not origin(right) and right.dim():  # a weight, a buffer
+        return Demand(left, "float", (3, 2), ((-1, right.shape[-2:][0]),))
     if isinstance(left, torch.nn.Parameter) and isinstance(right, torch.Tensor) and left.dim() >= 2:
         return Demand(right, "float", (3, 2), ((-2, left.shape[-1]),))
     return None

@@ -15,13 +15,14 @@ from dataclasses import replace
 
 import torch
 
-from autoplan.capture.feeding.arguments import Arguments, field_of, of_items, usual
+from autoplan.capture.feeding.arguments import Arguments, field_of, has_edges, of_items, of_nodes, usual
 from autoplan.capture.feeding.blame import none_names
 from autoplan.capture.feeding.conditions import asked_by_condition
 from autoplan.capture.feeding.consumers import Demand, demand_of
 from autoplan.capture.feeding.failure import Failure
 from autoplan.capture.feeding.messages import UNPACKED, sizes_differ, told_by_message
 from autoplan.capture.feeding.resize import larger, of_kind, of_rank, resized
+from autoplan.capture.feeding.together import beside, iterated, joined, turned
 from autoplan.capture.feeding.wants import Path, State, Want
 from autoplan.capture.feeding.watch import is_direct, origin
 from autoplan.common.nested import is_record
@@ -30,6 +31,7 @@ __all__ = ["NothingRead", "told", "usually"]
 
 Proposal = tuple[State, str]
 _OF_DICTS = ("items", "keys", "values", "get")
+_FEW = 6
 _NONE = re.compile(r"NoneType|None\b")
 
 
@@ -42,7 +44,8 @@ class NothingRead(ValueError):
 
 def told(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[Proposal]:
     """What the failure tells, the most telling first."""
-    for found in (_other, _consumer, _parted, _condition, _none, _keys, _left_out, _message, _alike, _other_ranks):
+    first = (_other, iterated, _consumer, beside, _parted, _condition)
+    for found in (*first, _none, _keys, _left_out, _message, _alike, _other_ranks):
         why = f"{type(failure.error).__name__}: {failure.first_line[:120]}"
         for state in found(failure, arguments, model):
             yield state, why
@@ -55,6 +58,7 @@ def _consumer(failure: Failure, arguments: Arguments, model: torch.nn.Module) ->
     if demand is None or not isinstance(demand.tensor, torch.Tensor):
         return
     state, tensor = failure.state, demand.tensor
+    yield from itertools.islice(joined(state, demand), _FEW)
     for path in origin(tensor):
         leaf = state.at(path)
         if leaf is None:
@@ -171,9 +175,13 @@ def _keys(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Ite
     held = [name for name, want in state.wants if want.kind == "dict"]
     if isinstance(failure.error, KeyError) and failure.error.args:
         key = failure.error.args[0]
+        if arguments.open and isinstance(key, str) and key.isidentifier() and not state.holds(key):
+            yield from (state.with_want((key,), want) for want in itertools.islice(_of_key(key, model), _FEW))
         for name in held:
-            for want in _of_key(key, model):
-                yield state.with_want((name, key), want)
+            wants = list(_of_key(key, model))
+            if has_edges(key for key, _ in dict(state.wants)[name].items):  # positions of nodes are points
+                wants = sorted(map(of_nodes, wants), key=lambda want: want.kind == "positions")
+            yield from (state.with_want((name, key), want) for want in wants)
     if isinstance(failure.error, NothingRead):  # a dict that is gone through, for parts that have names
         for name in (name for name in held if not dict(state.wants)[name].items):
             for keys in {tuple(m) for m in model.modules() if isinstance(m, torch.nn.ModuleDict)}:
@@ -288,9 +296,10 @@ def _message(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> 
 
 def usually(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[Proposal]:
     """What such arguments usually are: of the blamed, of the others, and of those that may be left out."""
+    yield from ((state, "sequences come first") for state in turned(failure))
     tops = list(dict.fromkeys(str(path[0]) for path in failure.paths))
     names = (*tops, *(name for name, _ in failure.state.wants if name not in tops))
-    known = [parameter for name in names if (parameter := arguments.find(name)) is not None]
+    known = [arguments.find(name) or field_of(None, name) for name in names]
     usual_of = [arguments.usual(parameter, model, parameter in arguments.required[:1]) for parameter in known]
     for together in itertools.zip_longest(*usual_of):  # the likeliest of each, then the next
         for number, (parameter, want) in enumerate(zip(known, together, strict=True)):

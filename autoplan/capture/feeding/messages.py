@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 
 import torch
 
@@ -38,6 +39,8 @@ _NUMBER = re.compile(
     r"cannot be interpreted as an integer|must be (?:tuple of ints|int), not Tensor|received an invalid combination"
     r"|only integer tensors of a single element|an integer is required|must be int|Boolean value of Tensor"
 )
+_BELOW_NOTHING = re.compile(r"negative dimension (-\d+)")
+_VIEWED = re.compile(r"shape '\[([\d, ]+)\]' is invalid for input of size (\d+)")
 _SMALL = re.compile(
     r"[Kk]ernel size|too small|Padding size|non-?empty|0 elements|zero-size|greater than|at least|[Ll]arger"
     r"|Sizes of tensors|invalid for input of size|non-zero size|index k out of range|more than 1 value|non-negative"
@@ -214,6 +217,7 @@ def _range(failure: Failure) -> Iterator[State]:
 
 def _sizes(failure: Failure) -> Iterator[State]:
     """Numbers in the message that are sizes of arguments, and what stands beside them."""
+    yield from _shorter(failure)
     numbers = list(dict.fromkeys(int(n) for n in re.findall(r"(?<![\w.])\d{1,6}(?![\w.]*\d)", failure.text)))[:10]
     products = [(int(a), int(b)) for a, b in re.findall(r"\(\d+x(\d+) and (\d+)x\d+\)", failure.text)]
     numbers = list(dict.fromkeys([*(n for pair in products for n in pair), *numbers]))[:12]
@@ -222,10 +226,34 @@ def _sizes(failure: Failure) -> Iterator[State]:
     split = _SPLIT.search(failure.text)
     if split:
         yield from resized(state, paths, int(split[1]), sum(map(int, split[2].split(","))))
+    yield from _viewed(failure)
     pairs = [(have, want) for have in numbers for want in numbers if have != want and want > 1]
     pairs.sort(key=lambda pair: (pair[0] not in sizes, numbers.index(pair[0])))
     for have, want in pairs[:12]:
         yield from resized(state, paths, have, want)
+
+
+def _shorter(failure: Failure) -> Iterator[State]:
+    """So much is left to fill up that it is less than nothing."""
+    less = _BELOW_NOTHING.search(failure.text)
+    if less is None:
+        return
+    for path in failure.blamed:
+        leaf = failure.state.at(path)
+        for size in leaf.sizes(failure.state.sizes)[1:] if leaf is not None else ():
+            yield from resized(failure.state, (path,), size, size + int(less[1]))
+
+
+def _viewed(failure: Failure) -> Iterator[State]:
+    """One size of a view is another, so that it holds what there is."""
+    viewed = _VIEWED.search(failure.text)
+    if viewed is None:
+        return
+    shape = [int(n) for n in viewed[1].split(",")]
+    for size in dict.fromkeys(shape) if min(shape) > 0 else ():
+        wanted, rest = divmod(int(viewed[2]) * size, prod(shape))
+        if not rest:
+            yield from resized(failure.state, failure.paths, size, wanted)
 
 
 def _larger(failure: Failure) -> Iterator[State]:

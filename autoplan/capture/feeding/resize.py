@@ -137,8 +137,10 @@ def of_rank(state: State, path: Path, rank: int, channels: int = 0) -> Iterator[
         return
     kind = leaf.kind if leaf.kind != "ids" or rank < 4 else "float"
     shapes: list[Iterable[int | str]] = list(_shapes(rank, channels, leaf))
-    if len(path) > 1:  # what is in a list comes one by one, without a batch
+    if isinstance(path[-1], int):  # what is in a list comes one by one, without a batch
         shapes = [*(shape[1:] for shape in _shapes(rank + 1, channels, leaf)), *shapes]
+        if rank == 1 and leaf.shape[:1] == (BATCH,):  # what is said of each of them
+            shapes = [(BATCH,), *shapes]
     if leaf.shape[:1] == ("nodes",):
         shapes = [("nodes" if size == "batch" else size for size in shape) for shape in shapes]
     for shape in map(tuple, shapes):
@@ -163,7 +165,8 @@ def _shapes(rank: int, channels: int, leaf: Want) -> Iterator[tuple[int | str, .
     elif rank == 4:
         for size in several:
             yield ("batch", size, "side", "side")
-        yield from (("batch", "length", "frames", last), ("batch", 1, "width", "length"))
+        yield from (("batch", "length", "length", last), ("batch", "length", "frames", last))
+        yield ("batch", 1, "width", "length")
         yield ("batch", "side", "side", several[0])
     elif rank == 5:
         for size in several:

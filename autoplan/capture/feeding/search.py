@@ -81,7 +81,9 @@ class _Next:
 
     def then(self, step: Step, child: State, why: str, late: int, number: int) -> _Next:
         added = len(list(child.leaves())) > len(list(step.state.leaves()))
-        stale = 0 if step.reached > -self.reached or added else self.stale + 1
+        # A second argument after one that led no farther is a guess; keys of a dict come one after the other.
+        again = self.left == _CREDIT and len(child.wants) > len(step.state.wants)
+        stale = 0 if step.reached > -self.reached or added and not again else self.stale + 1
         reached = max(step.reached, self.credit if self.left else 0)
         left = _CREDIT if added else max(self.left - 1, 0)
         return _Next(-reached, late + _STALE * stale, number, child, why, stale, reached if left else 0, left)

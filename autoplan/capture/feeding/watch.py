@@ -69,6 +69,7 @@ class Watch(TorchFunctionMode):
         self.read: set[str] = set()
         self.steps: set[tuple[str, int, str]] = set()
         self.rows: dict[Path, int] = {}
+        self.iterated: dict[Path, None] = {}
         self.failed: FailedCall | None = None
         self.last: tuple[Path, ...] = ()
 
@@ -100,6 +101,8 @@ class Watch(TorchFunctionMode):
             self.steps.add((*_caller(), name))
         if paths:
             self._note_rows(name, args, kwargs, given)
+            if name == "unbind" and len(args) == 2 and args[1] == 0 and len(paths) == 1 and is_direct(args[0]):
+                self.iterated[paths[0]] = None
             direct = not weights and all(is_direct(tensor) for tensor in given if origin(tensor))
             for _, tensor in flatten_tensors(result):
                 self._mark(tensor, paths, direct=direct)

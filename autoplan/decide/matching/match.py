@@ -12,12 +12,13 @@ flow also says where a comes from. (`a ~> b` allows other readers: keys are read
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
 
 from autoplan.analyse.picture.flow import Flow, Node, node_of
+from autoplan.decide.rulebook.conditions import Condition
 from autoplan.decide.rulebook.pattern import Arrow, Pattern
 from autoplan.decide.rulebook.read import Rule
 
@@ -70,15 +71,17 @@ class Matching:
     contests: tuple[Contest, ...]
 
 
-def match_rules(flow: Flow, rules: Iterable[Rule], tp: int | None = None) -> Matching:
-    """Match every rule. `tp` is checked against sizes only in examples: analysis has settled what divides."""
+def match_rules(flow: Flow, rules: Iterable[Rule], tp: int | None = None, *, refused: bool = True) -> Matching:
+    """Match every rule. `tp` is checked against sizes only in examples: analysis has settled what divides. `refused`:
+    whether refusals are wanted too. There may be very many, and without them guards are checked as early as they can.
+    """
     reach = _Reach(flow)
     found: list[Found] = []
     refusals: list[Refusal] = []
     for rule in rules:
-        some, refused = match_rule(reach, rule, tp)
+        some, not_held = match_rule(reach, rule, tp) if refused else (_found(reach, rule, tp), [])
         found += some
-        refusals += refused
+        refusals += not_held
     agreed, contests = _settled(_without_beaten(found))
     return Matching(tuple(agreed), tuple(refusals), tuple(contests))
 
@@ -131,7 +134,7 @@ def match_rule(reach: _Reach, rule: Rule, tp: int | None = None) -> tuple[list[F
     found: list[Found] = []
     refusals: list[Refusal] = []
     seen: set[frozenset[int]] = set()
-    for bound in _bindings(reach, rule.match.pattern):
+    for bound in _bindings(reach, rule.match.pattern, _order(reach, rule.match.pattern)):
         claimed = frozenset(bound[name] for name, _ in rule.yields)
         boxes = tuple(bound.items())
         nodes = {name: node_of(reach.flow, box) for name, box in boxes}
@@ -143,6 +146,42 @@ def match_rule(reach: _Reach, rule: Rule, tp: int | None = None) -> tuple[list[F
             seen.add(claimed)
             found.append(Found(rule, boxes))
     return found, [refusal for refusal in refusals if not _granted(refusal, seen)]
+
+
+def _found(reach: _Reach, rule: Rule, tp: int | None) -> list[Found]:
+    """The matches of one rule, as `match_rule` finds them, by a search that leaves what guards rule out."""
+    if rule.match is None:
+        return []
+    pattern = rule.match.pattern
+    order = _order(reach, pattern)
+    early = _guarded_first(order, pattern, rule.match.conditions)
+    checks = [
+        [one for one in rule.match.conditions if name in one.names and one.names <= set(early[: place + 1])]
+        for place, name in enumerate(early)
+    ]
+
+    def allowed(position: int, bound: dict[str, int]) -> bool:
+        if not checks[position]:
+            return True
+        nodes = {name: node_of(reach.flow, box) for name, box in bound.items()}
+        return not any(one.check(nodes, tp) for one in checks[position])
+
+    bindings = sorted(_bindings(reach, pattern, early, allowed), key=lambda bound: [bound[name] for name in order])
+    found: dict[frozenset[int], Found] = {}
+    for bound in bindings:
+        found.setdefault(frozenset(bound[name] for name, _ in rule.yields), Found(rule, tuple(bound.items())))
+    return list(found.values())
+
+
+def _guarded_first(order: list[str], pattern: Pattern, conditions: Sequence[Condition]) -> list[str]:
+    """The same names, those first with which most guards can be checked; each joined to one before it, as far as may
+    be."""
+    early, left = order[:1], order[1:]
+    while left:
+        near = [name for name in left if any({name} < {a.source, a.reader} <= {name, *early} for a in pattern.arrows)]
+        early.append(max(near or left[:1], key=lambda name: sum(one.names <= {name, *early} for one in conditions)))
+        left.remove(early[-1])
+    return early
 
 
 def _granted(refusal: Refusal, seen: set[frozenset[int]]) -> bool:
@@ -204,9 +243,11 @@ class _Reach:
         return reached
 
 
-def _bindings(reach: _Reach, pattern: Pattern) -> Iterator[dict[str, int]]:
-    """Every way to bind the pattern's names so that all arrows hold and nothing inside is read from outside."""
-    order = _order(reach, pattern)
+def _bindings(
+    reach: _Reach, pattern: Pattern, order: list[str], allowed: Callable[[int, dict[str, int]], bool] | None = None
+) -> Iterator[dict[str, int]]:
+    """Every way to bind the pattern's names so that all arrows hold and nothing inside is read from outside;
+    `allowed`: the place in the order that was bound last, and all that is bound."""
 
     def extend(position: int, bound: dict[str, int]) -> Iterator[dict[str, int]]:
         if position == len(order):
@@ -216,8 +257,9 @@ def _bindings(reach: _Reach, pattern: Pattern) -> Iterator[dict[str, int]]:
         name = order[position]
         taken = set(bound.values())
         for box in _candidates(reach, pattern, name, bound):
-            if box not in taken:
-                yield from extend(position + 1, {**bound, name: box})
+            more = {**bound, name: box}
+            if box not in taken and (allowed is None or allowed(position, more)):
+                yield from extend(position + 1, more)
 
     yield from extend(0, {})
 

@@ -60,7 +60,7 @@ def make_plan(
     `source_of` tells for a parameter whose choice its cut is, where it is not that of `source`.
     """
     picture = with_facts(dataflow(solution.trace), solution)
-    matching = match_rules(picture, load_rules() if rules is None else rules)
+    matching = match_rules(picture, load_rules() if rules is None else rules, refused=False)
     desk = _Desk(solution, picture, matching, sequence_parallel)
     names = Names(solution.trace)
     drafts = [_sourced(draft, source_of) for draft in desk.drafts(source)]

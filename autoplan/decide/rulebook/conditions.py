@@ -38,6 +38,7 @@ class Condition:
     """A parsed guard. `check` gives "" when it holds, else the sentence that says why not."""
 
     text: str
+    names: frozenset[str] = frozenset()  # the boxes it speaks of
 
     def check(self, boxes: Boxes, tp: int | None) -> str:
         text, wanted = (self.text[4:], False) if self.text.startswith("not ") else (self.text, True)
@@ -66,7 +67,7 @@ def parse_condition(text: str, names: tuple[str, ...]) -> Condition:
     for name in used:
         if name not in names:
             raise AutoplanError(f"{name!r} in {text!r} is not a box of the flow ({', '.join(names)})")
-    return Condition(text)
+    return Condition(text, frozenset(used))
 
 
 def _check(text: str, boxes: Boxes, tp: int | None) -> str:

@@ -1,0 +1,113 @@
+"""What arguments are to each other and to what the model makes: joined, added, gone through together, looked up.
+
+Here the shape of one thing tells that of another, where the failed operation alone tells only that they differ.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from autoplan.capture.feeding.arguments import Arguments
+from autoplan.capture.feeding.consumers import Demand
+from autoplan.capture.feeding.failure import Failure
+from autoplan.capture.feeding.resize import of_rank, resized
+from autoplan.capture.feeding.wants import State, Want
+from autoplan.capture.feeding.watch import FailedCall, is_direct, origin
+
+__all__ = ["beside", "iterated", "joined", "turned"]
+
+_SIZES = re.compile(r"invalid for input of size|must match|cannot be multiplied")
+_SHARED = ("batch", "length", "nodes", "edges")
+_LOSSES = ("cross_entropy", "nll_loss", "cross_entropy_loss")
+_ELEMENTWISE = re.compile(r"^_*[ri]?(add|sub|mul|div|truediv|maximum|minimum|lerp|where)_*$")
+
+
+def iterated(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    """What is gone through one by one is a list: all of them that are, since they are gone through together."""
+    state = failure.state
+    for path in failure.watch.iterated:
+        leaf = state.at(path)
+        if leaf is not None and len(path) == 1 and len(leaf.shape) > 1:
+            state = state.with_want(path, Want("list", items=((0, leaf), (1, leaf))))
+    if state != failure.state:
+        yield state
+
+
+def joined(state: State, demand: Demand) -> Iterator[State]:
+    """Of several arguments that were joined, the one for which the numbers come out."""
+    tensor = demand.tensor
+    for dim, size in demand.sizes if len(origin(tensor)) > 1 else ():
+        if -tensor.dim() <= dim < tensor.dim() and tensor.shape[dim] != size:
+            yield from resized(state, origin(tensor), tensor.shape[dim], size)
+
+
+def beside(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    """What is added to something has its shape; targets are one for each id; offsets are in order."""
+    call = failure.watch.failed
+    if call is None:
+        return
+    if call.name in _LOSSES:
+        yield from _targets(failure.state, call)
+    elif call.name == "embedding_bag":
+        for path in origin(call.get(2, "offsets")):
+            if (leaf := failure.state.at(path)) is not None and leaf.kind != "positions":
+                yield failure.state.with_want(path, replace(leaf, kind="positions"))
+    elif _ELEMENTWISE.match(call.name):
+        given = [tensor for tensor in call.tensors() if tensor.dim()]
+        for tensor, made in itertools.permutations(given, 2):
+            yield from _fewer_dims(failure.state, tensor, made)
+        for tensor, made in itertools.permutations(given, 2):
+            yield from _alike(failure.state, tensor, made)
+
+
+def _targets(state: State, call: FailedCall) -> Iterator[State]:
+    ids = [leaf.shape for _, leaf in state.leaves() if leaf.kind == "ids"]
+    for path in origin(call.get(1, "target")):
+        leaf = state.at(path)
+        if leaf is not None:
+            for shape in dict.fromkeys(ids):
+                yield state.with_want(path, replace(leaf, kind="ids", shape=shape))
+
+
+def _fewer_dims(state: State, tensor: torch.Tensor, made: torch.Tensor) -> Iterator[State]:
+    """What layers made of an argument has more dims than what it is added to: so has the argument."""
+    for path in origin(tensor) if not is_direct(tensor) and tensor.dim() > made.dim() > 1 else ():
+        if (leaf := state.at(path)) is not None:
+            yield from of_rank(state, path, len(leaf.shape) + made.dim() - tensor.dim())
+
+
+def _alike(state: State, tensor: torch.Tensor, made: torch.Tensor) -> Iterator[State]:
+    """An argument, with dims of one put in between, beside what the model made: its dims are those there."""
+    if not is_direct(tensor) or len(origin(tensor)) != 1 or made.dim() < tensor.dim():
+        return
+    path = origin(tensor)[0]
+    if path in origin(made):
+        return
+    leaf = state.at(path)
+    kept = [dim for dim, size in enumerate(tensor.shape) if size != 1]
+    if leaf is None or tuple(tensor.shape[dim] for dim in kept) != leaf.sizes(state.sizes):
+        return
+    more = made.dim() - tensor.dim()
+    whole = len(kept) == tensor.dim()
+    sizes = list(made.shape) if whole else [made.shape[dim + more] for dim in kept]
+    names = {size: name for name, size in state.sizes.items() if name in _SHARED}
+    shape = tuple(names.get(size, size) for size in sizes)
+    for kind in dict.fromkeys(("float" if leaf.kind == "ids" else leaf.kind, leaf.kind)):
+        yield state.with_want(path, replace(leaf, kind=kind, shape=shape))
+
+
+def turned(failure: Failure) -> Iterator[State]:
+    """All sequences with their length first, where sizes do not go together."""
+    if not _SIZES.search(failure.text):
+        return
+    state = failure.state
+    for path, leaf in state.leaves():
+        if leaf.shape[:2] == ("batch", "length") and len(leaf.shape) > 2:
+            state = state.with_want(path, replace(leaf, shape=("length", "batch", *leaf.shape[2:])))
+    if state != failure.state:
+        yield state
