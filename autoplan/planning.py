@@ -110,9 +110,15 @@ def capture_source(source: Source, module: nn.Module, choices: Choices | None = 
         module, config=source.config, model_type=source.model_type, inputs=source.inputs, recipe=source.recipe
     )
     note = kernel_note(module)
-    feeds, left_out = with_other_paths(module, made.feeds, made.others)
-    captured = capture_any(module, feeds, (*made.notes, *left_out, *([note] if note else [])))
-    unfold = partial(capture_fake, module, feeds, folded=False)
+    feeds, left_out, draws = with_other_paths(module, made.feeds, made.others)
+
+    def told(captured: Captured) -> Captured:
+        return replace(captured, trace=replace(captured.trace, draws_unseen=draws))
+
+    def unfold() -> Captured:
+        return told(capture_fake(module, feeds, folded=False))
+
+    captured = told(capture_any(module, feeds, (*made.notes, *left_out, *([note] if note else []))))
     if choices is None or same_in_folded_blocks(choices, captured.trace):
         return replace(captured, unfold=unfold) if captured.trace.folds else captured
     return unfold()

@@ -190,7 +190,7 @@ def _recorded_clone(source: Source) -> tuple[nn.Module, dict[str, Any], Captured
         try:
             clone = one.tiny(dtype=dtype, experts="batched_mm")
             made = make_inputs(clone, model_type=one.model_type, inputs=one.inputs, recipe=one.recipe)
-            feeds = inputs_in(working_dtype(clone), with_other_paths(clone, made.feeds, made.others)[0])
+            feeds = inputs_in(working_dtype(clone), with_other_paths(clone, made.feeds, made.others).feeds)
             return clone, feeds, capture_real(copied(clone), feeds, keep_values=True)
         except AutoplanError as error:
             refusal = refusal or error

@@ -169,6 +169,7 @@ class Trace:
     feeds: tuple[str, ...] = ("forward",)
     real: bool = False  # traced on real (tiny) tensors rather than fake ones
     notes: tuple[str, ...] = ()
+    draws_unseen: bool = False  # does training draw random numbers in calls that are not recorded?
 
     @cached_property
     def by_name(self) -> dict[str, int]:

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import autoplan
-from autoplan.capture.feeding.other_paths import with_other_paths
+from autoplan.capture.feeding.other_paths import OtherPaths, with_other_paths
 from autoplan.capture.training_paths import has_training_paths, in_training
 from autoplan.check.ranks.run import run_ranks
 from autoplan.hf.source import resolve
@@ -65,10 +65,10 @@ def test_code_of_training_is_told_from_numbers_of_training() -> None:
 
 def test_training_is_recorded_where_it_runs_something_else() -> None:
     feeds = {"usual": {"x": X.float()}}
-    assert list(with_other_paths(Block(), feeds, {})[0]) == ["usual", "usual in training"]
-    assert with_other_paths(Plain(), feeds, {}) == (feeds, ())
-    kept, (note,) = with_other_paths(Noisy(), feeds, {})
-    assert list(kept) == ["usual"] and "'usual in training' is not recorded: it draws" in note
+    assert list(with_other_paths(Block(), feeds, {}).feeds) == ["usual", "usual in training"]
+    assert with_other_paths(Plain(), feeds, {}) == OtherPaths(feeds)
+    kept, (note,), draws = with_other_paths(Noisy(), feeds, {})
+    assert list(kept) == ["usual"] and "'usual in training' is not recorded: it draws" in note and draws
 
 
 def test_both_modes_are_exact() -> None:
@@ -132,3 +132,25 @@ def test_a_weight_handed_to_an_absent_kernel_changes_nothing() -> None:
     styles = {entry.pattern: entry.style for entry in plan.entries}
     assert styles["model.layers.*.mamba.in_proj"] == "packed_colwise"
     assert styles["model.layers.*.mamba.out_proj"] == "rowwise"
+
+
+class DropsInTraining(nn.Module):
+    """Draws where nobody records it: code that asks for the mode itself, of values that ranks hold whole and split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 8)
+
+    def dropped(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, 0.5) if self.training else x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x + self.dropped(self.down(self.dropped(self.up(x).relu()))))
+
+
+def test_ranks_draw_alike_what_only_training_draws() -> None:
+    inputs = {"x": torch.randn(4, 16)}
+    assert with_other_paths(DropsInTraining(), {"usual": inputs}, {}).draws
+    plan = autoplan.plan(DropsInTraining(), tp_size=2, inputs=inputs)
+    assert plan.proof is not None and plan.proof.ok and len(plan.entries) == 3, plan
+    assert autoplan.verify(DropsInTraining(), plan, tp_size=2, inputs=inputs).ok

@@ -271,12 +271,13 @@ def _random_calls(shards: Shards, flow: CallFlow) -> dict[str, dict[bool, list[i
 
 def _random_modules(shards: Shards, flow: CallFlow) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Modules whose draws act on split values; and where draws act on whole ones: the model itself, if anywhere, so
-    that its ranks agree on their numbers, and modules inside the first kind."""
+    that its ranks agree on their numbers, and modules inside the first kind. Draws that nobody has seen are taken for
+    whole ones: equal numbers do no harm to shards, different ones do to whole values."""
     calls = _random_calls(shards, flow)
     split = tuple(sorted(m for m, kinds in calls.items() if kinds[True] and not kinds[False]))
     whole = [m for m, kinds in calls.items() if kinds[False]]
     inside = {m for m in whole if not calls[m][True] and any(m.startswith(f"{s}.") for s in split)}
-    return split, tuple(sorted(inside | ({""} if whole else set())))
+    return split, tuple(sorted(inside | ({""} if whole or shards.trace.draws_unseen else set())))
 
 
 def _mixed_draws(shards: Shards, flow: CallFlow) -> set[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,41 +25,55 @@ from autoplan.common.errors import OutsideError
 from autoplan.common.nested import flatten_tensors
 from autoplan.common.random_values import drawn_so_far
 
-__all__ = ["with_other_paths"]
+__all__ = ["OtherPaths", "with_other_paths"]
 
 _OTHER_SIZES, _IN_TRAINING = " in other sizes", " in training"  # how the names of such feeds end
 _Way = set[tuple[str, str, str]]
+
+
+class OtherPaths(NamedTuple):
+    """The feeds, with those that make other calls: of other sizes, and in training where it draws nothing. A note for
+    each that cannot be compared, and is not recorded therefore. Whether training draws what was not recorded."""
+
+    feeds: dict[str, dict[str, Any]]
+    notes: tuple[str, ...] = ()
+    draws: bool = False
+
+
+class _Run(NamedTuple):
+    """The torch calls of one run; None where it does not run on the copy, or draws in training."""
+
+    calls: _Way | None
+    drew: bool = False
 
 
 def with_other_paths(
     model: nn.Module,
     feeds: Mapping[str, dict[str, Any]],
     others: Mapping[str, dict[str, Any]],
-) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
-    """The feeds, and those that make other calls: of other sizes, and in training where it draws nothing.
-
-    And a note for each that cannot be compared, and is not recorded therefore.
-    """
+) -> OtherPaths:
+    """Run calls of other sizes, and in training, on a copy, and see whether they make other calls."""
     main = {name: inputs for name, inputs in feeds.items() if PART not in inputs}
     more = {name + _OTHER_SIZES: (main[name], inputs) for name, inputs in others.items() if name in main}
     if has_training_paths(model):
         more |= {name + _IN_TRAINING: (inputs, {**inputs, TRAINING: True}) for name, inputs in main.items()}
     if not more:
-        return dict(feeds), ()
+        return OtherPaths(dict(feeds))
     for folded in (True, False):
         twin = Twin(model, folded=folded)
         twin.module.eval()
         ways = {name: (_way(twin, first), _way(twin, second)) for name, (first, second) in more.items()}
-        if not twin.folds or not any(None in way for way in ways.values()):
+        if not twin.folds or not any(run.calls is None for runs in ways.values() for run in runs):
             break
-    another = [name for name, (first, second) in ways.items() if first and second and second - first]
-    unknown = (name for name, (first, second) in ways.items() if first and second is None)
+    calls = {name: (first.calls, second.calls) for name, (first, second) in ways.items()}
+    another = [name for name, (first, second) in calls.items() if first and second and second - first]
+    unknown = (name for name, (first, second) in calls.items() if first and second is None)
     notes = tuple(f"{name!r} is not recorded: it draws random numbers, or does not run on a copy" for name in unknown)
-    return {**feeds, **{name: more[name][1] for name in another}}, notes
+    draws = any(second.drew for _, second in ways.values())
+    return OtherPaths({**feeds, **{name: more[name][1] for name in another}}, notes, draws)
 
 
-def _way(twin: Twin, inputs: Mapping[str, Any]) -> _Way | None:
-    """The torch calls of one run; None where it does not run on the copy."""
+def _way(twin: Twin, inputs: Mapping[str, Any]) -> _Run:
     noted, given = _Calls(), dict(inputs)
     with ExitStack() as stack:
         if given.pop(TRAINING, False):
@@ -75,8 +89,8 @@ def _way(twin: Twin, inputs: Mapping[str, Any]) -> _Way | None:
         except OutsideError:
             raise
         except Exception:  # someone else's forward may raise anything; recording says what, if it is the first
-            return None
-    return None if drew and inputs.get(TRAINING) else noted.found
+            return _Run(None)
+    return _Run(None, True) if drew and inputs.get(TRAINING) else _Run(noted.found)
 
 
 def _drew(function: Callable[..., Any], **given: Any) -> bool:

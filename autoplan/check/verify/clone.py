@@ -66,7 +66,7 @@ def _clone_at_size(source: Any) -> Clone:
         if dtype != torch.float64:
             note += f"; in {str(dtype).removeprefix('torch.')}, because in others it does not run ({refusal})"
         unfamiliar = others if source.recipe is not None else {}
-        planned, _ = with_other_paths(model, feeds, unfamiliar)
+        planned = with_other_paths(model, feeds, unfamiliar).feeds
         return Clone(model, feeds, others, note, planned)
     raise AutoplanError(
         f"the tiny clone of {source.name} cannot run unsharded: {refusal}",
