@@ -161,6 +161,26 @@ def test_rounding_is_no_mistake_and_a_mistake_no_rounding() -> None:
     assert not found[50].ok  # nothing is left of such a model but rounding
 
 
+class FoldingLonger(Folding):
+    """As above, where sequences are longer than those of the first call."""
+
+    def __init__(self) -> None:
+        super().__init__(41)
+        self.table = nn.Embedding(30, 8)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        stream = self.table(input_ids)
+        wave = torch.sigmoid(stream + self.down(torch.tanh(self.up(stream))))
+        for _ in range(self.times if input_ids.shape[1] > 10 else 0):
+            wave = torch.where(wave < 0.5, 2 * wave, 2 - 2 * wave)
+        return wave
+
+
+def test_rounding_is_no_mistake_at_a_second_size_either() -> None:
+    report = autoplan.verify(FoldingLonger().double(), tp_size=2, checks=["parameters", "forward", "second_shape"])
+    assert report.ok and any("last bit" in f.message for f in report.findings if f.check == "second_shape"), report
+
+
 class Upward(nn.Module):
     """Channels inside a group of a transposed convolution are summed; its groups are not."""
 

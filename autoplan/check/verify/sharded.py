@@ -134,7 +134,7 @@ def _check(
         if ranks and check.name in ranks[0][0]:
             seen = [observed[check.name] for observed, _ in ranks]
             more, errors = judge(check, reference[check.name], seen, tolerance)
-            if check.name == "forward" and more:
+            if check.name in ("forward", "second_shape") and more:
                 tolerance, note = tolerance_of(check, subject, reference[check.name], errors, tolerance)
                 more, errors = judge(check, reference[check.name], seen, tolerance)
                 findings += note
