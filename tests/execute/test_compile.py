@@ -227,7 +227,7 @@ def drawing(rank: int) -> float:
 
 
 @pytest.mark.gloo
-@pytest.mark.slow
+@pytest.mark.long
 def test_checkpointed_blocks_draw_the_same_again_in_a_compiled_model() -> None:
     """Their graph is broken: what runs again in backward must switch streams as what ran first did."""
     assert max(run_processes(drawing, (), 2, timeout=300.0)) < 1e-8

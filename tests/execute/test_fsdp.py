@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -300,11 +302,11 @@ def state_of(model: nn.Module) -> list[Any]:
 def test_a_failure_in_the_middle_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     from autoplan.execute.data_parallel import fsdp
 
-    real, calls = fsdp.fully_shard, []
+    real, calls = fsdp.fully_shard, Counter[int]()
 
     def failing(module: Any, **options: Any) -> Any:
-        calls.append(module)
-        if len(calls) > 4:  # both ranks are under way
+        calls[threading.get_ident()] += 1  # of this rank
+        if calls[threading.get_ident()] > 1:
             raise RuntimeError("planted")
         return real(module, **options)
 

@@ -16,7 +16,7 @@ from autoplan.capture.feeding.failure import Failure
 from autoplan.capture.feeding.resize import larger, multiples, of_kind, of_rank, resized
 from autoplan.capture.feeding.wants import Path, State, Want
 
-__all__ = ["UNPACKED", "sizes_differ", "told_by_message"]
+__all__ = ["UNPACKED", "sizes_differ", "sizes_disagree", "told_by_message"]
 
 UNPACKED = re.compile(r"values to unpack \(expected (?:at least )?(\d+)(?:, got (\d+))?\)")
 _RANKS = (
@@ -39,6 +39,7 @@ _NUMBER = re.compile(
     r"cannot be interpreted as an integer|must be (?:tuple of ints|int), not Tensor|received an invalid combination"
     r"|only integer tensors of a single element|an integer is required|must be int|Boolean value of Tensor"
 )
+_DISAGREE = re.compile(r"invalid for input of size|cannot be multiplied")
 _BELOW_NOTHING = re.compile(r"negative dimension (-\d+)")
 _VIEWED = re.compile(r"shape '\[([\d, ]+)\]' is invalid for input of size (\d+)")
 _SMALL = re.compile(
@@ -59,6 +60,11 @@ def told_by_message(failure: Failure, model: torch.nn.Module) -> Iterator[State]
 def sizes_differ(failure: Failure) -> bool:
     """Do two sizes not go together?"""
     return "must match" in failure.text
+
+
+def sizes_disagree(failure: Failure) -> bool:
+    """Do sizes not go together, in whatever an op makes of them?"""
+    return sizes_differ(failure) or _DISAGREE.search(failure.text) is not None
 
 
 def _rank(failure: Failure, model: torch.nn.Module) -> Iterator[State]:

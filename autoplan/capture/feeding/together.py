@@ -15,13 +15,13 @@ import torch
 from autoplan.capture.feeding.arguments import Arguments
 from autoplan.capture.feeding.consumers import Demand
 from autoplan.capture.feeding.failure import Failure
+from autoplan.capture.feeding.messages import sizes_disagree
 from autoplan.capture.feeding.resize import of_rank, resized
 from autoplan.capture.feeding.wants import State, Want
 from autoplan.capture.feeding.watch import FailedCall, is_direct, origin
 
 __all__ = ["beside", "iterated", "joined", "turned"]
 
-_SIZES = re.compile(r"invalid for input of size|must match|cannot be multiplied")
 _SHARED = ("batch", "length", "nodes", "edges")
 _LOSSES = ("cross_entropy", "nll_loss", "cross_entropy_loss")
 _ELEMENTWISE = re.compile(r"^_*[ri]?(add|sub|mul|div|truediv|maximum|minimum|lerp|where)_*$")
@@ -103,7 +103,7 @@ def _alike(state: State, tensor: torch.Tensor, made: torch.Tensor) -> Iterator[S
 
 def turned(failure: Failure) -> Iterator[State]:
     """All sequences with their length first, where sizes do not go together."""
-    if not _SIZES.search(failure.text):
+    if not sizes_disagree(failure):
         return
     state = failure.state
     for path, leaf in state.leaves():

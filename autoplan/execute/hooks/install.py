@@ -207,6 +207,7 @@ def install_root(
     """
     root = Root(model, heads, outputs, running, random)
     root.shapes, root.given = seen.shapes, seen.given
+    running.draws = root.always or (root.random and may_draw(model))
     root.unseen = UnseenOutputs(seen.outputs, root.names, running.group)
     return [
         model.register_forward_pre_hook(root.before, with_kwargs=True, prepend=True),
@@ -231,7 +232,6 @@ class Root:
         self.names = signature_names(model)
         at = At(model, "", self.names, running)
         self.outputs = [(one.path, execute(one, at)) for one in outputs]
-        running.draws = self.always or (self.random and may_draw(model))
         self.unseen = UnseenOutputs((), self.names, running.group)
         self.target_words = conventions().target_words
         self.shapes: tuple[OutputShape, ...] = ()  # to be compared in the first forward
