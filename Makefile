@@ -17,8 +17,8 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-# Tests run in so many processes, file by file: SPREAD= runs them in one.
-SPREAD ?= -n 2 --dist loadfile
+# Tests run in so many processes, file by file: SPREAD= runs them in one. Three keep two cores busy: some tests wait.
+SPREAD ?= -n 3 --dist loadfile
 
 # Libraries that take our plans. Automodel comes without what it needs itself: only its way of reading plans is run.
 HOSTS  ?= nemo-automodel lightning-fabric lightning-utilities bitsandbytes torchao compressed-tensors loguru
@@ -61,8 +61,8 @@ demo: $(VENV)/base  ## plan Llama-3.1-8B's shape at tp 8, then prove it on 2 sim
 test: $(VENV)/dev  ## run the tests, but for long and slow ones
 	$(BIN)/python -m pytest -m "not slow and not long" $(SPREAD)
 
-test-long: $(VENV)/dev  ## run what CI runs beside them: examples, fuzzers, ops of torch's database
-	$(BIN)/python -m pytest -m "long and not hosts" $(SPREAD)
+test-long: $(VENV)/dev  ## run what CI runs beside them: examples, fuzzers, flows on real processes
+	$(BIN)/python -m pytest -m "long and not slow and not hosts" $(SPREAD)
 
 test-all: $(VENV)/dev  ## run every test
 	$(BIN)/python -m pytest $(SPREAD)

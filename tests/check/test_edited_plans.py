@@ -26,6 +26,7 @@ from autoplan.values.steering import digest
 QUICK = ("llama", "bamba")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SUBJECTS if name not in QUICK)]
 )

@@ -13,6 +13,7 @@ from autoplan.cli.app import main
 from autoplan.common.errors import AutoplanError
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=2"])
 def test_verify_covers_a_mesh(mesh: str) -> None:
     report = autoplan.verify(clone("gpt2").model, mesh=mesh, checks=["parameters", "forward"])

@@ -99,6 +99,7 @@ def test_a_rank_that_is_killed_is_no_verdict() -> None:
         run_processes(_die, (), 2, timeout=60)
 
 
+@pytest.mark.long
 @pytest.mark.gloo
 def test_verify_imports_in_its_ranks_what_the_command_imported(tmp_path: Path) -> None:
     (tmp_path / "mymodel.py").write_text(MODEL)

@@ -195,6 +195,7 @@ def check_walk(cases: tuple[Steps, ...], lengths: tuple[int, ...], timeout: floa
             assert (breaks, graphs) == (0, compiled_apart * min(len(lengths), 2)), case
 
 
+@pytest.mark.long
 @pytest.mark.gloo
 def test_steps_compile_with_checkpointing_labels_and_any_length() -> None:
     check_walk(QUICK, LENGTHS[:1], 240.0)

@@ -25,6 +25,7 @@ from autoplan.hf.source import resolve
 from autoplan.values import SplitLogits
 
 IDS = torch.randint(1, 100, (2, 6), generator=torch.Generator().manual_seed(1))
+pytestmark = pytest.mark.long
 HYBRID = "bamba"  # has rows that both ranks hold
 
 

@@ -137,6 +137,7 @@ def test_the_snapshot_sees_what_changes() -> None:
         assert seen(change)
 
 
+@pytest.mark.long
 def test_an_interrupt_that_is_not_undone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(as_it_was._Module, "put_back", lambda self: None)
     choose = of_each_line("tp", 20)

@@ -283,6 +283,7 @@ def of_a_model(rank: int) -> dict[str, float]:
     return worst
 
 
+@pytest.mark.long
 @pytest.mark.gloo
 def test_a_model_on_real_ranks() -> None:
     for worst in run_processes(of_a_model, (), 2):

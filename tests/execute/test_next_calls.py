@@ -268,6 +268,7 @@ def stopped(rank: int, folder: Path) -> float:
     return seconds
 
 
+@pytest.mark.long
 @pytest.mark.gloo
 def test_a_rank_that_stops_inside_a_block_is_waited_for_no_longer_than_the_timeout(
     tmp_path: Path,

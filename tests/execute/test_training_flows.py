@@ -15,6 +15,7 @@ from autoplan.common.errors import AutoplanError
 from autoplan.execute.data_parallel.mesh_dims import read_mesh
 
 
+@pytest.mark.long
 @pytest.mark.gloo
 def test_every_flow_trains_as_on_one_device(tmp_path: Path) -> None:
     for found in run_processes(every_flow, (tmp_path,), 4):

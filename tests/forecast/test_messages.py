@@ -78,6 +78,7 @@ def _ran(case: int) -> Counted:
     return real(QUICK if case in QUICK else REST)[case]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in REST)])
 def test_estimated_messages_are_those_that_run(case: int) -> None:
     config, dims, options = CASES[case]
