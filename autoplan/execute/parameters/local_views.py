@@ -94,16 +94,8 @@ class _SumSharedRows(torch.autograd.Function):
     """Identity whose gradient is summed over the holders of each row that several ranks hold."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        group: RankGroup,
-        dim: int,
-        positions: tuple[int, ...],
-        places: tuple[int, ...],
-        count: int,
-    ) -> torch.Tensor:
-        ctx.how = group, dim, positions, places, count
+    def forward(ctx: Any, x: torch.Tensor, *how: Any) -> torch.Tensor:
+        ctx.how = how
         return x.detach()
 
     @staticmethod
