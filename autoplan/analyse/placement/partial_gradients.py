@@ -132,6 +132,8 @@ class PartialGradients:
     def _is_handed_up(self, tensor: int) -> bool:
         """Does a module return the value that another one inside of it has made?
 
-        Its callers may then have it for themselves: decoders return the hidden states that a head reads.
+        Its callers may then have it for themselves: decoders return the hidden states that a head reads. Whoever only
+        passes on what it is given (an Identity) has not made it.
         """
-        return len({crossing.visit for crossing in self.flow.leaving.get(tensor, ())}) > 1
+        made = self.flow.producer[tensor]
+        return len({one.visit for one in self.flow.leaving.get(tensor, ()) if one.first <= made < one.last}) > 1
