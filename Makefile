@@ -94,7 +94,7 @@ fuzz: $(VENV)/dev  ## hostile files and plans, spoilt in many ways: COUNT= cases
 bench: $(VENV)/dev  ## measure planning, import and build; asserts nothing
 	$(BIN)/python tests/benchmarks/planning_time.py
 
-bench-gpu: $(VENV)/dev  ## hold estimates against one real GPU: memory and seconds of steps of 18 cases
+bench-gpu: $(VENV)/dev  ## hold estimates against one real GPU (without one: against what an H100 showed)
 	$(BIN)/python tests/benchmarks/estimate_gpu.py
 
 wheel: $(VENV)/dev  ## build dist/*.whl

@@ -35,6 +35,7 @@ __all__ = [
     "copy_to_ranks",
     "gather_over_ranks",
     "gather_pieces",
+    "index_of",
     "mesh_device",
     "part_of_sum",
     "scale_gradient",
@@ -43,6 +44,7 @@ __all__ = [
     "whole_order",
 ]
 
+_FEW_RUNS = 32  # more take an index
 _NAMED = torch.ops._c10d_functional
 
 
@@ -255,8 +257,12 @@ def scale_gradient(x: torch.Tensor, vector: Sequence[float] | float, dim: int = 
     if not _carries_gradient(x):
         return x
     real = x.real if x.is_complex() else x
-    scale = torch.as_tensor(vector, dtype=real.dtype, device=x.device)
-    if scale.dim():
+    if not isinstance(vector, Sequence):
+        scale = real.new_full((), vector)
+    else:
+        starts = [at for at, value in enumerate(vector) if not at or value != vector[at - 1]]
+        sizes = [end - at for at, end in zip(starts, [*starts[1:], len(vector)], strict=True)]
+        scale = torch.cat([real.new_full((n,), vector[at]) for at, n in zip(starts, sizes, strict=True)])
         shape = [1] * x.dim()
         shape[dim] = -1
         scale = scale.view(shape)
@@ -265,14 +271,35 @@ def scale_gradient(x: torch.Tensor, vector: Sequence[float] | float, dim: int = 
 
 def part_of_sum(x: torch.Tensor, parts: int) -> torch.Tensor:
     """1/n of a value that n ranks add up again. Each of them sees the whole gradient already: it passes as it is."""
-    return _Part.apply(x, torch.as_tensor(1.0 / parts, dtype=x.dtype, device=x.device))
+    return _Part.apply(x, x.new_full((), 1.0 / parts))
 
 
 def take_rows(x: torch.Tensor, dim: int, rows: Sequence[int]) -> torch.Tensor:
-    """These rows of x along `dim`, as a new tensor; consecutive ones without an index."""
-    if rows and tuple(rows) == tuple(range(rows[0], rows[0] + len(rows))):
-        return x.narrow(dim, rows[0], len(rows)).clone(memory_format=torch.contiguous_format)
-    return x.index_select(dim, torch.tensor(rows, dtype=torch.long, device=x.device))
+    """These rows of x along `dim`, as a new tensor; few runs of consecutive ones without an index."""
+    runs = _runs(tuple(rows))
+    if len(runs) == 1:
+        return x.narrow(dim, *runs[0]).clone(memory_format=torch.contiguous_format)
+    if 1 < len(runs) <= _FEW_RUNS:
+        return torch.cat([x.narrow(dim, first, count) for first, count in runs], dim)
+    return x.index_select(dim, index_of(rows, x.device))
+
+
+@lru_cache(maxsize=4096)
+def _runs(rows: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """The first and the number of rows of each run.
+
+    >>> _runs((4, 5, 0, 1, 2))
+    ((4, 2), (0, 3))
+    """
+    starts = [at for at, row in enumerate(rows) if not at or row != rows[at - 1] + 1]
+    return tuple((rows[at], end - at) for at, end in zip(starts, [*starts[1:], len(rows)], strict=True))
+
+
+def index_of(rows: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Rows as an index on a device. Brought to a GPU from pinned memory, so that the host does not wait for it."""
+    if device.type == "cpu" or device.type == "meta" or torch.compiler.is_compiling():
+        return torch.tensor(rows, dtype=torch.long, device=device)
+    return torch.tensor(rows, dtype=torch.long).pin_memory().to(device, non_blocking=True)
 
 
 def _carries_gradient(x: torch.Tensor) -> bool:

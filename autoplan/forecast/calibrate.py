@@ -97,4 +97,5 @@ latency_between = {like.latency_between}
 [overhead]
 context = {like.context}
 communicator = {like.communicator}
+workspace = {like.workspace}
 """

@@ -21,7 +21,7 @@ class Device:
     `memory`: bytes. `flops`: dense operations a second by dtype. `bandwidth`: bytes a second of its memory. `inside`,
     `between`: bytes a second of one rank's link in a node, and between nodes; `latency_*`: seconds of one message.
     `efficiency`: the share of the peak that matmuls reach. `context`, `communicator`: bytes that a process, and each
-    group of ranks, takes.
+    group of ranks, takes; `workspace`: what libraries for matmuls take of the allocator's.
     """
 
     name: str
@@ -36,10 +36,11 @@ class Device:
     efficiency: float
     context: int
     communicator: int
+    workspace: int = 0
     sources: tuple[str, ...] = ()
 
     def overhead(self, groups: int) -> int:
-        return self.context + groups * self.communicator
+        return self.context + self.workspace + groups * self.communicator
 
 
 def device_names() -> list[str]:
@@ -62,7 +63,7 @@ def load_device(name: str) -> Device:
             float(data["bandwidth"]),
             float(links["inside"]), float(links["between"]), float(links["latency_inside"]),
             float(links["latency_between"]), int(data["per_node"]), float(data["efficiency"]), int(taken["context"]),
-            int(taken["communicator"]), tuple(data["sources"]),
+            int(taken["communicator"]), int(taken.get("workspace", 0)), tuple(data["sources"]),
         )  # fmt: skip
     except KeyError as error:
         raise AutoplanError(f"{path} says nothing of {error}", hint="see rules/devices/h100.toml") from error

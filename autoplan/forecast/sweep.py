@@ -27,7 +27,7 @@ _CHECKPOINTING: tuple[bool | str, ...] = (False, "selective", True)
 _MOST_GPUS = 1 << 16
 _PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer states", "kept": "activations kept",
           "temporary": "values of the moment", "unsharded": "units that are gathered", "communication": "messages",
-          "cache": "keys and values", "overhead": "context and communicators"}  # fmt: skip
+          "cache": "keys and values", "overhead": "context, libraries, communicators"}  # fmt: skip
 
 
 @dataclass(frozen=True)

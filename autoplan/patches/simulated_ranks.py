@@ -1,12 +1,14 @@
 """What simulated ranks need for themselves, and what torch keeps once per process.
 
-Ranks that are threads of one process share the process-group world, a lock of DTensor's, and the generators of torch,
-numpy and Python. While they run, torch is given a world of one part per thread, a lock that a thread may take twice,
-and generators that ask which rank is calling; whatever was there is set aside, a live process group too.
+Ranks that are threads of one process share the process-group world, DTensor's questions about shapes, and the
+generators of torch, numpy and Python. While they run, torch is given a world of one part per thread, one such question
+at a time, and generators that ask which rank is calling; whatever was there is set aside, a live process group too.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -26,13 +28,34 @@ __all__ = ["GENERATOR", "HOST_GENERATORS", "WORLD", "asks_for_a_shape", "generat
 __all__ += ["world_per_thread"]
 
 
+_ASKS = "_propagate_tensor_meta_non_cached"  # runs an op on whole tensors without storage
+_asking = threading.RLock()  # a rank may ask again while it is answered
+
+
+def _one_at_a_time(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        with _asking:
+            return original(*args, **kwargs)
+
+    return ask
+
+
+class _WorldPerThread(ThreadLocalWorld):
+    """torch's, with what torch 2.11 asks of a world and its own for threads lacks."""
+
+    @property
+    def comms(self) -> list[Any]:
+        return []  # of another library: there are none
+
+
 @contextmanager
 def world_per_thread() -> Iterator[None]:
-    """Swap in a world, registries and a lock that are right for one thread per rank; put the old ones back."""
+    """Swap in a world and registries that are right for one thread per rank; put the old ones back."""
     ProcessLocalGroup.reset()
     places = [
-        Place(dist.distributed_c10d, "_world", lambda _: ThreadLocalWorld()),
-        Place(ShardingPropagator, "_fake_mode_lock", lambda _: threading.RLock()),
+        Place(dist.distributed_c10d, "_world", lambda _: _WorldPerThread()),
+        Place(ShardingPropagator, _ASKS, _one_at_a_time),
     ]
     with patched(WORLD, places):
         c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
@@ -45,10 +68,9 @@ def world_per_thread() -> Iterator[None]:
 def asks_for_a_shape() -> bool:
     """Does this thread run an op on whole tensors without storage, of which DTensor wants no more than the shape?
 
-    It holds the propagator's lock meanwhile; answers are kept, so only the first such op of a process is run.
+    It holds the lock meanwhile; answers are kept, so only the first such op of a process is run.
     """
-    lock = ShardingPropagator._fake_mode_lock
-    return hasattr(lock, "_is_owned") and bool(lock._is_owned())
+    return bool(_asking._is_owned())  # type: ignore[attr-defined]
 
 
 class _GeneratorOfThisThread:
@@ -105,26 +127,27 @@ def _functions_of(module: Any) -> list[str]:
 
 def _world_canary() -> bool:
     """Does torch look its world up with each question, and has every thread one of its own?"""
-    real, lock = dist.distributed_c10d._world, ShardingPropagator._fake_mode_lock
+    real, asks = dist.distributed_c10d._world, getattr(ShardingPropagator, _ASKS)
     with world_per_thread():
         inside = dist.distributed_c10d._world
-        own_lock = ShardingPropagator._fake_mode_lock is not lock
+        ours = getattr(ShardingPropagator, _ASKS)
+        one_at_a_time = ours is not asks and list(inspect.signature(ours).parameters) == ["self", "op_schema"]
         alone = not dist.is_initialized() and dist.group.WORLD is None
         parts: list[object] = [inside.pg_map]
         other = threading.Thread(target=lambda: parts.append(inside.pg_map))
         other.start()
         other.join()
-    back = dist.distributed_c10d._world is real and ShardingPropagator._fake_mode_lock is lock
-    return own_lock and alone and back and parts[0] is not parts[1]
+    back = dist.distributed_c10d._world is real and getattr(ShardingPropagator, _ASKS) is asks
+    return one_at_a_time and alone and back and parts[0] is not parts[1]
 
 
 WORLD = Patch(
     name="world of simulated ranks",
     replaces="torch.distributed.distributed_c10d._world, "
-    "torch.distributed.tensor._sharding_prop.ShardingPropagator._fake_mode_lock",
-    why="ranks that are threads need a process-group world each, and one rank may be inside DTensor's lock twice",
+    f"torch.distributed.tensor._sharding_prop.ShardingPropagator.{_ASKS}",
+    why="ranks that are threads need a process-group world each, and DTensor asks for shapes in one thread only",
     scope="while simulated ranks run",
-    undone="the world, with any live process group, and the lock are put back",
+    undone="the world, with any live process group, and the method are put back",
     where="autoplan/patches/simulated_ranks.py",
     canary=_world_canary,
 )

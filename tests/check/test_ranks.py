@@ -128,7 +128,7 @@ def test_everything_is_as_before() -> None:
             dist.distributed_c10d._world,
             torch.get_num_threads(),
             torch.random.default_generator,
-            prop._fake_mode_lock,
+            prop._propagate_tensor_meta_non_cached,
             torch.get_rng_state().tolist(),
             dist.is_initialized(),
         )

@@ -11,6 +11,7 @@ import torch
 from quantised_models import METHODS, adapted, random_state, tiny
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
+from torch.torch_version import TorchVersion
 
 import autoplan
 from autoplan.check.ranks.run import run_ranks
@@ -34,6 +35,8 @@ def test_adapters_train_on_a_sharded_packed_base(
     """dp_shard=2 and tp, uneven cuts too: gradients of the adapters, and every stored bit of the base."""
     config = tiny(METHODS[name], intermediate_size=160)
     made = autoplan.plan(adapted(config, "meta"), tp_size=tp, prove="none", uneven="blocks")
+    if name == "awq" and TorchVersion(torch.__version__) < (2, 12):
+        pytest.skip("FSDP2 of torch 2.11 shards parameters of floats only")
     assert made.uneven == ("blocks" if tp > 1 else "never")
     torch.manual_seed(3)
     whole = autoplan.packed_model(adapted(config, "meta"), made)

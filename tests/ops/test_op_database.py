@@ -11,6 +11,7 @@ import functools
 from typing import Any
 
 import pytest
+import torch
 from op_law import BROKEN, Outcome, judge
 from op_samples import Case, Unusable, cases, database, name_of, usable_samples
 
@@ -63,6 +64,8 @@ def judged(name: str, number: int, dim: int) -> Outcome:
 
 @pytest.mark.parametrize("mended", MENDED)
 def test_what_was_wrong_is_exact_or_whole(mended: str) -> None:
+    if MENDED[mended][0] not in ops():
+        pytest.skip(f"torch {torch.__version__} has no {MENDED[mended][0]}")
     outcome = judged(*MENDED[mended])
     assert outcome.kind in ("exact", "gathered", "whole"), outcome.reason
 

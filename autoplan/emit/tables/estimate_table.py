@@ -30,7 +30,7 @@ __all__ = [
 PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer states",
           "kept": "activations kept for backward", "temporary": "values of the moment",
           "unsharded": "units gathered, and their buffers", "communication": "messages",
-          "cache": "keys and values", "overhead": "context and communicators"}  # fmt: skip
+          "cache": "keys and values", "overhead": "context, libraries, communicators"}  # fmt: skip
 _LETTERS = {"W": ("weights",), "G": ("gradients",), "O": ("optimizer",), "A": ("kept", "cache"),
             "T": ("temporary", "unsharded", "communication"), "C": ("overhead",)}  # fmt: skip
 _WORDS = {"W": "Weights", "G": "Gradients", "O": "Optimizer", "A": "Activations", "T": "Temporary", "C": "Context"}

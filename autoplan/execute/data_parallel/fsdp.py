@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, Shard
+from torch.torch_version import TorchVersion
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import DataParallel
@@ -67,6 +68,18 @@ def _as_they_are(model: nn.Module) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)
 
 
+def _refuse_integers(model: nn.Module) -> None:
+    """torch 2.11's FSDP2 makes every parameter of floats."""
+    whole = next(
+        (name for name, one in model.named_parameters() if not (one.is_floating_point() or one.is_complex())), ""
+    )
+    if whole and TorchVersion(torch.__version__) < (2, 12):
+        raise AutoplanError(
+            f"{whole} holds integers, and FSDP2 of torch {torch.__version__} shards parameters of floats only",
+            hint="install torch 2.12 or later, or leave data parallelism out",
+        )
+
+
 def shard_data_parallel(
     model: nn.Module, mesh: DeviceMesh, stacks: tuple[Stack, ...], options: DataParallel, *, kept: bool = False
 ) -> None:
@@ -75,6 +88,7 @@ def shard_data_parallel(
         options = replace(options, reshard_after_forward=False)
     known = applied(model)
     assert known is not None, "what was done is recorded first"
+    _refuse_integers(model)
     casts = _precision(options, model).param_dtype
     units = choose_units(model, stacks, frozen=options.frozen, casts=casts is not None)
     for module in model.modules() if casts is not None else ():

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import check_argument
-from autoplan.execute.collectives import RankGroup, all_reduce, mesh_device
+from autoplan.execute.collectives import RankGroup, all_reduce, index_of, mesh_device
 from autoplan.execute.parameters.counted import answered_for, repeats
 from autoplan.execute.parameters.held import Held, held_by, held_parameters
 from autoplan.execute.parameters.local_views import reading_locally
@@ -188,5 +188,5 @@ def _counted(gradient: torch.Tensor, held: Held | None) -> torch.Tensor:
     if held is not None and repeats(held):
         assert held.dim is not None
         rows = answered_for(held, gradient)
-        local = local.index_select(held.dim, torch.tensor(rows, dtype=torch.long, device=local.device))
+        local = local.index_select(held.dim, index_of(rows, local.device))
     return local

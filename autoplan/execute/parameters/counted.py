@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autoplan.common.layout import chunk
+from autoplan.execute.collectives import index_of
 from autoplan.execute.parameters.held import Held, held_by
 
 __all__ = ["answered_for", "count_once", "note_repeating", "repeats"]
@@ -58,7 +59,7 @@ def count_once(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
 def _own_rows(gradient: torch.Tensor, held: Held) -> torch.Tensor:
     assert isinstance(gradient, DTensor) and held.dim is not None
     local = gradient.to_local()
-    rows = torch.tensor(answered_for(held, gradient), dtype=torch.long, device=local.device)
+    rows = index_of(answered_for(held, gradient), local.device)
     own = torch.zeros_like(local).index_copy(held.dim, rows, local.index_select(held.dim, rows))
     return DTensor.from_local(
         own, gradient.device_mesh, gradient.placements, run_check=False, shape=gradient.shape, stride=gradient.stride()

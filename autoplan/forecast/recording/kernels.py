@@ -1,4 +1,4 @@
-"""Kernels that a GPU has and CPU tensors do not: what is recorded is what runs there.
+"""Kernels that a GPU has and CPU tensors do not: what is recorded is what runs there, and what it holds meanwhile.
 
 A recording runs on tensors of the CPU without storage. Where torch would take a reference there that keeps far more
 (all scores of attention), the op that a GPU takes is put in its place; its shapes are known without a GPU. `KERNELS` is
@@ -25,10 +25,11 @@ from autoplan.forecast.recording.fused import KernelFile, kernel_files
 from autoplan.patches.kernels import KERNEL_STAND_INS, OptionalKernel, optional_kernels
 from autoplan.patches.patched import Place, patched
 
-__all__ = ["KERNELS", "Kernel", "grouped_in_bfloat16", "kernels_of_a_gpu"]
+__all__ = ["KERNELS", "Kernel", "grouped_in_bfloat16", "held_meanwhile", "kernels_of_a_gpu"]
 
 _ATEN = torch.ops.aten
 _FLASH_WIDTH = 256  # of a head
+_ALIGNED = 8  # rows of a mask; aten/src/ATen/native/transformers/attention.cpp, preprocess_mask pads others
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,13 @@ KERNELS = (
         "grouped_mm in another dtype than bfloat16", "_grouped_mm", "both operands",
         "aten/src/ATen/native/cuda/GroupedBlas.cpp: other dtypes fall back to a product for each group",
     ),
+    Kernel(
+        "backward of an embedding of more than 3,072 indices", "embedding_dense_backward",
+        "nothing; it holds a copy of a gradient that is not contiguous, sorted indices, and sums of parts in float32",
+        "aten/src/ATen/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu: embedding_backward_cuda_kernel",
+    ),
 )  # fmt: skip
+_SORTED_FROM, _ROWS_OF_A_PART = 3073, 10  # of an embedding's indices
 
 
 class _OnAGpu(TorchFunctionMode):
@@ -99,6 +106,9 @@ def _fused(
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype)
+    if mask.stride(-1) != 1 or any(stride % _ALIGNED for stride in mask.stride()[:-1]):
+        width = mask.shape[-1]
+        mask = F.pad(mask, (0, _ALIGNED - width % _ALIGNED))[..., :width]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
@@ -162,3 +172,19 @@ def grouped_in_bfloat16(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     narrow = [one.to(torch.bfloat16) if isinstance(one, torch.Tensor) and one.is_floating_point() else one
               for one in args]  # fmt: skip
     return func(*narrow, **kwargs).to(dtype)
+
+
+def held_meanwhile(func: Any, args: tuple[Any, ...]) -> int:
+    """Bytes that an op of a GPU holds while it runs, beside what it is given and what it makes."""
+    if func is not _ATEN.embedding_dense_backward.default:
+        return 0
+    gradient, indices, rows = args[0], args[1], int(args[2])
+    copied = 0 if gradient.is_contiguous() else gradient.nbytes
+    if indices.numel() < _SORTED_FROM:
+        return copied
+    order, sums = indices.nbytes, max(4, gradient.element_size()) * gradient.shape[-1]
+    segments = min(indices.numel(), rows)
+    parts = indices.numel() // _ROWS_OF_A_PART + segments
+    sorting = 5 * order  # the indices in order and where they were, before and after; and their places
+    summing = 3 * order + (2 * segments + parts) * indices.element_size() + parts * sums
+    return int(copied + max(sorting, summing))

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.common.nested import flatten_tensors
 from autoplan.forecast.recording.flops import flops_of
-from autoplan.forecast.recording.kernels import grouped_in_bfloat16, kernels_of_a_gpu
+from autoplan.forecast.recording.kernels import grouped_in_bfloat16, held_meanwhile, kernels_of_a_gpu
 from autoplan.forecast.recording.tape import Block, Changed, Item, Message, Place, Storage, Tape, UnitEvent, Worked
 from autoplan.patches.simulated_ranks import asks_for_a_shape
 
@@ -88,6 +88,13 @@ class _Log:
         self.holders[number] = weakref.ref(storage, lambda _: self._freed(key, number))
         self.items.append(Changed(number, 1, self.modules[-1]))
 
+    def held(self, size: int) -> None:
+        """Memory that comes and goes within one op."""
+        if size:
+            number = len(self.storages)
+            self.storages.append(_Living(size, False, self.forward, freed=self.forward))
+            self.items.extend(Changed(number, sign, self.modules[-1]) for sign in (1, -1))
+
     def _freed(self, key: int, number: int) -> None:
         if self.known.get(key) == number:
             del self.known[key]
@@ -146,6 +153,7 @@ class _Watching(TorchDispatchMode):
             self._message(func, args, kwargs, made)
         for tensor in made:
             log.made(tensor, collective)
+        log.held(held_meanwhile(func, args))
         if not collective and not func.is_view and made:
             given = list(tensors_within((args, kwargs)))
             moved = sum(t.numel() * t.element_size() for t in (*given, *made))

@@ -21,7 +21,7 @@ __all__ = ["fake_mesh"]
 
 
 @contextmanager
-def fake_mesh(dims: Mapping[str, int], rank: int = 0) -> Iterator[DeviceMesh]:
+def fake_mesh(dims: Mapping[str, int], rank: int = 0, device_type: str = "cpu") -> Iterator[DeviceMesh]:
     """A mesh of these dims ({"dp_shard": 8, "tp": 8}) as rank `rank` sees it."""
     ranks = 1
     for size in dims.values():
@@ -32,7 +32,7 @@ def fake_mesh(dims: Mapping[str, int], rank: int = 0) -> Iterator[DeviceMesh]:
     with world_per_thread():
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
         try:
-            yield init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+            yield init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
         finally:
             dist.destroy_process_group()
             sys.excepthook = said

@@ -63,10 +63,10 @@ def _collective() -> bool:
 
 
 def _propagator() -> bool:
-    """DTensor takes this lock from the class each time, and only as a context."""
+    """DTensor runs ops on whole tensors without storage in this method alone."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    return "_fake_mode_lock" in vars(ShardingPropagator) and hasattr(ShardingPropagator._fake_mode_lock, "__enter__")
+    return _parameters(ShardingPropagator._propagate_tensor_meta_non_cached) == ["self", "op_schema"]
 
 
 def _barrier() -> bool:
@@ -173,7 +173,7 @@ ENGINES = (
     Private("torch.distributed.distributed_c10d._store_based_barrier", "subgroups are made in any order", _barrier),
     Private(
         "torch.distributed.tensor._sharding_prop.ShardingPropagator",
-        "its lock is taken twice by one simulated rank",
+        "simulated ranks ask it for shapes one at a time",
         _propagator,
     ),
     Private(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 
+import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 
@@ -20,10 +21,10 @@ def _takes(function: object, *parameters: str) -> bool:
 
 
 def _zeros_for_unused() -> bool:
-    """The caller's own wish is kept by each group of parameters, under this name."""
-    state = _fsdp_state.FSDPState()
+    """The caller's own wish is kept by each group of parameters, under this name; torch 2.11 knows no such wish."""
     source = inspect.getsource(_fsdp_param_group.FSDPParamGroup.__init__)
-    return state._fsdp_param_groups == [] and "self.reduce_scatter_unused_params" in source
+    kept = "self.reduce_scatter_unused_params" in source
+    return getattr(_fsdp_state.FSDPState(), "_fsdp_param_groups", None) == [] if kept else torch.__version__ < "2.12"
 
 
 FSDP = (
