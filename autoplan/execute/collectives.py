@@ -32,6 +32,7 @@ __all__ = [
     "RankGroup",
     "all_gather_rows",
     "all_reduce",
+    "copy_rows",
     "copy_to_ranks",
     "gather_over_ranks",
     "gather_pieces",
@@ -293,6 +294,32 @@ def _runs(rows: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """
     starts = [at for at, row in enumerate(rows) if not at or row != rows[at - 1] + 1]
     return tuple((rows[at], end - at) for at, end in zip(starts, [*starts[1:], len(rows)], strict=True))
+
+
+def copy_rows(into: torch.Tensor, places: tuple[int, ...], x: torch.Tensor, rows: tuple[int, ...], dim: int) -> None:
+    """Write these rows of x into these places along `dim`; few runs of consecutive ones without an index."""
+    runs = _runs_of_both(places, rows)
+    if len(runs) > _FEW_RUNS:
+        into.index_copy_(dim, index_of(places, x.device), x.index_select(dim, index_of(rows, x.device)))
+        return
+    for place, row, count in runs:
+        into.narrow(dim, place, count).copy_(x.narrow(dim, row, count))
+
+
+@lru_cache(maxsize=4096)
+def _runs_of_both(places: tuple[int, ...], rows: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
+    """The first place, the first row and the number of each run.
+
+    >>> _runs_of_both((4, 5, 0), (1, 2, 3))
+    ((4, 1, 2), (0, 3, 1))
+    """
+    found: list[tuple[int, int, int]] = []
+    for place, row in zip(places, rows, strict=True):
+        if found and (place, row) == (sum(found[-1][::2]), sum(found[-1][1:])):
+            found[-1] = (*found[-1][:2], found[-1][2] + 1)
+        else:
+            found.append((place, row, 1))
+    return tuple(found)
 
 
 def index_of(rows: Sequence[int], device: torch.device) -> torch.Tensor:

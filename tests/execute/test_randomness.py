@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,10 @@ from autoplan.check.ranks.run import count_collectives, run_ranks
 from autoplan.execute.collectives import RankGroup
 from autoplan.execute.randomness import streams
 from autoplan.execute.randomness.dropout import SharedRandomness
+from autoplan.hf.source import resolve
 
 WIDTH = 16
+_ATEN = torch.ops.aten
 
 
 class Noisy(nn.Module):
@@ -44,14 +47,14 @@ class Dropped(Noisy):
 
 
 class _Reads(TorchDispatchMode):
-    """Counts what waits for a device: numbers read out of tensors."""
+    """Counts what waits for a device: numbers read out of tensors, and tensors made of numbers of the host."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "_local_scalar_dense" in str(func)
+        self.count += func in (_ATEN._local_scalar_dense.default, _ATEN.lift_fresh.default)
         return func(*args, **(kwargs or {}))
 
 
@@ -80,8 +83,10 @@ def test_a_training_forward_asks_nobody(rate: float) -> None:
     ids = torch.arange(12).view(2, 6)
     plan = autoplan.plan(_llama(rate), 2, prove="none")
     models = [_llama(rate) for _ in range(2)]
+    alone = _llama(rate).train()
+    alone(input_ids=ids, use_cache=False)
     with _Reads() as unsharded:
-        _llama(rate).train()(input_ids=ids, use_cache=False)
+        alone(input_ids=ids, use_cache=False)
 
     def step(rank: int) -> tuple[int, int]:
         model = _sharded(models[rank], plan).train()
@@ -93,6 +98,24 @@ def test_a_training_forward_asks_nobody(rate: float) -> None:
 
     planned = 2 * 2 + 1  # sums of attention and MLP in each block, and of the token table
     assert _on_two_ranks(step) == [(planned, unsharded.count)] * 2
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "deepseek_v3", "bamba", "t5", "qwen3_next", "gpt_oss"])
+def test_no_step_waits_for_the_host(kind: str) -> None:
+    """Biases that are added once, gradients that are scaled, rows that are taken: all is made where it is needed."""
+    tiny = resolve(kind).tiny()
+    ids = torch.arange(1, 13).view(2, 6)
+    given: dict[str, Any] = dict(input_ids=ids, use_cache=False) | ({"decoder_input_ids": ids} if kind == "t5" else {})
+    plan = autoplan.plan(copy.deepcopy(tiny), 2, prove="none")
+    models = [copy.deepcopy(tiny) for _ in range(2)]
+
+    def read(model: nn.Module) -> int:
+        model(**given).logits.sum().backward()
+        with _Reads() as reads:
+            model(**given).logits.sum().backward()
+        return reads.count
+
+    assert _on_two_ranks(lambda rank: read(_sharded(models[rank], plan))) == [read(tiny)] * 2
 
 
 @pytest.mark.parametrize("again", [False, True])

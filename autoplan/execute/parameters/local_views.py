@@ -32,7 +32,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoplan.common.errors import AutoplanError
-from autoplan.execute.collectives import RankGroup, all_reduce, copy_to_ranks, index_of, part_of_sum
+from autoplan.execute.collectives import RankGroup, all_reduce, copy_rows, copy_to_ranks, part_of_sum
 from autoplan.execute.parameters.held import Held, record_of
 from autoplan.execute.parameters.transforms import refuse_transforms
 from autoplan.execute.parameters.unseen_paths import SHAPE_ERRORS, unseen_path
@@ -117,12 +117,12 @@ class _SumRows(torch.autograd.Function):
         count: int,
     ) -> torch.Tensor:
         ctx.how = group, dim, positions, places, count
-        here = index_of(positions, x.device)
-        there = index_of(places, x.device)
         shape = list(x.shape)
         shape[dim] = count
-        parts = x.new_zeros(shape).index_copy(dim, there, x.index_select(dim, here))
-        return x.index_copy(dim, here, all_reduce(parts, group).index_select(dim, there))
+        parts, summed = x.new_zeros(shape), x.clone()
+        copy_rows(parts, places, x, positions, dim)
+        copy_rows(summed, positions, all_reduce(parts, group), places, dim)
+        return summed
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
