@@ -7,16 +7,26 @@ Plans are judged by what its code really does.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from autoplan.common.conventions import PlanPart
+from autoplan.common.errors import AutoplanError
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
-__all__ = ["known_styles", "plan_parts", "shard_as_transformers", "shipped_plan", "slice_of"]
+__all__ = [
+    "known_styles",
+    "plan_parts",
+    "refuse_old_sharding",
+    "shard_as_transformers",
+    "shipped_plan",
+    "slice_of",
+]
 
 _OTHER_MESHES = ("_ep_plan", "_fsdp_plan")
 
@@ -69,9 +79,9 @@ def _speaks(module: nn.Module, key: str) -> bool:
 
 def known_styles() -> frozenset[str]:
     """The styles of the installed transformers."""
-    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
-
-    return frozenset(ALL_PARALLEL_STYLES.keys())
+    here = "transformers.distributed.tensor_parallel"
+    module = importlib.import_module(here if find_spec(here) else "transformers.integrations.tensor_parallel")
+    return frozenset(module.ALL_PARALLEL_STYLES.keys())
 
 
 def slice_of(tensor: Any, whole: Any) -> Any:
@@ -79,6 +89,17 @@ def slice_of(tensor: Any, whole: Any) -> Any:
     from transformers.distributed.sharding_utils import DtensorShardOperation
 
     return DtensorShardOperation(tensor).shard_tensor(whole)
+
+
+def refuse_old_sharding() -> None:
+    """Before 5.16 transformers shards with hooks of its own, which nothing here reads."""
+    import transformers
+
+    if find_spec("transformers.distributed.tensor_parallel") is None:
+        raise AutoplanError(
+            f"transformers {transformers.__version__} shards models in an older way, which is not run here",
+            hint="to audit plans in transformers' words, install transformers 5.16 or later",
+        )
 
 
 def shard_as_transformers(model: Any, mesh: Any, *, plan: dict[str, str]) -> Any:

@@ -121,7 +121,7 @@ def _apart(
 def _group_names(model: Any) -> Callable[[str], str]:
     """What the names of all tensors have in common that one reversed conversion takes together."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, apply_converters
+    from transformers.core_model_loading import WeightConverter
 
     loaded = getattr(model, "_weight_conversions", None)
     known = get_model_conversion_mapping(model, add_legacy=False) if loaded is None else loaded
@@ -129,8 +129,8 @@ def _group_names(model: Any) -> Callable[[str], str]:
     converters = [one for one in reverse if isinstance(one, WeightConverter)]
 
     def group(name: str) -> str:
-        renamed, pattern = apply_converters(name, converters)
-        return name if pattern is None else f"converted to {renamed}"
+        tried = (converter.rename_source_key(name) for converter in converters)
+        return next((f"converted to {renamed}" for renamed, pattern in tried if pattern is not None), name)
 
     return group
 

@@ -14,13 +14,14 @@ from functools import partial
 from typing import Any
 
 from autoplan.check.verify.sharded import Sharding
-from autoplan.hf.own_sharding import shard_as_transformers, slice_of
+from autoplan.hf.own_sharding import refuse_old_sharding, shard_as_transformers, slice_of
 
 __all__ = ["torch_sharding", "transformers_sharding"]
 
 
 def transformers_sharding(plan: Mapping[str, str]) -> Sharding:
     """transformers' tensor parallelism, as `from_pretrained(distributed_config=…)` applies it."""
+    refuse_old_sharding()
     return Sharding(partial(shard_as_transformers, plan=dict(plan)), _gather)
 
 

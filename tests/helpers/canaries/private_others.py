@@ -75,8 +75,16 @@ def _missing_keys() -> bool:
     return all(hasattr(PreTrainedModel, name) for name in names)
 
 
+_TP = "transformers.distributed"
+
+
 def _operation() -> bool:
     return _has("transformers.distributed.sharding_utils.DtensorShardOperation.shard_tensor", "self")()
+
+
+def _since_5_16(holds: Callable[[], bool]) -> Callable[[], bool]:
+    """Before it transformers shards in an older way, and audits of its own plans are refused."""
+    return holds if importlib.util.find_spec(f"{_TP}.tensor_parallel") else lambda: True
 
 
 def _hook_flag() -> bool:
@@ -101,25 +109,26 @@ def _reversed_conversions() -> bool:
     return "_weight_conversions" in revert_weight_conversion.__code__.co_consts
 
 
-_TP = "transformers.distributed"
 OTHERS = (
     Private(
         f"{_TP}.mixin.DistributedMixin._expand_parallel_plan",
         "a plan in transformers' words is run by transformers",
-        _has(f"{_TP}.mixin.DistributedMixin._expand_parallel_plan", "plan"),
+        _since_5_16(_has(f"{_TP}.mixin.DistributedMixin._expand_parallel_plan", "plan")),
     ),
     Private(
         f"{_TP}.tensor_parallel.apply_tensor_parallelism",
         "a plan in transformers' words is run by transformers",
-        _has(f"{_TP}.tensor_parallel.apply_tensor_parallelism"),
+        _since_5_16(_has(f"{_TP}.tensor_parallel.apply_tensor_parallelism")),
     ),
     Private(
         f"{_TP}.tensor_parallel.ALL_PARALLEL_STYLES",
         "which styles the installed version knows",
-        _has(f"{_TP}.tensor_parallel.ALL_PARALLEL_STYLES"),
+        _since_5_16(_has(f"{_TP}.tensor_parallel.ALL_PARALLEL_STYLES")),
     ),
     Private(
-        f"{_TP}.sharding_utils.DtensorShardOperation", "a rank's piece is what transformers would load", _operation
+        f"{_TP}.sharding_utils.DtensorShardOperation",
+        "a rank's piece is what transformers would load",
+        _since_5_16(_operation),
     ),
     Private(
         "transformers.conversion_mapping.get_model_conversion_mapping",
@@ -132,9 +141,9 @@ OTHERS = (
         _has("transformers.core_model_loading.rename_source_key", "source_key"),
     ),
     Private(
-        "transformers.core_model_loading.apply_converters",
+        "transformers.core_model_loading.WeightConverter",
         "tensors that one conversion takes together are saved together",
-        _has("transformers.core_model_loading.apply_converters", "source_key"),
+        _has("transformers.core_model_loading.WeightConverter.rename_source_key", "source_key"),
     ),
     Private(
         "transformers.core_model_loading.revert_weight_conversion",
