@@ -47,6 +47,27 @@ def test_gradients_are_the_same_numbers(request_: Any, dropout: float) -> None:
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
+class Biased(Block):
+    """Changes in place, through a view, what a matmul has made and others have read."""
+
+    def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        y = x @ self.first.up.weight.T
+        read = y * 2
+        y.unsqueeze(1).squeeze(1).add_(self.first.up.bias)
+        y.tanh_()
+        return x + (y * read) @ self.first.down.weight.T
+
+
+@pytest.mark.parametrize("request_", ["block", "selective"])
+def test_a_matmul_that_is_changed_in_place_keeps_its_gradients(request_: str) -> None:
+    plain, model = deep(), deep()
+    for one in (plain, model):
+        for block in one.blocks:
+            block.__class__ = Biased
+    expected, found = gradients(plain, ids()), gradients(checkpointed(model, request_), ids())
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
 def test_blocks_run_twice_and_names_stay() -> None:
     model = deep()
     names, keys = [n for n, _ in model.named_modules()], list(model.state_dict())

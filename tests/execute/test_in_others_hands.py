@@ -115,6 +115,14 @@ def watched(rank: int) -> None:
     for call in (torch.func.grad(called), torch.func.vmap(called), torch.func.vjp):
         with pytest.raises(AutoplanError, match=r"lies on ranks, and is called inside of a transform of torch\.func"):
             call(given) if call is not torch.func.vjp else call(called, given)
+    values = {name: one.detach() for name, one in model.named_parameters()}
+
+    def of(values: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, values, (IDS,)).logits
+
+    for call in (lambda: torch.func.jvp(of, (values,), (values,)), lambda: torch.func.linearize(of, values)):
+        with pytest.raises(AutoplanError, match="lies on ranks, and is called inside of a"):
+            call()
     with forward_ad.dual_level(), pytest.raises(AutoplanError, match="inside of a forward derivative"):
         called(forward_ad.make_dual(given, given))
 

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.execute.checkpointing.cache_copies import CacheCopies, is_cache
-from autoplan.execute.checkpointing.policies import all_but_drawn, selective_contexts
+from autoplan.execute.checkpointing.policies import all_but_drawn, intact_contexts, selective_contexts
 from autoplan.execute.hooks.running import Running
 from autoplan.execute.parameters.held import record_of
 
@@ -152,14 +152,14 @@ def _checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
         state: _State = self.__dict__[_STATE]
         if not torch.is_grad_enabled():
             return _run(self, state, args, kwargs)
-        options: dict[str, Any] = {"context_fn": selective_contexts} if state.selective else {}
         if not torch.compiler.is_compiling():
-            return _recorded(self, state, args, kwargs, options)
+            return _recorded(self, state, args, kwargs)
         # traced once: the recomputation is the compiler's, inside what it traced
         if any(is_cache(value) for value in (*args, *kwargs.values())):
             return _run(self, state, args, kwargs)
         if state.running is not None and state.running.draws:  # streams are switched, which no graph does
-            return _uncompiled(self, state, args, kwargs, options)
+            return _uncompiled(self, state, args, kwargs)
+        options: dict[str, Any] = {"context_fn": selective_contexts} if state.selective else {}
         if not options and state.running is not None and state.running.mesh.device_type == "cpu":
             options["context_fn"] = all_but_drawn
         return checkpoint(_run, self, state, args, kwargs, use_reentrant=False, **options)
@@ -167,8 +167,9 @@ def _checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _recorded(module: nn.Module, state: _State, args: Any, kwargs: Any, options: dict[str, Any]) -> Any:
+def _recorded(module: nn.Module, state: _State, args: Any, kwargs: Any) -> Any:
     call = _Calls(module, state)
+    options: dict[str, Any] = {"context_fn": intact_contexts} if state.selective else {}
     return checkpoint(call, args, kwargs, use_reentrant=False, preserve_rng_state=True, **options)
 
 

@@ -5,22 +5,31 @@ In: ops as they are called. Out: keep the result, or compute it again.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, _VersionWrapper, create_selective_checkpoint_contexts
 
+from autoplan.common.nested import flatten_tensors
 from autoplan.ops import op_record
 from autoplan.ops.records.record import Drawn
 
-__all__ = ["all_but_drawn", "selective_contexts"]
+__all__ = ["all_but_drawn", "intact_contexts", "selective_contexts"]
 
 
 def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts of one call that keep every other matmul, attention and every collective; the rest is computed again."""
     first, again = create_selective_checkpoint_contexts(_Policy())
     return first, again
+
+
+def intact_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """`selective_contexts` of a call that is not compiled, where an op may change in place what is kept."""
+    first, again = create_selective_checkpoint_contexts(_Policy())
+    return _keeping_intact(first), again
 
 
 def all_but_drawn() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -57,3 +66,50 @@ class _Policy:
             odd = self.matmuls[context.is_recompute] % 2 == 1
             return CheckpointPolicy.MUST_SAVE if odd else CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextmanager
+def _keeping_intact(first: Any) -> Iterator[None]:
+    with _CopyBeforeChange(first.storage), first:
+        yield
+
+
+class _CopyBeforeChange(TorchDispatchMode):
+    """Before an op changes in place what torch keeps (`(x @ w).add_(bias)`), a copy of it is kept instead.
+
+    torch keeps an alias, and refuses it in backward when it was changed. The second run makes the change again.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, kept: Mapping[Any, Any]) -> None:
+        super().__init__()
+        self.kept = kept
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            given = dict(zip((one.name for one in schema.arguments), args, strict=False)) | (kwargs or {})
+            written = [given.get(one.name) for one in schema.arguments if one.is_write]
+            changed = {_memory(one) for _, one in flatten_tensors(written)}
+            for kept in _wrapped(list(self.kept.values())):
+                if isinstance(kept.val, torch.Tensor) and _memory(kept.val) in changed:
+                    kept.val = kept.val.clone()
+                    kept.version = kept.val._version
+        return func(*args, **(kwargs or {}))
+
+
+def _wrapped(kept: Any) -> Iterator[_VersionWrapper]:
+    if isinstance(kept, _VersionWrapper):
+        yield kept
+    elif isinstance(kept, (dict, list, tuple)):
+        for one in kept.values() if isinstance(kept, dict) else kept:
+            yield from _wrapped(one)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

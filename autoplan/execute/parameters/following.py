@@ -56,14 +56,17 @@ class _Following:
 
 
 @cache
-def _let_anomalies_be_found() -> None:
-    """`torch.autograd.detect_anomaly` asks each gradient for NaN by an op of which DTensor has not heard."""
+def _let_all_be_asked() -> None:
+    """Ops of which DTensor has not heard: `torch.autograd.detect_anomaly` asks each gradient for NaN, and what derives
+    forward asks how parameters lie in memory, before it calls the model (which says why it cannot)."""
     register_sharding(torch.ops.aten._is_any_true.default)(lambda x: [([Replicate()], [Replicate()])])
+    for asked in (torch.ops.aten._has_same_storage_numel, torch.ops.aten._new_zeros_with_same_feature_meta):
+        register_sharding(asked.default)(lambda x, y, **_: [([Replicate()], [Replicate(), Replicate()])])
 
 
 def mark_parameters(model: nn.Module) -> None:
     """Let parameters on ranks say how they lie, to those who get parameters and no model: optimizers, norms."""
-    _let_anomalies_be_found()
+    _let_all_be_asked()
     following: _Following | None = None
     for _, parameter, held in held_parameters(model):
         if held is not None:

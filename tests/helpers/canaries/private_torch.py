@@ -235,6 +235,20 @@ def _compiled_name() -> bool:
     return torch.compile(linear)._orig_mod is linear
 
 
+def _kept_of_ops() -> bool:
+    """Does the first run keep results in a storage that can be looked through, each with its version?"""
+    context = torch.utils.checkpoint.create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+    first: Any = context[0]
+    with first:
+        made = torch.ones(2, 2) @ torch.ones(2, 2)
+    of_mm = first.storage[torch.ops.aten.mm.default]
+    (kept,) = of_mm.values() if isinstance(of_mm, dict) else of_mm
+    kept.val, kept.version = torch.zeros(2, 2), 0
+    with context[1]:
+        again = torch.ones(2, 2) @ torch.ones(2, 2)
+    return bool(made.all()) and not again.any()
+
+
 def _checkpointed_name() -> bool:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -470,6 +484,21 @@ TORCH = (
         "torch.ops.aten._is_any_true",
         "torch looks for NaN in gradients by it, and DTensor does not know it",
         lambda: bool(torch.ops.aten._is_any_true.default(torch.tensor([True, False]))),
+    ),
+    Private(
+        "torch.ops.aten._has_same_storage_numel",
+        "a forward derivative asks by it how a parameter lies in memory, and DTensor does not know it",
+        lambda: torch.ops.aten._has_same_storage_numel.default(torch.ones(2), torch.ones(2)),
+    ),
+    Private(
+        "torch.ops.aten._new_zeros_with_same_feature_meta",
+        "a forward derivative makes zeros by it, and DTensor does not know it",
+        lambda: not torch.ops.aten._new_zeros_with_same_feature_meta.default(torch.ones(2), torch.ones(2)).any(),
+    ),
+    Private(
+        "torch.utils.checkpoint._VersionWrapper",
+        "what a checkpointed block keeps of its ops is copied before one changes it in place",
+        _kept_of_ops,
     ),
     *(
         Private(f"torch._dynamo.variables.{name}", "compiled losses are heard by the class of split logits", _tracked)
