@@ -136,21 +136,21 @@ class Sweep:
         except PlanMismatchError as error:  # decoding runs another branch than the one that was planned
             self.dropped.append(f"{split}: {error.message}")
             return []
-        if not smallest.fits:
+        if not smallest.fits and not _may_fit_at_once(smallest):
             return [smallest]
         return list(self._ways(copies, split, along, each))
 
     def _ways(self, copies: int, split: Split, along: bool, each: int) -> Iterator[Row]:
         for checkpointing in self.again:
-            fitted = True
+            fitted, at_once = True, False
             for micro in (n for n in range(1, each + 1) if each % n == 0 and n & (n - 1) == 0):
-                if not fitted:
-                    break
+                if not fitted and not (at_once and micro == each):
+                    continue
                 fitted = False
                 for mesh in self._meshes(copies, split):
                     for reshard in (None, False) if copies > 1 else (None,):
                         row = self._row(self._asked(mesh, micro, checkpointing, along, reshard, each, split))
-                        fitted = fitted or row.fits
+                        fitted, at_once = fitted or row.fits, at_once or _may_fit_at_once(row)
                         yield row
 
     def _meshes(self, copies: int, split: Split) -> list[tuple[tuple[str, int], ...]]:
@@ -212,6 +212,11 @@ class Sweep:
             if self._row(asked).fits:
                 return True
         return False
+
+
+def _may_fit_at_once(row: Row) -> bool:
+    """Does a step of several micro-batches need more by no more than the gradients that wait for the others?"""
+    return 0 < row.missing <= row.estimate.parts.gradients and row.accumulate > 1
 
 
 def _biggest(parts: MemoryParts) -> str:

@@ -52,6 +52,17 @@ def test_the_choice_is_a_value(chosen: Choice) -> None:
     assert str(chosen.rows[0]) in str(chosen)
 
 
+@pytest.mark.long
+def test_one_micro_batch_may_fit_where_several_do_not() -> None:
+    """Gradients of earlier ones wait in float32."""
+    asked: dict[str, Any] = {"gpus": 1, "sequence": 32, "global_batch": 2}
+    peaks = {n: min(row.estimate.peak for row in choose(_llama(), memory="80GB", **asked).rows if row.accumulate == n)
+             for n in (1, 2)}  # fmt: skip
+    assert peaks[1] < peaks[2]
+    found = choose(_llama(), memory=(peaks[1] + peaks[2]) // 2, **asked)
+    assert found.fits and found.best.accumulate == 1
+
+
 def test_nothing_fits() -> None:
     """What would be enough is: with as many it fits, and with one fewer not."""
     asked: dict[str, Any] = {"memory": "1.55GB", "sequence": 256}
