@@ -277,23 +277,12 @@ def part_of_sum(x: torch.Tensor, parts: int) -> torch.Tensor:
 
 def take_rows(x: torch.Tensor, dim: int, rows: Sequence[int]) -> torch.Tensor:
     """These rows of x along `dim`, as a new tensor; few runs of consecutive ones without an index."""
-    runs = _runs(tuple(rows))
+    runs = _runs_of_both(tuple(range(len(rows))), tuple(rows))
     if len(runs) == 1:
-        return x.narrow(dim, *runs[0]).clone(memory_format=torch.contiguous_format)
+        return x.narrow(dim, *runs[0][1:]).clone(memory_format=torch.contiguous_format)
     if 1 < len(runs) <= _FEW_RUNS:
-        return torch.cat([x.narrow(dim, first, count) for first, count in runs], dim)
+        return torch.cat([x.narrow(dim, row, count) for _, row, count in runs], dim)
     return x.index_select(dim, index_of(rows, x.device))
-
-
-@lru_cache(maxsize=4096)
-def _runs(rows: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """The first and the number of rows of each run.
-
-    >>> _runs((4, 5, 0, 1, 2))
-    ((4, 2), (0, 3))
-    """
-    starts = [at for at, row in enumerate(rows) if not at or row != rows[at - 1] + 1]
-    return tuple((rows[at], end - at) for at, end in zip(starts, [*starts[1:], len(rows)], strict=True))
 
 
 def copy_rows(into: torch.Tensor, places: tuple[int, ...], x: torch.Tensor, rows: tuple[int, ...], dim: int) -> None:
