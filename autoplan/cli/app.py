@@ -324,9 +324,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             note(f"error: {error}")
         except KeyboardInterrupt:
             note("interrupted")
-        except Exception:  # a bug of ours must not exit with 1, which means findings
-            note(f"{traceback.format_exc()}error: this is a bug in autoplan; the lines above say where")
+        except Exception as error:  # a bug of ours must not exit with 1, which means findings
+            note(_mishap(error))
     sys.exit(flushed(code))
+
+
+def _mishap(error: Exception) -> str:
+    """What is said of an error that nobody made on purpose."""
+    if isinstance(error, ImportError) and not (error.name or "").startswith("autoplan"):
+        return f"error: {error}. A package is missing, or does not fit another one: mend the installation"
+    return f"{traceback.format_exc()}error: this is a bug in autoplan; the lines above say where"
 
 
 _USAGE: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")

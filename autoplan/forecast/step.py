@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoplan.capture.capture import Captured
 from autoplan.capture.dry_run import depends_on_data, quiet
@@ -204,11 +203,7 @@ def own(value: Any, mode: Any, dtype: torch.dtype | None) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     value = value.to(dtype) if dtype is not None and value.is_floating_point() else value
-    return mode.admit(value) if isinstance(mode, KnownValues) else _faked(value, mode)
-
-
-def _faked(value: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    return torch.empty(value.shape, dtype=value.dtype)
+    return mode.admit(value) if isinstance(mode, KnownValues) else torch.empty(value.shape, dtype=value.dtype)
 
 
 def loss_of(result: Any, dtype: torch.dtype | None) -> torch.Tensor | None:

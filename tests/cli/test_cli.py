@@ -243,6 +243,13 @@ def test_a_bug_is_not_mistaken_for_findings(asked: Asked, capsys: pytest.Capture
     assert "Traceback" in err and "oops" in err and "a bug in autoplan" in err
 
 
+def test_packages_that_do_not_fit_are_no_bug(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    asked.error = ImportError("tokenizers>=0.22 is required, but 0.21 was found", name="transformers")
+    assert run("plan", "llama", "--tp", "2") == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "tokenizers>=0.22" in err and "mend the installation" in err and "Traceback" not in err
+
+
 @pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("plan", "--help"), ("explain", "--help")])
 def test_help_answers_without_torch(arguments: tuple[str, ...]) -> None:
     code = (

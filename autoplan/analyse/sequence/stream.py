@@ -185,7 +185,7 @@ class Stream(CutStream):
                 return self._whole("two-positions", index)
         if index in self.placement.reductions or any(self.shards.is_split(t) for t in self.flow.outputs[index]):
             return self._whole("enters-split", index)
-        if not self._sizes_follow(index, cut):
+        if not self._sizes_follow(index):
             return self._whole("told-length", index)
         return None
 
@@ -203,7 +203,7 @@ class Stream(CutStream):
         sizes = {self.trace.tensors[t].shape for t in self.flow.outputs[index]}
         return any(sizes != {self.trace.tensors[t].shape} for t in self._along(index, cut))
 
-    def _sizes_follow(self, index: int, cut: list[int]) -> bool:
+    def _sizes_follow(self, index: int) -> bool:
         """Do the sizes that Python passes shrink by themselves when the cut inputs do?"""
         call = self.trace.calls[index]
         for tensor in self.flow.outputs[index]:

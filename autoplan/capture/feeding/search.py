@@ -217,7 +217,7 @@ class Search:
     def _try(self, state: State, why: str) -> Step:
         """One run. Deterministic, since what it draws is seeded."""
         self.seen.add(state)
-        watch = self._last = Watch(self._twin_for(state)[1])
+        watch = self._last = Watch(self._twin_for()[1])
         error = self._error(state, watch)
         if isinstance(error, Exception) and not self.real and depends_on_data(error):
             error = None  # as far as shapes tell
@@ -236,7 +236,7 @@ class Search:
         return step
 
     def _error(self, state: State, watch: Watch) -> Exception | None:
-        mode, twin = self._twin_for(state)
+        mode, twin = self._twin_for()
         torch.manual_seed(self.seed)
         try:
             values = state.draw(self.seed, self.dtype)
@@ -264,7 +264,7 @@ class Search:
             return _NotFiniteError("its result is not finite")
         return None
 
-    def _twin_for(self, state: State) -> tuple[FakeTensorMode | None, nn.Module]:
+    def _twin_for(self) -> tuple[FakeTensorMode | None, nn.Module]:
         if self._twin is None:
             # A model may count its blocks; of a large one a few of a kind must do.
             real = (None, with_storage(self.model, folded=False)) if self.real else None

@@ -100,7 +100,7 @@ class Watch(TorchFunctionMode):
         if not name.startswith("__get__"):
             self.steps.add((*_caller(), name))
         if paths:
-            self._note_rows(name, args, kwargs, given)
+            self._note_rows(name, args, kwargs)
             if name == "unbind" and len(args) == 2 and args[1] == 0 and len(paths) == 1 and is_direct(args[0]):
                 self.iterated[paths[0]] = None
             direct = not weights and all(is_direct(tensor) for tensor in given if origin(tensor))
@@ -112,7 +112,7 @@ class Watch(TorchFunctionMode):
         if id(tensor) not in self._own:
             tensor.__dict__[_ORIGIN], tensor.__dict__[_DIRECT] = paths, direct
 
-    def _note_rows(self, name: str, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
+    def _note_rows(self, name: str, args: Any, kwargs: Any) -> None:
         """Ids stay below the rows of every table that they look up."""
         if name not in ("embedding", "embedding_bag"):
             return

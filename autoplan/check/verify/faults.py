@@ -9,7 +9,7 @@ every forward result exact.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -304,8 +304,3 @@ LEFT_OUT = tuple(
     for kind in INSTRUCTIONS.values()
     if kind not in UNSEEN
 )
-
-
-def applicable(plan: Plan) -> Iterator[Fault]:
-    """The faults that a plan has a place for (faults planted after sharding are among them)."""
-    return (fault for fault in FAULTS if fault.spoil(plan) is not None)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import networkx as nx
 
-from autoplan.analyse.picture.flow import Flow, Node, node_of
+from autoplan.analyse.picture.flow import Flow, node_of
 from autoplan.decide.rulebook.conditions import Condition
 from autoplan.decide.rulebook.pattern import Arrow, Pattern
 from autoplan.decide.rulebook.read import Rule
@@ -319,8 +319,3 @@ def _reads_inside(reach: _Reach, box: int, inside: set[int]) -> bool:
         if node_of(reach.flow, reader).kind not in TRANSPARENT or not _reads_inside(reach, reader, inside):
             return False
     return True
-
-
-def nodes_of(flow: Flow, found: Found) -> dict[str, Node]:
-    """The nodes a match binds, by name."""
-    return {name: node_of(flow, box) for name, box in found.boxes}

@@ -62,7 +62,7 @@ def choose_checkpoints(
             "wrapped",
             hint="; ".join(notes) or "autoplan.layers(model) finds no repeated blocks: checkpoint the model by hand",
         )
-    refuse_libraries_own(model, wanted)
+    refuse_libraries_own(model)
     saved = sum(saved_bytes_per_token(modules[name], mode) for name, mode in wanted.items())
     return Choice(wanted, saved, tuple(notes))
 
@@ -125,7 +125,7 @@ def _keeps_activations(part: nn.Module) -> bool:
     return bool(parameters) and all(parameter.dim() < 2 for parameter in parameters)
 
 
-def refuse_libraries_own(model: nn.Module, wanted: dict[str, str]) -> None:
+def refuse_libraries_own(model: nn.Module) -> None:
     """A library's own checkpointing inside ours would compute everything twice."""
     switch, ending = conventions().own_checkpointing
     for name, module in model.named_modules():

@@ -92,7 +92,7 @@ def choose_units(model: nn.Module, stacks: tuple[Stack, ...], *, frozen: str = "
     blocks = search.blocks(stacks, frozen, chosen)
     _leave_scalars(search, chosen)
     ends = search.ends(blocks)
-    inner = search.shared(blocks, ends, chosen)
+    inner = search.shared(blocks, chosen)
     done = {name for unit in inner for name in unit.names}
     blocks = [unit for unit in blocks if not done.intersection(unit.names)]
     ends = [unit for unit in ends if not done.intersection(unit.names)]
@@ -153,7 +153,7 @@ class _Search:
 
     # ---------------------------------------------------------------------------------------- what is held in common
 
-    def shared(self, blocks: list[Unit], ends: list[Unit], chosen: Units) -> list[Unit]:
+    def shared(self, blocks: list[Unit], chosen: Units) -> list[Unit]:
         """Units for modules that lie in several blocks, and for modules that a tied parameter holds together."""
         homes: dict[int, set[str]] = {}
         for unit in blocks:

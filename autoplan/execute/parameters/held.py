@@ -105,13 +105,6 @@ class Held:
         """This rank's piece of the checkpoint's tensor, as a new tensor; `whole` itself when it is not split."""
         return whole if self.dim is None else take_rows(whole, self.dim, self.rows[self.group.rank])
 
-    def to_rank_order(self, whole: torch.Tensor) -> torch.Tensor:
-        """The checkpoint's tensor with its rows in rank order."""
-        if not self.in_rank_order:
-            return whole
-        assert self.dim is not None
-        return take_rows(whole, self.dim, [row for held in self.rows for row in held])
-
     def to_checkpoint_order(self, ranked: torch.Tensor) -> torch.Tensor:
         """The inverse; a row that several ranks hold is taken from the first."""
         if self.dim is None:

@@ -74,7 +74,7 @@ def prepare_parameters(model: nn.Module, tp_mesh: DeviceMesh, rules: Rules, gath
             if new_buffer is not buffer:
                 prepared.swaps.append(_Swap(module._buffers, name, buffer, new_buffer))
         prepared.modules.append((module, record, type(module), view_class(type(module), tuple(record.parameters))))
-    _refuse_differing_ranks(builder, model)
+    _refuse_differing_ranks(builder)
     return prepared
 
 
@@ -255,7 +255,7 @@ def _refuse_layout(fqn: str, held: Held, layout: Layout, tp: int) -> None:
         raise PlanMismatchError(f"{where}: every row of {layout} has one holder, so no gradient can be summed")
 
 
-def _refuse_differing_ranks(builder: _Builder, model: nn.Module) -> None:
+def _refuse_differing_ranks(builder: _Builder) -> None:
     """Compare a few elements of every parameter across ranks, in one exchange."""
     real = [
         (fqn, tensor.detach())

@@ -51,7 +51,7 @@ def floor_of(
     widest = len(chunk(columns.size, columns.group.size, 0))  # as many chunks on each rank, for each communicates
     floors = [
         _floor(columns, rows[at].to(wide(rows.dtype)), temperature, top_k, top_p)
-        for at in chunks(rows, chunk_size(chunk_tokens, rows.shape[0], widest))
+        for at in chunks(rows, chunk_size(chunk_tokens, widest))
     ]
     return torch.cat(floors) if floors else rows.new_zeros(0, dtype=wide(rows.dtype))
 

@@ -124,7 +124,7 @@ def row_sums(
     local = columns.local
     if weight is not None:
         weight = weight.to(local.device, wide(local.dtype))
-    step = chunk_size(chunk_tokens, *columns.rows.shape)
+    step = chunk_size(chunk_tokens, columns.rows.shape[1])
     sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     sums = _RowSums.apply(columns.rows, tokens, weight, columns.group, columns.own.start, step, temperature, floor)
     return sums
@@ -133,11 +133,11 @@ def row_sums(
 def row_entropy(columns: Columns, *, chunk_tokens: int | None = None) -> torch.Tensor:
     """The entropy of each row's distribution, in nats."""
     rows = columns.rows
-    entropy: torch.Tensor = _Entropy.apply(rows, columns.group, chunk_size(chunk_tokens, *rows.shape))
+    entropy: torch.Tensor = _Entropy.apply(rows, columns.group, chunk_size(chunk_tokens, rows.shape[1]))
     return entropy
 
 
-def chunk_size(chunk_tokens: int | None, rows: int, width: int) -> int | None:
+def chunk_size(chunk_tokens: int | None, width: int) -> int | None:
     """How many rows at a time; None for all. Compiled code fuses what would need the memory, and would unroll loops,
     for one number of rows only."""
     if chunk_tokens is not None and chunk_tokens < 1:

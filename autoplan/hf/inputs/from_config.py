@@ -118,7 +118,7 @@ class _Maker:
             made["pixel_values"] = self.picture()
         if self.takes("decoder_input_ids"):
             made["decoder_input_ids"] = self.ids(length=self.length - 1 if self.length > 4 else self.length)
-        made.update(self.from_rules(made))
+        made.update(self.from_rules())
         made.update(self.without_cache())
         dropped = [n for n, rule in type_rules(self.model_type).inputs.items() if rule.get("drop")]
         return {name: value for name, value in made.items() if name not in dropped}
@@ -162,7 +162,7 @@ class _Maker:
         variable = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
         return variable and "input_ids" in self.parameters and hasattr(self.config.get_text_config(), name)
 
-    def from_rules(self, made: Mapping[str, Any]) -> dict[str, Any]:
+    def from_rules(self) -> dict[str, Any]:
         """Arguments that the type's rule file describes."""
         variable = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
         result = {}

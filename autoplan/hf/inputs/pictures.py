@@ -14,7 +14,6 @@ __all__ = ["pictures"]
 
 _GRID = ("image_grid_thw", "image_grid_hws", "grid_thw")
 _SIDE = 2  # merged patches per side
-_PATCHES = (2, 3, 4)  # patches per side of a tile, where nothing says how large an image is
 _TILES = ((), (1,), (3,), (2,), (5,))
 
 
