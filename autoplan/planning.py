@@ -16,7 +16,7 @@ from torch import nn
 from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_any, capture_fake
 from autoplan.capture.feeding.other_paths import with_other_paths
-from autoplan.capture.weight_hooks import made_anew_in_training
+from autoplan.capture.forward_hooks import made_anew_in_training
 from autoplan.common.errors import CaptureError, IndivisibleError
 from autoplan.common.options import Wish
 from autoplan.common.stages import stage

@@ -255,7 +255,7 @@ def _solution(
         draws=any(draws(call, trace) for call in trace.calls),
         outputs=_outputs(trace),
         shapes=output_shapes(trace, done.axes),
-        given=_given(trace) if heads else (),
+        given=_given(trace),
     )
     return Solution(
         trace=trace,

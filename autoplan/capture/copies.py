@@ -27,13 +27,13 @@ from autoplan.capture.outside import remember_original
 from autoplan.common.errors import AutoplanError
 from autoplan.common.nested import flatten_tensors
 
-__all__ = ["Rebinding", "copied", "holds_weights"]
+__all__ = ["PLAIN_CONTAINERS", "Rebinding", "containers_of", "contents_of", "copied", "holds_weights"]
 
 Model = TypeVar("Model", bound=nn.Module)
 _CACHED = type(functools.lru_cache(len))
 _TAKEN_AS_THEY_ARE = (FunctionType, MethodType, BuiltinFunctionType, _CACHED, weakref.ref, tuple)
 _ENDS = (type(None), type, ModuleType, str, bytes, int, float, complex)
-_PLAIN_CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque, bytearray)
+PLAIN_CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque, bytearray)
 
 
 def copied(model: Model) -> Model:
@@ -115,6 +115,8 @@ class Rebinding:
         for value in reachable(original, self._cold):
             if id(value) in self.memo and value is not self.memo or _keeps_a_container(value):
                 return True
+            if any(id(one) in self.memo for one in _global_containers(value).values()):
+                return True
             seen[id(value)] = value
         self._cold.update(seen)
         return False
@@ -187,7 +189,9 @@ class Rebinding:
 
     def _function(self, old: FunctionType) -> FunctionType:
         cells = tuple(map(self._cell, old.__closure__)) if old.__closure__ is not None else None
-        new = FunctionType(old.__code__, old.__globals__, old.__name__, None, cells)
+        shared = {name: self.memo[id(one)] for name, one in _global_containers(old).items() if id(one) in self.memo}
+        names = {**old.__globals__, **shared} if shared else old.__globals__
+        new = FunctionType(old.__code__, names, old.__name__, None, cells)
         new.__qualname__, new.__module__, new.__doc__ = old.__qualname__, old.__module__, old.__doc__
         new.__annotations__ = old.__annotations__
 
@@ -211,7 +215,7 @@ class Rebinding:
             content = old.cell_contents  # kept alive, as all it holds, by the cell
         except ValueError:  # not bound yet
             return new
-        if type(content) in _PLAIN_CONTAINERS and not self.reaches(content):
+        if type(content) in PLAIN_CONTAINERS and not self.reaches(content):
             self.memo[id(content)] = copy.copy(content)
             new.cell_contents = self.memo[id(content)]
         else:
@@ -246,7 +250,7 @@ def _parts_of(value: Any) -> Iterator[Any]:
     if isinstance(value, torch.Tensor):
         return
     if isinstance(value, FunctionType):
-        yield from _contents(value)
+        yield from contents_of(value)
         yield from value.__defaults__ or ()
         yield from (value.__kwdefaults__ or {}).values()
     elif isinstance(value, MethodType):
@@ -270,17 +274,33 @@ def _parts_of(value: Any) -> Iterator[Any]:
     yield from (getattr(value, name, None) for name in _slots(type(value)))
 
 
-def _contents(function: FunctionType) -> Iterator[Any]:
+def contents_of(function: Any) -> Iterator[Any]:
     """What its closure holds."""
-    for cell in function.__closure__ or ():
+    for cell in getattr(function, "__closure__", None) or ():
         try:
             yield cell.cell_contents
         except ValueError:  # not bound yet
             continue
 
 
+def containers_of(function: Any) -> Iterator[Any]:
+    """Lists and dicts that a function can write to: those that it holds, and globals of its module."""
+    for one in reachable(function):
+        if type(one) in PLAIN_CONTAINERS:
+            yield one
+        yield from _global_containers(one).values()
+
+
+def _global_containers(value: Any) -> dict[str, Any]:
+    """Lists and dicts that a function reads from its module."""
+    if not isinstance(value, FunctionType):
+        return {}
+    named = ((name, value.__globals__.get(name)) for name in value.__code__.co_names)
+    return {name: one for name, one in named if type(one) in PLAIN_CONTAINERS}
+
+
 def _keeps_a_container(value: Any) -> bool:
-    return isinstance(value, FunctionType) and any(type(content) in _PLAIN_CONTAINERS for content in _contents(value))
+    return isinstance(value, FunctionType) and any(type(content) in PLAIN_CONTAINERS for content in contents_of(value))
 
 
 _SLOTS: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()

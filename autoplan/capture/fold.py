@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoplan.capture.copies import Rebinding
+from autoplan.capture.copies import Rebinding, contents_of
+from autoplan.capture.forward_hooks import containers_in, hooks_of_forward, keep_hooks_of_forward
 from autoplan.capture.outside import remember_original
-from autoplan.capture.weight_hooks import keep_weight_hooks, weight_hooks
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import CaptureError
 from autoplan.values import Fold
@@ -81,7 +81,7 @@ def fold(model: nn.Module, replace: Replace | None = None, *, fold: bool = True)
             _stand_for(blocks[key], copies[representative], memo)
     module = _deepcopy(model, memo, "")
     rebinding = Rebinding(memo)
-    keep_weight_hooks(model, rebinding)
+    keep_hooks_of_forward(model, rebinding)
     rebinding.everything()
     remember_original(module, model)
     _shorten(choices, memo)
@@ -104,7 +104,7 @@ def _to_meta(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 def _choose(model: nn.Module) -> list[_Choice]:
     """The outermost containers in which some block is a repetition."""
-    configs = _Configs()
+    configs = _Configs(containers_in(model))
     found: list[_Choice] = []
     seen: set[int] = set()
 
@@ -185,7 +185,8 @@ def _align(kept: list[int], kinds: list[Hashable]) -> tuple[int, ...]:
 class _Configs:
     """Objects besides the blocks (configurations, modules above): their plain content, and per-layer lists in them."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: frozenset[int] = frozenset()) -> None:
+        self.shared = shared  # containers that hooks may write into
         self.numbers: dict[Hashable, int] = {}  # content -> number: equal content is compared by number
         self.known: dict[int, tuple[Any, int]] = {}  # id(object) -> the object, kept alive, and its number
         self.near: dict[int, Any] = {}  # the objects that the stack at hand can read
@@ -237,7 +238,8 @@ def _describe(block: nn.Module, configs: _Configs) -> tuple[Hashable, dict[Hasha
         content.append((name, type(module)))
         for tensors in (module._parameters, module._buffers):
             content.extend((key, t.shape, t.dtype) for key, t in tensors.items() if t is not None)
-        content.extend((name, kind, getattr(hook, "__code__", type(hook))) for kind, _, hook in weight_hooks(module))
+        for kind, _, hook in hooks_of_forward(module, configs.shared):
+            content.append((name, kind, getattr(hook, "__code__", type(hook)), tuple(map(_plain, contents_of(hook)))))
         for key, value in module.__dict__.items():
             if key in _BASE_STATE:
                 continue

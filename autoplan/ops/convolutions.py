@@ -39,10 +39,12 @@ def _cut_inside(at: SplitOp, term: Term, groups: int) -> bool:
 
 def convolved(local: Local) -> Any:
     """A rank has its shard of the groups, or a part of the sum; what is added is added once, by the first rank."""
-    groups = local.op.args[8]
-    if groups > 1:
+    groups, transposed = local.op.args[8], local.op.args[6]
+    if groups > 1 and transposed:
         local.args[8] = max(1, groups * local.args[0].shape[1] // local.size(0, 1))
-    elif local.is_split(0, 1):
+    elif groups > 1:
+        local.args[8] = max(1, local.args[0].shape[1] // local.args[1].shape[1])
+    if local.is_split(0, 1) if groups == 1 else not transposed and local.is_split(1, 1):
         local.reducing = True
         if local.rank:
             local.args[2] = None

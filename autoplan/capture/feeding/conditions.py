@@ -17,7 +17,7 @@ from autoplan.capture.feeding.resize import larger, multiples, of_rank, resized
 from autoplan.capture.feeding.wants import Path, State, Want
 from autoplan.capture.feeding.watch import origin
 
-__all__ = ["asked_by_condition"]
+__all__ = ["asked_by_condition", "keys_asked_for"]
 
 _CALLS = {"len": len, "tuple": tuple, "list": list, "min": min, "max": max, "sum": sum, "int": int, "all": all}
 _METHODS = ("size", "dim", "numel", "ndimension", "min", "max", "sum", "item")
@@ -43,6 +43,19 @@ def asked_by_condition(place: Place, state: State) -> Iterator[State]:
                 leaf = state.at(path)
                 if leaf is not None:
                     yield state.with_want(path, replace(leaf, kind="ids" if leaf.kind != "ids" else "float"))
+
+
+def keys_asked_for(place: Place) -> tuple[str, ...]:
+    """Keys that a dict was to have: `assert key in data`, `all(key in data for key in needed)`."""
+    found = place.condition()
+    asked: list[Any] = []
+    for node in ast.walk(found[0]) if found is not None else ():
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+            asked.append(_value(place, node.left))
+        elif isinstance(node, ast.GeneratorExp | ast.ListComp) and isinstance(node.elt, ast.Compare):
+            several = _value(place, node.generators[0].iter)
+            asked += several if isinstance(several, list | tuple | set) else []
+    return tuple(dict.fromkeys(key for key in asked if isinstance(key, str)))
 
 
 def _compared(

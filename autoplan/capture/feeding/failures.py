@@ -17,7 +17,7 @@ import torch
 
 from autoplan.capture.feeding.arguments import Arguments, field_of, has_edges, of_items, of_nodes, usual
 from autoplan.capture.feeding.blame import none_names
-from autoplan.capture.feeding.conditions import asked_by_condition
+from autoplan.capture.feeding.conditions import asked_by_condition, keys_asked_for
 from autoplan.capture.feeding.consumers import Demand, demand_of
 from autoplan.capture.feeding.failure import Failure
 from autoplan.capture.feeding.messages import UNPACKED, sizes_differ, told_by_message
@@ -25,7 +25,7 @@ from autoplan.capture.feeding.resize import larger, of_kind, of_rank, resized
 from autoplan.capture.feeding.together import beside, iterated, joined, turned
 from autoplan.capture.feeding.wants import Path, State, Want
 from autoplan.capture.feeding.watch import is_direct, origin
-from autoplan.common.nested import is_record
+from autoplan.common.nested import flatten_tensors, is_record
 
 __all__ = ["NothingRead", "told", "usually"]
 
@@ -182,6 +182,14 @@ def _keys(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Ite
             if has_edges(key for key, _ in dict(state.wants)[name].items):  # positions of nodes are points
                 wants = sorted(map(of_nodes, wants), key=lambda want: want.kind == "positions")
             yield from (state.with_want((name, key), want) for want in wants)
+    for place in reversed(failure.places[-2:]):
+        for name in held:
+            asked = [key for key in keys_asked_for(place) if key not in dict(dict(state.wants)[name].items)]
+            for together in itertools.islice(zip(*(_of_key(key, model) for key in asked), strict=False), _FEW):
+                with_all = state
+                for key, want in zip(asked, together, strict=True):
+                    with_all = with_all.with_want((name, key), want)
+                yield with_all
     if isinstance(failure.error, NothingRead):  # a dict that is gone through, for parts that have names
         for name in (name for name in held if not dict(state.wants)[name].items):
             for keys in {tuple(m) for m in model.modules() if isinstance(m, torch.nn.ModuleDict)}:
@@ -195,6 +203,8 @@ def _keys(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Ite
                 for path in origin(found) if isinstance(key, str) else ():
                     for want in _of_key(str(key), model):
                         yield state.with_want(path, Want("dict", items=((str(key), want),)))
+                for path in _inner_dicts(found) if isinstance(key, str) and isinstance(found, dict) else ():
+                    yield from (state.with_want((*path, str(key)), want) for want in _of_key(key, model))
         for name in [n for n in held if n in place.names()]:
             for want in list(_of_key("x", model))[:1]:
                 yield state.with_want((name, "x"), want)
@@ -206,6 +216,12 @@ def _keys(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Ite
             wanted = int(got[1]) if got else len(items) + 1
             more = tuple((at, items[0][1]) for at in range(wanted)) if items else ()
             yield state.with_want((name,), Want("list", items=more))
+
+
+def _inner_dicts(value: object) -> tuple[Path, ...]:
+    """Where in the arguments a dict lies that is part of one: by the tensors in it."""
+    inside = (path[:-1] for _, tensor in flatten_tensors(value) for path in origin(tensor) if is_direct(tensor))
+    return tuple(dict.fromkeys(path for path in inside if len(path) > 1))
 
 
 def _of_key(key: object, model: torch.nn.Module) -> Iterator[Want]:

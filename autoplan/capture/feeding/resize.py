@@ -51,9 +51,17 @@ def _in_ratio(
     want: int,
     better: Callable[[int, int, int], Iterable[int]],
 ) -> Iterator[State]:
+    made = list(made)
     for path, dim, size in made:
         for other in better(size, have, want):
             yield from state.with_dim(path, dim, other)
+    for size in dict.fromkeys(size for _, _, size in made):  # those of one size were joined before it failed
+        alike = [(path, dim) for path, dim, one in made if one == size]
+        for other in better(size, have, want) if len({path for path, _ in alike}) > 1 else ():
+            together = [state]
+            for path, dim in alike:
+                together = [new for one in together for new in one.with_dim(path, dim, other)][-1:]
+            yield from together
 
 
 def _made_of(size: int, have: int, want: int) -> Iterator[int]:

@@ -246,20 +246,23 @@ class Root:
         if self.running.depth > 1:
             return
         given = dict(zip(self.names, args, strict=False)) | kwargs
-        loss = any(value is not None and any(w in name for w in self.target_words) for name, value in given.items())
-        loss = loss or (not torch.compiler.is_compiling() and self._may_read_logits(given))
+        targets = {name for name, value in given.items() if value is not None and self._is_target(name)}
+        strange = set() if torch.compiler.is_compiling() else self._strangers(given)
+        loss = bool(targets) or (bool(strange) and bool(self.heads))
         self.running.whole_logits = loss and not self.running.split_loss
         self.running.loss = loss and self.running.split_loss
         in_training = self.random and module.training and (self.running.draws or not torch.compiler.is_compiling())
-        if in_training or self.always:
+        if in_training or self.always or strange - targets:
             self.running.randomness.begin(module.training)
 
-    def _may_read_logits(self, given: dict[str, Any]) -> bool:
-        """Is it given something that nobody saw it take? What it does with that may read its logits (targets have many
-        names), which then must know that they are a rank's columns."""
-        return bool(self.given) and any(
-            isinstance(value, torch.Tensor) and name not in self.given for name, value in given.items()
-        )
+    def _is_target(self, name: str) -> bool:
+        return any(word in name for word in self.target_words)
+
+    def _strangers(self, given: dict[str, Any]) -> set[str]:
+        """What nobody saw it take. What it does with that may draw random numbers, and may read its logits (targets
+        have many names), which then must know that they are a rank's columns."""
+        new = (name for name, value in given.items() if isinstance(value, torch.Tensor) and name not in self.given)
+        return set(new) if self.given else set()
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         output = self._leave(output)

@@ -46,7 +46,7 @@ class Runtime:
     draws: bool = False  # are random numbers drawn in eval mode too?
     outputs: tuple[tuple[Any, ...], ...] = ()  # paths of what the model was seen to return
     shapes: tuple[OutputShape, ...] = ()  # of those that have features
-    given: tuple[str, ...] = ()  # of a model with split logits: the arguments that it was seen to be given
+    given: tuple[str, ...] = ()  # the arguments that the model was seen to be given
 
     def of(self, kind: type[Kind]) -> tuple[Kind, ...]:
         """The instructions of one kind, or of all kinds that derive from it, in order."""

@@ -1,8 +1,9 @@
-"""Forward hooks that compute with weights.
+"""Forward hooks that are a part of what a model computes.
 
 Hooks are left behind when a model is copied to be recorded: they are the user's business (they log, count, collect) and
 must not see runs of ours. But a hook that holds a module or a parameter may compute with it; then it is a part of the
-model's forward like any other, and goes along. So do those of torch that make a weight anew at each call (the old
+model's forward like any other, and goes along. So does one that writes into a dict or a list which the model holds
+too, for the model reads there what the hook saw; and those of torch that make a weight anew at each call (the old
 `weight_norm` and `spectral_norm`, pruning), which hold no more than its name.
 
 What makes a weight may do something else in training: a spectral norm goes on with its estimate then, and writes it
@@ -12,37 +13,49 @@ into a buffer. Recordings are of eval mode, so such weights are named, and stay 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from autoplan.capture.copies import Rebinding, holds_weights
+from autoplan.capture.copies import PLAIN_CONTAINERS, Rebinding, containers_of, holds_weights
 
-__all__ = ["keep_weight_hooks", "made_anew_in_training", "weight_hooks"]
+__all__ = ["containers_in", "hooks_of_forward", "keep_hooks_of_forward", "made_anew_in_training"]
 
 _MAKING_WEIGHTS = "torch.nn.utils."
+_BASE_STATE = frozenset(nn.Module().__dict__)
 _KINDS = {  # and what is noted about them
     "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
     "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
 }
 
 
-def weight_hooks(module: nn.Module) -> Iterator[tuple[str, int, Any]]:
-    """Kind, number and function of each."""
+def hooks_of_forward(module: nn.Module, shared: Container[int] = ()) -> Iterator[tuple[str, int, Any]]:
+    """Kind, number and function of each. `shared`: ids of containers that the model holds."""
     for kind in _KINDS:
         for number, hook in vars(module)[kind].items():
-            if holds_weights(hook) or type(hook).__module__.startswith(_MAKING_WEIGHTS):
+            if (
+                holds_weights(hook)
+                or type(hook).__module__.startswith(_MAKING_WEIGHTS)
+                or any(id(one) in shared for one in containers_of(hook))
+            ):
                 yield kind, number, hook
 
 
-def keep_weight_hooks(model: nn.Module, rebinding: Rebinding) -> None:
+def containers_in(model: nn.Module) -> frozenset[int]:
+    """Ids of the lists and dicts that modules hold as attributes of their own."""
+    values = (value for module in model.modules() for name, value in vars(module).items() if name not in _BASE_STATE)
+    return frozenset(id(value) for value in values if type(value) in PLAIN_CONTAINERS)
+
+
+def keep_hooks_of_forward(model: nn.Module, rebinding: Rebinding) -> None:
     """Give those of the model to the copy, where the copy has empty hooks so far."""
+    shared = containers_in(model)
     for module in model.modules():
         if id(module) not in rebinding.memo:
             continue
-        for kind, number, _ in weight_hooks(module):
+        for kind, number, _ in hooks_of_forward(module, shared):
             for name in (kind, *_KINDS[kind]):
                 theirs = vars(module)[name]
                 if number in theirs and id(theirs) in rebinding.memo:  # not in a block that was left out
@@ -56,8 +69,8 @@ def made_anew_in_training(model: nn.Module) -> tuple[str, ...]:
         if isinstance(module, ParametrizationList):
             made = [type(part).forward for part in module]
         else:
-            hooks = (hook for _, _, hook in weight_hooks(module) if type(hook).__module__.startswith(_MAKING_WEIGHTS))
-            made = [type(hook).__call__ for hook in hooks]
+            hooks = (type(hook) for _, _, hook in hooks_of_forward(module))
+            made = [hook.__call__ for hook in hooks if hook.__module__.startswith(_MAKING_WEIGHTS)]
         if any("training" in inspect.unwrap(function).__code__.co_names for function in made):
             found.append(name)
     return tuple(found)
