@@ -7,7 +7,7 @@ failures tell; its trail is kept.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -27,39 +27,46 @@ _SHOWN = 8  # tries that a message lists
 
 @dataclass(frozen=True)
 class Recipe:
-    """What each argument is, in sizes and in other sizes, and how that was found."""
+    """What each argument is, in sizes and in other sizes, and how that was found. `training`: with what makes a forward
+    compute its loss, where it takes that."""
 
     state: State
     other: State | None
     trail: tuple[Step, ...]
+    training: State | None = None
 
-    def draw(self, model: nn.Module, seed: int, *, other: bool = False) -> dict[str, Any]:
-        """Keyword arguments for one forward, in the model's own dtype; `other`: in the other sizes, if it has any."""
+    def draw(self, model: nn.Module, seed: int, *, other: bool = False) -> dict[str, dict[str, Any]]:
+        """Keyword arguments by call, in the model's own dtype; `other`: in the other sizes, if it has any."""
         state = self.other if other and self.other is not None else self.state
-        return state.draw(seed, working_dtype(model))
+        calls = {"forward": state}
+        if self.training is not None:
+            calls["forward with targets"] = replace(self.training, named=state.named)
+        return {name: call.draw(seed, working_dtype(model)) for name, call in calls.items()}
 
     def fed(self) -> tuple[Fed, ...]:
         """What a plan keeps of it."""
         reasons: dict[str, str] = {}
+        last = self.training or self.state
         for step in self.trail:
             for name, want in step.state.wants:
-                if dict(self.state.wants).get(name) == want:
+                if dict(last.wants).get(name) == want:
                     reasons.setdefault(name, step.why)
         return tuple(
             Fed(
                 name,
-                want.text(self.state.sizes),
-                dict(self.other.wants)[name].text(self.other.sizes) if self.other is not None else "",
+                want.text(last.sizes),
+                want.text(self.other.sizes) if self.other is not None else "",
                 reasons.get(name, "the likeliest"),
             )
-            for name, want in self.state.wants
+            for name, want in last.wants
         )
 
 
 def recipe_for(model: nn.Module) -> Recipe:
     """Search. Raises CaptureError with the signature, what was tried, the line that failed, and a snippet to edit."""
     search, found = _searched(model, 0, first=False, sizes={})
-    return Recipe(found, search.other_sizes(found) if found.wants else None, tuple(search.steps))
+    other = search.other_sizes(found) if found.wants else None
+    return Recipe(found, other, tuple(search.steps), search.with_targets(found))
 
 
 def derive(model: nn.Module, batch: int, length: int, seed: int, *, first: bool = False) -> dict[str, Any]:

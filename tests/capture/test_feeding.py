@@ -30,21 +30,21 @@ def test_a_call_is_found_and_another_size(name: str) -> None:
     model = (MODELS | CALLS)[name]().eval()
     recipe = recipe_for(model)
     for other in (False, True):
-        model(**recipe.draw(model, 0, other=other))
+        model(**recipe.draw(model, 0, other=other)["forward"])
     assert recipe.other is not None and recipe.other.sizes["batch"] == 3 or name in WITHOUT_A_BATCH, recipe.fed()
 
 
 def test_paths_that_depend_on_size_show() -> None:
     model = MODELS["Windows"]()
     recipe = recipe_for(model)
-    sides = {recipe.draw(model, 0, other=other)["x"].shape[-1] > 32 for other in (False, True)}
+    sides = {recipe.draw(model, 0, other=other)["forward"]["x"].shape[-1] > 32 for other in (False, True)}
     assert sides == {False, True}
 
 
 def test_the_same_numbers_again_and_no_others_touched() -> None:
     model = MODELS["Denoiser"]().eval()
     before = torch.get_rng_state()
-    first, second = (recipe_for(model).draw(model, 0) for _ in range(2))
+    first, second = (recipe_for(model).draw(model, 0)["forward"] for _ in range(2))
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(first[name], second[name]) for name in first)
 

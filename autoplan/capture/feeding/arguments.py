@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from autoplan.capture.feeding.wants import State, Want
+from autoplan.common.conventions import conventions
 from autoplan.common.errors import CaptureError
 
 __all__ = ["Arguments", "field_of", "first_layer_wants", "has_edges", "of_items", "of_nodes", "usual"]
@@ -100,12 +101,14 @@ _USUAL = (IDS, NUMBERS, CLASSES, SEQUENCE, FLAT, Want("float", (_B, _L)), PICTUR
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """What must be given, what may be, and what annotated numbers are. `open`: it takes any keyword."""
+    """What must be given, what may be, and what annotated numbers are. `open`: it takes any keyword. `losses`: what
+    makes it compute a loss: targets, or a switch that is off."""
 
     required: tuple[inspect.Parameter, ...]
     optional: tuple[inspect.Parameter, ...]
     signature: str
     open: bool = False
+    losses: tuple[inspect.Parameter, ...] = ()
 
     @staticmethod
     def of(model: nn.Module, *, first: bool = False) -> Arguments:
@@ -135,7 +138,10 @@ class Arguments:
         optional = [p for p in named if p not in required and p.default is None]
         if not required and optional:
             required, optional = optional[:1], optional[1:]
-        return Arguments(tuple(required), tuple(optional), f"{name}.forward{signature}", rest is not None)
+        losses = [p for p in optional if any(word in p.name.lower() for word in conventions().target_words)]
+        losses += [p for p in named if p.default is False and "loss" in p.name]
+        told = f"{name}.forward{signature}"
+        return Arguments(tuple(required), tuple(optional), told, rest is not None, tuple(losses))
 
     def start(self, model: nn.Module) -> State:
         """The first state: the likeliest of each argument that must be given."""

@@ -17,7 +17,7 @@ from autoplan.capture.feeding.resize import larger, multiples, of_rank, resized
 from autoplan.capture.feeding.wants import Path, State, Want
 from autoplan.capture.feeding.watch import origin
 
-__all__ = ["asked_by_condition", "keys_asked_for"]
+__all__ = ["asked_by_condition", "keys_asked_for", "value_of"]
 
 _CALLS = {"len": len, "tuple": tuple, "list": list, "min": min, "max": max, "sum": sum, "int": int, "all": all}
 _METHODS = ("size", "dim", "numel", "ndimension", "min", "max", "sum", "item")
@@ -51,9 +51,9 @@ def keys_asked_for(place: Place) -> tuple[str, ...]:
     asked: list[Any] = []
     for node in ast.walk(found[0]) if found is not None else ():
         if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
-            asked.append(_value(place, node.left))
+            asked.append(value_of(place, node.left))
         elif isinstance(node, ast.GeneratorExp | ast.ListComp) and isinstance(node.elt, ast.Compare):
-            several = _value(place, node.generators[0].iter)
+            several = value_of(place, node.generators[0].iter)
             asked += several if isinstance(several, list | tuple | set) else []
     return tuple(dict.fromkeys(key for key in asked if isinstance(key, str)))
 
@@ -61,7 +61,7 @@ def keys_asked_for(place: Place) -> tuple[str, ...]:
 def _compared(
     place: Place, state: State, left: ast.expr, op: ast.cmpop, right: ast.expr, outcome: bool
 ) -> Iterator[State]:
-    one, other = _value(place, left), _value(place, right)
+    one, other = value_of(place, left), value_of(place, right)
     paths = (*_paths(place, left), *_paths(place, right)) or tuple(path for path, _ in state.leaves())
     if _is_rank(left) or _is_rank(right):
         ranks = other if _is_rank(left) else one
@@ -77,7 +77,7 @@ def _compared(
                 yield from of_rank(state, path, now + more)
         return
     if isinstance(left, ast.BinOp) and isinstance(left.op, ast.Mod):
-        have, factor = _value(place, left.left), _value(place, left.right)
+        have, factor = value_of(place, left.left), value_of(place, left.right)
         if is_number(have) and is_number(factor):
             yield from multiples(state, paths, have, factor)
         return
@@ -121,9 +121,10 @@ def _instance(place: Place, state: State, node: ast.Call) -> Iterator[State]:
     for path in _paths(place, node.args[0]):
         leaf = state.at(path)
         if leaf is not None and len(path) == 1:
+            kind = tuple if "tuple" in text and "list" not in text else None
             if "list" in text or "tuple" in text:
-                yield state.with_want(path, Want("list", items=((0, leaf), (1, leaf))))
-                yield state.with_want(path, Want("list", items=((0, leaf),)))
+                yield state.with_want(path, Want("list", value=kind, items=((0, leaf), (1, leaf))))
+                yield state.with_want(path, Want("list", value=kind, items=((0, leaf),)))
             if "dict" in text or "mapping" in text:
                 yield state.with_want(path, Want("dict"))
 
@@ -134,7 +135,7 @@ def _paths(place: Place, node: ast.AST) -> tuple[Path, ...]:
     return tuple(dict.fromkeys(path for value in values for path in origin(value)))
 
 
-def _value(place: Place, node: ast.expr) -> Any:
+def value_of(place: Place, node: ast.expr) -> Any:
     """The value of an expression that can be evaluated without effects."""
     if not all(_is_harmless(one) for one in ast.walk(node)):
         return _UNKNOWN

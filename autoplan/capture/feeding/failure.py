@@ -9,7 +9,14 @@ from autoplan.capture.feeding.blame import Place, places_of
 from autoplan.capture.feeding.wants import Path, State
 from autoplan.capture.feeding.watch import Watch, origin
 
-__all__ = ["Failure"]
+__all__ = ["Failure", "NothingRead"]
+
+
+class NothingRead(ValueError):
+    """A run that ended without reading a weight: it went through nothing of what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__("it reads no weight")
 
 
 @dataclass(frozen=True)

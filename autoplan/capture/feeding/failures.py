@@ -15,19 +15,20 @@ from dataclasses import replace
 
 import torch
 
-from autoplan.capture.feeding.arguments import Arguments, field_of, has_edges, of_items, of_nodes, usual
+from autoplan.capture.feeding.arguments import Arguments, field_of, of_items
 from autoplan.capture.feeding.blame import none_names
-from autoplan.capture.feeding.conditions import asked_by_condition, keys_asked_for
+from autoplan.capture.feeding.conditions import asked_by_condition
 from autoplan.capture.feeding.consumers import Demand, demand_of
 from autoplan.capture.feeding.failure import Failure
-from autoplan.capture.feeding.messages import UNPACKED, sizes_differ, told_by_message
+from autoplan.capture.feeding.keys import keys
+from autoplan.capture.feeding.messages import sizes_differ, told_by_message
 from autoplan.capture.feeding.resize import larger, of_kind, of_rank, resized
 from autoplan.capture.feeding.together import beside, iterated, joined, turned
 from autoplan.capture.feeding.wants import Path, State, Want
 from autoplan.capture.feeding.watch import is_direct, origin
-from autoplan.common.nested import flatten_tensors, is_record
+from autoplan.common.nested import is_record
 
-__all__ = ["NothingRead", "told", "usually"]
+__all__ = ["told", "usually"]
 
 Proposal = tuple[State, str]
 _OF_DICTS = ("items", "keys", "values", "get")
@@ -35,17 +36,10 @@ _FEW = 6
 _NONE = re.compile(r"NoneType|None\b")
 
 
-class NothingRead(ValueError):
-    """A run that ended without reading a weight: it went through nothing of what it was given."""
-
-    def __init__(self) -> None:
-        super().__init__("it reads no weight")
-
-
 def told(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[Proposal]:
     """What the failure tells, the most telling first."""
     first = (_other, iterated, _consumer, beside, _parted, _condition)
-    for found in (*first, _none, _keys, _left_out, _message, _alike, _other_ranks):
+    for found in (*first, _none, keys, _left_out, _message, _alike, _other_ranks):
         why = f"{type(failure.error).__name__}: {failure.first_line[:120]}"
         for state in found(failure, arguments, model):
             yield state, why
@@ -167,68 +161,6 @@ def _given(failure: Failure, arguments: Arguments, model: torch.nn.Module, name:
         now = dict(failure.state.wants).get(name)
         if want.kind != "none" and (now is None or now.kind == "none"):
             yield failure.state.with_want((name,), want)
-
-
-def _keys(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """A key of a dict, or a dict where a tensor was given."""
-    state = failure.state
-    held = [name for name, want in state.wants if want.kind == "dict"]
-    if isinstance(failure.error, KeyError) and failure.error.args:
-        key = failure.error.args[0]
-        if arguments.open and isinstance(key, str) and key.isidentifier() and not state.holds(key):
-            yield from (state.with_want((key,), want) for want in itertools.islice(_of_key(key, model), _FEW))
-        for name in held:
-            wants = list(_of_key(key, model))
-            if has_edges(key for key, _ in dict(state.wants)[name].items):  # positions of nodes are points
-                wants = sorted(map(of_nodes, wants), key=lambda want: want.kind == "positions")
-            yield from (state.with_want((name, key), want) for want in wants)
-    for place in reversed(failure.places[-2:]):
-        for name in held:
-            asked = [key for key in keys_asked_for(place) if key not in dict(dict(state.wants)[name].items)]
-            for together in itertools.islice(zip(*(_of_key(key, model) for key in asked), strict=False), _FEW):
-                with_all = state
-                for key, want in zip(asked, together, strict=True):
-                    with_all = with_all.with_want((name, key), want)
-                yield with_all
-    if isinstance(failure.error, NothingRead):  # a dict that is gone through, for parts that have names
-        for name in (name for name in held if not dict(state.wants)[name].items):
-            for keys in {tuple(m) for m in model.modules() if isinstance(m, torch.nn.ModuleDict)}:
-                yield state.with_want((name,), of_items("dict", {key: field_of(None, key) for key in keys}, model))
-    for place in reversed(failure.places[-2:]):
-        node = place.expression()
-        for one in ast.walk(node) if node is not None else ():
-            if isinstance(one, ast.Subscript) and isinstance(one.value, ast.Name):
-                found = place.value(one.value.id)
-                key = one.slice.value if isinstance(one.slice, ast.Constant) else None
-                for path in origin(found) if isinstance(key, str) else ():
-                    for want in _of_key(str(key), model):
-                        yield state.with_want(path, Want("dict", items=((str(key), want),)))
-                for path in _inner_dicts(found) if isinstance(key, str) and isinstance(found, dict) else ():
-                    yield from (state.with_want((*path, str(key)), want) for want in _of_key(key, model))
-        for name in [n for n in held if n in place.names()]:
-            for want in list(_of_key("x", model))[:1]:
-                yield state.with_want((name, "x"), want)
-    lists = [name for name, want in state.wants if want.kind == "list"]
-    for name in lists:
-        items = dict(state.wants)[name].items
-        got = UNPACKED.search(failure.text)
-        if isinstance(failure.error, IndexError) or got:
-            wanted = int(got[1]) if got else len(items) + 1
-            more = tuple((at, items[0][1]) for at in range(wanted)) if items else ()
-            yield state.with_want((name,), Want("list", items=more))
-
-
-def _inner_dicts(value: object) -> tuple[Path, ...]:
-    """Where in the arguments a dict lies that is part of one: by the tensors in it."""
-    inside = (path[:-1] for _, tensor in flatten_tensors(value) for path in origin(tensor) if is_direct(tensor))
-    return tuple(dict.fromkeys(path for path in inside if len(path) > 1))
-
-
-def _of_key(key: object, model: torch.nn.Module) -> Iterator[Want]:
-    import inspect
-
-    parameter = inspect.Parameter(re.sub(r"\W", "_", f"{key}") or "x", inspect.Parameter.KEYWORD_ONLY)
-    yield from usual(parameter, model)
 
 
 def _parted(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:

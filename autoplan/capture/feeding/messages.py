@@ -28,6 +28,7 @@ _RANKS = (
 _UNLIKE = re.compile(r"same number of dimensions: got (\d+) and (\d+)")
 _TURNED = re.compile(r"input\.dim\(\) = (\d+) is not equal to len\(dims\) = (\d+)")
 _EXPANDED = re.compile(r"number of sizes provided \((\d+)\) must be greater or equal .* \((\d+)\)")
+_OUTSIDE = re.compile(r"index (-?\d+) is out of bounds for dimension \d+ with size (\d+)")
 _SPLIT = re.compile(r"sum exactly to (\d+) .*split_sizes=\[([\d, ]+)\]")
 _TOO_MANY = re.compile(r"not (?:supported|implemented) for (\d)D")
 _DIM_RANGE = re.compile(r"Dimension out of range \(expected to be in range of \[-?\d+, \d+\], but got (-?\d+)\)")
@@ -229,6 +230,9 @@ def _sizes(failure: Failure) -> Iterator[State]:
     numbers = list(dict.fromkeys([*(n for pair in products for n in pair), *numbers]))[:12]
     state, paths = failure.state, failure.paths
     sizes = {n for path in paths if (leaf := state.at(path)) for n in leaf.sizes(state.sizes)[1:]}
+    outside = _OUTSIDE.search(failure.text)
+    if outside and int(outside[1]) >= 0:
+        yield from resized(state, paths, int(outside[2]), int(outside[1]) + 1)
     split = _SPLIT.search(failure.text)
     if split:
         yield from resized(state, paths, int(split[1]), sum(map(int, split[2].split(","))))

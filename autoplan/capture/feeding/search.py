@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoplan.capture.dry_run import SMALL, depends_on_data, own, quiet, with_storage, without_storage
 from autoplan.capture.feeding.arguments import Arguments
-from autoplan.capture.feeding.failure import Failure
-from autoplan.capture.feeding.failures import NothingRead, told, usually
-from autoplan.capture.feeding.wants import BATCH, State
+from autoplan.capture.feeding.failure import Failure, NothingRead
+from autoplan.capture.feeding.failures import told, usually
+from autoplan.capture.feeding.wants import BATCH, State, Want
 from autoplan.capture.feeding.watch import Watch
 from autoplan.capture.outside import refusing_outsiders
 from autoplan.common.dtypes import working_dtype
@@ -42,6 +42,7 @@ _FEW_ELEMENTS = 20_000
 _PATIENCE = 8  # tries for a result that is finite
 _MOST_ELEMENTS = 2_000_000  # of all arguments together
 _MOST_MORE = 30  # tries for arguments that may be left out
+_TARGETS = 6  # tries for targets
 _WORTH = 0.001  # of the weights: what is less needs no further argument
 
 
@@ -192,6 +193,20 @@ class Search:
             if found is not None and sum(n for name, n in weights.items() if name not in found.read) < unread:
                 return self._all_rows(found)
         return step
+
+    def with_targets(self, state: State) -> State | None:
+        """The same call with what makes the forward compute its loss, where it takes that and then runs."""
+        with untouched_randomness(self.seed), quiet():
+            for parameter in self.arguments.losses:
+                switch = parameter.default is False
+                alike = (want for _, want in state.leaves() if want.kind == "ids")
+                usual = (*alike, *self.arguments.usual(parameter, self.model))
+                wants = [Want("value", value=True)] if switch else list(dict.fromkeys(usual))[:_TARGETS]
+                for want in wants if not state.holds(parameter.name) else ():
+                    step = self._try(state.with_want((parameter.name,), want), "it makes the forward compute a loss")
+                    if not step.failed:
+                        return step.state
+        return None
 
     def _all_rows(self, step: Step) -> Step:
         """Ids from all of the table that they look up."""

@@ -34,8 +34,8 @@ _TENSORS = ("ids", "float", "unit", "ones", "bool", "complex", "lengths", "zeros
 @dataclass(frozen=True)
 class Want:
     """A kind, a shape of sizes and names of sizes; ids are below `below`. Lists, dicts and records hold `items`; a
-    record is of the class `value`, or a namespace. Positions count along the last dim; borders part all `length`
-    positions in two; a size is a plain number, that of the name `value`."""
+    record is of the class `value`, or a namespace; a list with the `value` tuple is one. Positions count along the last
+    dim; borders part all `length` positions in two; a size is a plain number, that of the name `value`."""
 
     kind: Kind
     shape: tuple[int | str, ...] = ()
@@ -81,11 +81,15 @@ class Want:
             "positions": f"torch.arange({self.sizes(sizes)[-1:] and self.sizes(sizes)[-1]}).expand({shape})",
             "borders": f"torch.tensor({_borders(sizes)})",
             "size": str(sizes.get(str(self.value))),
-            "list": "[" + ", ".join(item.code(sizes) for _, item in self.items) + "]",
+            "list": self._list_code(sizes),
             "record": f"{self._class}({', '.join(f'{key}={item.code(sizes)}' for key, item in self.items)})",
             "dict": "{" + ", ".join(f"{key!r}: {item.code(sizes)}" for key, item in self.items) + "}",
         }
         return made.get(self.kind, repr(self.value))
+
+    def _list_code(self, sizes: Mapping[str, int]) -> str:
+        inside = ", ".join(item.code(sizes) for _, item in self.items)
+        return f"({inside},)" if self.value is tuple else f"[{inside}]"
 
     @property
     def _class(self) -> str:
@@ -99,7 +103,7 @@ class Want:
         if self.kind in ("none", "value"):
             return self.value
         if self.kind == "list":
-            return [item.make(draw, sizes) for _, item in self.items]
+            return (self.value or list)(item.make(draw, sizes) for _, item in self.items)
         if self.kind == "dict":
             return {key: item.make(draw, sizes) for key, item in self.items}
         if self.kind == "size":
@@ -150,6 +154,18 @@ class State:
     def at(self, path: Path) -> Want | None:
         return dict(self.leaves()).get(path)
 
+    def holding(self, kind: Kind) -> Iterator[tuple[Path, Want]]:
+        """Every dict, list or record, those inside of others too."""
+        for name, want in self.wants:
+            yield from _holding((name,), want, kind)
+
+    def inner(self, path: Path) -> Want:
+        """A part of an argument, of any kind."""
+        want = dict(self.wants)[str(path[0])]
+        for key in path[1:]:
+            want = dict(want.items)[key]
+        return want
+
     def holds(self, name: str) -> bool:
         return name in dict(self.wants)
 
@@ -171,7 +187,7 @@ class State:
         if want is None or size < 1 or size > _LARGEST:
             return
         now = want.shape[dim]
-        if size < 2 and now in ("length", "side", "samples", "frames", "nodes", "edges"):  # a size of one shows nothing
+        if size < 2 and now in ("length", "side", "samples", "nodes", "edges"):  # a size of one shows nothing
             return
         if isinstance(now, str) and now != BATCH:
             yield self.with_size(now, size)
@@ -194,6 +210,13 @@ def _leaves(path: Path, want: Want) -> Iterator[tuple[Path, Want]]:
             yield from _leaves((*path, key), item)
     elif want.is_tensor:
         yield path, want
+
+
+def _holding(path: Path, want: Want, kind: Kind) -> Iterator[tuple[Path, Want]]:
+    if want.kind == kind:
+        yield path, want
+    for key, item in want.items:
+        yield from _holding((*path, key), item, kind)
 
 
 def _changed(want: Want | None, path: Path, new: Want) -> Want:

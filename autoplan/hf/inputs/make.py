@@ -80,8 +80,8 @@ def make_inputs(
     if recipe is None:
         return Feeds({"forward": derive(model, batch, length, seed)})
     usual = (batch, length) == (SIZES["batch"], SIZES["length"])
-    others = {"forward": recipe.draw(model, seed, other=usual)} if recipe.other is not None else {}
-    return Feeds({"forward": recipe.draw(model, seed, other=not usual)}, others=others)
+    others = recipe.draw(model, seed, other=usual) if recipe.other is not None else {}
+    return Feeds(recipe.draw(model, seed, other=not usual), others=others)
 
 
 def core_of(model: nn.Module) -> PreTrainedModel | None:
