@@ -7,7 +7,7 @@ stack that were left out before the run (see fold.py); they are taken out of the
 
 Only members of one list or dictionary of modules are taken for equals, only if all that hold matrices are of one kind,
 and only these: a list may also hold the parts of a block, one after the other, of which a branch that nobody took runs
-some (a second norm, a cross-attention).
+some (a second norm, attention to another sequence).
 """
 
 from __future__ import annotations

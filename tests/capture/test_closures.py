@@ -464,6 +464,50 @@ class Stack(nn.Module):
         return x
 
 
+LAST: dict[str, torch.Tensor] = {}
+
+
+def keep_in(store: dict[str, torch.Tensor], name: str) -> Any:
+    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        store[name] = output
+
+    return hook
+
+
+def keep_in_the_module(name: str) -> Any:
+    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        LAST[name] = output
+
+    return hook
+
+
+class Tapped(nn.Module):
+    """Four equal blocks, of which hooks hand what comes out to the model: in a dict that it holds as well."""
+
+    def __init__(self, outside: bool) -> None:
+        super().__init__()
+        self.seen = LAST if outside else {}
+        self.blocks = nn.ModuleList(Plain() for _ in range(4))
+        for place, block in enumerate(self.blocks):
+            name = str(place)
+            block.down.register_forward_hook(keep_in_the_module(name) if outside else keep_in(self.seen, name))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            block(ids)
+        return sum(self.seen[str(place)] * (place + 1) for place in range(4))
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["in its own dict", "in a dict of the module"])
+def test_hooks_that_hand_something_to_the_model_go_along(outside: bool) -> None:
+    LAST.clear()
+    model = Tapped(outside)
+    plan = autoplan.plan(model, 2, inputs=ids())
+    assert {entry.pattern for entry in plan.entries} >= {"blocks.*.up", "blocks.*.down"} and plan.proof.ok
+    assert autoplan.verify(model, plan, inputs=ids()).ok
+    assert not model.seen, "no run of a copy wrote into the model's own"
+
+
 def test_layers_of_folded_blocks_are_those_of_their_representatives() -> None:
     model = Stack()
     module = fold(model).module

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from unfamiliar import MODELS, Cannot
 from unfamiliar_calls import CALLS
+from unfamiliar_parts import PARTS
 
 import autoplan
 from autoplan.capture.derive_inputs import recipe_for
@@ -21,13 +22,13 @@ from autoplan.common.errors import CaptureError
 FIXED = {"Needed"}
 
 
-WITHOUT_A_BATCH = {"Graph", "Several", "Recorded", "Packed", "Listed", "Targets", "Atoms"}
+WITHOUT_A_BATCH = {"Graph", "Several", "Recorded", "Packed", "Listed", "Targets", "Atoms", "InATuple", "Rays"}
 
 
-@pytest.mark.parametrize("name", [*MODELS, *CALLS])
+@pytest.mark.parametrize("name", [*MODELS, *CALLS, *PARTS])
 def test_a_call_is_found_and_another_size(name: str) -> None:
     torch.manual_seed(0)
-    model = (MODELS | CALLS)[name]().eval()
+    model = (MODELS | CALLS | PARTS)[name]().eval()
     recipe = recipe_for(model)
     for other in (False, True):
         model(**recipe.draw(model, 0, other=other)["forward"])
@@ -39,6 +40,17 @@ def test_paths_that_depend_on_size_show() -> None:
     recipe = recipe_for(model)
     sides = {recipe.draw(model, 0, other=other)["forward"]["x"].shape[-1] > 32 for other in (False, True)}
     assert sides == {False, True}
+
+
+def test_a_forward_that_takes_targets_is_planned_with_and_without() -> None:
+    torch.manual_seed(0)
+    model = PARTS["WithTargets"]().eval()
+    plan = autoplan.plan(model, 2)
+    assert [one.argument for one in plan.fed] == ["ids", "labels"] and plan.proof.ok
+    ids = torch.randint(0, 40, (2, 7))
+    for inputs in ({"ids": ids}, {"ids": ids, "labels": ids}):
+        report = autoplan.verify(model, plan, inputs=inputs)
+        assert report.ok, report.findings
 
 
 def test_the_same_numbers_again_and_no_others_touched() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -136,3 +136,40 @@ def test_reference_deepseek_is_proven(build: type[Transformer], form: Any) -> No
         build(ModelArgs(n_layers=2, attn_impl=form)), 2, inputs={"tokens": torch.arange(20).view(2, 10)}
     )
     assert plan.proof.ok, plan.proof
+
+
+class Grouped(nn.Module):
+    """Two grouped convolutions, one after the other: ranks may hold a part of each group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv1d(WIDTH, WIDTH, 3, groups=2, padding=1) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x.transpose(1, 2)))).transpose(1, 2)
+
+
+class Scores(NamedTuple):
+    """What a head returns: by name, and in order."""
+
+    logits: torch.Tensor
+    shares: torch.Tensor
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = Around(nn.Identity()), nn.Linear(WIDTH, 8)
+
+    def forward(self, x: torch.Tensor) -> Scores:
+        x = self.body(x)
+        return Scores(self.head(x), x.softmax(-1))
+
+
+@pytest.mark.parametrize("build", [lambda: Around(Grouped()), Named], ids=["grouped convolutions", "named tuples"])
+def test_a_right_plan_is_not_disproven(build: Any) -> None:
+    torch.manual_seed(0)
+    model, inputs = build().eval(), {"x": torch.randn(2, 6, WIDTH)}
+    plan = autoplan.plan(model, 2, inputs=inputs)
+    assert plan.proof.ok and plan.entries, plan.findings
+    assert autoplan.verify(model, plan, inputs=inputs).ok

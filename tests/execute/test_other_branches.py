@@ -62,3 +62,31 @@ def test_another_branch_is_refused_where_only_numbers_are_rewritten() -> None:
     model, plan = planned()
     with pytest.raises(RankError, match="PlanMismatchError: .*view at .* was not reached"):
         sharded_run(model, plan, usual=False)
+
+
+class Optional(nn.Module):
+    """With `context` it runs a norm and a layer that ran never, from a list whose others did; or draws."""
+
+    def __init__(self, draws: bool) -> None:
+        super().__init__()
+        self.draws = draws
+        self.into, self.extra = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(3))
+        self.ups = nn.ModuleList(nn.Linear(16, 32) for _ in range(2))
+        self.downs = nn.ModuleList(nn.Linear(32, 16) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, context: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.into(x)
+        x = x + self.downs[0](self.ups[0](self.norms[0](x)).relu())
+        if context is not None:
+            x = x + (torch.randn_like(x) if self.draws else self.extra(self.norms[2](x)).tanh())
+        return x + self.downs[1](self.ups[1](self.norms[1](x)).relu())
+
+
+@pytest.mark.parametrize("draws", [False, True], ids=["layers that never ran", "random numbers"])
+def test_an_argument_that_nobody_saw_may_bring_in(draws: bool) -> None:
+    torch.manual_seed(0)
+    model = Optional(draws).eval()
+    plan = autoplan.plan(model, 2, inputs={"x": X.float()})
+    report = autoplan.verify(model, plan, inputs={"x": X.float(), "context": torch.ones(1)})
+    assert report.ok, report.findings

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from math import prod
+from math import isqrt, prod
 
 import torch
 
@@ -264,6 +264,10 @@ def _viewed(failure: Failure) -> Iterator[State]:
         wanted, rest = divmod(int(viewed[2]) * size, prod(shape))
         if not rest:
             yield from resized(failure.state, failure.paths, size, wanted)
+    if len(shape) > 2 and shape[-1] == shape[-2] > 0 and min(shape) > 0:  # each position with each
+        have = isqrt(int(viewed[2]) // prod(shape[:-2]))
+        if have**2 * prod(shape[:-2]) == int(viewed[2]):
+            yield from resized(failure.state, failure.paths, have, shape[-1])
 
 
 def _larger(failure: Failure) -> Iterator[State]:

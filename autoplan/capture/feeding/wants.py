@@ -27,6 +27,7 @@ BATCH = "batch"
 # No two alike, so that a size tells what it is the size of.
 SIZES = {BATCH: 2, "length": 10, "width": 16, "side": 32, "frames": 8, "samples": 4096, "nodes": 9, "edges": 14}
 _LARGEST = 70_000  # of one dim: more is no example
+_LONGEST = 2048  # of ids, times and masks: what a model compares with each other grows by the square
 _HOLD = ("list", "dict", "record")
 _TENSORS = ("ids", "float", "unit", "ones", "bool", "complex", "lengths", "zeros", "positions", "borders")
 
@@ -184,7 +185,7 @@ class State:
     def with_dim(self, path: Path, dim: int, size: int) -> Iterator[State]:
         """One dim of another size: for all that share its name, or for this argument alone."""
         want = self.at(path)
-        if want is None or size < 1 or size > _LARGEST:
+        if want is None or size < 1 or size > (_LARGEST if want.kind == "float" else _LONGEST):
             return
         now = want.shape[dim]
         if size < 2 and now in ("length", "side", "samples", "nodes", "edges"):  # a size of one shows nothing

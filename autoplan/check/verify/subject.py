@@ -152,7 +152,7 @@ def tensors_in(value: Any, path: str = "") -> dict[str, torch.Tensor]:
     if isinstance(value, Mapping):
         items = iter(value.items())
     elif isinstance(value, (list, tuple)):
-        items = iter(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
+        items = iter(enumerate(value))
     elif is_record(value):
         items = iter(fields_of(value).items())
     found: dict[str, torch.Tensor] = {}

@@ -1,0 +1,99 @@
+"""Modules whose forward takes containers, or sizes that only a whole chain of ops tells. Beside unfamiliar_calls.py,
+which holds calls of several arguments."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from unfamiliar import Mlp
+
+__all__ = ["PARTS"]
+
+
+class Rays(nn.Module):
+    """Two arguments of one width, told by a view of what both make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.mlp = nn.Linear(9 + 3, 16), Mlp(16)
+
+    def forward(self, rays_o, rays_d, samples=4):
+        at = torch.linspace(1, 2, samples)
+        points = rays_o[..., None, :] + rays_d[..., None, :] * at[:, None]
+        seen = (rays_d / rays_d.norm(dim=-1, keepdim=True))[:, None].expand(points.shape)
+        flat = points.reshape(-1, points.shape[-1])
+        around = torch.cat([flat, flat.sin(), flat.cos()], -1)
+        encoded = torch.cat([around, seen.reshape(-1, 3)], -1)
+        return self.mlp(self.into(encoded))
+
+
+class Asserted(nn.Module):
+    """A dict of dicts; the outer keys are asserted, the inner ones read."""
+
+    needed = ["left", "right"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.mlp = nn.Linear(6, 16), Mlp(16)
+
+    def forward(self, data: dict) -> Tensor:
+        for key in self.needed:
+            assert key in data, f"missing {key}"
+        left, right = data["left"], data["right"]
+        tokens = torch.cat([left["features"], right["features"]], 1)
+        return self.mlp(self.into(tokens)) * left["weights"].mean()
+
+
+class InATuple(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.y, self.mlp = nn.Linear(6, 16), nn.Linear(1, 16), Mlp(16)
+
+    def forward(self, src):
+        assert isinstance(src, tuple), "give (x, y)"
+        x, y = src
+        return self.mlp(self.x(x) + self.y(y.unsqueeze(-1) if y.dim() < x.dim() else y))
+
+
+class Variables(nn.Module):
+    """A list of names, looked up in a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = {"wind": 0, "heat": 1, "rain": 2}
+        self.table, self.into, self.mlp = nn.Parameter(torch.randn(3, 16)), nn.Linear(1, 16), Mlp(16)
+
+    def forward(self, x, variables):
+        rows = torch.tensor([self.places[name] for name in variables])
+        return self.mlp(self.into(x[:, :, None]).mean(1, keepdim=True) + self.table[rows])
+
+
+class Squares(nn.Module):
+    """So many positions that each with each fill a table; more would take memory by the square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.words, self.mlp = nn.Parameter(torch.randn(33)), nn.Embedding(50, 16), Mlp(16)
+
+    def forward(self, ids, timestamps):
+        apart = (timestamps[:, 1:, None] - timestamps[:, None, :-1]).abs().clamp(0, 32).long()
+        bias = self.bias.index_select(0, apart.view(-1)).view(ids.shape[0], 20, 20)
+        return self.mlp(bias.softmax(-1) @ self.words(ids[:, :20]))
+
+
+class WithTargets(nn.Module):
+    """It returns logits, or the loss: the head is a call of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.mlp = nn.Embedding(40, 16), Mlp(16)
+
+    def forward(self, ids, labels=None):
+        logits = F.linear(self.mlp(self.words(ids)), self.words.weight)
+        if labels is None:
+            return logits
+        return F.cross_entropy(logits[:, :-1].reshape(-1, 40), labels[:, 1:].reshape(-1))
+
+
+PARTS = {one.__name__: one for one in (Rays, Asserted, InATuple, Variables, Squares, WithTargets)}
