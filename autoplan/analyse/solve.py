@@ -192,6 +192,21 @@ def _given(trace: Trace) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def _unsummed(trace: Trace, done: _Round) -> Iterator[str]:
+    """Arguments whose gradient nobody asked for: each rank makes a part of it, and no sum stands in the plan."""
+    given = [(str(path[0]), t) for visit in trace.visits if visit.module == "" for path, t in visit.inputs]
+    floats = [(name, t) for name, t in given if trace.tensors[t].differentiable and t not in trace.asking]
+    names = dict.fromkeys(name for name, _ in floats)
+
+    def differs(*some: str) -> bool:
+        flow = CallFlow(trace, [t for name, t in floats if name in some])
+        placed = place(done.shards, flow, done.axes.gathered)
+        return (placed.inputs, placed.outputs) != (done.placement.inputs, done.placement.outputs)
+
+    if names and differs(*names):
+        yield from (name for name in names if len(names) == 1 or differs(name))
+
+
 def _blame(shards: Shards, flow: CallFlow, placement: Placement, scope: Scope, scoped: bool) -> dict[Term, Reason]:
     """The classes to give up: for each refusal the split leaf in or near its tensors that holds least parameters."""
     refusals: list[tuple[Reason, tuple[int, ...]]] = [(r.why, r.tensors) for r in placement.refusals]
@@ -256,6 +271,7 @@ def _solution(
         outputs=_outputs(trace),
         shapes=output_shapes(trace, done.axes),
         given=_given(trace),
+        unsummed=tuple(_unsummed(trace, done)) if tp > 1 else (),
     )
     return Solution(
         trace=trace,

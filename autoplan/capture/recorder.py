@@ -50,6 +50,7 @@ class Recording:
         self.ids: dict[int, int] = {}
         self.kept: list[torch.Tensor] = []
         self.kinds: list[str] = []
+        self.asking: set[int] = set()  # inputs that came with the wish for a gradient
         self.names: dict[int, list[str]] = {}
         self.ops: list[Op] = []
         self.calls: list[Call] = []
@@ -128,6 +129,7 @@ class Recording:
             folds=folds,
             feeds=feeds,
             real=real,
+            asking=frozenset(self.asking),
         )
 
     def _tensor_info(self, index: int) -> TensorInfo:
@@ -297,6 +299,7 @@ def record(
     if trace_integers:
         trace_attributes(recording.modules, recording.escapes)
     for feed, kwargs in feeds.items():
+        asking = {path for path, tensor in flatten_tensors(kwargs) if tensor.requires_grad}
         if fake_mode is not None:
             admit = fake_mode.admit if isinstance(fake_mode, KnownValues) else partial(_faked, fake_mode)
             kwargs = admit(dict(kwargs))
@@ -304,6 +307,7 @@ def record(
             kwargs = own(dict(kwargs))
         for path, tensor in flatten_tensors(kwargs):
             recording.input_tensor(".".join([feed, *map(str, path)]), tensor)
+            recording.asking |= {recording.id_of(tensor, "input")} if path in asking else set()
         recording.grad_enabled = True
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())

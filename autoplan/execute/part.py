@@ -56,6 +56,7 @@ def part_for(plan: Plan, model: nn.Module) -> Plan:
             random_whole=_present(runtime.random_whole, modules),
             outputs=(),  # a stage returns something else
             shapes=(),
+            unsummed=(),  # what it is given comes from another stage, behind the sums of its first block
         ),
         obstacles=tuple(one for one in plan.obstacles if _means(one.pattern, modules)),
         packed=packed,

@@ -169,6 +169,7 @@ class Trace:
     feeds: tuple[str, ...] = ("forward",)
     real: bool = False  # traced on real (tiny) tensors rather than fake ones
     notes: tuple[str, ...] = ()
+    asking: frozenset[int] = frozenset()  # inputs that came with the wish for a gradient
     draws_unseen: bool = False  # does training draw random numbers in calls that are not recorded?
 
     @cached_property

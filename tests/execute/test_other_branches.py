@@ -90,3 +90,26 @@ def test_an_argument_that_nobody_saw_may_bring_in(draws: bool) -> None:
     plan = autoplan.plan(model, 2, inputs={"x": X.float()})
     report = autoplan.verify(model, plan, inputs={"x": X.float(), "context": torch.ones(1)})
     assert report.ok, report.findings
+
+
+class Energy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 32), nn.Linear(32, 1)
+
+    def forward(self, places: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(places).tanh())
+
+
+def test_a_gradient_of_an_input_is_summed_where_it_was_asked_for_and_refused_elsewhere() -> None:
+    torch.manual_seed(0)
+    model, places = Energy().eval(), torch.randn(4, 6)
+    asking = {"places": places.clone().requires_grad_()}
+    plain = autoplan.plan(model, 2, inputs={"places": places})
+    assert plain.runtime.unsummed == ("places",) and autoplan.verify(model, plain, inputs={"places": places}).ok
+    (refused,) = {f.message for f in autoplan.verify(model, plain, inputs=asking).findings if f.check == "forward"}
+    assert "'places' asks for a gradient" in refused
+    plan = autoplan.plan(model, 2, inputs=asking)
+    assert plan.runtime.unsummed == ()
+    report = autoplan.verify(model, plan, inputs=asking)
+    assert report.ok, report.findings

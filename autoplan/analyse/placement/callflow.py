@@ -7,6 +7,7 @@ readers beyond. Only differentiable values matter; an in-place call makes its ta
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from autoplan.ops import call_record
@@ -36,7 +37,8 @@ class CallFlow:
     calls whose values others read without being handed them, with the tensors of their ops.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, asking: Iterable[int] = ()) -> None:
+        """`asking`: inputs that get a gradient, beside those that came with the wish for one."""
         self.trace = trace
         self.inputs: list[list[int]] = []
         self.outputs: list[list[int]] = []
@@ -46,6 +48,7 @@ class CallFlow:
         self.uses: dict[int, list[int]] = defaultdict(list)
         self.unseen = _unseen(trace)
         self.carries |= {t for v in trace.visits if v.parent is None and v.module for t in self._given(v)}
+        self.carries |= {*trace.asking, *asking}
         for index, call in enumerate(trace.calls):
             self._add(index, call)
         self.leaving: dict[int, list[Crossing]] = defaultdict(list)

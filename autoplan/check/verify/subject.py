@@ -104,12 +104,13 @@ class Subject:
     def forward_and_backward(self, inputs: Inputs) -> Observation:
         """Outputs and every gradient of one call, under a loss in which each output element has its own weight.
 
-        A part that is called alone gives its inputs' gradients too: within the model others go on with them.
+        So are the gradients of inputs that ask for one. A part that is called alone gives all of them: within the model
+        others go on with them.
         """
         from autoplan.check.ranks.run import count_collectives
 
         self.model.zero_grad(set_to_none=True)
-        asking = _asking(inputs) if PART in inputs else {}
+        asking = _asking(inputs)
         with count_collectives() as forward:
             result = self.forward({**inputs, **asking})
         outputs = tensors_in(result)
@@ -190,8 +191,9 @@ def give_random_values(model: nn.Module, seed: int = 1) -> nn.Module:
 
 
 def _asking(inputs: Inputs) -> dict[str, torch.Tensor]:
-    """Its floats, asking for gradients."""
+    """The floats that ask for gradients; of a part that is called alone all."""
     floats = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    floats = {name: x for name, x in floats.items() if PART in inputs or x.requires_grad}
     return {name: tensor.detach().clone().requires_grad_() for name, tensor in floats.items()}
 
 

@@ -16,7 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 import autoplan.execute.hooks.carried_out  # noqa: F401 - whatever carries out an instruction
 from autoplan.common.conventions import conventions
-from autoplan.common.nested import change_if_returned, change_input, change_output, signature_names
+from autoplan.common.errors import PlanMismatchError
+from autoplan.common.nested import change_if_returned, change_input, change_output, flatten_tensors, signature_names
 from autoplan.execute.calls.function_mode import ModuleMode, PlannedCalls
 from autoplan.execute.collectives import gather_pieces
 from autoplan.execute.executors import Around, At, execute
@@ -206,7 +207,7 @@ def install_root(
     given and what it returned when the plan was made.
     """
     root = Root(model, heads, outputs, running, random)
-    root.shapes, root.given = seen.shapes, seen.given
+    root.shapes, root.given, root.unsummed = seen.shapes, seen.given, seen.unsummed
     running.draws = root.always or (root.random and may_draw(model))
     root.unseen = UnseenOutputs(seen.outputs, root.names, running.group)
     return [
@@ -236,6 +237,7 @@ class Root:
         self.target_words = conventions().target_words
         self.shapes: tuple[OutputShape, ...] = ()  # to be compared in the first forward
         self.given: tuple[str, ...] = ()  # what the plan has seen it take
+        self.unsummed: tuple[str, ...] = ()  # and of what the plan sums no gradient
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Root:
         made: Root = _copied(self, memo)
@@ -246,6 +248,8 @@ class Root:
         if self.running.depth > 1:
             return
         given = dict(zip(self.names, args, strict=False)) | kwargs
+        if self.unsummed and torch.is_grad_enabled():
+            self._refuse_gradients(given)
         targets = {name for name, value in given.items() if value is not None and self._is_target(name)}
         strange = set() if torch.compiler.is_compiling() else self._strangers(given)
         loss = bool(targets) or (bool(strange) and bool(self.heads))
@@ -254,6 +258,14 @@ class Root:
         in_training = self.random and module.training and (self.running.draws or not torch.compiler.is_compiling())
         if in_training or self.always or strange - targets:
             self.running.randomness.begin(module.training)
+
+    def _refuse_gradients(self, given: dict[str, Any]) -> None:
+        for name in self.unsummed:
+            if any(tensor.requires_grad for _, tensor in flatten_tensors(given.get(name))):
+                raise PlanMismatchError(
+                    f"argument {name!r} asks for a gradient, of which each rank makes a part, and the plan sums none",
+                    hint=f"plan with inputs= in which {name!r} requires a gradient, or pass {name}.detach()",
+                )
 
     def _is_target(self, name: str) -> bool:
         return any(word in name for word in self.target_words)
