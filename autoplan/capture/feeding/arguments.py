@@ -38,7 +38,7 @@ POINTS = Want("float", (_B, _L, 3))
 _POSITIONS = (Want("positions", (_L,)), Want("positions", (_B, _L)), POINTS)
 _SENDS = r"^_?idx_[ij]$|^_?(senders?|receivers?)$|^(src|dst)_idx$"
 _STATES = re.compile(r"^[hc]_?[0nx]$|^hx$|^cx$|^hidden$|^cell$|^(hidden|cell)_?states?$")
-_EDGES = r"edge.*ind|edge.*list|^edges$|^adj_t$"
+_EDGES = r"edge.*ind|edge.*list|^edges$|^adj_t$|^_?(idx|index)_[ij]$|^senders$|^receivers$"
 # By words in the name, the first that is found: what it usually is, the likeliest first.
 _BY_NAME: tuple[tuple[str, tuple[Want, ...]], ...] = (
     (_EDGES, (Want("ids", (2, "edges"), "nodes"),)),

@@ -22,6 +22,7 @@ __all__ = ["asked_by_condition", "keys_asked_for", "value_of"]
 _CALLS = {"len": len, "tuple": tuple, "list": list, "min": min, "max": max, "sum": sum, "int": int, "all": all}
 _METHODS = ("size", "dim", "numel", "ndimension", "min", "max", "sum", "item")
 _UNKNOWN = object()
+_MOST_PARTS = 16  # of a list
 
 
 def asked_by_condition(place: Place, state: State) -> Iterator[State]:
@@ -69,6 +70,13 @@ def _compared(
             for path in paths if is_number(rank) else ():
                 yield from of_rank(state, path, rank)
         return
+    lists = dict(state.holding("list"))
+    for side, wanted in ((left, other), (right, one)):
+        held = lists.get((ast.unparse(side)[4:-1],)) if ast.unparse(side).startswith("len(") else None
+        if held is not None and held.items and is_number(wanted) and 0 < wanted <= _MOST_PARTS:
+            items = tuple((at, dict(held.items).get(at, held.items[0][1])) for at in range(wanted))
+            yield state.with_want((ast.unparse(side)[4:-1],), replace(held, items=items))
+            return
     if any(ast.unparse(side).startswith("len(") for side in (left, right)) and is_number(one) and is_number(other):
         for path in paths:
             leaf = state.at(path)

@@ -21,7 +21,7 @@ from autoplan.capture.feeding.conditions import asked_by_condition
 from autoplan.capture.feeding.consumers import Demand, demand_of
 from autoplan.capture.feeding.failure import Failure
 from autoplan.capture.feeding.keys import keys
-from autoplan.capture.feeding.messages import sizes_differ, told_by_message
+from autoplan.capture.feeding.messages import sizes_differ, sizes_disagree, told_by_message
 from autoplan.capture.feeding.resize import larger, of_kind, of_rank, resized
 from autoplan.capture.feeding.together import beside, iterated, joined, turned
 from autoplan.capture.feeding.wants import Path, State, Want
@@ -38,7 +38,7 @@ _NONE = re.compile(r"NoneType|None\b")
 
 def told(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[Proposal]:
     """What the failure tells, the most telling first."""
-    first = (_other, iterated, _consumer, beside, _parted, _condition)
+    first = (_other, iterated, _one_each, _of_fewer_dims, _consumer, beside, _parted, _condition)
     for found in (*first, _none, keys, _left_out, _message, _alike, _other_ranks):
         why = f"{type(failure.error).__name__}: {failure.first_line[:120]}"
         for state in found(failure, arguments, model):
@@ -81,6 +81,36 @@ def _other(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> It
                     break
 
 
+def _one_each(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    """A layer got too much by some rows of one length: what was given as sequences of ids may be one id each."""
+    call = failure.watch.failed
+    demand = demand_of(call) if call is not None else None
+    if demand is None or not isinstance(demand.tensor, torch.Tensor):
+        return
+    for dim, size in demand.sizes:
+        more = demand.tensor.shape[dim] - size if -demand.tensor.dim() <= dim < demand.tensor.dim() else 0
+        for path in origin(demand.tensor) if more > 0 else ():
+            leaf = failure.state.at(path)
+            if leaf is not None and leaf.kind == "ids" and len(leaf.shape) == 2:
+                rows = leaf.sizes(failure.state.sizes)[1] - 1
+                if rows and more % rows == 0:
+                    yield failure.state.with_want(path, replace(leaf, shape=leaf.shape[:1]))
+
+
+def _of_fewer_dims(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    """What is added to something of more dims, and does not go with it, is of as many: a time for each state."""
+    call = failure.watch.failed
+    given = list(call.tensors()) if call is not None and sizes_differ(failure) else []
+    ranks = {tensor.dim() for tensor in given}
+    if len(given) != 2 or len(ranks) != 2 or 0 in ranks:
+        return
+    lower = min(given, key=torch.Tensor.dim)
+    for path in origin(lower):
+        leaf = failure.state.at(path)
+        if leaf is not None and leaf.kind == "ids":
+            yield from of_rank(failure.state, path, len(leaf.shape) + max(ranks) - min(ranks))
+
+
 def _as_ids(state: State, path: Path, leaf: Want, demand: Demand) -> Iterator[State]:
     if leaf.kind == "ids" and leaf.below == demand.below and len(leaf.shape) < 3:
         return
@@ -105,6 +135,8 @@ def _sized(state: State, path: Path, demand: Demand) -> Iterator[State]:
             if is_direct(tensor) and tuple(tensor.shape) == leaf.sizes(state.sizes):
                 yield from state.with_dim(path, dim % tensor.dim(), size)
             yield from resized(state, (path,), tensor.shape[dim], size)
+    if is_direct(tensor) and len(leaf.shape) < tensor.dim() in demand.ranks:  # what it met had more dims
+        yield from of_rank(state, path, tensor.dim(), channels)
     if is_direct(tensor) and tuple(tensor.shape) != leaf.sizes(state.sizes):  # reshaped on the way: from fewer dims
         for rank in (len(leaf.shape) - 1, len(leaf.shape) + 1):
             if rank >= 2:
@@ -223,12 +255,12 @@ def _alike(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> It
 
 
 def _other_ranks(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """Sizes that do not go together may have another number of dims."""
-    if sizes_differ(failure):
-        for path in failure.blamed[:4]:
+    """Sizes that do not go together may have another number of dims: one id for each, where a sequence was given."""
+    if sizes_disagree(failure):
+        for path in failure.blamed[: 4 if sizes_differ(failure) else 8]:
             leaf = failure.state.at(path)
             for rank in (len(leaf.shape) - 1, len(leaf.shape) + 1) if leaf is not None else ():
-                yield from itertools.islice(of_rank(failure.state, path, rank) if 1 <= rank < 4 else (), 1)
+                yield from itertools.islice(of_rank(failure.state, path, rank) if 1 <= rank < 4 else (), 2)
 
 
 def _left_out(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:

@@ -54,7 +54,7 @@ def _missing(
 ) -> Iterator[State]:
     state = failure.state
     if not isinstance(key, str | int):
-        yield from _from_table(failure)
+        yield from _from_table(failure, key)
         return
     if arguments.open and isinstance(key, str) and key.isidentifier() and not state.holds(key):
         yield from (state.with_want((key,), want) for want in itertools.islice(_of_key(key, model), _FEW))
@@ -67,15 +67,17 @@ def _missing(
         yield from (state.with_want((*path, key), want) for want in wants)
 
 
-def _from_table(failure: Failure) -> Iterator[State]:
-    """`table[v] for v in names`: the argument is a list of the table's own keys."""
+def _from_table(failure: Failure, key: object) -> Iterator[State]:
+    """`table[v] for v in names`: the argument is a list of the table's own keys, all of them or one."""
+    paths = [path for _, tensor in flatten_tensors(key) for path in origin(tensor)]
     for place in failure.places[-2:]:
         node = place.expression()
         for one in ast.walk(node) if node is not None else ():
             table = value_of(place, one.value) if isinstance(one, ast.Subscript) else None
             if isinstance(table, dict) and table and all(isinstance(key, str) for key in table):
-                for path in failure.blamed or failure.paths:
+                for path in dict.fromkeys(paths):
                     yield failure.state.with_want(path, Want("value", value=tuple(table)))
+                    yield failure.state.with_want(path, Want("value", value=tuple(table)[:1]))
 
 
 def _asked(state: State, path: Path, asked: tuple[str, ...], model: torch.nn.Module) -> Iterator[State]:
