@@ -173,3 +173,21 @@ def test_a_right_plan_is_not_disproven(build: Any) -> None:
     plan = autoplan.plan(model, 2, inputs=inputs)
     assert plan.proof.ok and plan.entries, plan.findings
     assert autoplan.verify(model, plan, inputs=inputs).ok
+
+
+class Renormed(nn.Module):
+    """Its table is changed by looking things up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body = nn.Embedding(10, WIDTH, max_norm=1.0), Around(nn.Identity())
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.body(self.table(ids))
+
+
+def test_a_weight_that_changes_in_place_is_read_on_ranks() -> None:
+    torch.manual_seed(0)
+    model, inputs = Renormed().eval(), {"ids": torch.arange(8).view(2, 4)}
+    report = autoplan.verify(model, autoplan.plan(model, 2, inputs=inputs), inputs=inputs)
+    assert report.forward < 1e-9 and max(report.gradients.values()) < 1e-9

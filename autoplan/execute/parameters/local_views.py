@@ -74,7 +74,7 @@ class _ToLocal(torch.autograd.Function):
         local = parameter._local_tensor
         ctx.spec, ctx.stride = parameter._spec, local.stride()
         ctx.set_materialize_grads(False)
-        return local.view_as(local)
+        return local.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> DTensor | None:
