@@ -47,6 +47,7 @@ from autoplan.values import (
     ParameterRule,
     Runtime,
     Trace,
+    refs,
 )
 from autoplan.values.reasons import (
     AxisWhole,
@@ -192,6 +193,25 @@ def _given(trace: Trace) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def _idle(trace: Trace) -> Iterator[str]:
+    """The outermost modules with parameters that no call ran, and of which none read one."""
+    read = {name for op in trace.ops for t in refs((op.args, op.kwargs)) for name in trace.tensors[t].names}
+    busy = {holder for name in (*read, *(visit.module for visit in trace.visits)) for holder in _holders(name)}
+    held = {name for t in trace.tensors if t.kind == "parameter" for name in t.names}
+    holding = {holder for name in held for holder in _holders(name)} - held
+    for name in trace.module_classes:
+        if name in holding and name not in busy and name.rpartition(".")[0] in busy:
+            yield name
+
+
+def _holders(name: str) -> Iterator[str]:
+    """A name, and the modules that hold what it names."""
+    yield name
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
 def _unsummed(trace: Trace, done: _Round) -> Iterator[str]:
     """Arguments whose gradient nobody asked for: each rank makes a part of it, and no sum stands in the plan."""
     given = [(str(path[0]), t) for visit in trace.visits if visit.module == "" for path, t in visit.inputs]
@@ -272,6 +292,7 @@ def _solution(
         shapes=output_shapes(trace, done.axes),
         given=_given(trace),
         unsummed=tuple(_unsummed(trace, done)) if tp > 1 else (),
+        idle=tuple(_idle(trace)),
     )
     return Solution(
         trace=trace,

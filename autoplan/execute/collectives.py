@@ -46,6 +46,7 @@ __all__ = [
 ]
 
 _FEW_RUNS = 32  # more take an index
+_FEW_OPS = 16  # between a value and what reads it
 _NAMED = torch.ops._c10d_functional
 
 
@@ -228,6 +229,17 @@ def copy_to_ranks(x: torch.Tensor, group: Ranks) -> torch.Tensor:
     """x itself; its gradient is summed over ranks. For a whole value that every rank uses a part of."""
     group = RankGroup.of(group)
     return x if group.size == 1 or not _carries_gradient(x) else _Copy.apply(x, group)
+
+
+def gradient_is_summed(x: torch.Tensor) -> bool:
+    """Was x made of what `copy_to_ranks` gave, by ops that read nothing else?"""
+    node = x.grad_fn
+    for _ in range(_FEW_OPS):
+        if node is None or node.name() in (f"{_Copy.__name__}Backward", f"{_Scale.__name__}Backward"):
+            return node is not None and node.name().startswith(_Copy.__name__)
+        above = [one for one, _ in node.next_functions if one is not None]
+        node = above[0] if len(above) == 1 else None
+    return False
 
 
 def sum_over_ranks(x: torch.Tensor, group: Ranks) -> torch.Tensor:

@@ -54,6 +54,7 @@ def part_for(plan: Plan, model: nn.Module) -> Plan:
             instructions=instructions,
             random=_present(runtime.random, modules),
             random_whole=_present(runtime.random_whole, modules),
+            idle=_present(runtime.idle, modules),
             outputs=(),  # a stage returns something else
             shapes=(),
             unsummed=(),  # what it is given comes from another stage, behind the sums of its first block

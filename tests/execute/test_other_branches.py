@@ -65,11 +65,12 @@ def test_another_branch_is_refused_where_only_numbers_are_rewritten() -> None:
 
 
 class Optional(nn.Module):
-    """With `context` it runs a norm and a layer that ran never, from a list whose others did; or draws."""
+    """With `context` it runs a norm and a layer that never ran, from a list whose others did; or a layer on a value
+    whose gradient ranks sum; or it draws."""
 
-    def __init__(self, draws: bool) -> None:
+    def __init__(self, what: str) -> None:
         super().__init__()
-        self.draws = draws
+        self.what = what
         self.into, self.extra = nn.Linear(16, 16), nn.Linear(16, 16)
         self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(3))
         self.ups = nn.ModuleList(nn.Linear(16, 32) for _ in range(2))
@@ -77,16 +78,19 @@ class Optional(nn.Module):
 
     def forward(self, x: torch.Tensor, context: torch.Tensor | None = None) -> torch.Tensor:
         x = self.into(x)
-        x = x + self.downs[0](self.ups[0](self.norms[0](x)).relu())
-        if context is not None:
-            x = x + (torch.randn_like(x) if self.draws else self.extra(self.norms[2](x)).tanh())
+        normed = self.norms[0](x)
+        x = x + self.downs[0](self.ups[0](normed).relu())
+        if context is not None and self.what == "random numbers":
+            x = x + torch.randn_like(x)
+        elif context is not None:
+            x = x + self.extra(self.norms[2](x) if self.what == "a norm" else normed[:, :, :].tanh()).tanh()
         return x + self.downs[1](self.ups[1](self.norms[1](x)).relu())
 
 
-@pytest.mark.parametrize("draws", [False, True], ids=["layers that never ran", "random numbers"])
-def test_an_argument_that_nobody_saw_may_bring_in(draws: bool) -> None:
+@pytest.mark.parametrize("what", ["a norm", "a reader more", "random numbers"])
+def test_an_argument_that_nobody_saw_may_bring_in(what: str) -> None:
     torch.manual_seed(0)
-    model = Optional(draws).eval()
+    model = Optional(what).eval()
     plan = autoplan.plan(model, 2, inputs={"x": X.float()})
     report = autoplan.verify(model, plan, inputs={"x": X.float(), "context": torch.ones(1)})
     assert report.ok, report.findings

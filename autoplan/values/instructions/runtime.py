@@ -48,6 +48,7 @@ class Runtime:
     shapes: tuple[OutputShape, ...] = ()  # of those that have features
     given: tuple[str, ...] = ()  # the arguments that the model was seen to be given
     unsummed: tuple[str, ...] = ()  # those of whose gradient each rank makes a part that is not summed
+    idle: tuple[str, ...] = ()  # module patterns: they hold weights, and no recorded call ran them
 
     def of(self, kind: type[Kind]) -> tuple[Kind, ...]:
         """The instructions of one kind, or of all kinds that derive from it, in order."""
