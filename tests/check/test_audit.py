@@ -421,6 +421,7 @@ BLIND = {**ATTENTION, **MLP}
 
 def test_exit_codes_of_plans_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """One clear line and exit 2, whatever it is; a plan that shards nothing is read, and said to."""
+    toy = ("audit", "corpus.toys:decoder", "--no-memory", "--plan")
     (tmp_path / "unparsable.json").write_text('{"layers": ')
     (tmp_path / "stops_on_import.py").write_text("raise RuntimeError('no such cluster')")
     (tmp_path / "nothing.yaml").write_text("{}")
@@ -430,19 +431,19 @@ def test_exit_codes_of_plans_that_cannot_be_read(tmp_path: Path, monkeypatch: py
         ("stops_on_import.PLAN", "RuntimeError: no such cluster"),
         ("nowhere.PLAN", "no module 'nowhere'"),
     ):
-        assert exit_code("audit", "corpus.toys:decoder", "--plan", plan) == 2
+        assert exit_code(*toy, plan) == 2
         shown = capsys.readouterr()
         assert said in shown.err and "Traceback" not in shown.err and not shown.out
-    assert exit_code("audit", "corpus.toys:decoder", "--plan", str(tmp_path / "nothing.yaml")) == 0
+    assert exit_code(*toy, str(tmp_path / "nothing.yaml")) == 0
     assert "shards nothing" in capsys.readouterr().out
-    assert exit_code("audit", "corpus.toys:decoder", "--plan", str(tmp_path / "nothing.yaml"), "--fail-on", "warn") == 1
+    assert exit_code(*toy, str(tmp_path / "nothing.yaml"), "--fail-on", "warn") == 1
 
 
 def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     good = ("audit", "corpus.toys:decoder", "--plan", "test_audit:PLAN")
     assert exit_code(*good, "--json") == 0
     assert json.loads(capsys.readouterr().out)["ok"] is True
-    assert exit_code(*good, "--fail-on", "warn") == 1
+    assert exit_code(*good, "--no-memory", "--fail-on", "warn") == 1
     capsys.readouterr()
     assert exit_code("audit", "test_audit:fused", "--plan", "test_audit:BLIND", "--sarif") == 1
     assert json.loads(capsys.readouterr().out)["version"] == "2.1.0"
