@@ -57,7 +57,9 @@ def subject(model_type: str) -> tuple[torch.nn.Module, dict, Plan]:
     return model, feeds, Plan(model=model_type, tp_size=2, runtime=solution.runtime)
 
 
+@cache
 def report_of(model_type: str, fault: Fault | None):
+    """Two tests look at the same reports."""
     model, feeds, plan = subject(model_type)
     if fault is None:
         return check_sharding(model, feeds, sharding_of(plan), 2)
