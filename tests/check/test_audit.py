@@ -11,6 +11,7 @@ import pytest
 import torch
 from corpus.case import Case
 from corpus.toys import ATTENTION, GOOD, MLP, TABLES, Attention, FusedAttention, Mlp, decoder, torch_styles
+from slow_cases import marked
 
 import autoplan
 from autoplan.check.audit.auditor import audit_source, subject_of
@@ -212,13 +213,18 @@ def test_a_suspicion_that_is_exact_is_no_error() -> None:
     assert verdicts(subject, ()) == dict.fromkeys(subject.plan.raw, "same")
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "mixtral", "deepseek_v3", "phi3"])
+@pytest.mark.parametrize(
+    "model_type", marked(["llama", "qwen3", "mixtral", "deepseek_v3", "phi3"], long=["deepseek_v3"])
+)
 def test_exact_shipped_plans_have_no_error(model_type: str) -> None:
     report = autoplan.audit(model_type, "hf", 2)
     assert report.ok and report.details["outcome"] == "exact", report
 
 
-@pytest.mark.parametrize(("model_type", "where"), [("apertus", "alpha"), ("inkling2_text", "experts")])
+@pytest.mark.parametrize(
+    ("model_type", "where"),
+    marked([("apertus", "alpha"), ("inkling2_text", "experts")], long=[("inkling2_text", "experts")]),
+)
 def test_wrong_shipped_plans_are_proven(model_type: str, where: str) -> None:
     report = autoplan.audit(model_type, "hf", 2)
     errors = [finding for finding in report.findings if finding.level == "error"]

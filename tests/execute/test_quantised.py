@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from packing import random_parts
 from quantised_models import METHODS, MODELS, adapted, built, checkpoint, random_state, saved, tiny, weights_of
 from safetensors.torch import load_file, save_file
+from slow_cases import marked
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoplan
@@ -293,8 +295,10 @@ LOADED = ["fp8 blocks", "awq", "gptq", "gptq act order", "ct packed, zero points
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("name", ["fp8 blocks", "awq", "ct packed"])
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(
+    ("tp", "name"),
+    marked(product((2, 4), ("fp8 blocks", "awq", "ct packed")), long=[(4, "ct packed")], slow=[(4, "fp8 blocks")]),
+)
 def test_a_plain_model_is_filled_from_a_quantised_checkpoint(kind: str, name: str, tp: int, tmp_path: Path) -> None:
     config = MODELS[kind](METHODS[name])
     made = autoplan.plan(config, tp_size=tp, prove="none")

@@ -27,7 +27,8 @@ def _llama(**sizes: Any) -> LlamaConfig:
 
 @pytest.fixture(scope="module")
 def chosen() -> Choice:
-    return choose(_llama(num_attention_heads=2, num_key_value_heads=2), gpus=4, memory="2.5GB", sequence=511, global_batch=32)  # odd: not cut along
+    two_heads = _llama(num_attention_heads=2, num_key_value_heads=2)
+    return choose(two_heads, gpus=4, memory="2.5GB", sequence=511, global_batch=32)  # odd: not cut along
 
 
 def test_rows_that_fit_come_first_and_the_fastest_before_others(chosen: Choice) -> None:

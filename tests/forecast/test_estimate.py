@@ -61,12 +61,19 @@ def adapted(config: Any) -> nn.Module:
     [
         (LLAMA, {"tp": 4}, {}),
         (LLAMA, {"dp_shard": 4, "tp": 4}, {"activation_checkpointing": True}),
-        (LLAMA, {"dp_shard": 8, "tp": 2}, {"activation_checkpointing": "selective"}),
+        pytest.param(
+            LLAMA, {"dp_shard": 8, "tp": 2}, {"activation_checkpointing": "selective"}, marks=pytest.mark.long
+        ),
         pytest.param(
             MIXTRAL, {"dp_shard": 4, "tp": 4}, {"activation_checkpointing": "submodule"}, marks=pytest.mark.slow
         ),
         pytest.param(T5, {"dp_shard": 2, "tp": 2}, {}, marks=pytest.mark.slow),
-        (adapted(MIXTRAL), {"dp_shard": 4, "tp": 4}, {"activation_checkpointing": "submodule"}),
+        pytest.param(
+            adapted(MIXTRAL),
+            {"dp_shard": 4, "tp": 4},
+            {"activation_checkpointing": "submodule"},
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["llama tp", "llama blocks again", "llama selective", "mixtral submodules", "t5", "mixtral adapters"],
 )
