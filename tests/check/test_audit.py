@@ -214,7 +214,7 @@ def test_a_suspicion_that_is_exact_is_no_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type", marked(["llama", "qwen3", "mixtral", "deepseek_v3", "phi3"], long=["deepseek_v3"])
+    "model_type", marked(["llama", "qwen3", "mixtral", "deepseek_v3", "phi3"], long=["deepseek_v3"], slow=["qwen3"])
 )
 def test_exact_shipped_plans_have_no_error(model_type: str) -> None:
     report = autoplan.audit(model_type, "hf", 2)

@@ -90,7 +90,7 @@ def built(kind: str) -> Gpt:
     return Gpt(KINDS[kind]).double()
 
 
-@pytest.mark.parametrize("kind", marked(KINDS, slow=["SimpleNamespace", "argparse"]))
+@pytest.mark.parametrize("kind", marked(KINDS, slow=["dict", "SimpleNamespace", "argparse"]))
 def test_settings_of_ones_own_are_no_transformers_config(kind: str) -> None:
     whole = built(kind)
     plan = autoplan.plan(whole, 2)

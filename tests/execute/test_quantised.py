@@ -292,6 +292,12 @@ def test_packed_numbers_whose_scales_are_absent(tmp_path: Path) -> None:
 
 
 LOADED = ["fp8 blocks", "awq", "gptq", "gptq act order", "ct packed, zero points", "ct fp8 channel"]
+RUN = [
+    *(("dense", name) for name in LOADED),
+    ("experts", "fp8 blocks"),
+    ("latent", "fp8 blocks"),
+    ("experts", "fp8 rows"),
+]
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -316,8 +322,7 @@ def test_a_plain_model_is_filled_from_a_quantised_checkpoint(kind: str, name: st
     run_ranks(rank_body, tp)
 
 
-@pytest.mark.parametrize(("kind", "name"), [*(("dense", name) for name in LOADED), ("experts", "fp8 blocks"),
-                                            ("latent", "fp8 blocks"), ("experts", "fp8 rows")])  # fmt: skip
+@pytest.mark.parametrize(("kind", "name"), marked(RUN, slow=[("dense", "gptq"), ("experts", "fp8 rows")]))
 def test_a_packed_model_runs_sharded(kind: str, name: str, tmp_path: Path) -> None:
     """Every rank holds its packed pieces, computes what the whole computes, and saves what it loaded."""
     config = MODELS[kind](METHODS[name])
