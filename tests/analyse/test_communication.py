@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from slow_cases import marked
 
 import autoplan
 from autoplan.hf.source import resolve
@@ -45,10 +46,10 @@ def test_attention_and_mlp_beside_each_other_pay_together(model_type):
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_moe", pytest.param("llama4_text", marks=pytest.mark.slow)])
-def test_one_sum_is_exact(model_type):
-    for how in ({"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True}, {"tp_size": 4}):
-        report = autoplan.verify(model_type, checks=("forward", "second_shape"), **how)
-        assert report.ok, report
+@pytest.mark.parametrize(("tp", "cut"), [(2, False), (2, True), pytest.param(4, False, marks=pytest.mark.slow)])
+def test_one_sum_is_exact(model_type, tp, cut):
+    report = autoplan.verify(model_type, tp_size=tp, sequence_parallel=cut, checks=("forward", "second_shape"))
+    assert report.ok, report
 
 
 # ------------------------------------------------------------------------------------------------ the figures
@@ -62,7 +63,7 @@ def _scored(model_type, **how):
     return report.details["communication"]
 
 
-@pytest.mark.parametrize("model_type", LLAMA_LIKE)
+@pytest.mark.parametrize("model_type", marked(LLAMA_LIKE, slow=["mistral", "qwen2"]))
 @pytest.mark.parametrize("cut", [False, True])
 def test_a_llama_like_block_moves_what_its_split_needs_and_no_more(model_type, cut):
     """Two sums each way; along the sequence the same bytes as two gathers and two reduce-scatters."""
@@ -74,7 +75,7 @@ def test_a_llama_like_block_moves_what_its_split_needs_and_no_more(model_type, c
             assert {kind: number for kind, (number, _) in moved.items()} == wanted
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "gpt_neox", "mamba2", "falcon_h1"])
+@pytest.mark.parametrize("model_type", marked(["deepseek_v3", "gpt_neox", "mamba2", "falcon_h1"], long=["falcon_h1"]))
 def test_what_was_planned_is_what_runs(model_type):
     plan = autoplan.plan(resolve(model_type).tiny(dtype=torch.float64), 2, prove="none")
     measured = {one.block: one for one in _scored(model_type)}

@@ -6,10 +6,12 @@ import copy
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from slow_cases import marked
 
 from autoplan.check.verify.clone import Clone, clone_of
 from autoplan.check.verify.verify import verify_clone
@@ -50,11 +52,10 @@ def _in_single_precision(value: Any) -> Any:
 
 def implementations(types: Iterable[str]) -> list[Any]:
     """Every implementation of experts for each type; of two types all are quick tests, of others one or none."""
-    return [
-        pytest.param(name, how, marks=() if name in QUICK or (how == "eager" and name != "jamba") else pytest.mark.slow)
-        for name in types
-        for how in ("eager", "batched_mm", "grouped_mm")
-    ]
+    cases = list(product(types, ("eager", "batched_mm", "grouped_mm")))
+    long = [("llama4_text", "eager")]
+    slow = [(name, how) for name, how in cases if name not in QUICK and (how != "eager" or name == "jamba")]
+    return marked(cases, long=long, slow=slow)
 
 
 @pytest.mark.parametrize(("model_type", "implementation"), implementations(TYPES))

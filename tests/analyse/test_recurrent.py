@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from slow_cases import slow_but
+from slow_cases import marked
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -60,8 +61,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("tp", [2, 5])
-@pytest.mark.parametrize("name", slow_but(MODELS, "LSTM", "GRU cell"))
+QUICK = [("LSTM", 2), ("LSTM", 5), ("GRU cell", 2)]
+CASES = list(product(MODELS, (2, 5)))
+
+
+@pytest.mark.parametrize(("name", "tp"), marked(CASES, slow=[case for case in CASES if case not in QUICK]))
 def test_rows_in_shards_are_exact(name: str, tp: int) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()

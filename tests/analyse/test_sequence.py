@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from slow_cases import slow_but
+from slow_cases import marked
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoplan
@@ -17,7 +17,12 @@ from autoplan.values import AllGatherSequenceSumGradient, Boundary, NoteShard, R
 
 
 @pytest.mark.parametrize(
-    "model_type", slow_but(["llama", "gpt2", "falcon", "gemma2", "mixtral", "mamba2"], "llama", "falcon", "mamba2")
+    "model_type",
+    marked(
+        ["llama", "gpt2", "falcon", "gemma2", "mixtral", "mamba2"],
+        long=["mamba2"],
+        slow=["gpt2", "falcon", "gemma2", "mixtral"],
+    ),
 )
 def test_the_cut_stream_gives_the_same_numbers(model_type):
     report = autoplan.verify(
@@ -31,13 +36,14 @@ def test_the_cut_stream_gives_the_same_numbers(model_type):
     "model_type",
     [
         "bart",  # two runs of the model go through one stack, each with a sequence of its own
-        "zamba2",  # a whole value is sharded at several boundaries
+        pytest.param("zamba2", marks=pytest.mark.long),  # a whole value is sharded at several boundaries
         "rwkv",  # a gather outside makes those inside needless
         "nanochat",  # a norm that runs before the blocks and after them: gathered elsewhere
         "llama4_text",  # a sum that is written in place
         "cpmant",  # prompts and text one after the other
-        "prophetnet",  # several streams one after the other
-        "deepseek_v4",  # what meets the stream was made in the block from what a module returns
+        pytest.param("prophetnet", marks=pytest.mark.long),  # several streams one after the other
+        # what meets the stream was made in the block from what a module returns
+        pytest.param("deepseek_v4", marks=pytest.mark.long),
         "inkling2_text",  # a value made for every position alike, and an empty one next to the stream
         "xlm",  # no block module; a norm's output is changed in place
     ],

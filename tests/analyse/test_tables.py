@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
+from slow_cases import marked
 from torch import nn
 
 import autoplan
@@ -60,8 +63,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("tp", [2, 3])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "tp"), marked(product(CASES, (2, 3)), slow=[("max", 3), ("weighted", 3), ("ids that are made", 3)])
+)
 def test_columns_are_cut_and_gathered(name: str, tp: int) -> None:
     torch.manual_seed(0)
     build, inputs, tables = CASES[name]

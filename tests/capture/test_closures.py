@@ -11,10 +11,12 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from slow_cases import marked
 from torch import nn
 from torch.nn import functional as F
 
@@ -272,10 +274,15 @@ def cuts(plan: autoplan.Plan) -> dict[str, Any]:
     return {entry.pattern.rpartition(".")[2]: (entry.style, entry.segments) for entry in plan.entries}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@cache
+def plain_cuts() -> dict[str, Any]:
+    return cuts(autoplan.plan(Plain(), 2, inputs=ids(), prove="none"))
+
+
+@pytest.mark.parametrize("way", marked(WAYS, slow=[InList, InDataclass, InMethodOfHelper, InPartialOfLambda]))
 def test_every_way_to_a_weight_is_planned_like_the_plain_one(way: type[Plain]) -> None:
     torch.manual_seed(0)
-    plain = cuts(autoplan.plan(Plain(), 2, inputs=ids(), prove="none"))
+    plain = plain_cuts()
     model = way()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     plan = autoplan.plan(model, 2, inputs=ids())

@@ -11,6 +11,7 @@ import pytest
 import torch
 from corpus.case import Case
 from corpus.toys import ATTENTION, GOOD, MLP, TABLES, Attention, FusedAttention, Mlp, decoder, torch_styles
+from slow_cases import marked
 
 import autoplan
 from autoplan.check.audit.auditor import audit_source, subject_of
@@ -212,13 +213,18 @@ def test_a_suspicion_that_is_exact_is_no_error() -> None:
     assert verdicts(subject, ()) == dict.fromkeys(subject.plan.raw, "same")
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "mixtral", "deepseek_v3", "phi3"])
+@pytest.mark.parametrize(
+    "model_type", marked(["llama", "qwen3", "mixtral", "deepseek_v3", "phi3"], long=["deepseek_v3"], slow=["qwen3"])
+)
 def test_exact_shipped_plans_have_no_error(model_type: str) -> None:
     report = autoplan.audit(model_type, "hf", 2)
     assert report.ok and report.details["outcome"] == "exact", report
 
 
-@pytest.mark.parametrize(("model_type", "where"), [("apertus", "alpha"), ("inkling2_text", "experts")])
+@pytest.mark.parametrize(
+    ("model_type", "where"),
+    marked([("apertus", "alpha"), ("inkling2_text", "experts")], long=[("inkling2_text", "experts")]),
+)
 def test_wrong_shipped_plans_are_proven(model_type: str, where: str) -> None:
     report = autoplan.audit(model_type, "hf", 2)
     errors = [finding for finding in report.findings if finding.level == "error"]
@@ -421,6 +427,7 @@ BLIND = {**ATTENTION, **MLP}
 
 def test_exit_codes_of_plans_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """One clear line and exit 2, whatever it is; a plan that shards nothing is read, and said to."""
+    toy = ("audit", "corpus.toys:decoder", "--no-memory", "--plan")
     (tmp_path / "unparsable.json").write_text('{"layers": ')
     (tmp_path / "stops_on_import.py").write_text("raise RuntimeError('no such cluster')")
     (tmp_path / "nothing.yaml").write_text("{}")
@@ -430,19 +437,19 @@ def test_exit_codes_of_plans_that_cannot_be_read(tmp_path: Path, monkeypatch: py
         ("stops_on_import.PLAN", "RuntimeError: no such cluster"),
         ("nowhere.PLAN", "no module 'nowhere'"),
     ):
-        assert exit_code("audit", "corpus.toys:decoder", "--plan", plan) == 2
+        assert exit_code(*toy, plan) == 2
         shown = capsys.readouterr()
         assert said in shown.err and "Traceback" not in shown.err and not shown.out
-    assert exit_code("audit", "corpus.toys:decoder", "--plan", str(tmp_path / "nothing.yaml")) == 0
+    assert exit_code(*toy, str(tmp_path / "nothing.yaml")) == 0
     assert "shards nothing" in capsys.readouterr().out
-    assert exit_code("audit", "corpus.toys:decoder", "--plan", str(tmp_path / "nothing.yaml"), "--fail-on", "warn") == 1
+    assert exit_code(*toy, str(tmp_path / "nothing.yaml"), "--fail-on", "warn") == 1
 
 
 def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     good = ("audit", "corpus.toys:decoder", "--plan", "test_audit:PLAN")
     assert exit_code(*good, "--json") == 0
     assert json.loads(capsys.readouterr().out)["ok"] is True
-    assert exit_code(*good, "--fail-on", "warn") == 1
+    assert exit_code(*good, "--no-memory", "--fail-on", "warn") == 1
     capsys.readouterr()
     assert exit_code("audit", "test_audit:fused", "--plan", "test_audit:BLIND", "--sarif") == 1
     assert json.loads(capsys.readouterr().out)["version"] == "2.1.0"

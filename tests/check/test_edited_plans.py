@@ -12,6 +12,7 @@ import torch
 from interrupts import fake_world
 from mesh_toys import mesh_of
 from plan_mutants import SUBJECTS, outcome_of, subject, try_mutants
+from slow_cases import marked
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -92,7 +93,10 @@ def refusal(data: dict[str, Any], model: nn.Module) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", EDITS)
+VARIANTS = ["a sum twice", "a mean for a sum", "a sum of one block", "an entry lost", "no content"]  # of other edits
+
+
+@pytest.mark.parametrize("name", marked(EDITS, slow=VARIANTS))
 def test_an_edited_plan_is_refused(name: str) -> None:
     made = subject("llama")
     data = copy.deepcopy(made.data)

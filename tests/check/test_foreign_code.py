@@ -89,9 +89,9 @@ class MakesAnother(nn.Module):
 
 FUSED = [
     {},
-    {"add_bias_kv": True},
+    pytest.param({"add_bias_kv": True}, marks=pytest.mark.slow),
     {"add_zero_attn": True},
-    {"kdim": 8, "vdim": 12},
+    pytest.param({"kdim": 8, "vdim": 12}, marks=pytest.mark.slow),
     {"kdim": 8, "vdim": 12, "add_bias_kv": True, "add_zero_attn": True, "bias": False},
 ]
 
@@ -129,7 +129,10 @@ class Trained(Transformer):
         return self.run(tokens, start_pos)
 
 
-@pytest.mark.parametrize(("build", "form"), [(Transformer, "absorb"), (Trained, "absorb"), (Trained, "naive")])
+@pytest.mark.parametrize(
+    ("build", "form"),
+    [(Transformer, "absorb"), pytest.param(Trained, "absorb", marks=pytest.mark.long), (Trained, "naive")],
+)
 def test_reference_deepseek_is_proven(build: type[Transformer], form: Any) -> None:
     """Under inference mode as published, and with gradients; caches are written in place."""
     plan = autoplan.plan(

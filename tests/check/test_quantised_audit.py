@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slow_cases import marked
 from transformers import AutoConfig
 
 import autoplan
@@ -29,7 +30,7 @@ def config(name: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize(("name", "tp", "legal", "numbers", "proof"), CASES)
+@pytest.mark.parametrize(("name", "tp", "legal", "numbers", "proof"), marked(CASES, slow=CASES[1:3]))
 def test_published_cases(name: str, tp: int, legal: int, numbers: str, proof: str) -> None:
     report = audit_source(resolve(config(name)), "hf", tp, run=False)
     found = [finding for finding in report.findings if finding.check == "quantised"]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slow_cases import marked
 
 from autoplan.check.ranks.common import RankLost, RankNotStarted
 from autoplan.check.ranks.run import run_processes
@@ -169,7 +170,7 @@ NUMBERS = {"--tp", "--ep", "--jobs", "--tokens", "--timeout", "--seq"}
 CHOICES = {"--prove", "--engine", "--to", "--fail-on", "--checks", "--checkpointing"}
 
 
-@pytest.mark.parametrize("value", ODD)
+@pytest.mark.parametrize("value", marked(ODD, slow=[" ", "x", "٣", "a=b", "[]"]))
 def test_wrong_values_of_options_exit_2_with_one_message(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Numbers and choices are refused by every command, whatever else it lacks."""
     tried = 0

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from mesh_toys import mesh_of
+from slow_cases import marked
 from torch import nn
 from torch.nn import functional as F
 
@@ -89,7 +90,7 @@ def built(kind: str) -> Gpt:
     return Gpt(KINDS[kind]).double()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", marked(KINDS, slow=["dict", "SimpleNamespace", "argparse"]))
 def test_settings_of_ones_own_are_no_transformers_config(kind: str) -> None:
     whole = built(kind)
     plan = autoplan.plan(whole, 2)

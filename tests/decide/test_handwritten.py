@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from lookalikes import load
-from slow_cases import slow_but
+from slow_cases import marked
 from torch import nn
 
 import autoplan
@@ -26,6 +26,8 @@ PLANS = {plan.id: plan for plan in load_plans()}
 
 
 QUICK = ("llama", "gemma3", "falcon-h1", "phi3", "baichuan", "qwen3-sequence-classification", "gemma4-multimodal")
+LARGE = ("falcon-h1", "gemma4-multimodal")  # seconds each: that they are exact on ranks, `make test` shows
+SLOW = [name for name in PLANS if name not in QUICK]
 
 
 @cache
@@ -66,7 +68,7 @@ def cuts(plan: autoplan.Plan) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------ every file
 
 
-@pytest.mark.parametrize("name", slow_but(PLANS, *QUICK))
+@pytest.mark.parametrize("name", marked(PLANS, long=LARGE, slow=SLOW))
 def test_audit_against_inference(name: str) -> None:
     """Same cuts as inference, or the file says how they differ; every key means something."""
     inferred = autoplan.plan(model_of(name), 2, source="inferred", prove="none")
@@ -81,7 +83,7 @@ def test_audit_against_inference(name: str) -> None:
         assert style == "replicate" or any(matches(pattern, entry) or pattern == entry for entry in written), pattern
 
 
-@pytest.mark.parametrize("name", slow_but(PLANS, *QUICK))
+@pytest.mark.parametrize("name", marked(PLANS, slow=SLOW))
 def test_exact_on_ranks(name: str) -> None:
     """Each plan runs on two simulated ranks and equals the unsharded model, forward and every gradient."""
     check_on_ranks(model_of(name), made_of(name))
@@ -96,7 +98,7 @@ def check_on_ranks(model: Any, plan: autoplan.Plan) -> None:
     assert max(report.gradients.values()) < 1e-5
 
 
-@pytest.mark.parametrize("name", slow_but(PLANS, *QUICK))
+@pytest.mark.parametrize("name", marked(PLANS, long=LARGE, slow=[*SLOW, "gemma3", "phi3"]))
 def test_sequence_parallel_variant(name: str) -> None:
     """A variant is what analysis places under sequence parallelism and runs, or the file says why there is none."""
     variant = PLANS[name].sequence_parallel
@@ -213,8 +215,14 @@ def grouped_llama(heads: int, groups: int, tp: int) -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-@pytest.mark.parametrize(("heads", "groups", "tp"), GROUPED)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "groups", "tp", "sequence_parallel"),
+    [
+        pytest.param(*sizes, along, marks=pytest.mark.slow if along != (n % 2 == 0) else ())
+        for n, sizes in enumerate(GROUPED)
+        for along in (False, True)
+    ],
+)
 def test_analysis_stands_in_for_a_plan_that_does_not_fit(
     heads: int, groups: int, tp: int, sequence_parallel: bool
 ) -> None:

@@ -15,6 +15,7 @@ import torch
 import yaml
 from host_rules import deepspeed_kinds, vllm_styles
 from host_runs import Job, Outcome, run_jobs
+from slow_cases import marked
 
 import autoplan
 from autoplan.common.patterns import matches
@@ -113,7 +114,7 @@ def test_the_runner_notices_a_wrong_dict() -> None:
 # ------------------------------------------------------------------------------------------------ what is written
 
 
-@pytest.mark.parametrize("model", HF_MODELS)
+@pytest.mark.parametrize("model", marked(HF_MODELS, long=["gemma3n_text"]))
 def test_no_half_pair_is_written(model: str) -> None:
     """A layer that counts on a partner is written with all of its part; one that gathers counts on nobody."""
     written = to_hf(plan_of(model), drop=True)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from mesh_toys import clone, mesh_of, model_of, plan_of
+from slow_cases import marked
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -68,8 +69,12 @@ def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 
 
 # gpt2: q, k, v packed in one matrix; falcon: one key and value head that both ranks hold
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-@pytest.mark.parametrize("kind", ["gpt2", "falcon"])
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    marked(
+        [("gpt2", 2, 1), ("gpt2", 1, 2), ("falcon", 2, 1), ("falcon", 1, 2)], slow=[("gpt2", 2, 1), ("falcon", 1, 2)]
+    ),
+)
 def test_a_run_resumed_at_another_tp_size_equals_the_uninterrupted_one(
     kind: str, before: int, after: int, tmp_path: Path
 ) -> None:

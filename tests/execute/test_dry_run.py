@@ -42,7 +42,9 @@ def _local(tensor: Any) -> torch.Tensor:
     [
         ({"tp": 8}, {}),
         ({"dp_shard": 64, "tp": 8}, {"activation_checkpointing": "selective"}),
-        ({"dp_replicate": 2, "dp_shard": 4, "tp": 8}, {"activation_checkpointing": True}),
+        pytest.param(
+            {"dp_replicate": 2, "dp_shard": 4, "tp": 8}, {"activation_checkpointing": True}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_forward_backward_and_step_run_without_storage(dims: dict[str, int], options: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from experts_toys import Adding, Sorted, Stacked, with_listed, with_stacks
 from safetensors.torch import save_file
-from slow_cases import slow_but
+from slow_cases import marked, slow_but
 from test_experts import TYPES, computing_with, implementations
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -110,7 +110,7 @@ def test_training_on_a_mesh(mesh: str) -> None:
 # ------------------------------------------------------------------------------------------------ by structure alone
 
 
-@pytest.mark.parametrize("experts", [Stacked, Sorted])
+@pytest.mark.parametrize("experts", marked([Stacked, Sorted], long=[Stacked]))
 def test_a_model_of_nobodys(experts: type[nn.Module]) -> None:
     model, inputs = with_stacks(experts)
     plan = autoplan.plan(model, tp_size=2, ep_size=2, inputs=inputs)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from experts_toys import Stacked, with_stacks
 from mesh_toys import mesh_of
+from slow_cases import marked
 from torch.distributed.tensor import DTensor
 
 import autoplan
@@ -25,7 +26,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", marked(CASES, long=["experts cut inside, along the same dim"], slow=["replicas"]))
 def test_every_rank_holds_its_part_and_training_is_exact(name: str, tmp_path: Path) -> None:
     sizes, ep, experts = CASES[name]
     model, inputs = with_stacks(Stacked, experts=experts)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from mesh_toys import WIDTH, Block, Deep, clone, deep, ids, layers_only, mesh_of, model_of, plan_of
+from slow_cases import marked
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -35,7 +36,7 @@ def assert_trains_exactly(kind: str, mesh: str, **how: Any) -> None:
     assert done == ("training", "training with checkpointing")
 
 
-@pytest.mark.parametrize("kind", [*FAMILIES, *(pytest.param(k, marks=pytest.mark.slow) for k in SLOW_FAMILIES)])
+@pytest.mark.parametrize("kind", marked((*FAMILIES, *SLOW_FAMILIES), long=["gpt2"], slow=SLOW_FAMILIES))
 def test_training_on_a_2x2_mesh_equals_one_device(kind: str) -> None:
     assert_trains_exactly(kind, "dp=2,tp=2")
 

@@ -59,8 +59,17 @@ def test_torchs_own_norm_counts_shared_rows_once() -> None:
     torch.testing.assert_close(run_ranks(rank_body, 2)[0], expected)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "falcon"])
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}])
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        *((kind, sizes) for kind in ("gpt2", "falcon") for sizes in ({"tp": 2}, {"dp": 2})),
+        *(
+            pytest.param(kind, sizes, marks=marks)
+            for kind, marks in (("gpt2", ()), ("falcon", pytest.mark.slow))
+            for sizes in ({"dp": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2})
+        ),
+    ],
+)
 def test_clipping_on_any_mesh_equals_one_device(kind: str, sizes: dict[str, int]) -> None:
     feeds = clone(kind).feeds
     inputs_ = next(iter(feeds.values()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from interrupted_models import HOW, apply_to, build_of, mesh_for, whole
 from interrupts import Snapshot, choose_events, fake_world, interrupted_everywhere
 from mesh_toys import WIDTH, deep
+from slow_cases import marked
 from torch import nn
 
 import autoplan
@@ -39,8 +41,11 @@ def tried(kind: str, how: str, choose: Callable[[list[Any]], list[int]]) -> int:
     return events
 
 
-@pytest.mark.parametrize("share", [50, pytest.param(6, marks=pytest.mark.long)])  # a process is forked at each
-@pytest.mark.parametrize("how", HOW)
+# A process is forked at each. The last way has in it what the others have, which are tried at more lines beside it.
+@pytest.mark.parametrize(
+    ("how", "share"),
+    marked(product(HOW, (50, 6)), long=[(how, 6) for how in HOW], slow=[(how, 50) for how in HOW[:-1]]),
+)
 def test_a_dense_model_is_whole_or_as_it_was(how: str, share: int) -> None:
     assert tried("small", how, of_each_line(how, share)) > 700 // share
 

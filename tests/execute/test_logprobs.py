@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import marked
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -80,7 +81,7 @@ def compare(
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-@pytest.mark.parametrize(("vocabulary", "tp"), SIZES)
+@pytest.mark.parametrize(("vocabulary", "tp"), marked(SIZES, slow=[(11, 4)]))
 def test_what_a_sampler_leaves_out(vocabulary: int, tp: int, filters: dict[str, Any]) -> None:
     logits, ids = random(2, 6, vocabulary), ids_of(vocabulary, 2, 6)
     for chunk_tokens in (None, 4):
@@ -190,8 +191,17 @@ def test_the_largest_and_given_logits(vocabulary: int, tp: int) -> None:
 
 
 @pytest.mark.parametrize("filters", [{}, {"temperature": 0.8, "top_k": 5, "top_p": 0.9}], ids=str)
-@pytest.mark.parametrize("change", [None, lambda x: 3 * torch.tanh(x / 3)], ids=["as it is", "capped"])
-@pytest.mark.parametrize(("vocabulary", "tp"), SIZES)
+@pytest.mark.parametrize(
+    ("vocabulary", "tp", "change"),
+    [
+        pytest.param(*sizes, change, id=f"{sizes[0]}-{sizes[1]}-{name}", marks=marks)
+        for sizes in SIZES
+        for name, change, marks in (
+            ("as it is", None, pytest.mark.slow if sizes in ((11, 4), (3, 4)) else ()),
+            ("capped", lambda x: 3 * torch.tanh(x / 3), pytest.mark.slow if sizes == (9, 4) else ()),
+        )
+    ],
+)
 def test_from_hidden_states(vocabulary: int, tp: int, change: Any, filters: dict[str, Any]) -> None:
     """Logits, and gradients of states, weight and bias, with chunks that do not divide the tokens."""
     if filters.get("top_k", 0) > vocabulary:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from slow_cases import marked
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -369,7 +370,10 @@ def test_what_changes_logits_in_place_is_refused() -> None:
             change(logits)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "t5", "mbart:MBartForConditionalGeneration"])
+MBART = "mbart:MBartForConditionalGeneration"
+
+
+@pytest.mark.parametrize("model_type", marked(["llama", "gemma2", "t5", MBART], slow=[MBART]))
 def test_transformers_losses_gather_nothing(model_type: str) -> None:
     report = autoplan.verify(model_type, tp_size=2, checks=["forward", "loss"])
     assert report.ok and "loss" in report.details["checked"]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from mesh_toys import mesh_of
+from slow_cases import marked
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -59,8 +61,15 @@ def adapted(**options: object) -> nn.Module:
     return get_peft_model(plain(), LoraConfig(task_type="CAUSAL_LM", **options))
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("case", CASES)
+# `make test` tries each kind of adapter in one of the two ways: plain LoRA whole, the others along the sequence.
+@pytest.mark.parametrize(
+    ("case", "sequence_parallel"),
+    marked(
+        product(CASES, (False, True)),
+        long=[("dora", False), ("biases", False), ("lora", True)],
+        slow=[("head and table trained", False), ("table adapted", False)],
+    ),
+)
 def test_exact_and_nothing_of_the_model_is_touched(case: str, sequence_parallel: bool) -> None:
     model = adapted(**CASES[case])
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}

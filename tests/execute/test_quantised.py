@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from packing import random_parts
 from quantised_models import METHODS, MODELS, adapted, built, checkpoint, random_state, saved, tiny, weights_of
 from safetensors.torch import load_file, save_file
+from slow_cases import marked
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoplan
@@ -290,11 +292,19 @@ def test_packed_numbers_whose_scales_are_absent(tmp_path: Path) -> None:
 
 
 LOADED = ["fp8 blocks", "awq", "gptq", "gptq act order", "ct packed, zero points", "ct fp8 channel"]
+RUN = [
+    *(("dense", name) for name in LOADED),
+    ("experts", "fp8 blocks"),
+    ("latent", "fp8 blocks"),
+    ("experts", "fp8 rows"),
+]
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("name", ["fp8 blocks", "awq", "ct packed"])
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(
+    ("tp", "name"),
+    marked(product((2, 4), ("fp8 blocks", "awq", "ct packed")), long=[(4, "ct packed")], slow=[(4, "fp8 blocks")]),
+)
 def test_a_plain_model_is_filled_from_a_quantised_checkpoint(kind: str, name: str, tp: int, tmp_path: Path) -> None:
     config = MODELS[kind](METHODS[name])
     made = autoplan.plan(config, tp_size=tp, prove="none")
@@ -312,8 +322,7 @@ def test_a_plain_model_is_filled_from_a_quantised_checkpoint(kind: str, name: st
     run_ranks(rank_body, tp)
 
 
-@pytest.mark.parametrize(("kind", "name"), [*(("dense", name) for name in LOADED), ("experts", "fp8 blocks"),
-                                            ("latent", "fp8 blocks"), ("experts", "fp8 rows")])  # fmt: skip
+@pytest.mark.parametrize(("kind", "name"), marked(RUN, slow=[("dense", "gptq"), ("experts", "fp8 rows")]))
 def test_a_packed_model_runs_sharded(kind: str, name: str, tmp_path: Path) -> None:
     """Every rank holds its packed pieces, computes what the whole computes, and saves what it loaded."""
     config = MODELS[kind](METHODS[name])

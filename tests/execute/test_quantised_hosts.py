@@ -13,6 +13,7 @@ import torch
 from quantised_models import METHODS, built, compressed, random_state, tiny, torchao
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from slow_cases import marked
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -286,7 +287,7 @@ def test_compressed_tensors(format: str) -> None:
 
 
 @needs("peft")
-@pytest.mark.parametrize("name", ["awq", "gptq", "fp8 blocks", "ct packed"])
+@pytest.mark.parametrize("name", marked(["awq", "gptq", "fp8 blocks", "ct packed"], slow=["gptq", "ct packed"]))
 def test_lora_on_a_packed_base(name: str, tmp_path: Path) -> None:
     """peft's own modules: the base packed and frozen, A and B plain, their gradients those of the unsharded model."""
     from peft import LoraConfig

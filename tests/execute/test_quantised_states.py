@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from quantised_models import METHODS, MODELS, adapted, built, checkpoint, random_state, tiny
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from slow_cases import marked
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -37,9 +38,16 @@ def _mesh(tp: int) -> Any:
     return init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 1)])
 @pytest.mark.parametrize(
-    "name", ["fp8 blocks", "bnb nf4", pytest.param("awq", marks=pytest.mark.slow), "ct packed act order"]
+    ("name", "before", "after"),
+    marked(
+        [
+            (name, *sizes)
+            for name in ("fp8 blocks", "bnb nf4", "awq", "ct packed act order")
+            for sizes in ((2, 4), (4, 1))
+        ],
+        slow=[("bnb nf4", 2, 4), ("fp8 blocks", 4, 1), ("ct packed act order", 2, 4), ("awq", 2, 4), ("awq", 4, 1)],
+    ),
 )
 def test_adapters_go_on_at_another_size(name: str, before: int, after: int, tmp_path: Path) -> None:
     """Two steps, a distributed checkpoint, two more at another size: the steps of one device."""
@@ -100,7 +108,13 @@ def test_adapters_go_on_at_another_size(name: str, before: int, after: int, tmp_
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("dense", "bnb nf4 double"), ("experts", "awq"), ("experts", "fp4 experts"), ("fused", "gptq")]
+    ("kind", "name"),
+    [
+        ("dense", "bnb nf4 double"),
+        pytest.param("experts", "awq", marks=pytest.mark.slow),
+        ("experts", "fp4 experts"),
+        ("fused", "gptq"),
+    ],
 )
 def test_full_states_and_what_is_saved(kind: str, name: str, tmp_path: Path) -> None:
     """Full state dicts are those of one device, go back in, and a saved folder loads at another size."""

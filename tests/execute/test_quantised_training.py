@@ -20,7 +20,7 @@ from autoplan.execute.quantised.modules import is_packed
 MIXED = {"mp_policy": "bf16", "activation_checkpointing": True}
 IDS = torch.arange(12).view(2, 6)
 CASES = [
-    ("fp8 blocks", 2, {"activation_checkpointing": "selective"}, 1e-4),
+    pytest.param("fp8 blocks", 2, {"activation_checkpointing": "selective"}, 1e-4, marks=pytest.mark.long),
     ("awq", 2, MIXED, 0.1),
     pytest.param("fp8 blocks", 1, {}, 1e-4, id="dp only"),
     pytest.param("fp8 blocks", 2, MIXED, 0.1, marks=pytest.mark.slow),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import marked
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -100,7 +101,9 @@ def test_a_training_forward_asks_nobody(rate: float) -> None:
     assert _on_two_ranks(step) == [(planned, unsharded.count)] * 2
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "deepseek_v3", "bamba", "t5", "qwen3_next", "gpt_oss"])
+@pytest.mark.parametrize(
+    "kind", marked(["gpt2", "deepseek_v3", "bamba", "t5", "qwen3_next", "gpt_oss"], long=["qwen3_next"], slow=["bamba"])
+)
 def test_no_step_waits_for_the_host(kind: str) -> None:
     """Biases that are added once, gradients that are scaled, rows that are taken: all is made where it is needed."""
     tiny = resolve(kind).tiny()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from mesh_toys import clone, layers_only, mesh_of, model_of
+from slow_cases import marked
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -113,7 +114,7 @@ CHANGES: dict[str, Callable[[Towers], object]] = {
 
 
 @WISHED
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", marked(CHANGES, slow=["a frozen stem"]))
 def test_ranks_that_run_different_towers_train_as_one_device(change: str) -> None:
     plan = layers_only(towers())
     checkpointed = change == "all is trained"

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from slow_cases import marked
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -290,7 +291,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+VARIANTS = [  # of what another case shows
+    "bags, sum", "std, dim dropped", "divided by a length, norm", "divided by a length, normalize",
+    "identity sent through, detached=True", "one of two pieces, split", "one of two pieces, tensor_split",
+    "one of two pieces, dsplit",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", marked(CASES, slow=VARIANTS))
 def test_split_and_exact(name: str, size: int = 4) -> None:
     torch.manual_seed(0)
     build, split, inputs = CASES[name]

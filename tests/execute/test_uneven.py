@@ -102,7 +102,7 @@ def test_outputs_gradients_and_training_are_exact(kind: str, ranks: dict[str, An
         ("dense", "awq"),
         pytest.param("dense", "gptq", marks=pytest.mark.slow),
         ("experts", "fp8 blocks"),
-        ("latent", "ct packed"),
+        pytest.param("latent", "ct packed", marks=pytest.mark.slow),
     ],
 )
 def test_checkpoints_come_and_go(kind: str, name: str, tmp_path: Path) -> None:

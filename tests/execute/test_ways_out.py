@@ -67,7 +67,7 @@ CASES = [
     ("deepseek-r1-fp8", {"tp_size": 16}),
     ("qwen3.6-35b-a3b-fp8", {"tp_size": 4}),
 ]
-QUICK = (0, 1, 2, 5, 13)
+QUICK, LONG = (0, 2, 13), (5,)
 
 
 def shrunken(name: str) -> Any:
@@ -99,7 +99,11 @@ def test_the_arithmetic_is_as_published(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), [pytest.param(*case, marks=() if n in QUICK else pytest.mark.slow) for n, case in enumerate(CASES)]
+    ("name", "how"),
+    [
+        pytest.param(*case, marks=() if n in QUICK else pytest.mark.long if n in LONG else pytest.mark.slow)
+        for n, case in enumerate(CASES)
+    ],
 )
 def test_a_way_out_runs(name: str, how: dict[str, Any], tmp_path: Path) -> None:
     """Packed and plain, on as many simulated ranks as published: logits, stored tensors and dequantised weights."""

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import autoplan
 from autoplan.cli.app import app
 from autoplan.forecast.choose import Choice, choose, parse_memory
+from autoplan.forecast.sweep import Sweep
 
 
 def _llama(**sizes: Any) -> LlamaConfig:
@@ -26,7 +27,8 @@ def _llama(**sizes: Any) -> LlamaConfig:
 
 @pytest.fixture(scope="module")
 def chosen() -> Choice:
-    return choose(_llama(), gpus=4, memory="2.5GB", sequence=511, global_batch=32)  # odd: not cut along
+    two_heads = _llama(num_attention_heads=2, num_key_value_heads=2)
+    return choose(two_heads, gpus=4, memory="2.5GB", sequence=511, global_batch=32)  # odd: not cut along
 
 
 def test_rows_that_fit_come_first_and_the_fastest_before_others(chosen: Choice) -> None:
@@ -68,8 +70,10 @@ def test_nothing_fits() -> None:
     asked: dict[str, Any] = {"memory": "1.55GB", "sequence": 256}
     found = choose(_llama(), gpus=1, **asked)
     assert not found.fits and found.enough is not None and found.enough > 2
-    assert choose(_llama(), gpus=found.enough, **asked).fits
-    assert not choose(_llama(), gpus=found.enough - 1, **asked).fits
+    assert found.steps is not None
+    sweep = Sweep(found.steps, found.device, found.memory, 8, asked["sequence"], "full", "adamw", None)
+    for gpus in (found.enough, found.enough - 1):  # as choose() asks, of the same recordings
+        assert any(row.fits for row in sweep.rows(gpus, gpus)) == (gpus == found.enough)
     with pytest.raises(autoplan.AutoplanError, match="does not fit 1 GPU"):
         _ = found.best
 
@@ -128,10 +132,10 @@ def test_the_command_line(tmp_path: Path) -> None:
     ran = CliRunner().invoke(app, ["choose", *arguments])
     data = json.loads(ran.stdout)
     assert ran.exit_code == 0 and data["fits"] and data["rows"][0]["estimate"]["peak_bytes"] < 8e9
-    ran = CliRunner().invoke(app, ["choose", *arguments[:-1], "--explain", "1"])
+    alone = [arguments[0], "--gpus", "1", "--sequence", "255"]
+    ran = CliRunner().invoke(app, ["choose", *alone, "--memory", "8GB", "--explain", "1"])
     assert ran.exit_code == 0 and "the peak is in the" in ran.stdout
-    small = [arguments[0], "--gpus", "1", "--memory", "1.2GB", "--sequence", "255"]
-    assert CliRunner().invoke(app, ["choose", *small]).exit_code == 1
+    assert CliRunner().invoke(app, ["choose", *alone, "--memory", "1.2GB"]).exit_code == 1
     ran = CliRunner().invoke(app, ["dryrun", str(tmp_path), "--mesh", "dp_shard=16,tp=4", "--sequence", "64"])
     assert ran.exit_code == 0 and "reduce-scatter" in ran.stdout
 

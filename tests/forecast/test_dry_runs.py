@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from adapters import with_adapters
+from slow_cases import marked
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from typer.testing import CliRunner
@@ -46,7 +47,14 @@ CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
 STEPS: dict[int, Steps] = {}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    marked(
+        CASES,
+        long=["adapters"],
+        slow=["along the sequence, again", "experts alone", "experts apart, along the sequence"],
+    ),
+)
 def test_it_counts_what_an_estimate_counts(name: str) -> None:
     model, mesh, options = CASES[name]
     built = model() if callable(model) else model

@@ -131,7 +131,12 @@ NEXT = Qwen3NextConfig(hidden_size=256, num_hidden_layers=2, num_experts=4, num_
 
 @pytest.mark.parametrize(
     ("config", "tp"),
-    [(MAMBA2, 1), (MAMBA2, 2), (NEXT, 2), pytest.param(MAMBA, 2, marks=pytest.mark.slow)],
+    [
+        pytest.param(MAMBA2, 1, marks=pytest.mark.long),
+        (MAMBA2, 2),
+        (NEXT, 2),
+        pytest.param(MAMBA, 2, marks=pytest.mark.slow),
+    ],
     ids=["mamba2 whole", "mamba2", "delta rule", "mamba"],
 )
 def test_scans_are_recorded_as_on_a_gpu(config: Any, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:

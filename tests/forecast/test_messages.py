@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import marked
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import GPT2Config, LlamaConfig, T5Config
 
@@ -87,7 +88,7 @@ def test_estimated_messages_are_those_that_run(case: int) -> None:
     assert _counted(estimate_with(steps, asked, load_device("h100")).messages) == _ran(case)
 
 
-@pytest.mark.parametrize("case", QUICK)
+@pytest.mark.parametrize("case", marked(QUICK, slow=[3]))
 def test_a_dry_run_lists_the_same(case: int) -> None:
     config, dims, options = CASES[case]
     found = dry_run(config, mesh=dims, batch=BATCH, sequence=LENGTH, **options)

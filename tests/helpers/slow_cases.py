@@ -1,4 +1,4 @@
-"""Cases of a parametrised test of which few are quick: the others are slow tests. Used by tests of several rooms."""
+"""Cases of a parametrised test of which few are quick: the others are slow or long. Used by tests of several rooms."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["slow_but"]
+__all__ = ["marked", "slow_but"]
 
 
 def slow_but(cases: Iterable[Any], *quick: Any) -> list[Any]:
@@ -19,3 +19,15 @@ def slow_but(cases: Iterable[Any], *quick: Any) -> list[Any]:
     cases = list(cases)
     assert set(quick) <= set(cases), "a quick case is not there"
     return [one if one in quick else pytest.param(one, marks=pytest.mark.slow) for one in cases]
+
+
+def marked(cases: Iterable[Any], *, long: Iterable[Any] = (), slow: Iterable[Any] = ()) -> list[Any]:
+    """All cases in their order. Those of `long` wait for `make test-long`, those of `slow` for `make test-all`.
+
+    >>> [one if isinstance(one, tuple) and not hasattr(one, "marks") else one.values for one in marked([(1, "a")])]
+    [(1, 'a')]
+    """
+    cases, marks = list(cases), dict.fromkeys(long, pytest.mark.long) | dict.fromkeys(slow, pytest.mark.slow)
+    assert marks.keys() <= set(cases), "a case with a mark is not there"
+    values = {one: one if isinstance(one, tuple) else (one,) for one in marks}
+    return [pytest.param(*values[one], marks=marks[one]) if one in marks else one for one in cases]

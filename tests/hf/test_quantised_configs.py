@@ -58,14 +58,12 @@ CASES = [  # what servers refuse: name, tp, what a rank would hold, block
     ("qwen2.5-vl-72b-awq", 2, "14784 of 29568, 115.5 quantised blocks of 128"),
 ]
 LONG = ("qwen3.6", "qwen2.5")
+SLOW = (*LONG, "qwen3-235b", "qwen3-coder")
 
 
 @pytest.mark.parametrize(
     ("name", "tp", "numbers"),
-    [
-        pytest.param(*case, marks=pytest.mark.slow if case[0].startswith(("qwen3.6", "qwen2.5")) else ())
-        for case in CASES
-    ],
+    [pytest.param(*case, marks=pytest.mark.slow if case[0].startswith(SLOW) else ()) for case in CASES],
 )
 def test_published_sizes_are_refused_with_ways_out(name: str, tp: int, numbers: str) -> None:
     config = published(name)

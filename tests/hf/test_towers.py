@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from mesh_toys import mesh_of
+from slow_cases import marked
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
@@ -51,8 +53,13 @@ def features(made: Any) -> torch.Tensor:
     return made if isinstance(made, torch.Tensor) else torch.cat([part.flatten(0, -2) for part in made])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("planned", ["all feeds", "text only"])
+@pytest.mark.parametrize(
+    ("planned", "family"),
+    marked(
+        product(("all feeds", "text only"), FAMILIES),
+        slow=[("text only", family) for family in FAMILIES if family not in ("sound", "one picture")],
+    ),
+)
 def test_a_sharded_model_is_called_in_every_way(family: str, planned: str) -> None:
     """With text, with a picture, by the method that makes features; planned with a picture or without one."""
     text, feed, method, taken = FAMILIES[family]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 
 from canaries.uses import files
 
@@ -113,19 +114,23 @@ def _is_foreign_namespace(node: ast.expr, foreign: set[str]) -> bool:
     return ast.unparse(node) == "sys.modules"
 
 
+@cache
+def all_of_them() -> tuple[tuple[str, int, str], ...]:
+    """(file, line, what) in every file."""
+    return tuple((path, line, what) for path, source in files().items() for line, what in assignments(source))
+
+
 def test_only_patches_assign_onto_other_packages() -> None:
     found = {
         f"{path}:{line}: {what}"
-        for path, source in files().items()
-        for line, what in assignments(source)
+        for path, line, what in all_of_them()
         if not path.startswith(PATCHES) and (path, what) not in INSTANCES
     }
     assert not found, f"enter these in autoplan/patches, each as a Patch with a canary: {sorted(found)}"
 
 
 def test_no_exception_is_stale() -> None:
-    found = {(path, what) for path, source in files().items() for _, what in assignments(source)}
-    assert INSTANCES.keys() <= found
+    assert INSTANCES.keys() <= {(path, what) for path, _, what in all_of_them()}
 
 
 def test_assignments_are_seen_however_they_are_written() -> None:

@@ -60,15 +60,17 @@ OURS = {
 # ------------------------------------------------------------------------------------------------ their names
 
 
-# Attributes that code sets on itself: walking the trees of all files would take half a minute.
+# Attributes that code sets on itself: walking the trees of all files would take half a minute. Making them takes ten
+# seconds for the files of models, so of these the text of a class and the head of its forward are found by their shape.
 _SET = re.compile(r"\bself\.(\w+)(?:: [^=\n]+)? = ")
+_CLASS = re.compile(r"^class .*?(?=^(?:class |def |@|\w+ = )|\Z)", re.MULTILINE | re.DOTALL)
+_FORWARD = re.compile(r"^    (def forward\(.*?\)[^()\n]*:) *(?:#[^\n]*)?$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
 class _Class:
-    """What is asked of a class of theirs. Files are read once: there are hundreds, and their trees are large."""
+    """What is asked of a class of theirs that is a model or a part of one."""
 
-    fields: frozenset[str]
     arguments: frozenset[str]
     stored: frozenset[str]
 
@@ -82,30 +84,27 @@ def _class_nodes(tree: ast.Module) -> Iterator[ast.ClassDef]:
     return (node for node in tree.body if isinstance(node, ast.ClassDef))
 
 
-@cache
-def _classes(pattern: str) -> tuple[_Class, ...]:
-    return tuple(
-        _Class(frozenset(_fields(node)), frozenset(_arguments(node)), frozenset(_SET.findall(said)))
-        for path in sorted(LIBRARY.glob(pattern))
-        for node, said in _parsed(path.read_text(encoding="utf-8"))
-    )
+def _models() -> Iterator[_Class]:
+    for path in sorted(LIBRARY.glob("models/*/modeling_*.py")):
+        for text in _CLASS.findall(path.read_text(encoding="utf-8")):
+            yield _class_of(text)
 
 
-def _parsed(text: str) -> Iterator[tuple[ast.ClassDef, str]]:
-    lines = text.splitlines()
-    for node in _class_nodes(ast.parse(text)):
-        yield node, "\n".join(lines[node.lineno - 1 : node.end_lineno])
+def _class_of(text: str) -> _Class:
+    heads = ast.parse("".join(f"{head} ...\n" for head in _FORWARD.findall(text)))
+    named = (_argument_names(node.args) for node in heads.body if isinstance(node, ast.FunctionDef))
+    return _Class(frozenset(name for names in named for name in names), frozenset(_SET.findall(text)))
 
 
 def _fields(node: ast.ClassDef) -> set[str]:
     """What instances of a class are made with: annotated fields, and arguments of the constructor."""
     fields = {m.target.id for m in node.body if isinstance(m, ast.AnnAssign) and isinstance(m.target, ast.Name)}
-    return fields | _arguments(node, "__init__")
+    made = (m.args for m in node.body if isinstance(m, ast.FunctionDef) and m.name == "__init__")
+    return fields.union(*map(_argument_names, made))
 
 
-def _arguments(node: ast.ClassDef, method: str = "forward") -> set[str]:
-    found = (m.args for m in node.body if isinstance(m, ast.FunctionDef) and m.name == method)
-    return {argument.arg for given in found for argument in (*given.args, *given.kwonlyargs)}
+def _argument_names(given: ast.arguments) -> set[str]:
+    return {argument.arg for argument in (*given.args, *given.kwonlyargs)}
 
 
 def _stored(node: ast.ClassDef) -> set[str]:
@@ -132,11 +131,12 @@ def _functions(pattern: str) -> set[str]:
 @cache
 def _theirs() -> dict[str, frozenset[str]]:
     """All of their names, by kind."""
-    models = _classes("models/*/modeling_*.py")
+    models = tuple(_models())
+    configs = (node for tree in _trees("models/*/configuration_*.py") for node in _class_nodes(tree))
     labels = {name for one in models for name in one.arguments if "label" in name}
     found = {
         "model types": set(CONFIG_MAPPING_NAMES),
-        "config fields": _often(one.fields for one in _classes("models/*/configuration_*.py")),
+        "config fields": _often(frozenset(_fields(node)) for node in configs),
         "arguments": _often(one.arguments for one in models) | labels,
         "submodules": {name for name in _often(one.stored for one in models) if "_" in name.strip("_")},
         "mask builders": _functions("masking_utils.py"),
@@ -188,9 +188,8 @@ def _ours() -> frozenset[str]:
     return frozenset(found)
 
 
-def _said(code: str, ours: frozenset[str]) -> Iterator[tuple[int, str]]:
+def _said(tree: ast.Module, ours: frozenset[str]) -> Iterator[tuple[int, str]]:
     """(line, name) of everything in a file that could be a name of somebody else's."""
-    tree = ast.parse(code)
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
     skipped = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, documented) and _has_doc(node)}  # type: ignore[attr-defined]
     for node in tree.body:
@@ -211,9 +210,9 @@ def _has_doc(node: ast.AST) -> bool:
     return ast.get_docstring(node) is not None  # type: ignore[arg-type]
 
 
-def _imports(code: str) -> Iterator[tuple[int, str]]:
+def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Imports of transformers, and modules of it that are named in text."""
-    for node in ast.walk(ast.parse(code)):
+    for node in ast.walk(tree):
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
@@ -228,9 +227,9 @@ def _kinds() -> dict[str, str]:
 
 def found_in(code: str, ours: frozenset[str] = frozenset()) -> set[tuple[int, str, str]]:
     """(line, kind, name) of each name of transformers in a file."""
-    known = _kinds()
-    seen = {(line, known[word], word) for line, word in _said(code, ours) if word in known}
-    return seen | {(line, "imports", name) for line, name in _imports(code)}
+    known, tree = _kinds(), ast.parse(code)
+    seen = {(line, known[word], word) for line, word in _said(tree, ours) if word in known}
+    return seen | {(line, "imports", name) for line, name in _imports(tree)}
 
 
 def _searched() -> list[Path]:
