@@ -5,9 +5,9 @@ most are never seen, and what was not seen would stay whole. But a member of a l
 runs the others. So what the trace says of one that ran holds for those that did not, as with the blocks of a deep
 stack that were left out before the run (see fold.py); they are taken out of the trace after it.
 
-Only members of one list or dictionary of modules are taken for equals, only if all that hold matrices are of one kind,
-and only these: a list may also hold the parts of a block, one after the other, of which a branch that nobody took runs
-some (a second norm, attention to another sequence).
+Only members of one list or dictionary of modules are taken for equals, only if they are of one kind, and only if they
+hold matrices: a list may also hold the parts of a block, one after the other, of which a branch that nobody took runs
+some (a second norm).
 """
 
 from __future__ import annotations
@@ -57,8 +57,13 @@ def _folds(trace: Trace, model: nn.Module) -> Iterator[Fold]:
         members = {key: one for key, one in held.items() if any(p.dim() > 1 for p in one.parameters())}
         at_work = [key for key in members if f"{name}.{key}" in ran]
         idle = [key for key in members if f"{name}.{key}" not in busy]
-        if at_work and idle and len(set(kinds_of(list(members.values())))) == 1:
-            yield Fold(name, tuple((key, at_work[0]) for key in idle))
+        if not at_work or not idle:
+            continue
+        kinds = dict(zip(members, kinds_of(list(members.values())), strict=True))
+        first = {kinds[key]: key for key in reversed(at_work)}
+        followers = tuple((key, first[kinds[key]]) for key in idle if kinds[key] in first)
+        if followers:
+            yield Fold(name, followers)
 
 
 def _holders(name: str) -> Iterator[str]:
