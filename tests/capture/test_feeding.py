@@ -176,3 +176,25 @@ def _failure(model: nn.Module, state: State) -> Failure:
     with pytest.raises(Exception) as caught, watch.over(values):  # noqa: B017, PT011 - which one is the layer's business
         model(**values)
     return Failure(state, caught.value, watch)
+
+
+class Typed(nn.Module):
+    """It works on what is of a kind, and no kind is one that is tried."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapt, self.up, self.down = nn.Linear(24, 16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, features, node_type):
+        x = torch.zeros(features.shape[0], 16)
+        chosen = node_type == 70
+        if chosen.any():
+            x[chosen] = self.adapt(features[chosen]).tanh()
+        return x + self.down(self.up(x).relu())
+
+
+def test_what_no_derived_call_runs_is_said() -> None:
+    torch.manual_seed(0)
+    plan = autoplan.plan(Typed().eval(), 2)
+    (said,) = [found for found in plan.findings if found.check == "inputs"]
+    assert plan.runtime.idle == ("adapt",) and "adapt" in said.message and said.level == "warn"

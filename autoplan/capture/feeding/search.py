@@ -220,12 +220,12 @@ class Search:
         return replace(step, state=self._as_floats(state))
 
     def _as_floats(self, state: State) -> State:
-        """Whole numbers that look nothing up are floats, where those run too."""
-        rows = self._last.rows
+        """Whole numbers that look nothing up are floats, where those run too, through no fewer weights."""
+        rows, read = self._last.rows, self._last.read
         for path, leaf in state.leaves():
             if leaf.kind in ("ids", "bool") and path not in rows:
                 floats = state.with_want(path, replace(leaf, kind="float"))
-                if not self._try(floats, "it looks nothing up").failed:
+                if not self._try(floats, "it looks nothing up").failed and self._last.read >= read:
                     state = floats
         return state
 
