@@ -92,9 +92,9 @@ def draft_plan(
     if wish.ep_size > 1 and capabilities.experts:
         found += expert_findings(made, solution)
     found += whole_blocks(made)
-    if source.recipe is not None and made.runtime.idle:
+    if source.config is None and made.runtime.idle:
         names = ", ".join(made.runtime.idle[:3])
-        text = f"no call that was derived runs {names}: what comes of it in others was neither planned nor tried"
+        text = f"no recorded call runs {names}: what comes of it in others was neither planned nor tried"
         found += (Finding("inputs", "warn", "", text, "pass inputs= that reach it"),)
     made = replace(made, findings=made.findings + found, made_for=replace(made.made_for, content=digest(made)))
     return Draft(made, captured.trace, choices)
