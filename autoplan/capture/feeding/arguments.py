@@ -38,6 +38,7 @@ POINTS = Want("float", (_B, _L, 3))
 _POSITIONS = (Want("positions", (_L,)), Want("positions", (_B, _L)), POINTS)
 _SENDS = r"^_?idx_[ij]$|^_?(senders?|receivers?)$|^(src|dst)_idx$"
 _STATES = re.compile(r"^[hc]_?[0nx]$|^hx$|^cx$|^hidden$|^cell$|^(hidden|cell)_?states?$")
+_ASKS_FOR_A_LOSS = r"^(return|compute|calc|with|get)_loss$|^loss$"
 _EDGES = r"edge.*ind|edge.*list|^edges$|^adj_t$|^_?(idx|index)_[ij]$|^senders$|^receivers$"
 # By words in the name, the first that is found: what it usually is, the likeliest first.
 _BY_NAME: tuple[tuple[str, tuple[Want, ...]], ...] = (
@@ -139,7 +140,7 @@ class Arguments:
         if not required and optional:
             required, optional = optional[:1], optional[1:]
         losses = [p for p in optional if any(word in p.name.lower() for word in conventions().target_words)]
-        losses += [p for p in named if p.default is False and "loss" in p.name]
+        losses += [p for p in named if p.default is False and re.search(_ASKS_FOR_A_LOSS, p.name)]
         told = f"{name}.forward{signature}"
         return Arguments(tuple(required), tuple(optional), told, rest is not None, tuple(losses))
 

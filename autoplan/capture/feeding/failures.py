@@ -38,7 +38,7 @@ _NONE = re.compile(r"NoneType|None\b")
 
 def told(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[Proposal]:
     """What the failure tells, the most telling first."""
-    first = (_other, iterated, _one_each, _of_fewer_dims, _consumer, beside, _parted, _condition)
+    first = (_too_small, _other, iterated, _one_each, _of_fewer_dims, _consumer, beside, _parted, _condition)
     for found in (*first, _none, keys, _left_out, _message, _alike, _other_ranks):
         why = f"{type(failure.error).__name__}: {failure.first_line[:120]}"
         for state in found(failure, arguments, model):
@@ -79,6 +79,12 @@ def _other(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> It
                 if want.is_tensor:
                     yield failure.state.with_want((parameter.name,), want)
                     break
+
+
+def _too_small(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    """A size is too small, in words."""
+    if "too small" in failure.text:
+        yield from larger(failure.state, failure.paths)
 
 
 def _one_each(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:

@@ -55,13 +55,19 @@ def _in_ratio(
     for path, dim, size in made:
         for other in better(size, have, want):
             yield from state.with_dim(path, dim, other)
-    for size in dict.fromkeys(size for _, _, size in made):  # those of one size were joined before it failed
-        alike = [(path, dim) for path, dim, one in made if one == size]
+    widths = [one for one in made if one[1] == len(_shape(state, one[0])) - 1 and _shape(state, one[0])[-1] != "side"]
+    for size in dict.fromkeys(size for _, _, size in widths):  # those of one width were joined before it failed
+        alike = [(path, dim) for path, dim, one in widths if one == size]
         for other in better(size, have, want) if len({path for path, _ in alike}) > 1 else ():
             together = [state]
             for path, dim in alike:
                 together = [new for one in together for new in one.with_dim(path, dim, other)][-1:]
             yield from together
+
+
+def _shape(state: State, path: Path) -> tuple[int | str, ...]:
+    leaf = state.at(path)
+    return () if leaf is None else leaf.shape
 
 
 def _made_of(size: int, have: int, want: int) -> Iterator[int]:
