@@ -194,3 +194,27 @@ def test_a_weight_that_changes_in_place_is_read_on_ranks() -> None:
     model, inputs = Renormed().eval(), {"ids": torch.arange(8).view(2, 4)}
     report = autoplan.verify(model, autoplan.plan(model, 2, inputs=inputs), inputs=inputs)
     assert report.forward < 1e-9 and max(report.gradients.values()) < 1e-9
+
+
+class Registered(nn.Module):
+    """It wants a name from each of its subclasses."""
+
+    def __init_subclass__(cls, name: str) -> None:
+        super().__init_subclass__()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def test_a_class_that_keeps_account_of_its_subclasses() -> None:
+    torch.manual_seed(0)
+    model, inputs = (
+        nn.Sequential(Around(Registered()), Around(nn.Identity())).eval(),
+        {"input": torch.randn(2, 6, WIDTH)},
+    )
+    report = autoplan.verify(model, autoplan.plan(model, 2, inputs=inputs), inputs=inputs)
+    assert report.ok, report.findings

@@ -167,8 +167,16 @@ def _view_class(cls: type, names: tuple[str, ...]) -> type:
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = _flat_weights_property()
         namespace["_update_flat_weights"] = _keep_flat_weights
-    made: type = type(cls)(cls.__name__, (cls,), namespace)
+    listens = any("__init_subclass__" in vars(base) for base in cls.__mro__[:-1])
+    made: type = type(cls)(cls.__name__, (_Unheard, cls) if listens else (cls,), namespace)
     return made
+
+
+class _Unheard(nn.Module):
+    """Before a class that keeps account of its subclasses: ours is none that its authors wrote."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        pass
 
 
 def _reading_call(cls: type) -> Callable[..., Any]:
