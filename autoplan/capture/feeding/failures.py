@@ -21,7 +21,7 @@ from autoplan.capture.feeding.conditions import asked_by_condition
 from autoplan.capture.feeding.consumers import Demand, demand_of
 from autoplan.capture.feeding.failure import Failure
 from autoplan.capture.feeding.keys import keys
-from autoplan.capture.feeding.messages import sizes_differ, sizes_disagree, told_by_message
+from autoplan.capture.feeding.messages import sizes_differ, sizes_disagree, told_by_message, too_small
 from autoplan.capture.feeding.resize import larger, of_kind, of_rank, resized
 from autoplan.capture.feeding.together import beside, iterated, joined, turned
 from autoplan.capture.feeding.wants import Path, State, Want
@@ -83,7 +83,7 @@ def _other(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> It
 
 def _too_small(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
     """A size is too small, in words."""
-    if "too small" in failure.text:
+    if too_small(failure):
         yield from larger(failure.state, failure.paths)
 
 

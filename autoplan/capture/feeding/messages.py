@@ -16,7 +16,7 @@ from autoplan.capture.feeding.failure import Failure
 from autoplan.capture.feeding.resize import larger, multiples, of_kind, of_rank, resized
 from autoplan.capture.feeding.wants import Path, State, Want
 
-__all__ = ["UNPACKED", "sizes_differ", "sizes_disagree", "told_by_message"]
+__all__ = ["UNPACKED", "sizes_differ", "sizes_disagree", "told_by_message", "too_small"]
 
 UNPACKED = re.compile(r"values to unpack \(expected (?:at least )?(\d+)(?:, got (\d+))?\)")
 _RANKS = (
@@ -56,6 +56,11 @@ def told_by_message(failure: Failure, model: torch.nn.Module) -> Iterator[State]
     yield from _pattern(failure, model)
     for found in (_masks, _broadcast, _plain_number, _dtype, _range, _sizes, _larger):
         yield from found(failure)
+
+
+def too_small(failure: Failure) -> bool:
+    """Does it say that a size is?"""
+    return "too small" in failure.text
 
 
 def sizes_differ(failure: Failure) -> bool:
