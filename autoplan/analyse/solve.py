@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
 
 from autoplan.analyse.infer import Axes, infer_axes
 from autoplan.analyse.placement.callflow import CallFlow
 from autoplan.analyse.placement.calls import Scope, draws, scope
 from autoplan.analyse.placement.placement import Placement
 from autoplan.analyse.placement.sums import place
+from autoplan.analyse.seen import given, idle, returned, unsummed
 from autoplan.analyse.sequence.parallel import SequencePlacement, place_sequence, sequence_boundaries
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.choose import Choice, choose, occurrences
@@ -47,7 +47,6 @@ from autoplan.values import (
     ParameterRule,
     Runtime,
     Trace,
-    refs,
 )
 from autoplan.values.reasons import (
     AxisWhole,
@@ -183,50 +182,6 @@ def _settle(
     return _Round(axes, Choice(), shards, Placement(), Edits(), Scope(), Tried(order, blocked, inside))
 
 
-def _outputs(trace: Trace) -> tuple[tuple[Any, ...], ...]:
-    found = (path for visit in trace.visits if visit.module == "" for path, _ in visit.outputs)
-    return tuple(dict.fromkeys(found))
-
-
-def _given(trace: Trace) -> tuple[str, ...]:
-    found = (str(path[0]) for visit in trace.visits if visit.module == "" for path, _ in visit.inputs)
-    return tuple(dict.fromkeys(found))
-
-
-def _idle(trace: Trace) -> Iterator[str]:
-    """The outermost modules with parameters that no call ran, and of which none read one."""
-    read = {name for op in trace.ops for t in refs((op.args, op.kwargs)) for name in trace.tensors[t].names}
-    busy = {holder for name in (*read, *(visit.module for visit in trace.visits)) for holder in _holders(name)}
-    held = {name for t in trace.tensors if t.kind == "parameter" for name in t.names}
-    holding = {holder for name in held for holder in _holders(name)} - held
-    for name in trace.module_classes:
-        if name in holding and name not in busy and name.rpartition(".")[0] in busy:
-            yield name
-
-
-def _holders(name: str) -> Iterator[str]:
-    """A name, and the modules that hold what it names."""
-    yield name
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
-
-
-def _unsummed(trace: Trace, done: _Round) -> Iterator[str]:
-    """Arguments whose gradient nobody asked for: each rank makes a part of it, and no sum stands in the plan."""
-    given = [(str(path[0]), t) for visit in trace.visits if visit.module == "" for path, t in visit.inputs]
-    floats = [(name, t) for name, t in given if trace.tensors[t].differentiable and t not in trace.asking]
-    names = dict.fromkeys(name for name, _ in floats)
-
-    def differs(*some: str) -> bool:
-        flow = CallFlow(trace, [t for name, t in floats if name in some])
-        placed = place(done.shards, flow, done.axes.gathered)
-        return (placed.inputs, placed.outputs) != (done.placement.inputs, done.placement.outputs)
-
-    if names and differs(*names):
-        yield from (name for name in names if len(names) == 1 or differs(name))
-
-
 def _blame(shards: Shards, flow: CallFlow, placement: Placement, scope: Scope, scoped: bool) -> dict[Term, Reason]:
     """The classes to give up: for each refusal the split leaf in or near its tensors that holds least parameters."""
     refusals: list[tuple[Reason, tuple[int, ...]]] = [(r.why, r.tensors) for r in placement.refusals]
@@ -288,11 +243,11 @@ def _solution(
         random=tuple(sorted({*done.scope.random, *(cut.random if cut else ())})),
         random_whole=done.scope.random_whole,
         draws=any(draws(call, trace) for call in trace.calls),
-        outputs=_outputs(trace),
+        outputs=returned(trace),
         shapes=output_shapes(trace, done.axes),
-        given=_given(trace),
-        unsummed=tuple(_unsummed(trace, done)) if tp > 1 else (),
-        idle=tuple(_idle(trace)),
+        given=given(trace),
+        unsummed=unsummed(trace, done.shards, done.axes, done.placement) if tp > 1 else (),
+        idle=idle(trace),
     )
     return Solution(
         trace=trace,

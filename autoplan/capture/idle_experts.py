@@ -18,7 +18,8 @@ from dataclasses import replace
 from torch import nn
 
 from autoplan.capture.fold import kinds_of
-from autoplan.values import Fold, Trace, refs
+from autoplan.common.patterns import holders
+from autoplan.values import Fold, Trace
 
 __all__ = ["with_idle_members"]
 
@@ -31,7 +32,7 @@ def with_idle_members(trace: Trace, model: nn.Module) -> Trace:
     idle = {f"{fold.container}.{member}" for fold in folds for member, _ in fold.members}
 
     def stays(name: str) -> bool:
-        return name not in idle and not any(holder in idle for holder in _holders(name))
+        return name not in idle and not any(holder in idle for holder in holders(name))
 
     return replace(
         trace,
@@ -47,7 +48,7 @@ def with_idle_members(trace: Trace, model: nn.Module) -> Trace:
 
 def _folds(trace: Trace, model: nn.Module) -> Iterator[Fold]:
     ran = {visit.module for visit in trace.visits}
-    busy = {holder for name in (*ran, *_read(trace)) for holder in _holders(name)} | ran
+    busy = {holder for name in (*ran, *trace.read) for holder in holders(name)} | ran
     left_out = {fold.container: dict(fold.members) for fold in trace.folds}  # before the run: no need to ask again
     for name, container in model.named_modules():
         if not isinstance(container, nn.ModuleList | nn.ModuleDict) or name not in trace.module_classes:
@@ -64,16 +65,3 @@ def _folds(trace: Trace, model: nn.Module) -> Iterator[Fold]:
         followers = tuple((key, first[kinds[key]]) for key in idle if kinds[key] in first)
         if followers:
             yield Fold(name, followers)
-
-
-def _holders(name: str) -> Iterator[str]:
-    """The modules that hold a module, a parameter or a buffer, the nearest first."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
-
-
-def _read(trace: Trace) -> Iterator[str]:
-    """Names of the parameters and buffers that some op read."""
-    for tensor in {tensor for op in trace.ops for tensor in refs((op.args, op.kwargs))}:
-        yield from trace.tensors[tensor].names

@@ -23,7 +23,7 @@ from difflib import SequenceMatcher
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["Universe", "best_match", "fold_counted", "fold_names", "is_under", "matches", "nearest"]
+__all__ = ["Universe", "best_match", "fold_counted", "fold_names", "holders", "is_under", "matches", "nearest"]
 
 
 class HasPattern(Protocol):
@@ -48,6 +48,13 @@ def _compiled(pattern: str) -> Callable[[str], re.Match[str] | None]:
 def matches(pattern: str, fqn: str) -> bool:
     """Does `pattern` mean `fqn`? A pattern means itself, too; "" is the model's root."""
     return pattern == fqn or ("*" in pattern and _compiled(pattern)(fqn) is not None)
+
+
+def holders(name: str) -> Iterator[str]:
+    """The modules that hold a module, a parameter or a buffer, the nearest first; the model itself is the last."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def is_under(pattern: str, fqn: str) -> bool:

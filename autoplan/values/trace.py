@@ -173,5 +173,11 @@ class Trace:
     draws_unseen: bool = False  # does training draw random numbers in calls that are not recorded?
 
     @cached_property
+    def read(self) -> frozenset[str]:
+        """Names of the parameters and buffers that some op read."""
+        tensors = {tensor for op in self.ops for tensor in refs((op.args, op.kwargs))}
+        return frozenset(name for tensor in tensors for name in self.tensors[tensor].names)
+
+    @cached_property
     def by_name(self) -> dict[str, int]:
         return {name: i for i, tensor in enumerate(self.tensors) for name in tensor.names}
