@@ -5,6 +5,8 @@ Read off the trace once its splits are decided; nothing is decided here, which i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from autoplan.analyse.infer import Axes
@@ -13,9 +15,10 @@ from autoplan.analyse.placement.placement import Placement
 from autoplan.analyse.placement.sums import place
 from autoplan.analyse.shards import Shards
 from autoplan.common.patterns import holders
-from autoplan.values import Trace
+from autoplan.ops.creation import fills
+from autoplan.values import Constant, Trace
 
-__all__ = ["given", "idle", "returned", "unsummed"]
+__all__ = ["Sums", "given", "idle", "of_constants", "returned", "unsummed"]
 
 
 def returned(trace: Trace) -> tuple[tuple[Any, ...], ...]:
@@ -44,10 +47,40 @@ def unsummed(trace: Trace, shards: Shards, axes: Axes, placement: Placement) -> 
     names = tuple(dict.fromkeys(name for name, _ in floats))
 
     def differs(*some: str) -> bool:
-        flow = CallFlow(trace, [t for name, t in floats if name in some])
-        placed = place(shards, flow, axes.gathered)
-        return (placed.inputs, placed.outputs) != (placement.inputs, placement.outputs)
+        return _more(trace, shards, axes, placement, [t for name, t in floats if name in some]) != Sums()
 
     if not names or not differs(*names):
         return ()
     return names if len(names) == 1 else tuple(name for name in names if differs(name))
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Where ranks see to gradients: at what modules take and return, and at tensors that calls take (by index)."""
+
+    places: tuple[Constant, ...] = ()
+    inside: Mapping[int, frozenset[int]] = field(default_factory=dict)
+
+
+def of_constants(trace: Trace, shards: Shards, axes: Axes, placement: Placement, flow: CallFlow) -> Sums:
+    """What gradients of constants would need, if these were none: a stream may be zeros until a branch fills it."""
+    made = [
+        t
+        for index, call in enumerate(trace.calls)
+        if fills(call.name)
+        for t in flow.outputs[index]
+        if trace.tensors[t].differentiable and t not in flow.carries
+    ]
+    more = _more(trace, shards, axes, placement, made) if made else Sums()
+    places = (p for p in more.places if flow.carries.isdisjoint(flow.runs_through(p.pattern, p.side, p.path).values()))
+    return Sums(tuple(places), more.inside)
+
+
+def _more(trace: Trace, shards: Shards, axes: Axes, placement: Placement, asking: list[int]) -> Sums:
+    """Where else, if these values carry gradients, too."""
+    placed = place(shards, CallFlow(trace, asking), axes.gathered)
+    known = {(c.module, c.path, kind) for c, kind in (*placement.inputs, *placement.outputs)}
+    new = [Constant(c.module, "input", c.path) for c, kind in placed.inputs if (c.module, c.path, kind) not in known]
+    new += [Constant(c.module, "output", c.path) for c, kind in placed.outputs if (c.module, c.path, kind) not in known]
+    inside = {call: frozenset(t - placement.inside_copies.get(call, set())) for call, t in placed.inside_copies.items()}
+    return Sums(tuple(dict.fromkeys(new)), {call: tensors for call, tensors in inside.items() if tensors})

@@ -16,7 +16,7 @@ from autoplan.analyse.placement.callflow import CallFlow
 from autoplan.analyse.placement.calls import Scope, draws, scope
 from autoplan.analyse.placement.placement import Placement
 from autoplan.analyse.placement.sums import place
-from autoplan.analyse.seen import given, idle, returned, unsummed
+from autoplan.analyse.seen import Sums, given, idle, of_constants, returned, unsummed
 from autoplan.analyse.sequence.parallel import SequencePlacement, place_sequence, sequence_boundaries
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.choose import Choice, choose, occurrences
@@ -96,6 +96,7 @@ class _Round:
     edits: Edits
     scope: Scope
     tried: Tried = Tried()
+    constants: Sums = Sums()
 
 
 def solve(
@@ -170,11 +171,14 @@ def _settle(
             continue
         placement = place(shards, flow, axes.gathered)
         refuse_unplaced_logits(trace, flow, shards, placement, choice.vocabularies)
+        constants = of_constants(trace, shards, axes, placement, flow) if tp > 1 else Sums()
+        for call, tensors in constants.inside.items():
+            placement.inside_copies[call] |= tensors
         edits = solve_edits(shards)
         found = scope(shards, flow, placement, edits)
         blamed = _blame(shards, flow, placement, found, scoped)
         if not blamed:
-            return _Round(axes, choice, shards, placement, edits, found, Tried(order, blocked, inside))
+            return _Round(axes, choice, shards, placement, edits, found, Tried(order, blocked, inside), constants)
         for leaf, why in blamed.items():
             refused[leaf] = why
             refusals.append(AxisWhole(leaf.size, why))
@@ -247,6 +251,7 @@ def _solution(
         shapes=output_shapes(trace, done.axes),
         given=given(trace),
         unsummed=unsummed(trace, done.shards, done.axes, done.placement) if tp > 1 else (),
+        constants=done.constants.places,
         idle=idle(trace),
     )
     return Solution(

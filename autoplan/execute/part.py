@@ -54,6 +54,7 @@ def part_for(plan: Plan, model: nn.Module) -> Plan:
             instructions=instructions,
             random=_present(runtime.random, modules),
             random_whole=_present(runtime.random_whole, modules),
+            constants=tuple(one for one in runtime.constants if _means(one.pattern, modules)),
             idle=_present(runtime.idle, modules),
             outputs=(),  # a stage returns something else
             shapes=(),

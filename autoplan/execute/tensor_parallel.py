@@ -22,7 +22,7 @@ from autoplan.execute.calls.kernel_guard import guard_kernels
 from autoplan.execute.collectives import RankGroup
 from autoplan.execute.executors import At, execute
 from autoplan.execute.fits import check_fits
-from autoplan.execute.hooks.idle_modules import watch_idle
+from autoplan.execute.hooks.unrecorded import watch_unrecorded
 from autoplan.execute.hooks.inner_entries import install_inner_entries
 from autoplan.execute.hooks.install import ModuleWork, install, install_root
 from autoplan.execute.hooks.replaced import watch_children, watch_no_longer
@@ -141,7 +141,7 @@ def apply_plan(
         prepared.commit()
         for name, work in works.items():
             undo.append(install(modules[name], work, running).stop)
-        for handle in (*_install_root(model, plan, running), *watch_idle(modules, plan.runtime.idle, group)):
+        for handle in (*_install_root(model, plan, running), *watch_unrecorded(modules, plan.runtime, group)):
             undo.append(handle.remove)
         if plan.runtime.random or plan.runtime.random_whole or plan.runtime.draws:
             running.randomness.agree()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from autoplan.axes.events import Event
 from autoplan.axes.terms import leaf
 from autoplan.ops.records.on_shards import as_written, recorded
-from autoplan.ops.records.record import NEVER, Linear, nothing, op, python_call
+from autoplan.ops.records.record import NEVER, Linear, nothing, op, op_record, python_call
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES, Filled, Identity, MadeWhole
 from autoplan.values import Ref, Trace, refs
 
-__all__: list[str] = []
+__all__ = ["fills"]
 
 _COPYING = ("alias", "clone", "detach", "_to_copy")
 
@@ -74,6 +74,11 @@ def filled_like(site: Site) -> Answer:
     if site.shape(site.inputs[0]) != site.out_shape:
         return None
     return [site.terms(site.inputs[0])]
+
+
+def fills(name: str) -> bool:
+    """Does it make a constant?"""
+    return op_record(name).dims in (filled, filled_like)
 
 
 python_call("as_tensor", becomes="tensor")

@@ -117,3 +117,39 @@ def test_a_gradient_of_an_input_is_summed_where_it_was_asked_for_and_refused_els
     assert plan.runtime.unsummed == ()
     report = autoplan.verify(model, plan, inputs=asking)
     assert report.ok, report.findings
+
+
+class TwoStreams(nn.Module):
+    """The second stream is a constant until `filled` asks for the layer that fills it."""
+
+    def __init__(self, constant: str) -> None:
+        super().__init__()
+        self.constant = constant
+        self.into, self.fill = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.ups = nn.ModuleList(nn.Linear(16, 32) for _ in range(2))
+        self.downs = nn.ModuleList(nn.Linear(32, 16) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, filled: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.into(x)
+        other = torch.zeros(x.shape) if self.constant == "zeros" else x.new_zeros(x.shape)
+        if filled:
+            other = other + self.fill(x)
+        up = self.ups[1](other) if self.constant != "read inside" else nn.functional.linear(other, self.ups[1].weight)
+        return x + self.downs[0](self.ups[0](x).relu()), other + self.downs[1](up.relu())
+
+
+@pytest.mark.parametrize("constant", ["zeros", "new_zeros", "read inside"])
+def test_a_constant_that_is_none_in_another_call(constant: str) -> None:
+    torch.manual_seed(0)
+    model, x = TwoStreams(constant).eval(), X.float()
+    plan = autoplan.plan(model, 2, inputs={"x": x})
+    assert autoplan.verify(model, plan, inputs={"x": x}).ok
+    report = autoplan.verify(model, plan, inputs={"x": x, "filled": True})
+    if constant == "read inside":
+        assert report.ok, report.findings
+    else:
+        (found,) = {f.message for f in report.findings if f.check == "forward"}
+        assert "what ups.1 takes at ['input'] has a gradient, of which each rank makes a part" in found
+    both = {"usual": {"x": x}, "filled": {"x": x, "filled": True}}
+    report = autoplan.verify(model, autoplan.plan(model, 2, inputs=both), inputs=both)
+    assert report.ok, report.findings

@@ -12,6 +12,7 @@ from collections import defaultdict
 from autoplan.analyse.placement.callflow import CallFlow, Crossing
 from autoplan.analyse.placement.hook_points import HookPoints
 from autoplan.analyse.shards import Shards
+from autoplan.ops.creation import fills
 from autoplan.ops.records.record import Reduction
 
 __all__ = ["PartialGradients"]
@@ -42,7 +43,7 @@ class PartialGradients:
         call = self.trace.calls[index]
         outputs = self.flow.outputs[index]
         mixed = any(self.shards.is_mixed(t) for t in outputs)
-        if call.module in self.flow.branching:
+        if call.module in self.flow.branching or fills(call.name):
             return False
         if index in self.reductions or call.name == "__setitem__" or any(t in self.flow.rewritten for t in outputs):
             return False

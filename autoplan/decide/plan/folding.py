@@ -109,6 +109,7 @@ def fold_runtime(runtime: Runtime, names: Names) -> Runtime:
         instructions=_fold_items(runtime.instructions, names),
         random=_fold_plain(runtime.random, names),
         random_whole=_fold_plain(runtime.random_whole, names),
+        constants=_fold_items(runtime.constants, names),
         idle=_fold_plain(runtime.idle, names),
     )
 

@@ -51,7 +51,7 @@ from autoplan.values.instructions.modules import (
     VocabularyTable,
 )
 from autoplan.values.instructions.recurrent import CellCall, HeldRows, RecurrentCall
-from autoplan.values.instructions.runtime import Capabilities, OutputShape, ParameterRule, Runtime
+from autoplan.values.instructions.runtime import Capabilities, Constant, OutputShape, ParameterRule, Runtime
 from autoplan.values.instructions.sequence import (
     AllGatherSequence,
     AllGatherSequenceSumGradient,
@@ -75,6 +75,7 @@ __all__ = [
     "CallRewrite",
     "CallSite",
     "Capabilities",
+    "Constant",
     "CellCall",
     "Collective",
     "Cut",

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 
 from autoplan.values.instructions.base import Instruction
 
-__all__ = ["Capabilities", "OutputShape", "ParameterRule", "Runtime"]
+__all__ = ["Capabilities", "Constant", "OutputShape", "ParameterRule", "Runtime"]
 
 Kind = TypeVar("Kind", bound=Instruction)
 
@@ -36,6 +36,15 @@ class OutputShape:
 
 
 @dataclass(frozen=True)
+class Constant:
+    """What modules take or return at `path`: a constant in every recorded call, so ranks sum no gradient of it."""
+
+    pattern: str
+    side: Literal["input", "output"]
+    path: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
 class Runtime:
     """How parameters lie on ranks, and what is done around them when the model runs."""
 
@@ -48,6 +57,7 @@ class Runtime:
     shapes: tuple[OutputShape, ...] = ()  # of those that have features
     given: tuple[str, ...] = ()  # the arguments that the model was seen to be given
     unsummed: tuple[str, ...] = ()  # those of whose gradient each rank makes a part that is not summed
+    constants: tuple[Constant, ...] = ()  # so are these, where a call brings something else
     idle: tuple[str, ...] = ()  # module patterns: they hold weights, and no recorded call ran them
 
     def of(self, kind: type[Kind]) -> tuple[Kind, ...]:

@@ -1,0 +1,89 @@
+"""What no recorded call did, where a call does it and hooks can tell. (A file of its own: of none of this a plan says
+what is to be done.)
+
+Modules that never ran: they are whole, and so are the gradients that they give. But what they read may be a value whose
+gradient is summed over ranks, since every reader that was seen gives a part of it. There a whole gradient would count
+once for each rank: it is given in equal parts.
+
+Constants that are none: a stream may be zeros until a branch fills it. What reads it then gives each rank's part of a
+gradient that nobody sums. That is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from autoplan.common.errors import PlanMismatchError
+from autoplan.common.nested import EACH, changed_inside, flatten_tensors, signature_names
+from autoplan.common.patterns import is_under, matches
+from autoplan.execute.collectives import RankGroup, gradient_is_summed, scale_gradient
+from autoplan.values import Constant, Runtime
+
+__all__ = ["watch_unrecorded"]
+
+
+def watch_unrecorded(modules: dict[str, nn.Module], seen: Runtime, group: RankGroup) -> Iterator[RemovableHandle]:
+    """Have idle modules give their part of such gradients, and constants be constant, from now on."""
+    if group.size == 1:
+        return
+    for name, module in modules.items():
+        if any(is_under(pattern, name) for pattern in seen.idle):
+            yield module.register_forward_pre_hook(partial(_give_parts, name, group.size), with_kwargs=True)
+        for one in seen.constants:
+            if matches(one.pattern, name):
+                yield _watch(module, name, one)
+
+
+def _give_parts(name: str, ranks: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return None
+    if torch.compiler.is_compiling():
+        raise PlanMismatchError(
+            f"{name} runs, which no recorded call did, and compiled code cannot tell what becomes of its gradients",
+            hint=f"plan with inputs= that reach {name}, or run this call without torch.compile",
+        )
+
+    def part(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return scale_gradient(value, 1.0 / ranks) if gradient_is_summed(value) else value
+        return changed_inside(value, part)
+
+    with torch._C.DisableTorchFunction():
+        return tuple(map(part, args)), {name: part(value) for name, value in kwargs.items()}
+
+
+def _watch(module: nn.Module, name: str, constant: Constant) -> RemovableHandle:
+    names = signature_names(module)
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        more = {("args", index): value for index, value in enumerate(args[len(names) :])}
+        check({**dict(zip(names, args, strict=False)), **more, **kwargs})
+
+    def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        check(output)
+
+    def check(values: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if any(tensor.requires_grad and _is_at(constant.path, path) for path, tensor in flatten_tensors(values)):
+            word = "takes" if constant.side == "input" else "returns"
+            place = "".join(f"[{step!r}]" for step in constant.path)
+            raise PlanMismatchError(
+                f"what {name} {word} at {place or 'its output'} has a gradient, of which each rank makes a part: it was a "
+                "constant in every recorded call",
+                hint="plan with inputs= in which it is not (several calls: inputs={'usual': {…}, 'other': {…}})",
+            )
+
+    if constant.side == "input":
+        return module.register_forward_pre_hook(before, with_kwargs=True)
+    return module.register_forward_hook(after, with_kwargs=True)
+
+
+def _is_at(planned: tuple[Any, ...], path: tuple[Any, ...]) -> bool:
+    return len(planned) == len(path) and all(p in (EACH, step) for p, step in zip(planned, path, strict=True))
