@@ -17,7 +17,7 @@ every later in-place op on the result an error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -231,15 +231,27 @@ def copy_to_ranks(x: torch.Tensor, group: Ranks) -> torch.Tensor:
     return x if group.size == 1 or not _carries_gradient(x) else _Copy.apply(x, group)
 
 
+def is_of_compiled_code(x: torch.Tensor) -> bool:
+    """Did a compiled function make x, whose ops nobody sees?"""
+    return any("CompiledFunction" in node.name() for node in _few_ops_above(x))
+
+
 def gradient_is_summed(x: torch.Tensor) -> bool:
     """Was x made of what `copy_to_ranks` gave, by ops that read nothing else?"""
+    made = (node.name() for node in _few_ops_above(x))
+    ours = (name for name in made if name in (f"{_Copy.__name__}Backward", f"{_Scale.__name__}Backward"))
+    return next(ours, "").startswith(_Copy.__name__)
+
+
+def _few_ops_above(x: torch.Tensor) -> Iterator[Any]:
+    """The ops that made x, the last first, as long as they read one value."""
     node = x.grad_fn
     for _ in range(_FEW_OPS):
-        if node is None or node.name() in (f"{_Copy.__name__}Backward", f"{_Scale.__name__}Backward"):
-            return node is not None and node.name().startswith(_Copy.__name__)
+        if node is None:
+            return
+        yield node
         above = [one for one, _ in node.next_functions if one is not None]
         node = above[0] if len(above) == 1 else None
-    return False
 
 
 def sum_over_ranks(x: torch.Tensor, group: Ranks) -> torch.Tensor:

@@ -22,11 +22,11 @@ from autoplan.execute.calls.kernel_guard import guard_kernels
 from autoplan.execute.collectives import RankGroup
 from autoplan.execute.executors import At, execute
 from autoplan.execute.fits import check_fits
-from autoplan.execute.hooks.unrecorded import watch_unrecorded
 from autoplan.execute.hooks.inner_entries import install_inner_entries
 from autoplan.execute.hooks.install import ModuleWork, install, install_root
 from autoplan.execute.hooks.replaced import watch_children, watch_no_longer
 from autoplan.execute.hooks.running import Running
+from autoplan.execute.hooks.unrecorded import watch_unrecorded
 from autoplan.execute.parameters.following import stop_following
 from autoplan.execute.parameters.shard import mesh_device, prepare_parameters
 from autoplan.execute.quantised.rules import is_stored_packed, stored_rules

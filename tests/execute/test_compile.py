@@ -7,19 +7,21 @@ not.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from other_calls import Optional, TwoStreams
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoplan
 from autoplan.check.ranks.run import run_processes
 from autoplan.execute.parameters.gather import full_tensors
-from autoplan.execute.randomness.dropout import may_draw
+from autoplan.execute.randomness.dropout import draws_unasked, may_draw
 from autoplan.hf.source import resolve
 from autoplan.values import LocalExperts
 
@@ -241,3 +243,63 @@ def test_who_may_draw() -> None:
     loud.config.attention_dropout = 0.1
     assert may_draw(loud)
     assert may_draw(nn.Sequential(nn.Dropout(0.1))) and not may_draw(nn.Sequential(nn.Dropout(0.0)))
+
+
+def in_other_calls(rank: int) -> dict[str, str]:
+    """What comes of calls that run what no recorded one ran: in one module compiled, or in the whole model."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    x, found = torch.linspace(-1, 1, 2 * 6 * 16).view(2, 6, 16), {}
+
+    def stepped(model: nn.Module, run: Any, given: dict[str, Any]) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        output = run(x, **given)
+        output = output[0] + output[1] if isinstance(output, tuple) else output
+        output.square().mean().backward()
+        return [output.detach(), *full_tensors(model, grads=True).values()]
+
+    for what in ("a reader more", "random numbers", "a constant"):
+        other: dict[str, Any] = {"filled": True} if what == "a constant" else {"context": torch.ones(1)}
+        make = partial(TwoStreams, "zeros") if what == "a constant" else partial(Optional, what)
+        for how in ("a module", "the model"):
+            torch.manual_seed(0)
+            model = make()
+            whole = copy.deepcopy(model)
+            wanted = stepped(whole, whole, other)
+            plan = autoplan.plan(copy.deepcopy(model).eval(), 2, inputs={"x": x}, prove="none")
+            model = autoplan.parallelize(model, mesh, plan)
+            torch._dynamo.reset()
+            if how == "a module":
+                (model.into if what == "a constant" else model.norms[0]).compile(backend="aot_eager")
+            run = model if how == "a module" else torch.compile(model, backend="aot_eager")
+            try:
+                pairs = zip(stepped(model, run, other), wanted, strict=True)
+                off = max(float((mine - its).abs().max()) for mine, its in pairs)
+                found[f"{what}, {how}"] = "exact" if off < 1e-6 else f"off by {off}"
+            except autoplan.PlanMismatchError as error:
+                found[f"{what}, {how}"] = str(error).splitlines()[0]
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.long
+def test_calls_that_nobody_recorded_are_right_or_refused_in_compiled_code() -> None:
+    extra, fill = (
+        f"{name} runs, which no recorded call did, and in compiled code nobody can tell whether ranks sum its gradients"
+        for name in ("extra", "fill")
+    )
+    for found in run_processes(in_other_calls, (), 2, timeout=300.0):
+        constant = found.pop("a constant, a module")
+        assert constant.startswith("what ups.1 takes at ['input'] has a gradient")
+        assert found == {
+            "a reader more, a module": extra,
+            "a reader more, the model": extra,
+            "random numbers, a module": "exact",
+            "random numbers, the model": "exact",
+            "a constant, the model": fill,
+        }
+
+
+def test_code_that_draws_whatever_the_rates() -> None:
+    assert draws_unasked(Optional("random numbers")) and not draws_unasked(TwoStreams("zeros"))
+    assert not draws_unasked(built("whisper")), "its config says the rates"

@@ -9,6 +9,7 @@ import copy
 
 import pytest
 import torch
+from other_calls import Optional, TwoStreams
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -64,29 +65,6 @@ def test_another_branch_is_refused_where_only_numbers_are_rewritten() -> None:
         sharded_run(model, plan, usual=False)
 
 
-class Optional(nn.Module):
-    """With `context` it runs a norm and a layer that never ran, from a list whose others did; or a layer on a value
-    whose gradient ranks sum; or it draws."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.what = what
-        self.into, self.extra = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(3))
-        self.ups = nn.ModuleList(nn.Linear(16, 32) for _ in range(2))
-        self.downs = nn.ModuleList(nn.Linear(32, 16) for _ in range(2))
-
-    def forward(self, x: torch.Tensor, context: torch.Tensor | None = None) -> torch.Tensor:
-        x = self.into(x)
-        normed = self.norms[0](x)
-        x = x + self.downs[0](self.ups[0](normed).relu())
-        if context is not None and self.what == "random numbers":
-            x = x + torch.randn_like(x)
-        elif context is not None:
-            x = x + self.extra(self.norms[2](x) if self.what == "a norm" else normed[:, :, :].tanh()).tanh()
-        return x + self.downs[1](self.ups[1](self.norms[1](x)).relu())
-
-
 @pytest.mark.parametrize("what", ["a norm", "a reader more", "random numbers"])
 def test_an_argument_that_nobody_saw_may_bring_in(what: str) -> None:
     torch.manual_seed(0)
@@ -117,25 +95,6 @@ def test_a_gradient_of_an_input_is_summed_where_it_was_asked_for_and_refused_els
     assert plan.runtime.unsummed == ()
     report = autoplan.verify(model, plan, inputs=asking)
     assert report.ok, report.findings
-
-
-class TwoStreams(nn.Module):
-    """The second stream is a constant until `filled` asks for the layer that fills it."""
-
-    def __init__(self, constant: str) -> None:
-        super().__init__()
-        self.constant = constant
-        self.into, self.fill = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.ups = nn.ModuleList(nn.Linear(16, 32) for _ in range(2))
-        self.downs = nn.ModuleList(nn.Linear(32, 16) for _ in range(2))
-
-    def forward(self, x: torch.Tensor, filled: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self.into(x)
-        other = torch.zeros(x.shape) if self.constant == "zeros" else x.new_zeros(x.shape)
-        if filled:
-            other = other + self.fill(x)
-        up = self.ups[1](other) if self.constant != "read inside" else nn.functional.linear(other, self.ups[1].weight)
-        return x + self.downs[0](self.ups[0](x).relu()), other + self.downs[1](up.relu())
 
 
 @pytest.mark.parametrize("constant", ["zeros", "new_zeros", "read inside"])

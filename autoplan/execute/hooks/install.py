@@ -26,7 +26,7 @@ from autoplan.execute.hooks.running import Running
 from autoplan.execute.hooks.sequence_shards import SequenceShard, shards_in
 from autoplan.execute.hooks.traced import unwatched
 from autoplan.execute.hooks.unseen_outputs import UnseenOutputs, check_shapes
-from autoplan.execute.randomness.dropout import may_draw
+from autoplan.execute.randomness.dropout import draws_unasked, may_draw
 from autoplan.execute.sequence.apply import gather_shard
 from autoplan.execute.vocabulary.leaving import leaving
 from autoplan.execute.vocabulary.split_logits import SplitLogits, columns_in
@@ -209,6 +209,7 @@ def install_root(
     root = Root(model, heads, outputs, running, random)
     root.shapes, root.given, root.unsummed = seen.shapes, seen.given, seen.unsummed
     running.draws = root.always or (root.random and may_draw(model))
+    running.draws_unseen = not root.random and draws_unasked(model)
     root.unseen = UnseenOutputs(seen.outputs, root.names, running.group)
     return [
         model.register_forward_pre_hook(root.before, with_kwargs=True, prepend=True),
@@ -251,7 +252,8 @@ class Root:
         if self.unsummed and torch.is_grad_enabled():
             self._refuse_gradients(given)
         targets = {name for name, value in given.items() if value is not None and self._is_target(name)}
-        strange = set() if torch.compiler.is_compiling() else self._strangers(given)
+        quiet = torch.compiler.is_compiling() and not self.running.draws_unseen  # a switch of streams breaks a graph
+        strange = set() if quiet else self._strangers(given)
         loss = bool(targets) or (bool(strange) and bool(self.heads))
         self.running.whole_logits = loss and not self.running.split_loss
         self.running.loss = loss and self.running.split_loss

@@ -38,6 +38,7 @@ class Running:
     whole_logits: bool = False  # gathered where they leave their head
     split_loss: bool = True  # may a model's own loss work on split logits?
     loss: bool = False  # it is doing so: logits leave their head as SplitLogits
+    draws_unseen: bool = True  # may one that takes what nobody saw it take?
     draws: bool = True  # may a forward draw random numbers? Compiled code that does not leaves the streams alone
     sequence_padding: str = "error"
     lengths: dict[str, int] = field(default_factory=dict)  # the true length of each sequence that is cut

@@ -11,9 +11,9 @@ gradient that nobody sums. That is an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,8 +22,8 @@ from torch.utils.hooks import RemovableHandle
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.nested import EACH, changed_inside, flatten_tensors, signature_names
 from autoplan.common.patterns import is_under, matches
-from autoplan.execute.collectives import RankGroup, gradient_is_summed, scale_gradient
-from autoplan.values import Constant, Runtime
+from autoplan.execute.collectives import RankGroup, gradient_is_summed, is_of_compiled_code, scale_gradient
+from autoplan.values import AllReduceGradient, Constant, Runtime
 
 __all__ = ["watch_unrecorded"]
 
@@ -32,30 +32,47 @@ def watch_unrecorded(modules: dict[str, nn.Module], seen: Runtime, group: RankGr
     """Have idle modules give their part of such gradients, and constants be constant, from now on."""
     if group.size == 1:
         return
+    given_on = any(one.side == "output" for one in seen.of(AllReduceGradient))
     for name, module in modules.items():
         if any(is_under(pattern, name) for pattern in seen.idle):
-            yield module.register_forward_pre_hook(partial(_give_parts, name, group.size), with_kwargs=True)
+            watch = partial(_give_parts, _Idle(name, group.size, given_on))
+            yield module.register_forward_pre_hook(watch, with_kwargs=True)
         for one in seen.constants:
             if matches(one.pattern, name):
                 yield _watch(module, name, one)
 
 
-def _give_parts(name: str, ranks: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+class _Idle(NamedTuple):
+    """An idle module. `given_on`: do others return values whose gradient is summed?"""
+
+    name: str
+    ranks: int
+    given_on: bool
+
+
+def _give_parts(idle: _Idle, module: nn.Module, args: Any, kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return None
     if torch.compiler.is_compiling():
-        raise PlanMismatchError(
-            f"{name} runs, which no recorded call did, and compiled code cannot tell what becomes of its gradients",
-            hint=f"plan with inputs= that reach {name}, or run this call without torch.compile",
-        )
+        raise _compiled(idle)
 
     def part(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return scale_gradient(value, 1.0 / ranks) if gradient_is_summed(value) else value
-        return changed_inside(value, part)
+        if not isinstance(value, torch.Tensor):
+            return changed_inside(value, part)
+        if idle.given_on and is_of_compiled_code(value):
+            raise _compiled(idle)
+        return scale_gradient(value, 1.0 / idle.ranks) if gradient_is_summed(value) else value
 
     with torch._C.DisableTorchFunction():
         return tuple(map(part, args)), {name: part(value) for name, value in kwargs.items()}
+
+
+def _compiled(idle: _Idle) -> PlanMismatchError:
+    return PlanMismatchError(
+        f"{idle.name} runs, which no recorded call did, and in compiled code nobody can tell whether ranks sum its "
+        "gradients",
+        hint=f"plan with inputs= that reach {idle.name}, or run this call without torch.compile",
+    )
 
 
 def _watch(module: nn.Module, name: str, constant: Constant) -> RemovableHandle:
@@ -75,8 +92,8 @@ def _watch(module: nn.Module, name: str, constant: Constant) -> RemovableHandle:
             word = "takes" if constant.side == "input" else "returns"
             place = "".join(f"[{step!r}]" for step in constant.path)
             raise PlanMismatchError(
-                f"what {name} {word} at {place or 'its output'} has a gradient, of which each rank makes a part: it was a "
-                "constant in every recorded call",
+                f"what {name} {word}{' at ' * bool(place)}{place} has a gradient, of which each rank makes a part: "
+                "it was a constant in every recorded call",
                 hint="plan with inputs= in which it is not (several calls: inputs={'usual': {…}, 'other': {…}})",
             )
 

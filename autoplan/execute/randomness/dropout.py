@@ -12,7 +12,9 @@ recomputation under activation checkpointing, which restores the shared state, d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterator, Mapping
+from types import CodeType
 from typing import Any
 
 import torch
@@ -23,8 +25,9 @@ from torch._guards import detect_fake_mode
 from autoplan.common.conventions import conventions
 from autoplan.execute.collectives import RankGroup, all_reduce
 from autoplan.execute.randomness import streams as random_streams
+from autoplan.ops import call_record
 
-__all__ = ["SharedRandomness", "may_draw"]
+__all__ = ["SharedRandomness", "draws_unasked", "may_draw"]
 
 
 class SharedRandomness:
@@ -121,6 +124,39 @@ def may_draw(model: nn.Module) -> bool:
         if rate > 0 or _turned_on(vars(module)) or _turned_on(_settings(module)):
             return True
     return False
+
+
+def draws_unasked(model: nn.Module) -> bool:
+    """Do forwards of a model, or what they call in its package, name a function that draws whatever the rates? Calls
+    that nobody recorded may then come to it. Where a known kind of config says the rates, nothing draws without one."""
+    if conventions().config_of(model) is not None:
+        return False
+    packages = {kind.__module__.partition(".")[0] for kind in map(type, model.modules())} - {"torch"}
+    waiting = [(kind.forward, kind) for kind in {type(module) for module in model.modules()}]
+    read: set[Any] = set()
+    while waiting:
+        function, kind = waiting.pop()
+        for code in _codes(getattr(inspect.unwrap(function), "__code__", None)):
+            if (code, kind) in read:
+                continue
+            read.add((code, kind))
+            if any(call_record(name).random.when == "always" for name in code.co_names):
+                return True
+            known = inspect.unwrap(function).__globals__
+            named = (getattr(kind, name, None) or known.get(name) for name in code.co_names)
+            waiting += [
+                (f, kind) for f in named if inspect.isfunction(f) and f.__module__.partition(".")[0] in packages
+            ]
+    return False
+
+
+def _codes(code: CodeType | None) -> Iterator[CodeType]:
+    """Of a function and of those inside it."""
+    if code is not None:
+        yield code
+        for value in code.co_consts:
+            if isinstance(value, CodeType):
+                yield from _codes(value)
 
 
 def _settings(module: nn.Module) -> Mapping[str, Any]:
