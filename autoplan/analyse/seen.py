@@ -16,7 +16,7 @@ from autoplan.analyse.placement.sums import place
 from autoplan.analyse.shards import Shards
 from autoplan.common.patterns import holders
 from autoplan.ops.creation import fills
-from autoplan.values import Constant, Trace
+from autoplan.values import AllReduceGradient, Boundary, Constant, Side, Trace
 
 __all__ = ["Sums", "given", "idle", "of_constants", "returned", "unsummed"]
 
@@ -58,12 +58,18 @@ def unsummed(trace: Trace, shards: Shards, axes: Axes, placement: Placement) -> 
 class Sums:
     """Where ranks see to gradients: at what modules take and return, and at tensors that calls take (by index)."""
 
-    places: tuple[Constant, ...] = ()
+    places: tuple[tuple[str, Side, tuple[Any, ...], type[Boundary]], ...] = ()
     inside: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
 
-def of_constants(trace: Trace, shards: Shards, axes: Axes, placement: Placement, flow: CallFlow) -> Sums:
-    """What gradients of constants would need, if these were none: a stream may be zeros until a branch fills it."""
+def of_constants(
+    trace: Trace, shards: Shards, axes: Axes, placement: Placement, flow: CallFlow
+) -> tuple[tuple[Constant, ...], Sums]:
+    """What gradients of constants need where these are none: a stream may be zeros until a branch fills it. Sums inside
+    of forwards can be placed beforehand: they are nothing while there is no gradient.
+
+    What carried a gradient was seen to. Where that would be done elsewhere for the sake of constants, they are refused.
+    """
     made = [
         t
         for index, call in enumerate(trace.calls)
@@ -71,16 +77,19 @@ def of_constants(trace: Trace, shards: Shards, axes: Axes, placement: Placement,
         for t in flow.outputs[index]
         if trace.tensors[t].differentiable and t not in flow.carries
     ]
-    more = _more(trace, shards, axes, placement, made) if made else Sums()
-    places = (p for p in more.places if flow.carries.isdisjoint(flow.runs_through(p.pattern, p.side, p.path).values()))
-    return Sums(tuple(places), more.inside)
+    more = _more(trace, shards, axes, placement, made) if made and shards.marks else Sums()
+    places = [p for p in more.places if flow.carries.isdisjoint(flow.runs_through(*p[:3]).values())]
+    inside = {call: tensors - flow.carries for call, tensors in more.inside.items() if tensors - flow.carries}
+    sums = more == Sums(tuple(places), inside) and all(kind is AllReduceGradient for *_, kind in places)
+    return tuple(Constant(*place, sums) for place in dict.fromkeys(p[:3] for p in places)), Sums(inside=inside)
 
 
 def _more(trace: Trace, shards: Shards, axes: Axes, placement: Placement, asking: list[int]) -> Sums:
     """Where else, if these values carry gradients, too."""
     placed = place(shards, CallFlow(trace, asking), axes.gathered)
     known = {(c.module, c.path, kind) for c, kind in (*placement.inputs, *placement.outputs)}
-    new = [Constant(c.module, "input", c.path) for c, kind in placed.inputs if (c.module, c.path, kind) not in known]
-    new += [Constant(c.module, "output", c.path) for c, kind in placed.outputs if (c.module, c.path, kind) not in known]
+    new: list[tuple[str, Side, tuple[Any, ...], type[Boundary]]] = []
+    new += [(c.module, "input", c.path, k) for c, k in placed.inputs if (c.module, c.path, k) not in known]
+    new += [(c.module, "output", c.path, k) for c, k in placed.outputs if (c.module, c.path, k) not in known]
     inside = {call: frozenset(t - placement.inside_copies.get(call, set())) for call, t in placed.inside_copies.items()}
     return Sums(tuple(dict.fromkeys(new)), {call: tensors for call, tensors in inside.items() if tensors})

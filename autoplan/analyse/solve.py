@@ -16,7 +16,7 @@ from autoplan.analyse.placement.callflow import CallFlow
 from autoplan.analyse.placement.calls import Scope, draws, scope
 from autoplan.analyse.placement.placement import Placement
 from autoplan.analyse.placement.sums import place
-from autoplan.analyse.seen import Sums, given, idle, of_constants, returned, unsummed
+from autoplan.analyse.seen import given, idle, of_constants, returned, unsummed
 from autoplan.analyse.sequence.parallel import SequencePlacement, place_sequence, sequence_boundaries
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.choose import Choice, choose, occurrences
@@ -41,6 +41,7 @@ from autoplan.ops.records.record import Reduction
 from autoplan.values import (
     Boundary,
     ClassFact,
+    Constant,
     IntegerEdit,
     ParallelBlock,
     ParameterFact,
@@ -96,7 +97,7 @@ class _Round:
     edits: Edits
     scope: Scope
     tried: Tried = Tried()
-    constants: Sums = Sums()
+    constants: tuple[Constant, ...] = ()
 
 
 def solve(
@@ -171,8 +172,8 @@ def _settle(
             continue
         placement = place(shards, flow, axes.gathered)
         refuse_unplaced_logits(trace, flow, shards, placement, choice.vocabularies)
-        constants = of_constants(trace, shards, axes, placement, flow) if tp > 1 else Sums()
-        for call, tensors in constants.inside.items():
+        constants, sums = of_constants(trace, shards, axes, placement, flow)
+        for call, tensors in sums.inside.items():
             placement.inside_copies[call] |= tensors
         edits = solve_edits(shards)
         found = scope(shards, flow, placement, edits)
@@ -251,7 +252,7 @@ def _solution(
         shapes=output_shapes(trace, done.axes),
         given=given(trace),
         unsummed=unsummed(trace, done.shards, done.axes, done.placement) if tp > 1 else (),
-        constants=done.constants.places,
+        constants=done.constants if cut is None else tuple(replace(one, sums=False) for one in done.constants),
         idle=idle(trace),
     )
     return Solution(

@@ -289,13 +289,12 @@ def test_calls_that_nobody_recorded_are_right_or_refused_in_compiled_code() -> N
         for name in ("extra", "fill")
     )
     for found in run_processes(in_other_calls, (), 2, timeout=300.0):
-        constant = found.pop("a constant, a module")
-        assert constant.startswith("what ups.1 takes at ['input'] has a gradient")
         assert found == {
             "a reader more, a module": extra,
             "a reader more, the model": extra,
             "random numbers, a module": "exact",
             "random numbers, the model": "exact",
+            "a constant, a module": "exact",
             "a constant, the model": fill,
         }
 

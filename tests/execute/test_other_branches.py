@@ -16,7 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoplan
 from autoplan.check.ranks.common import RankError
 from autoplan.check.ranks.run import run_ranks
-from autoplan.values import Plan, RewriteCall
+from autoplan.common.errors import PlanMismatchError
+from autoplan.execute.collectives import RankGroup
+from autoplan.execute.hooks.unrecorded import watch_unrecorded
+from autoplan.values import Constant, Plan, RewriteCall, Runtime, Side
 
 X = torch.linspace(-1, 1, 2 * 6 * 16, dtype=torch.float64).view(2, 6, 16)
 
@@ -102,13 +105,23 @@ def test_a_constant_that_is_none_in_another_call(constant: str) -> None:
     torch.manual_seed(0)
     model, x = TwoStreams(constant).eval(), X.float()
     plan = autoplan.plan(model, 2, inputs={"x": x})
-    assert autoplan.verify(model, plan, inputs={"x": x}).ok
-    report = autoplan.verify(model, plan, inputs={"x": x, "filled": True})
-    if constant == "read inside":
+    assert all(one.sums for one in plan.runtime.constants) and bool(plan.runtime.constants) == (constant == "zeros")
+    for filled in (False, True):
+        report = autoplan.verify(model, plan, inputs={"x": x, "filled": filled})
         assert report.ok, report.findings
-    else:
-        (found,) = {f.message for f in report.findings if f.check == "forward"}
-        assert "what ups.1 takes at ['input'] has a gradient, of which each rank makes a part" in found
-    both = {"usual": {"x": x}, "filled": {"x": x, "filled": True}}
-    report = autoplan.verify(model, autoplan.plan(model, 2, inputs=both), inputs=both)
-    assert report.ok, report.findings
+
+
+@pytest.mark.parametrize("side", ["input", "output"])
+def test_a_constant_that_nothing_sums_is_refused_where_it_has_a_gradient(side: Side) -> None:
+    """So it is where the stream is cut along the sequence, or where sums would be placed elsewhere."""
+    up, path = nn.Linear(4, 4).requires_grad_(False), ("input",) if side == "input" else ()
+    seen = Runtime(constants=(Constant("up", side, path, sums=False),))
+    (handle,) = watch_unrecorded({"up": up, "down": up}, seen, RankGroup("none", size=2, rank=0))
+    x = torch.ones(2, 4)
+    assert torch.equal(up(x), up(x.clone()))
+    with pytest.raises(PlanMismatchError, match=f"what up {'takes at' if path else 'returns has'}"):
+        up(x.requires_grad_())
+    with torch.no_grad():
+        up(x)
+    handle.remove()
+    assert up(x).requires_grad

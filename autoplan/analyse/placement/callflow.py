@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from autoplan.ops import call_record
-from autoplan.ops.creation import fills
 from autoplan.ops.records.record import Shows
 from autoplan.values import Call, ModuleVisit, Trace, refs, refs_with_paths
 
@@ -79,7 +78,7 @@ class CallFlow:
         for tensor in inputs:
             self.uses[tensor].append(index)
         flows = index in self.unseen or any(t in self.carries for t in inputs)  # where it is not seen, it may
-        flows = flows and call.grad_enabled and call.name not in _DETACHING and not fills(call.name)
+        flows = flows and call.grad_enabled and call.name not in _DETACHING
         for tensor in outputs:
             if tensor in self.producer or tensor in inputs:
                 self.rewritten.add(tensor)

@@ -6,7 +6,7 @@ gradient is summed over ranks, since every reader that was seen gives a part of 
 once for each rank: it is given in equal parts.
 
 Constants that are none: a stream may be zeros until a branch fills it. What reads it then gives each rank's part of a
-gradient that nobody sums. That is an error.
+gradient, of which no instruction knows. It is summed, or the call is refused.
 """
 
 from __future__ import annotations
@@ -20,16 +20,22 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from autoplan.common.errors import PlanMismatchError
-from autoplan.common.nested import EACH, changed_inside, flatten_tensors, signature_names
+from autoplan.common.nested import change_input, change_output, changed_inside, signature_names
 from autoplan.common.patterns import is_under, matches
-from autoplan.execute.collectives import RankGroup, gradient_is_summed, is_of_compiled_code, scale_gradient
+from autoplan.execute.collectives import (
+    RankGroup,
+    copy_to_ranks,
+    gradient_is_summed,
+    is_of_compiled_code,
+    scale_gradient,
+)
 from autoplan.values import AllReduceGradient, Constant, Runtime
 
 __all__ = ["watch_unrecorded"]
 
 
 def watch_unrecorded(modules: dict[str, nn.Module], seen: Runtime, group: RankGroup) -> Iterator[RemovableHandle]:
-    """Have idle modules give their part of such gradients, and constants be constant, from now on."""
+    """Have idle modules give their part of such gradients, and ranks sum those of what was constant, from now on."""
     if group.size == 1:
         return
     given_on = any(one.side == "output" for one in seen.of(AllReduceGradient))
@@ -39,7 +45,7 @@ def watch_unrecorded(modules: dict[str, nn.Module], seen: Runtime, group: RankGr
             yield module.register_forward_pre_hook(watch, with_kwargs=True)
         for one in seen.constants:
             if matches(one.pattern, name):
-                yield _watch(module, name, one)
+                yield _watch(module, name, one, group)
 
 
 class _Idle(NamedTuple):
@@ -75,32 +81,27 @@ def _compiled(idle: _Idle) -> PlanMismatchError:
     )
 
 
-def _watch(module: nn.Module, name: str, constant: Constant) -> RemovableHandle:
-    names = signature_names(module)
+def _watch(module: nn.Module, name: str, constant: Constant, group: RankGroup) -> RemovableHandle:
+    side, path, names = constant.side, constant.path, signature_names(module)
 
-    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-        more = {("args", index): value for index, value in enumerate(args[len(names) :])}
-        check({**dict(zip(names, args, strict=False)), **more, **kwargs})
+    def change(x: torch.Tensor) -> torch.Tensor:
+        if constant.sums or not (x.requires_grad and torch.is_grad_enabled()):
+            return copy_to_ranks(x, group)
+        place = "".join(f"[{step!r}]" for step in path)
+        raise PlanMismatchError(
+            f"what {name} {'takes' if side == 'input' else 'returns'}{' at ' * bool(place)}{place} has a gradient, of "
+            "which each rank makes a part: it was a constant in every recorded call",
+            hint="plan with inputs= in which it is not (several calls: inputs={'usual': {…}, 'other': {…}})",
+        )
 
-    def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        check(output)
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return change_input(args, kwargs, names, path, change, name)
 
-    def check(values: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        if any(tensor.requires_grad and _is_at(constant.path, path) for path, tensor in flatten_tensors(values)):
-            word = "takes" if constant.side == "input" else "returns"
-            place = "".join(f"[{step!r}]" for step in constant.path)
-            raise PlanMismatchError(
-                f"what {name} {word}{' at ' * bool(place)}{place} has a gradient, of which each rank makes a part: "
-                "it was a constant in every recorded call",
-                hint="plan with inputs= in which it is not (several calls: inputs={'usual': {…}, 'other': {…}})",
-            )
+    def after(_: nn.Module, args: Any, output: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return change_output(output, path, change, name)
 
-    if constant.side == "input":
-        return module.register_forward_pre_hook(before, with_kwargs=True)
-    return module.register_forward_hook(after, with_kwargs=True)
-
-
-def _is_at(planned: tuple[Any, ...], path: tuple[Any, ...]) -> bool:
-    return len(planned) == len(path) and all(p in (EACH, step) for p, step in zip(planned, path, strict=True))
+    return module.register_forward_pre_hook(before, with_kwargs=True) if side == "input" else (
+        module.register_forward_hook(after)
+    )  # fmt: skip

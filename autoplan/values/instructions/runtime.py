@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from autoplan.values.instructions.base import Instruction
+from autoplan.values.instructions.boundaries import Side
 
 __all__ = ["Capabilities", "Constant", "OutputShape", "ParameterRule", "Runtime"]
 
@@ -37,11 +38,13 @@ class OutputShape:
 
 @dataclass(frozen=True)
 class Constant:
-    """What modules take or return at `path`: a constant in every recorded call, so ranks sum no gradient of it."""
+    """What modules take or return at `path`: a constant in every recorded call. In another that may be something that
+    has a gradient, of which each rank makes a part. `sums`: it is summed then; else the call is refused."""
 
     pattern: str
-    side: Literal["input", "output"]
+    side: Side
     path: tuple[Any, ...]
+    sums: bool
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Runtime:
     shapes: tuple[OutputShape, ...] = ()  # of those that have features
     given: tuple[str, ...] = ()  # the arguments that the model was seen to be given
     unsummed: tuple[str, ...] = ()  # those of whose gradient each rank makes a part that is not summed
-    constants: tuple[Constant, ...] = ()  # so are these, where a call brings something else
+    constants: tuple[Constant, ...] = ()
     idle: tuple[str, ...] = ()  # module patterns: they hold weights, and no recorded call ran them
 
     def of(self, kind: type[Kind]) -> tuple[Kind, ...]:
