@@ -54,13 +54,22 @@ class Draw:
             dtype = {"int": torch.long, "bool": torch.bool}.get(rule.get("dtype", "float"), self.dtype)
             return torch.full(tuple(shape), float(kind == "ones")).to(dtype)
         if kind == "rows":
-            row = torch.tensor(rule["row"])
+            row = _numbers(rule["row"])
             return row.expand(*shape, *row.shape).clone()
         if kind not in ("normal", "uniform"):
             raise SourceError(
                 f"rules/inputs: unknown kind {kind!r}", hint="use ids, normal, uniform, zeros, ones or rows"
             )
         return self.normal(shape) if kind == "normal" else self.uniform(shape)
+
+
+def _numbers(row: Any) -> torch.Tensor:
+    try:
+        return torch.tensor(row)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise SourceError(
+            f"rules/inputs: row is {row!r:.60}: {error}", hint="give numbers, or lists of as many numbers each"
+        ) from error
 
 
 def evaluate(size: int | str, known: Mapping[str, Any]) -> int:

@@ -347,3 +347,9 @@ def test_described_inputs(rule: dict[str, Any], shape: tuple[int, ...], dtype: t
     assert (tuple(made.shape), made.dtype) == (shape, dtype)
     with pytest.raises(SourceError, match="unknown kind"):
         Draw(0, torch.float32).described({"kind": "guess", "shape": [1]}, {})
+
+
+@pytest.mark.parametrize("row", [[0, 1, [0, 1]], [[0, 1], 1], [[1], [1, 2]], [2**70]])
+def test_a_row_that_is_no_row_of_numbers_is_one_error(row: list[Any]) -> None:
+    with pytest.raises(SourceError, match="rules/inputs: row is"):
+        Draw(0, torch.float32).described({"kind": "rows", "shape": [2], "row": row}, {})
