@@ -78,7 +78,4 @@ class Shards:
         found = self.layout_of(term)
         if found is None:
             return bound
-        run = found.run(rank, self.tp)
-        if run is not None:
-            return len(range(run.start, min(run.stop, bound)))
-        return sum(1 for row in found.rows(rank, self.tp) if row < bound)
+        return sum(len(range(run.start, min(run.stop, bound))) for run in found.runs(rank, self.tp))

@@ -12,7 +12,7 @@ from autoplan.common.errors import SourceError
 
 __all__ = ["Draw", "evaluate"]
 
-_MOST_ELEMENTS = 1 << 26  # of one example
+_MOST_ELEMENTS = 1 << 28  # of one example
 _DRAWN = 1_000_003  # a prime: no two rows of an example are the same
 
 
@@ -25,17 +25,19 @@ class Draw:
 
     def normal(self, shape: Sequence[int]) -> torch.Tensor:
         """Of very many numbers only the first are drawn, and repeated: drawing takes longer than running on them."""
-        count = prod(shape)
+        count = prod(_few(shape))
         drawn = torch.randn(min(count, _DRAWN), generator=self.generator, dtype=torch.float64).to(self.dtype)
         return drawn.repeat(-(-count // _DRAWN) or 1)[:count].reshape(tuple(shape))
 
     def uniform(self, shape: Sequence[int]) -> torch.Tensor:
-        return torch.rand(tuple(shape), generator=self.generator, dtype=torch.float64).to(self.dtype)
+        return torch.rand(_few(shape), generator=self.generator, dtype=torch.float64).to(self.dtype)
 
     def integers(self, low: int, high: int, shape: Sequence[int]) -> torch.Tensor:
-        return torch.randint(low, max(high, low + 1), tuple(shape), generator=self.generator)
+        return torch.randint(low, max(high, low + 1), _few(shape), generator=self.generator)
 
     def choice(self, allowed: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        if not allowed:
+            raise SourceError("there is nothing to choose example ids from", hint="look for a vocabulary of no ids")
         return torch.tensor(allowed)[self.integers(0, len(allowed), shape)]
 
     def described(self, rule: Mapping[str, Any], known: Mapping[str, Any]) -> Any:
@@ -61,6 +63,15 @@ class Draw:
                 f"rules/inputs: unknown kind {kind!r}", hint="use ids, normal, uniform, zeros, ones or rows"
             )
         return self.normal(shape) if kind == "normal" else self.uniform(shape)
+
+
+def _few(shape: Sequence[int]) -> tuple[int, ...]:
+    if prod(shape) > _MOST_ELEMENTS:
+        raise SourceError(
+            f"an example of shape {list(shape)} has {prod(shape):,} numbers; at most {_MOST_ELEMENTS:,} are drawn",
+            hint="look for an absurd size in the config, or pass inputs=",
+        )
+    return tuple(shape)
 
 
 def _numbers(row: Any) -> torch.Tensor:

@@ -90,16 +90,9 @@ class Layout:
             return sum(part.held(rank, tp) for part in self.parts)
         return self.size if self.split is None else len(self.piece(rank, tp))
 
-    def run(self, rank: int, tp: int) -> range | None:
-        """What `rank` holds, where it is known without a list to be one run of indices."""
-        if not self.parts:
-            return range(self.size) if self.split is None else self.piece(rank, tp)
-        first, *rest = self.parts
-        if self.kind == "product" and not first.parts and not any(part.is_split for part in rest):
-            found, inner = first.run(rank, tp), prod(part.size for part in rest)
-            assert found is not None
-            return range(found.start * inner, found.stop * inner)
-        return None
+    def runs(self, rank: int, tp: int) -> tuple[range, ...]:
+        """What `rank` holds, in order, as runs of indices. A dimension may have more indices than can be listed."""
+        return _runs(self, rank, tp)
 
     def all_carried(self) -> bool:
         """Is every row that a rank holds sharded?"""
@@ -127,19 +120,14 @@ class Layout:
 
     def contiguous(self, tp: int) -> bool:
         """Is this what a plain `Shard(dim)` holds: consecutive rows, cut by ceiling?"""
-        wanted = [chunk(self.size, tp, rank) for rank in range(tp)]
-        if self.run(0, tp) is not None:
-            return all(self.run(rank, tp) == one for rank, one in enumerate(wanted))
-        return all(self.rows(rank, tp) == tuple(one) for rank, one in enumerate(wanted))
+        wanted = (chunk(self.size, tp, rank) for rank in range(tp))
+        return all(self.runs(rank, tp) == ((one,) if one else ()) for rank, one in enumerate(wanted))
 
     def one_run(self, tp: int) -> bool:
         """Are the ranks' rows one after the other those of the whole, however many each of them holds?"""
-        runs = [self.run(rank, tp) for rank in range(tp)]
-        if None not in runs:
-            held = [run for run in runs if run]
-            ends = [0, *(run.stop for run in held)]
-            return ends[-1] == self.size and all(run.start == end for run, end in zip(held, ends, strict=False))
-        return [row for rank in range(tp) for row in self.rows(rank, tp)] == list(range(self.size))
+        runs = [run for rank in range(tp) for run in self.runs(rank, tp)]
+        ends = [0, *(run.stop for run in runs)]
+        return ends[-1] == self.size and all(run.start == end for run, end in zip(runs, ends, strict=False))
 
     def __str__(self) -> str:
         if not self.parts:
@@ -202,21 +190,35 @@ def _parse(text: str) -> Layout:
 
 @lru_cache(maxsize=65536)
 def _rows(layout: Layout, rank: int, tp: int) -> tuple[int, ...]:
+    return tuple(row for run in layout.runs(rank, tp) for row in run)
+
+
+@lru_cache(maxsize=65536)
+def _runs(layout: Layout, rank: int, tp: int) -> tuple[range, ...]:
+    runs: list[range] = []
     if not layout.parts:
-        if layout.split is None:
-            return tuple(range(layout.size))
-        return tuple(layout.piece(rank, tp))
-    if layout.kind == "product":
-        rows: tuple[int, ...] = (0,)
+        runs = [range(layout.size) if layout.split is None else layout.piece(rank, tp)]
+    elif layout.kind == "product":
+        runs, size = [range(1)], 1
+        for part in reversed(layout.parts):
+            outer = _runs(part, rank, tp)
+            if runs == [range(size)]:
+                runs = [range(run.start * size, run.stop * size) for run in outer]
+            else:
+                runs = [range(i * size + run.start, i * size + run.stop) for own in outer for i in own for run in runs]
+            size *= part.size
+    else:
+        offset = 0
         for part in layout.parts:
-            inner = _rows(part, rank, tp)
-            rows = tuple(row * part.size + i for row in rows for i in inner)
-        return rows
-    rows, offset = (), 0
-    for part in layout.parts:
-        rows += tuple(offset + i for i in _rows(part, rank, tp))
-        offset += part.size
-    return rows
+            runs += [range(offset + run.start, offset + run.stop) for run in _runs(part, rank, tp)]
+            offset += part.size
+    joined: list[range] = []
+    for run in filter(len, runs):
+        if joined and joined[-1].stop == run.start:
+            joined[-1] = range(joined[-1].start, run.stop)
+        else:
+            joined.append(run)
+    return tuple(joined)
 
 
 @lru_cache(maxsize=65536)

@@ -31,23 +31,13 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def ranges_text(indices: Sequence[int], show: int = 4) -> str:
+def ranges_text(runs: Sequence[range], show: int = 4) -> str:
     """
-    >>> ranges_text([0, 1, 2, 8, 9, 12])
+    >>> ranges_text([range(3), range(8, 10), range(12, 13)])
     '0–2, 8–9, 12'
     """
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and index == runs[-1][1] + 1:
-            runs[-1][1] = index
-        else:
-            runs.append([index, index])
-    shown = [_run_text(range(first, last + 1)) for first, last in runs[:show]]
+    shown = [f"{run[0]}–{run[-1]}" if len(run) > 1 else "".join(map(str, run)) for run in runs[:show]]
     return ", ".join(shown) + (f", … ({len(runs)} runs)" if len(runs) > show else "")
-
-
-def _run_text(run: range) -> str:
-    return f"{run[0]}–{run[-1]}" if len(run) > 1 else "".join(map(str, run))
 
 
 def layout_text(text: str, tp_size: int) -> str:
@@ -59,8 +49,7 @@ def layout_text(text: str, tp_size: int) -> str:
     'each of 8 ranks holds 2 of 16 | all 1 = 3 of 17; rank 0: 0–1, 16'
     """
     layout = Layout.parse(text)
-    run = layout.run(0, tp_size)
-    where = ranges_text(layout.rows(0, tp_size)) if run is None else _run_text(run)
+    where = ranges_text(layout.runs(0, tp_size))
     if not layout.is_split:
         return f"whole on each of {count(tp_size, 'rank')}"
     if layout.is_uneven:

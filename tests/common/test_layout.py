@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -16,7 +17,22 @@ LAYOUTS = (
 
 
 def listed(layout: Layout, tp: int) -> list[tuple[int, ...]]:
-    return [layout.rows(rank, tp) for rank in range(tp)]
+    return [rows_of(layout, rank, tp) for rank in range(tp)]
+
+
+def rows_of(layout: Layout, rank: int, tp: int) -> tuple[int, ...]:
+    """What the notation says, index by index."""
+    if not layout.parts:
+        return tuple(range(layout.size) if layout.split is None else layout.piece(rank, tp))
+    rows: tuple[int, ...] = (0,) if layout.kind == "product" else ()
+    offset = 0
+    for part in layout.parts:
+        inner = rows_of(part, rank, tp)
+        if layout.kind == "product":
+            rows = tuple(row * part.size + i for row in rows for i in inner)
+        else:
+            rows, offset = rows + tuple(offset + i for i in inner), offset + part.size
+    return rows
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 5])
@@ -24,14 +40,17 @@ def listed(layout: Layout, tp: int) -> list[tuple[int, ...]]:
 def test_answers_are_those_of_the_list(text: str, tp: int) -> None:
     layout = Layout.parse(text)
     rows = listed(layout, tp)
+    assert [layout.rows(rank, tp) for rank in range(tp)] == rows
     everything = [row for held in rows for row in held]
     assert [layout.held(rank, tp) for rank in range(tp)] == [len(held) for held in rows]
-    assert all(layout.run(rank, tp) is None or tuple(layout.run(rank, tp)) == rows[rank] for rank in range(tp))
+    runs = [layout.runs(rank, tp) for rank in range(tp)]
+    assert [tuple(row for run in held for row in run) for held in runs] == rows
+    assert all(one and one.stop != two.start for held in runs for one, two in pairwise(held))
     assert layout.all_carried() == all(layout.carried(tp))
     assert layout.shared_rows(tp) == (len(everything) != len(set(everything)))
     assert layout.contiguous(tp) == all(rows[rank] == tuple(chunk(layout.size, tp, rank)) for rank in range(tp))
     assert layout.one_run(tp) == (everything == list(range(layout.size)))
-    assert not layout.is_split or f"rank 0: {ranges_text(rows[0])}" in layout_text(text, tp)
+    assert not layout.is_split or f"rank 0: {ranges_text(runs[0])}" in layout_text(text, tp)
 
 
 def test_a_table_of_a_milliard_rows_is_no_list() -> None:
@@ -41,6 +60,7 @@ def test_a_table_of_a_milliard_rows_is_no_list() -> None:
         layout = Layout.parse(text)
         assert layout.held(1, 8) == layout.size // 8
         assert not layout.shared_rows(8) and layout.all_carried()
-    assert Layout.parse("1000000000!*64").one_run(8)
+    assert Layout.parse("1000000000!*64").one_run(8) and not Layout.parse("500000000!|500000000!").one_run(8)
+    assert layout_text("500000000!|500000000!", 8).endswith("rank 0: 0–62499999, 500000000–562499999")
     assert layout_text("1000000000!", 8).endswith("rank 0: 0–124999999")
     assert time.process_time() - began < 1

@@ -185,7 +185,9 @@ def test_what_is_saved_of_four_bits_is_read_by_bitsandbytes(tmp_path: Path) -> N
         model.save_pretrained(tmp_path / "saved")
 
     run_ranks(rank_body, 2)
-    state = load_file(tmp_path / "saved" / "model.safetensors")
+    state, own = (load_file(folder / "model.safetensors") for folder in (tmp_path / "saved", tmp_path))
+    assert state.keys() == own.keys()
+    assert all(torch.equal(state[key], value) for key, value in own.items())
     for path, module in whole.named_modules():
         if hasattr(getattr(module, "weight", None), "quant_state"):
             mine = {key.removeprefix(f"{path}."): value for key, value in state.items() if key.startswith(f"{path}.")}

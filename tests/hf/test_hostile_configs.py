@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import autoplan
 from autoplan.common.errors import AutoplanError, SourceError
 from autoplan.hf.configs import limits
 from autoplan.hf.configs.limits import check_config, limited_modules
@@ -20,7 +21,9 @@ LLAMA: dict[str, Any] = {
     **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48},
     **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96},
 }
+VISION = {"model_type": "clip_vision_model", "image_size": 16_000_001, "patch_size": 8, "num_hidden_layers": 2}
 LLAVA = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
+GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_head": 4, "n_layer": 2, "vocab_size": 96}
 CASES: dict[str, tuple[Any, str]] = {
     "a list": ([], "holds a list"),
     "a type that is a list": ({**LLAMA, "model_type": ["llama"]}, "model_type must be text"),
@@ -31,8 +34,9 @@ CASES: dict[str, tuple[Any, str]] = {
     "a billion layers": ({**LLAMA, "num_hidden_layers": 10**9}, "num_hidden_layers is 1,000,000,000"),
     "a million experts": ({**LLAMA, "model_type": "mixtral", "num_local_experts": 10**6}, "num_local_experts"),
     "two million heads": ({**LLAMA, "num_key_value_heads": 2 * 10**6}, "num_key_value_heads"),
-    "many of both": ({**LLAMA, "num_hidden_layers": 4000, "num_local_experts": 8000}, "32,000,000 modules"),
     "a wide model": ({**LLAMA, "hidden_size": 10**12}, "hidden_size is 1,000,000,000,000"),
+    "two thousand layers": ({**LLAMA, "num_hidden_layers": 2000}, "at most 1,024 are built"),
+    "many of both": ({**LLAMA, "num_hidden_layers": 1000, "num_local_experts": 8000}, "8,000,000 modules"),
     "no heads": ({**LLAMA, "num_attention_heads": 0, "num_key_value_heads": 0}, "cannot be"),
     "a text config that is text": ({**LLAVA, "text_config": "llama"}, "text_config must be a mapping"),
     "a number of many digits": ('{"model_type": "llama", "hidden_size": ' + "9" * 5000 + "}", "5,000 digits"),
@@ -54,6 +58,20 @@ def test_one_error_at_once(case: str, tmp_path: Path) -> None:
         resolve(str(tmp_path)).module()
     assert time.process_time() - start < 2
     assert len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({**LLAMA, "vocab_size": 0}, "nothing to choose example ids from"),
+        ({**LLAVA, "text_config": LLAMA, "vision_config": VISION}, "numbers; at most"),
+        (GPT2 | {"n_embd": 32_000_000}, "numbers; at most"),
+    ],
+)
+def test_inputs_that_cannot_be_drawn_are_one_error(data: dict[str, Any], said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    with pytest.raises(SourceError, match=said):
+        autoplan.plan(str(tmp_path), 2, prove="none")
 
 
 def test_default_configs_are_let_through() -> None:

@@ -17,13 +17,14 @@ import torch
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import SourceError
 from autoplan.execute.quantised.formats import dequantise
+from autoplan.execute.quantised.twice import QuantisedTwice
 from autoplan.execute.weights.files import CheckpointFiles
 from autoplan.values.quantised import PackedTensor, PackedWeight
 
 __all__ = ["DequantisedFiles", "StoredFiles"]
 
 _AT_ONCE = 2**24  # numbers of a matrix that is stored row by row, of which columns are wanted
-_NESTED, _NESTED_BLOCK = ".nested_absmax", 256  # largest numbers of blocks that are stored in blocks themselves
+_NESTED = ".nested_absmax"  # of largest numbers of blocks that are stored in blocks themselves
 
 
 class _Files(CheckpointFiles):
@@ -42,25 +43,28 @@ class _Files(CheckpointFiles):
         found = super().read(key, rows)
         if key not in self._nested:
             return found
-        weight = key.removesuffix(".absmax")
-        values = super().read(f"{weight}.nested_quant_map").float()[found.int()]
-        places = torch.tensor(list((rows or {}).get(0, range(len(found)))), dtype=torch.long) // _NESTED_BLOCK
-        return values * super().read(f"{weight}{_NESTED}").float()[places] + self._offset(weight)
+        places = torch.tensor(list((rows or {}).get(0, range(len(found)))), dtype=torch.long)
+        return self._twice(key.removesuffix(".absmax")).numbers(found, places)
 
-    def says_nothing(self, key: str) -> bool:
-        """GPTQ's tools wrote a bias of zeros for layers that have none."""
-        owner, _, name = key.rpartition(".")
-        return name == "bias" and f"{owner}.qweight" in super().keys and not super().read(key).any()
-
-    def _offset(self, weight: str) -> float:
-        state = next((key for key in super().keys if key.startswith(f"{weight}.quant_state.")), None)
+    def _twice(self, weight: str) -> QuantisedTwice:
+        known, read = super().keys, super().read
+        state = next((key for key in known if key.startswith(f"{weight}.quant_state.")), None)
         if state is None:
             raise SourceError(
                 f"{self.folder}: {weight}.absmax is stored in blocks of its own; {weight}.quant_state…, which says "
                 "where these begin, is absent",
                 hint="complete the download, or save the checkpoint again with its package",
             )
-        return float(json.loads(bytes(super().read(state).tolist()).decode("utf-8"))["nested_offset"])
+        said = json.loads(bytes(read(state).tolist()).decode("utf-8"))
+        largest, values = read(f"{weight}{_NESTED}"), read(f"{weight}.nested_quant_map")
+        return QuantisedTwice(
+            largest, values, read(state), float(said["nested_offset"]), int(said.get("nested_blocksize", 256))
+        )
+
+    def says_nothing(self, key: str) -> bool:
+        """GPTQ's tools wrote a bias of zeros for layers that have none."""
+        owner, _, name = key.rpartition(".")
+        return name == "bias" and f"{owner}.qweight" in super().keys and not super().read(key).any()
 
 
 class StoredFiles(_Files):
@@ -72,6 +76,10 @@ class StoredFiles(_Files):
         names = {key for state in self._states for key in [state.partition(".quant_state.")[0]]}
         self._hidden = {*self._states, *(f"{name}{end}" for name in names for end in (_NESTED, ".nested_quant_map"))}
         self._dotted = {f"{name}_{end}": f"{name}.{end}" for name in names for end in ("absmax", "quant_map")}
+
+    def quantised_twice(self) -> dict[str, QuantisedTwice]:
+        """By weight, what makes codes again of the largest numbers of its blocks."""
+        return {weight: self._twice(weight) for key in sorted(self._nested) for weight in [key.removesuffix(".absmax")]}
 
     @property
     def keys(self) -> tuple[str, ...]:

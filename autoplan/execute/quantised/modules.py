@@ -23,14 +23,15 @@ from autoplan.common.patterns import matches
 from autoplan.execute.parameters.held import plain_name, record_of
 from autoplan.execute.parameters.local_views import stored_tensor
 from autoplan.execute.quantised.formats import DEQUANTISED, dequantise
+from autoplan.execute.quantised.twice import QuantisedTwice
 from autoplan.patches.classes import give_class
 from autoplan.values import Plan
 from autoplan.values.quantised import PackedTensor, PackedWeight
 
-__all__ = ["compute_in", "headers_of", "is_packed", "keep_headers", "packed_model", "stored_tensors"]
+__all__ = ["compute_in", "is_packed", "keep_beside", "kept_beside", "packed_model", "stored_tensors"]
 
 _STORED = "_autoplan_stored"
-_HEADERS = "_autoplan_headers"
+_BESIDE = "_autoplan_beside"
 _PLAIN = "_autoplan_plain"  # what has been made of stacks in the call that runs
 
 
@@ -72,15 +73,16 @@ def stored_tensors(model: nn.Module) -> dict[str, tuple[PackedWeight, PackedTens
     return found
 
 
-def keep_headers(model: nn.Module, headers: Mapping[str, str]) -> None:
-    """What the headers of the files said that filled a packed model: whoever reads what is saved needs it again."""
+def keep_beside(model: nn.Module, headers: Mapping[str, str], twice: Mapping[str, QuantisedTwice]) -> None:
+    """What the files that filled a packed model said besides tensors: whoever reads what is saved needs it again."""
     if stored_tensors(model):
-        model.__dict__[_HEADERS] = dict(headers)
+        model.__dict__[_BESIDE] = dict(headers), dict(twice)
 
 
-def headers_of(model: nn.Module) -> dict[str, str]:
-    headers: dict[str, str] = model.__dict__.get(_HEADERS, {})
-    return headers
+def kept_beside(model: nn.Module) -> tuple[dict[str, str], dict[str, QuantisedTwice]]:
+    """The headers of those files, and the weights that they stored quantised twice."""
+    kept: tuple[dict[str, str], dict[str, QuantisedTwice]] = model.__dict__.get(_BESIDE, ({}, {}))
+    return kept
 
 
 def compute_in(module: nn.Module, dtype: torch.dtype) -> None:

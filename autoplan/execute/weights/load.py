@@ -29,7 +29,7 @@ from autoplan.execute.parameters.buffers import rebuilt_passing_tensors
 from autoplan.execute.parameters.held import Held, plain_name, record_of
 from autoplan.execute.parameters.state_dict import local_piece
 from autoplan.execute.quantised.files import DequantisedFiles, StoredFiles
-from autoplan.execute.quantised.modules import keep_headers
+from autoplan.execute.quantised.modules import keep_beside
 from autoplan.execute.weights.files import CheckpointFiles
 from autoplan.execute.weights.key_matching import Matched, match_keys, refuse_unmatched
 
@@ -68,7 +68,7 @@ def load_weights(
         _fill(model, files, tensors, matched)  # from here on the model changes
         for one in rebuilt:
             one.put()
-    keep_headers(model, files.headers())
+    keep_beside(model, files.headers(), files.quantised_twice() if isinstance(files, StoredFiles) else {})
     _tell_fsdp(model)
     return _IncompatibleKeys(matched.missing, matched.unexpected)
 

@@ -26,7 +26,8 @@ from autoplan.common.errors import AutoplanError
 from autoplan.common.options import check_argument
 from autoplan.execute.parameters.held import held_parameters, plain_name
 from autoplan.execute.parameters.state_dict import gathered
-from autoplan.execute.quantised.modules import headers_of, stored_tensors
+from autoplan.execute.quantised.modules import kept_beside, stored_tensors
+from autoplan.execute.quantised.twice import stored_twice
 
 __all__ = ["finish_writing", "save_weights", "whole_on_writer", "writes"]
 
@@ -53,7 +54,8 @@ def save_weights(
     model = getattr(model, "_orig_mod", model)
     writer = conventions().checkpoint_writer(model, original_names, stored_tensors(model))
     limit = _bytes(max_shard_size)  # refused on every rank
-    files = _Files(Path(folder), limit, headers_of(model)) if writes() else None
+    headers, twice = kept_beside(model)
+    files = _Files(Path(folder), limit, headers) if writes() else None
     state: dict[str, Any] = model.state_dict()
     trouble: Exception | None = None
     for names in writer.groups(_names(model, list(state), writer)):
@@ -61,7 +63,7 @@ def save_weights(
         if files is None or trouble is not None:
             continue
         try:
-            files.add(writer.convert(tensors))
+            files.add(stored_twice(writer.convert(tensors), twice))
         except (OSError, RuntimeError, ValueError, LookupError) as error:
             trouble = error  # the other ranks are on their way to the next gather
     finish_writing(files, trouble, Path(folder), model)

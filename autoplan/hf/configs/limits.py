@@ -25,7 +25,7 @@ _SHAPE = {
     **{"model_type": (str, _OPEN), "architectures": ([str], _OPEN)},
     "auto_map": ({"*": (str, [(str, _OPEN)], _OPEN)}, str, _OPEN),
 }
-MOST_LAYERS = 4096
+MOST_LAYERS = 1024
 MOST_PARALLEL = 1 << 14  # heads, experts
 MOST_SIZE = 1 << 26
 MOST_REGISTERED = 1_000_000  # modules and parameters of one model
