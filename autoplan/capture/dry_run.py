@@ -25,7 +25,7 @@ from autoplan.common.errors import OutsideError
 from autoplan.common.nested import changed_inside, flatten_tensors
 from autoplan.common.random_values import untouched_randomness
 from autoplan.patches.kernels import on_reference_path
-from autoplan.patches.uncached import uncached_functions
+from autoplan.patches.recorded_code import code_lies_open
 
 __all__ = [
     "SMALL",
@@ -78,7 +78,7 @@ class Twin:
         with untouched_randomness(0), quiet(), on_reference_path(), torch.no_grad(), refusing_outsiders(self.module):
             if self.known is None:
                 return function(**{name: own(value) for name, value in keywords.items()})
-            with uncached_functions(self.module), self.known as known:
+            with code_lies_open(self.module), self.known as known:
                 return function(**{name: known.admit(value) for name, value in keywords.items()})
 
 

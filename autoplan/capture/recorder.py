@@ -28,7 +28,7 @@ from autoplan.capture.traced_ints import Escapes, TracedInt, integer_attributes,
 from autoplan.common.code_place import call_name, code_place
 from autoplan.common.errors import CaptureError, OutsideError
 from autoplan.common.nested import changed_inside, flatten_tensors, signature_names
-from autoplan.patches.uncached import uncached_functions
+from autoplan.patches.recorded_code import code_lies_open
 from autoplan.values import Call, Fold, ModuleVisit, Op, Ref, Symbolic, TensorInfo, Trace
 
 __all__ = ["Recording", "record"]
@@ -311,7 +311,7 @@ def record(
         recording.grad_enabled = True
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(uncached_functions(model))
+            stack.enter_context(code_lies_open(model))
             if fake_mode is not None:
                 stack.enter_context(fake_mode)
             stack.enter_context(_VisitRecorder(recording))

@@ -70,8 +70,9 @@ def _chosen(node: ast.AST) -> tuple[ast.expr, ...] | None:
     """
     if isinstance(node, ast.If | ast.While):
         return _asked(node.test)
-    if isinstance(node, ast.IfExp) and (_calls(node.body) or _calls(node.orelse)):
-        return _asked(node.test)
+    if isinstance(node, ast.IfExp):
+        choices = node.body, node.orelse
+        return _asked(node.test) if any(map(_calls, choices)) or not any(map(_is_setting, choices)) else None
     return None
 
 
@@ -106,3 +107,8 @@ def _is_self(node: ast.AST) -> bool:
 
 def _calls(node: ast.AST) -> bool:
     return any(isinstance(part, ast.Call) for part in ast.walk(node))
+
+
+def _is_setting(node: ast.AST) -> bool:
+    """A number, or what a module holds: then the other choice is one, too."""
+    return isinstance(node, ast.Constant | ast.Attribute | ast.UnaryOp)

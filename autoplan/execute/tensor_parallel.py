@@ -34,6 +34,7 @@ from autoplan.execute.randomness.dropout import SharedRandomness
 from autoplan.execute.reproducible import make_reproducible
 from autoplan.execute.weights.methods import leave_methods
 from autoplan.patches.as_it_was import whole_or_as_it_was
+from autoplan.patches.recorded_code import open_scripts
 from autoplan.values import (
     Boundary,
     CallRewrite,
@@ -147,6 +148,8 @@ def apply_plan(
             running.randomness.agree()
         split = (name.rpartition(".")[0] for name, rule in rules.items() if rule is not None and rule.dim is not None)
         undo.append(partial(watch_no_longer, watch_children(modules, dict.fromkeys((*works, *split)))))
+        if any(">" in one.site.place for work in works.values() for one in work.of(CallRewrite)):  # in helper functions
+            undo.append(open_scripts(model))
         guard_kernels(model, (modules[name] for name, work in works.items() if work.communicates), undo)
         if reproducible_forward:  # after the hooks, which find their inputs by the signature of the forward
             make_reproducible(modules, plan, rules, undo)

@@ -16,10 +16,10 @@ from autoplan.patches.optimizers import OPTIMIZERS
 from autoplan.patches.parameter_data import PARAMETER_DATA
 from autoplan.patches.patched import Patch
 from autoplan.patches.process_group import PROCESS_GROUP
+from autoplan.patches.recorded_code import UNCACHED, UNSCRIPTED
 from autoplan.patches.safetensors_storage import SAFETENSORS_STORAGE
 from autoplan.patches.simulated_ranks import GENERATOR, HOST_GENERATORS, WORLD
 from autoplan.patches.total_norm import TOTAL_NORM
-from autoplan.patches.uncached import UNCACHED
 
 __all__ = ["PATCHES"]
 
@@ -35,6 +35,7 @@ PATCHES: tuple[Patch, ...] = (
     KERNEL_STAND_INS,
     REFERENCE_PATH,
     UNCACHED,
+    UNSCRIPTED,
     DOUBLE_PRECISION,
     WORLD,
     GENERATOR,

@@ -102,3 +102,40 @@ def test_the_model_finds_no_process_group_while_it_is_planned(group: None) -> No
     assert "is_initialized" in found.message
     assert autoplan.verify(model, plan, tp_size=2, checks=("forward",)).ok
     assert dist.is_initialized is asked and dist.get_world_size() == 2
+
+
+@torch.jit.script
+def snake(x: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+    return x + (alpha + 1e-9).reciprocal() * torch.sin(alpha * x).pow(2)
+
+
+@torch.jit.script
+def gate(x: torch.Tensor, channels: list[int]) -> torch.Tensor:
+    n = channels[0]
+    return torch.tanh(x[:, :n]) * torch.sigmoid(x[:, n:])
+
+
+class Scripted(nn.Module):
+    """A vocoder's activation with a weight, and a WaveNet's gate, both compiled by TorchScript."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width = 32
+        self.alpha = nn.Parameter(torch.ones(1, 32, 1))
+        self.first, self.second = nn.Conv1d(16, 32, 3, padding=1), nn.Conv1d(32, 16, 1)
+        self.into, self.out = nn.Conv1d(16, 64, 3, padding=1), nn.Conv1d(32, 16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.second(snake(self.first(x), self.alpha))
+        return x + self.out(gate(self.into(x), [self.width]))
+
+
+def test_functions_of_torchscript_are_read_and_rewritten_and_are_left_as_they_were() -> None:
+    torch.manual_seed(0)
+    model, x = Scripted().eval(), torch.randn(2, 16, 8)
+    plan = autoplan.plan(model, 2, inputs={"x": x})
+    split = {rule.pattern for rule in plan.runtime.parameters if rule.dim is not None}
+    assert {"alpha", "first.weight", "second.weight", "into.weight", "out.weight"} <= split
+    assert plan.proof.ok and autoplan.verify(model, plan, inputs={"x": x}).ok
+    assert "torch.tanh" in torch.jit.ScriptFunction.code.fget(gate)  # still compiled
+    assert torch.jit.ScriptFunction.__call__.__name__ == "__call__"

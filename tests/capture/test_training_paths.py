@@ -154,3 +154,33 @@ def test_ranks_draw_alike_what_only_training_draws() -> None:
     plan = autoplan.plan(DropsInTraining(), tp_size=2, inputs=inputs)
     assert plan.proof is not None and plan.proof.ok and len(plan.entries) == 3, plan
     assert autoplan.verify(DropsInTraining(), plan, tp_size=2, inputs=inputs).ok
+
+
+class DeepSupervision(nn.Module):
+    """In training a loop goes over the first scores, too, which otherwise are only added to the second ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ups = nn.ModuleList(nn.Linear(16, 32) for _ in range(2))
+        self.downs = nn.ModuleList(nn.Linear(32, 16) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        first = self.downs[0](self.ups[0](x).relu())
+        second = self.downs[1](self.ups[1](x).relu()) + first
+        return [one.tanh() for one in ((first, second) if self.training else (second,))]
+
+
+def test_a_loop_that_goes_over_more_in_training() -> None:
+    torch.manual_seed(0)
+    model, x = DeepSupervision(), {"x": torch.randn(2, 4, 16)}
+    plan = autoplan.plan(model.eval(), 2, inputs=x)
+    assert plan.proof.ok, plan.findings
+    assert autoplan.verify(model, plan, inputs=x).ok
+    wanted = [one.detach() for one in model.train()(**x)]
+
+    def rank(_: int) -> list[torch.Tensor]:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        return [one.detach() for one in autoplan.parallelize(copy.deepcopy(model), mesh, plan)(**x)]
+
+    for found in run_ranks(rank, 2):
+        torch.testing.assert_close(found, wanted)

@@ -97,6 +97,34 @@ def test_a_path_that_was_never_seen_is_an_error_that_names_it() -> None:
     assert "scores.view" in text and "inputs={" in str(caught.value.__cause__)
 
 
+class Conditioned(nn.Module):
+    """An argument that is left out brings in layers of torch's that were cut, and are given what is whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor, condition: torch.Tensor | None = None) -> torch.Tensor:
+        inner = self.up(x).relu()
+        if condition is not None:
+            inner = condition
+        return self.down(inner)
+
+
+def test_a_layer_of_torchs_is_named_with_the_line_that_calls_it() -> None:
+    model, x = nn.Sequential(Conditioned()).eval(), torch.randn(2, 4, 16)
+    plan = autoplan.plan(model, 2, inputs={"input": x})
+
+    def rank(_: int) -> torch.Tensor:
+        own = autoplan.parallelize(copy.deepcopy(model), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan)
+        return own[0](x, condition=torch.randn(2, 4, 32))
+
+    with pytest.raises(
+        RankError, match=r"PlanMismatchError: down \(Linear\) cannot make this call .*self.down\(inner\)"
+    ):
+        run_ranks(rank, 2)
+
+
 def test_what_a_model_refuses_itself_is_left_as_it_is() -> None:
     class Refusing(Windows):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

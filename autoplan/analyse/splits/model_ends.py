@@ -287,6 +287,7 @@ def output_shapes(trace: Trace, axes: Axes) -> tuple[OutputShape, ...]:
     """Of what the model returns, the dims that weights decide, whatever it is called with.
 
     Only those that a product with a weight makes: a dim that a table of positions has may be as long as the input is.
+    A dim of one is like any other of one: it may be a batch.
     """
     made: set[Term] = set()
     for index, op in enumerate(trace.ops):
@@ -296,7 +297,8 @@ def output_shapes(trace: Trace, axes: Axes) -> tuple[OutputShape, ...]:
     for visit in trace.visits:
         for path, tensor in visit.outputs if visit.module == "" else ():
             sizes = trace.tensors[tensor].shape
-            features = tuple((dim, sizes[dim]) for dim, term in enumerate(axes.of(tensor)) if find(term) in made)
+            terms = enumerate(axes.of(tensor))
+            features = tuple((dim, sizes[dim]) for dim, term in terms if sizes[dim] != 1 and find(term) in made)
             known = shapes.setdefault(path, OutputShape(path, len(sizes), features))
             if known != OutputShape(path, len(sizes), features):  # another with each call
                 shapes[path] = replace(known, features=())

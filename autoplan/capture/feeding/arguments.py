@@ -50,6 +50,7 @@ _BY_NAME: tuple[tuple[str, tuple[Want, ...]], ...] = (
     (r"node_?(attr|feat)", (Want("float", ("nodes", _W)), SEQUENCE)),
     (r"adj", (Want("unit", (_B, _L, _L)), Want("unit", ("nodes", "nodes")), Want("ids", (2, "edges"), "nodes"))),
     (r"edge", (Want("float", ("edges",)), Want("float", ("edges", _W)), Want("float", (_B, _L, _L, _W)))),
+    (r"pad(ding)?_?mask|is_?pad", (Want("nowhere", (_B, _L)), MASK, NONE)),
     (
         r"mask",
         (

@@ -179,7 +179,7 @@ def _broadcast(failure: Failure) -> Iterator[State]:
         return
     for path in failure.blamed:
         leaf = failure.state.at(path)
-        if leaf is not None and leaf.kind == "bool" and "length" in leaf.shape:
+        if leaf is not None and leaf.kind in ("bool", "nowhere") and "length" in leaf.shape:
             for shape in (("batch", 1, "length"), ("batch", "length", "length"), ("batch", 1, 1, "length")):
                 yield failure.state.with_want(path, replace(leaf, shape=shape))
 

@@ -8,6 +8,7 @@ both are recorded, and the plan is made for both. The same is done with what run
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -28,7 +29,7 @@ from autoplan.common.random_values import drawn_so_far
 __all__ = ["OtherPaths", "with_other_paths"]
 
 _OTHER_SIZES, _IN_TRAINING = " in other sizes", " in training"  # how the names of such feeds end
-_Way = set[tuple[str, str, str]]
+_Way = Counter[tuple[str, str, str]]
 
 
 class OtherPaths(NamedTuple):
@@ -66,11 +67,17 @@ def with_other_paths(
         if not twin.folds or not any(run.calls is None for runs in ways.values() for run in runs):
             break
     calls = {name: (first.calls, second.calls) for name, (first, second) in ways.items()}
-    another = [name for name, (first, second) in calls.items() if first and second and second - first]
+    another = [name for name, (first, second) in calls.items() if first and second and _is_other(name, first, second)]
     unknown = (name for name, (first, second) in calls.items() if first and second is None)
     notes = tuple(f"{name!r} is not recorded: it draws random numbers, or does not run on a copy" for name in unknown)
     draws = any(second.drew for _, second in ways.values())
     return OtherPaths({**feeds, **{name: more[name][1] for name in another}}, notes, draws)
+
+
+def _is_other(name: str, first: _Way, second: _Way) -> bool:
+    """Does the second run make calls that the first does not? A loop may go on for longer in another size; in training
+    it then goes over something that only training has."""
+    return bool(second - first if name.endswith(_IN_TRAINING) else second.keys() - first.keys())
 
 
 def _way(twin: Twin, inputs: Mapping[str, Any]) -> _Run:
@@ -105,7 +112,7 @@ class _Calls(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: _Way = set()
+        self.found: _Way = Counter()
         self.running = [""]
 
     def entering(self, name: str) -> Any:
@@ -119,7 +126,7 @@ class _Calls(TorchFunctionMode):
         name = call_name(func)
         if not name.startswith("attr:") and _works(args, kwargs):
             with torch._C.DisableTorchFunction():
-                self.found.add((self.running[-1], name, code_place()))
+                self.found[self.running[-1], name, code_place()] += 1
         return func(*args, **(kwargs or {}))
 
 

@@ -223,7 +223,7 @@ class Search:
         """Whole numbers that look nothing up are floats, where those run too, through no fewer weights."""
         rows, read = self._last.rows, self._last.read
         for path, leaf in state.leaves():
-            if leaf.kind in ("ids", "bool") and path not in rows:
+            if leaf.kind in ("ids", "bool", "nowhere") and path not in rows:
                 floats = state.with_want(path, replace(leaf, kind="float"))
                 if not self._try(floats, "it looks nothing up").failed and self._last.read >= read:
                     state = floats

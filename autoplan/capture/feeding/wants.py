@@ -19,7 +19,7 @@ from autoplan.capture.draw import Draw
 __all__ = ["BATCH", "Kind", "Path", "SIZES", "State", "Want"]
 
 Kind = Literal[
-    "ids", "float", "unit", "ones", "bool", "complex", "lengths", "zeros", "positions", "borders",
+    "ids", "float", "unit", "ones", "bool", "nowhere", "complex", "lengths", "zeros", "positions", "borders",
     "none", "value", "size", "list", "dict", "record",
 ]  # fmt: skip
 Path = tuple[str | int, ...]  # the argument, then keys and places inside it
@@ -29,7 +29,9 @@ SIZES = {BATCH: 2, "length": 10, "width": 16, "side": 32, "frames": 8, "samples"
 _LARGEST = 70_000  # of one dim: more is no example
 _LONGEST = 2048  # of ids, times and masks: what a model compares with each other grows by the square
 _HOLD = ("list", "dict", "record")
-_TENSORS = ("ids", "float", "unit", "ones", "bool", "complex", "lengths", "zeros", "positions", "borders")
+_TENSORS = (
+    "ids", "float", "unit", "ones", "bool", "nowhere", "complex", "lengths", "zeros", "positions", "borders",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class Want:
             "ones": f"torch.ones({shape or '()'})",
             "complex": f"torch.randn({shape}, dtype=torch.complex64)",
             "bool": f"torch.ones({shape}, dtype=torch.bool)",
+            "nowhere": f"torch.zeros({shape}, dtype=torch.bool)",
             "lengths": f"torch.full(({shape},), {sizes['length']})",
             "zeros": f"torch.zeros({shape}, dtype=torch.long)",
             "positions": f"torch.arange({self.sizes(sizes)[-1:] and self.sizes(sizes)[-1]}).expand({shape})",
@@ -116,6 +119,8 @@ class Want:
             return draw.integers(0, self._below(sizes), shape)
         if self.kind == "bool":
             return torch.ones(shape, dtype=torch.bool)
+        if self.kind == "nowhere":
+            return torch.zeros(shape, dtype=torch.bool)
         if self.kind == "lengths":
             return torch.full(shape, sizes["length"])
         if self.kind == "zeros":

@@ -10,7 +10,10 @@ from __future__ import annotations
 import dis
 import linecache
 import os
-from types import TracebackType
+import sys
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,6 +25,7 @@ from autoplan.execute.parameters.held import record_of
 
 __all__ = ["SHAPE_ERRORS", "unseen_path"]
 
+Line: TypeAlias = tuple[FrameType, int]
 SHAPE_ERRORS = (RuntimeError, IndexError, ValueError, AssertionError)
 _PLAIN = frozenset(SHAPE_ERRORS)  # what torch and Python raise; subclasses are about other things (memory, networks)
 _SHAPES_BY_NAME = "einops"  # a library that raises errors of its own for shapes
@@ -51,11 +55,16 @@ def unseen_path(model: nn.Module, error: BaseException) -> AutoplanError | None:
     own = [at for at, step in enumerate(steps) if _runs_on_shards(step)]
     if not own or any(step.tb_frame.f_code.co_filename.startswith(_DISTRIBUTED) for step in steps[own[-1] :]):
         return None
-    place = _innermost(steps[own[-1] :])
-    if place is None:  # a layer of torch's was given what it cannot take, on shards or not
+    above = list(_callers(sys._getframe(1)))
+    within = [(step.tb_frame, step.tb_lineno) for step in steps[own[-1] :]]
+    before = [*reversed(above), *((step.tb_frame, step.tb_lineno) for step in steps[: own[-1]])]
+    place = _innermost(within) or _innermost(before)  # of a layer of torch's, the call
+    if place is None:
         return None
     module = steps[own[-1]].tb_frame.f_locals["self"]
-    name = next((name for name, part in model.named_modules() if part is module), "")
+    outer = (frame.f_locals.get("self") for frame, _ in reversed(above))
+    root = next((one for one in outer if isinstance(one, nn.Module) and module in one.modules()), model)
+    name = next((name for name, part in root.named_modules() if part is module), "")
     said = (str(error).strip() or "no message").splitlines()[0]
     return PlanMismatchError(
         f"{name or 'the model'} ({type(module).__name__}) cannot make this call on a rank's shards: "
@@ -98,15 +107,21 @@ def _runs_on_shards(step: TracebackType) -> bool:
     return any(held.dim is not None for record in records if record is not None for held in record.parameters.values())
 
 
-def _innermost(steps: list[TracebackType]) -> TracebackType | None:
+def _callers(frame: FrameType | None) -> Iterator[Line]:
+    """Whoever called, the nearest first."""
+    while frame is not None:
+        yield frame, frame.f_lineno
+        frame = frame.f_back
+
+
+def _innermost(lines: list[Line]) -> Line | None:
     """The last that is neither torch's nor ours: the model's own code, or a function that it calls."""
-    files = [(step, step.tb_frame.f_code.co_filename) for step in steps]
-    theirs = [step for step, file in files if not file.startswith((_OURS, _TORCH))]
+    theirs = [line for line in lines if not line[0].f_code.co_filename.startswith((_OURS, _TORCH))]
     return theirs[-1] if theirs else None
 
 
-def _place(step: TracebackType) -> str:
+def _place(line: Line) -> str:
     """The file and line, and the line itself."""
-    code, number = step.tb_frame.f_code, step.tb_lineno
-    line = linecache.getline(code.co_filename, number).strip()
-    return f"{os.path.basename(code.co_filename)}:{number} in {code.co_name}" + (f", {line}" if line else "")
+    code, number = line[0].f_code, line[1]
+    text = linecache.getline(code.co_filename, number).strip()
+    return f"{os.path.basename(code.co_filename)}:{number} in {code.co_name}" + (f", {text}" if text else "")

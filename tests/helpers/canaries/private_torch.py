@@ -71,6 +71,13 @@ def _mode_enabled() -> bool:
         return bool(torch._C._is_torch_function_mode_enabled()) and not before
 
 
+def _scripted() -> bool:
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
+    return bool(torch.jit.script(twice)._torchdynamo_inline is twice)
+
+
 def _mode_stack() -> bool:
     from torch.overrides import _get_current_function_mode_stack as stack
 
@@ -326,6 +333,11 @@ TORCH = (
         "torch._dynamo.config.nontraceable_tensor_subclasses",
         "split logits that a broken graph was given are worked on as they are",
         lambda: isinstance(torch._dynamo.config.nontraceable_tensor_subclasses, set),
+    ),
+    Private(
+        "torch.jit.ScriptFunction._torchdynamo_inline",
+        "a TorchScript function is read as the Python function that it was made of",
+        _scripted,
     ),
     Private(
         "torch._C._is_torch_function_mode_enabled",

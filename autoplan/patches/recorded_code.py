@@ -1,26 +1,31 @@
-"""Caches that must not see a traced run.
+"""Code that hides from a recording what it does, and lies open while one is made.
 
-While a model is recorded its sizes are traced integers, which know where they come from, and its tensors may be
+Caches: while a model is recorded its sizes are traced integers, which know where they come from, and its tensors may be
 without storage. To a cache keyed on sizes (einops keeps one for each pattern and shape, models keep tables by length)
 they equal plain ones: it would hand out what came from another module, or from a recording long gone, and keep ours for
 whoever asks next. So for the time of a recording, functions and methods wrapped in `functools.lru_cache` or
 `functools.cache` run without it.
+
+TorchScript: a function that was compiled by `torch.jit.script` or `torch.jit.trace` makes its calls outside of Python,
+some of them where nobody sees their results. It runs as the Python function that it was made of; so it does in a
+sharded model, where calls inside of it are rewritten.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
-from autoplan.patches.patched import Patch, Place, patched
+from autoplan.patches.patched import Patch, Place, hold, patched
 
-__all__ = ["UNCACHED", "uncached_functions"]
+__all__ = ["UNCACHED", "UNSCRIPTED", "code_lies_open", "open_scripts"]
 
 _WRAPPER = type(functools.lru_cache(len))
 # Their module-level caches are of plain numbers, of no model's sizes, or of what is to be said once only.
@@ -47,16 +52,57 @@ UNCACHED = Patch(
     why="a cache keyed on sizes would mix traced integers of a recording with plain ones",
     scope="while a model is recorded, or a copy of it is tried without storage",
     undone="the cached function itself is put back, with all that it remembers",
-    where="autoplan/patches/uncached.py",
+    where="autoplan/patches/recorded_code.py",
     canary=_canary,
 )
 
 
+def _canary_of_scripts() -> bool:
+    """Does a scripted function say what it was made of, and is it called through its class?"""
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
+    return torch.jit.script(twice)._torchdynamo_inline is twice and "__call__" in vars(torch.jit.ScriptFunction)
+
+
+UNSCRIPTED = Patch(
+    name="TorchScript functions",
+    replaces="torch.jit.ScriptFunction.__call__",
+    why="what a function does that torch.jit has compiled is not seen whole",
+    scope="while a model is recorded, or one lives whose plan rewrites calls in helper functions; where a torch "
+    "function mode looks on",
+    undone="the method is put back",
+    where="autoplan/patches/recorded_code.py",
+    canary=_canary_of_scripts,
+)
+
+
+def _as_python(call: Any) -> Any:
+    def called(function: Any, *args: Any, **kwargs: Any) -> Any:
+        seen = torch._C._is_torch_function_mode_enabled()
+        written = getattr(function, "_torchdynamo_inline", None) if seen else None
+        return call(function, *args, **kwargs) if written is None else written(*args, **kwargs)
+
+    return called
+
+
+_SCRIPTS = (Place(torch.jit.ScriptFunction, "__call__", _as_python),)
+
+
 @contextmanager
-def uncached_functions(model: nn.Module) -> Iterator[None]:
-    """No caches in functions of any module and in what the model is made of, until nobody asks for it any more."""
-    with patched(UNCACHED, _cached(model), together=True):
+def code_lies_open(model: nn.Module) -> Iterator[None]:
+    """No caches in functions of any module and in what the model is made of, and no TorchScript functions, until nobody
+    asks for it any more."""
+    with patched(UNCACHED, _cached(model), together=True), patched(UNSCRIPTED, _SCRIPTS):
         yield
+
+
+def open_scripts(model: nn.Module) -> Callable[[], None]:
+    """Let a mode that rewrites calls of this model see those in TorchScript functions. Gives what ends that."""
+    kept = hold(UNSCRIPTED, _SCRIPTS)
+    kept.until_gone(model)
+    return kept.release
 
 
 def _cached(model: nn.Module) -> Iterator[Place]:
