@@ -30,7 +30,7 @@ from autoplan.execute.hooks.unrecorded import watch_unrecorded
 from autoplan.execute.parameters.following import stop_following
 from autoplan.execute.parameters.shard import mesh_device, prepare_parameters
 from autoplan.execute.quantised.rules import is_stored_packed, stored_rules
-from autoplan.execute.randomness.dropout import SharedRandomness
+from autoplan.execute.randomness.dropout import SharedRandomness, draws_unasked
 from autoplan.execute.reproducible import make_reproducible
 from autoplan.execute.weights.methods import leave_methods
 from autoplan.patches.as_it_was import whole_or_as_it_was
@@ -144,8 +144,6 @@ def apply_plan(
             undo.append(install(modules[name], work, running).stop)
         for handle in (*_install_root(model, plan, running), *watch_unrecorded(modules, plan.runtime, group)):
             undo.append(handle.remove)
-        if plan.runtime.random or plan.runtime.random_whole or plan.runtime.draws:
-            running.randomness.agree()
         split = (name.rpartition(".")[0] for name, rule in rules.items() if rule is not None and rule.dim is not None)
         undo.append(partial(watch_no_longer, watch_children(modules, dict.fromkeys((*works, *split)))))
         if any(">" in one.site.place for work in works.values() for one in work.of(CallRewrite)):  # in helper functions
@@ -313,7 +311,11 @@ def _localise_padding(
 def _install_root(model: nn.Module, plan: Plan, running: Running) -> list[Any]:
     heads = plan.runtime.of(SplitLogits)
     outputs = [one for one in plan.runtime.of(Boundary) if _at_exit(one)]
-    random = bool(plan.runtime.random or plan.runtime.random_whole)
+    seen = bool(plan.runtime.random or plan.runtime.random_whole)
+    running.draws_unseen = not seen and draws_unasked(model)
+    random = seen or draws_unasked(model, rates=True)  # which may be raised at any time
+    if random or plan.runtime.draws:
+        running.randomness.agree()
     draws = (random, plan.runtime.draws)
     handles = install_root(model, heads, outputs, running, draws, plan.runtime)
     return handles + install_inner_entries(model, heads, running, draws)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from other_calls import Optional, TwoStreams
+from other_calls import Optional, Raised, TwoStreams
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -301,4 +301,6 @@ def test_calls_that_nobody_recorded_are_right_or_refused_in_compiled_code() -> N
 
 def test_code_that_draws_whatever_the_rates() -> None:
     assert draws_unasked(Optional("random numbers")) and not draws_unasked(TwoStreams("zeros"))
+    assert draws_unasked(Raised(), rates=True) and not draws_unasked(Raised())
+    assert draws_unasked(nn.Sequential(nn.Dropout(0.0)), rates=True)
     assert not draws_unasked(built("whisper")), "its config says the rates"

@@ -9,7 +9,7 @@ import copy
 
 import pytest
 import torch
-from other_calls import Optional, TwoStreams
+from other_calls import Optional, Raised, TwoStreams
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -109,6 +109,14 @@ def test_a_constant_that_is_none_in_another_call(constant: str) -> None:
     for filled in (False, True):
         report = autoplan.verify(model, plan, inputs={"x": x, "filled": filled})
         assert report.ok, report.findings
+
+
+def test_a_rate_that_is_raised_later_draws_alike_on_all_ranks() -> None:
+    torch.manual_seed(0)
+    model, x = Raised().eval(), X.float()
+    plan = autoplan.plan(model, 2, inputs={"x": x})
+    report = autoplan.verify(model, plan, inputs={"x": x})  # which raises it
+    assert report.ok and "dropout" in report.details["checked"], report.findings
 
 
 @pytest.mark.parametrize("side", ["input", "output"])

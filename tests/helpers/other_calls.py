@@ -46,3 +46,17 @@ class TwoStreams(nn.Module):
             other = other + self.fill(x)
         up = self.ups[1](other) if self.constant != "read inside" else nn.functional.linear(other, self.ups[1].weight)
         return x + self.downs[0](self.ups[0](x).relu()), other + self.downs[1](up.relu())
+
+
+class Raised(nn.Module):
+    """A rate that is 0 when the plan is made: what draws at it was never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_dropout = 0.0
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and self.input_dropout:
+            x = nn.functional.dropout(x, self.input_dropout)
+        return self.down(self.up(x).relu())

@@ -26,7 +26,7 @@ from autoplan.execute.hooks.running import Running
 from autoplan.execute.hooks.sequence_shards import SequenceShard, shards_in
 from autoplan.execute.hooks.traced import unwatched
 from autoplan.execute.hooks.unseen_outputs import UnseenOutputs, check_shapes
-from autoplan.execute.randomness.dropout import draws_unasked, may_draw
+from autoplan.execute.randomness.dropout import may_draw
 from autoplan.execute.sequence.apply import gather_shard
 from autoplan.execute.vocabulary.leaving import leaving
 from autoplan.execute.vocabulary.split_logits import SplitLogits, columns_in
@@ -209,7 +209,6 @@ def install_root(
     root = Root(model, heads, outputs, running, random)
     root.shapes, root.given, root.unsummed = seen.shapes, seen.given, seen.unsummed
     running.draws = root.always or (root.random and may_draw(model))
-    running.draws_unseen = not root.random and draws_unasked(model)
     root.unseen = UnseenOutputs(seen.outputs, root.names, running.group)
     return [
         model.register_forward_pre_hook(root.before, with_kwargs=True, prepend=True),

@@ -126,11 +126,12 @@ def may_draw(model: nn.Module) -> bool:
     return False
 
 
-def draws_unasked(model: nn.Module) -> bool:
-    """Do forwards of a model, or what they call in its package, name a function that draws whatever the rates? Calls
-    that nobody recorded may then come to it. Where a known kind of config says the rates, nothing draws without one."""
+def draws_unasked(model: nn.Module, rates: bool = False) -> bool:
+    """Do forwards of a model, or what they call in its package, name a function that always draws (with `rates`, one
+    that does at a rate)? Calls that nobody recorded may then come to it. A known kind of config says what draws."""
     if conventions().config_of(model) is not None:
         return False
+    drawing = ("always", "rate") if rates else ("always",)
     packages = {kind.__module__.partition(".")[0] for kind in map(type, model.modules())} - {"torch"}
     waiting = [(kind.forward, kind) for kind in {type(module) for module in model.modules()}]
     read: set[Any] = set()
@@ -140,7 +141,7 @@ def draws_unasked(model: nn.Module) -> bool:
             if (code, kind) in read:
                 continue
             read.add((code, kind))
-            if any(call_record(name).random.when == "always" for name in code.co_names):
+            if any(call_record(name).random.when in drawing for name in code.co_names):
                 return True
             known = inspect.unwrap(function).__globals__
             named = (getattr(kind, name, None) or known.get(name) for name in code.co_names)
