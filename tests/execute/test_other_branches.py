@@ -6,6 +6,7 @@ The hash of the code is the same for all branches, so it is the run that must no
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -133,3 +134,31 @@ def test_a_constant_that_nothing_sums_is_refused_where_it_has_a_gradient(side: S
         up(x)
     handle.remove()
     assert up(x).requires_grad
+
+
+@dataclass
+class Said:
+    logits: torch.Tensor
+    mask: torch.Tensor | None = None
+
+
+class Speaking(nn.Module):
+    """Logits in a record; an argument that nobody saw may be a target, so logits know what they are until they leave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(40, 16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.head = nn.Linear(16, 40, bias=False)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> Said:
+        x = self.table(ids)
+        x = x + self.down(self.up(x).relu())
+        return Said(self.head(x if mask is None else x * mask[..., None]), mask)
+
+
+def test_logits_leave_in_a_record_whatever_else_was_given() -> None:
+    torch.manual_seed(0)
+    model, ids = Speaking().eval(), torch.randint(40, (2, 6))
+    plan = autoplan.plan(model, 2, inputs={"ids": ids})
+    report = autoplan.verify(model, plan, inputs={"ids": ids, "mask": torch.ones(2, 6)})
+    assert report.ok, report.findings

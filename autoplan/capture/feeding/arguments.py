@@ -36,15 +36,15 @@ NONE = Want("none")
 POINTS = Want("float", (_B, _L, 3))
 
 _POSITIONS = (Want("positions", (_L,)), Want("positions", (_B, _L)), POINTS)
-_SENDS = r"^_?idx_[ij]$|^_?(senders?|receivers?)$|^(src|dst)_idx$"
+_SENDS = r"^_?(idx|index)_[ij]$|^_?(senders?|receivers?)$|^(src|dst)_idx$"
 _STATES = re.compile(r"^[hc]_?[0nx]$|^hx$|^cx$|^hidden$|^cell$|^(hidden|cell)_?states?$")
 _ASKS_FOR_A_LOSS = r"^(return|compute|calc|with|get)_loss$|^loss$"
-_EDGES = r"edge.*ind|edge.*list|^edges$|^adj_t$|^_?(idx|index)_[ij]$|^senders$|^receivers$"
+_EDGES = r"edge.*ind|edge.*list|^edges$|^adj_t$"
 # By words in the name, the first that is found: what it usually is, the likeliest first.
 _BY_NAME: tuple[tuple[str, tuple[Want, ...]], ...] = (
     (_EDGES, (Want("ids", (2, "edges"), "nodes"),)),
     (_SENDS, (Want("ids", ("edges",), "nodes"),)),
-    (r"^_?idx_m$|^node_?(batch|graph)", (Want("zeros", ("nodes",)),)),
+    (r"^_?idx_m$|^node_?(batch|graph)", (Want("groups", ("nodes",)),)),
     (r"^_?r_?ij$|edge_?vec", (Want("float", ("edges", 3)),)),
     (r"atom(ic)?_?(num|type)|^species$", (Want("ids", ("nodes",)), IDS)),
     (r"node_?(attr|feat)", (Want("float", ("nodes", _W)), SEQUENCE)),
@@ -64,6 +64,8 @@ _BY_NAME: tuple[tuple[str, tuple[Want, ...]], ...] = (
         ),
     ),
     (r"^ts?$|time|step|sigma|snr|noise_?level|guidance", (NUMBERS, CLASSES, Want("unit", (_B, 1)), Want("unit", ()))),
+    (r"^(pre_|post_)?rots?$|rotations?$|^intrin", (Want("float", (_B, "frames", 3, 3)), Want("float", (_B, 3, 3)))),
+    (r"^(pre_|post_)?trans(lations?)?$", (Want("float", (_B, "frames", 3)), Want("float", (_B, 3)))),
     (r"msa_?mask", (Want("ones", (_B, "frames", _L)),)),
     (r"pair_?mask", (Want("ones", (_B, _L, _L)),)),
     (r"msa", (Want("float", (_B, "frames", _L, _W)), IDS)),
@@ -77,7 +79,7 @@ _BY_NAME: tuple[tuple[str, tuple[Want, ...]], ...] = (
     (r"cu_?(seq)?_?len|indptr|^ptr$", (Want("borders"),)),
     (r"^max_|_max_|max_len", (Want("size", value=_L),)),
     (r"length|lens?$|_size", (Want("lengths", (_B,)), CLASSES)),
-    (r"^batch$", (Want("zeros", ("nodes",)),)),
+    (r"^batch$", (Want("groups", ("nodes",)),)),
     (r"^(im|ima?ge?|txt|latent|vid|video)_ids?$", (POINTS, Want("float", (_L, 3)), IDS)),
     (r"position|_pos$|^pos_", _POSITIONS),
     (r"label|class|^y$|target", (CLASSES, IDS, FLAT)),

@@ -19,7 +19,7 @@ from autoplan.capture.draw import Draw
 __all__ = ["BATCH", "Kind", "Path", "SIZES", "State", "Want"]
 
 Kind = Literal[
-    "ids", "float", "unit", "ones", "bool", "nowhere", "complex", "lengths", "zeros", "positions", "borders",
+    "ids", "float", "unit", "ones", "bool", "nowhere", "complex", "lengths", "groups", "positions", "borders",
     "none", "value", "size", "list", "dict", "record",
 ]  # fmt: skip
 Path = tuple[str | int, ...]  # the argument, then keys and places inside it
@@ -30,7 +30,7 @@ _LARGEST = 70_000  # of one dim: more is no example
 _LONGEST = 2048  # of ids, times and masks: what a model compares with each other grows by the square
 _HOLD = ("list", "dict", "record")
 _TENSORS = (
-    "ids", "float", "unit", "ones", "bool", "nowhere", "complex", "lengths", "zeros", "positions", "borders",
+    "ids", "float", "unit", "ones", "bool", "nowhere", "complex", "lengths", "groups", "positions", "borders",
 )  # fmt: skip
 
 
@@ -81,7 +81,7 @@ class Want:
             "bool": f"torch.ones({shape}, dtype=torch.bool)",
             "nowhere": f"torch.zeros({shape}, dtype=torch.bool)",
             "lengths": f"torch.full(({shape},), {sizes['length']})",
-            "zeros": f"torch.zeros({shape}, dtype=torch.long)",
+            "groups": f"torch.arange({prod(have := self.sizes(sizes))}).view({shape}) * {sizes[BATCH]} // {prod(have)}",
             "positions": f"torch.arange({self.sizes(sizes)[-1:] and self.sizes(sizes)[-1]}).expand({shape})",
             "borders": f"torch.tensor({_borders(sizes)})",
             "size": str(sizes.get(str(self.value))),
@@ -123,8 +123,8 @@ class Want:
             return torch.zeros(shape, dtype=torch.bool)
         if self.kind == "lengths":
             return torch.full(shape, sizes["length"])
-        if self.kind == "zeros":
-            return torch.zeros(shape, dtype=torch.long)
+        if self.kind == "groups":  # the same number for neighbours
+            return torch.arange(prod(shape)).view(shape) * sizes[BATCH] // prod(shape)
         if self.kind == "positions":
             return torch.arange(shape[-1]).expand(shape).clone()
         if self.kind == "borders":

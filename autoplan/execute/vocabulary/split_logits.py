@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.layout import chunk
+from autoplan.common.nested import changed_inside, is_record
 from autoplan.execute.collectives import RankGroup, gather_pieces
 from autoplan.execute.vocabulary.losses import cross_entropy
 from autoplan.execute.vocabulary.shards import Columns
@@ -103,6 +104,8 @@ def columns_in(value: Any, change: Callable[[torch.Tensor, type[SplitLogits]], t
     elif isinstance(value, (tuple, list)):
         items = [columns_in(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    elif is_record(value):
+        return changed_inside(value, lambda item: columns_in(item, change))
     return value
 
 
