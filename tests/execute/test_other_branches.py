@@ -143,7 +143,7 @@ class Said:
 
 
 class Speaking(nn.Module):
-    """Logits in a record; an argument that nobody saw may be a target, so logits know what they are until they leave."""
+    """Logits in a record. What nobody saw may be a target, so logits know what they are until they leave."""
 
     def __init__(self) -> None:
         super().__init__()
