@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -134,6 +135,23 @@ def test_a_constant_that_nothing_sums_is_refused_where_it_has_a_gradient(side: S
         up(x)
     handle.remove()
     assert up(x).requires_grad
+
+
+class Kernels(nn.Module):
+    """Takes masks of kinds that no plan knows, as kernels do."""
+
+    def forward(self, x: torch.Tensor, masks: Any = None) -> torch.Tensor:
+        return x * masks["full"][0] if isinstance(masks, dict) else x
+
+
+def test_what_stands_in_a_constants_place_may_be_something_else() -> None:
+    module, x = Kernels(), torch.ones(2, requires_grad=True)
+    seen = Runtime(constants=(Constant("one", "input", ("masks", "full", 0), sums=False),))
+    list(watch_unrecorded({"one": module}, seen, RankGroup("none", size=2, rank=0)))
+    for masks in (None, object(), [x], x, 5):
+        assert module(x, masks) is x
+    with pytest.raises(PlanMismatchError, match=r"one takes at \['masks'\]\['full'\]\[0\]"):
+        module(x, {"full": [x]})
 
 
 @dataclass
