@@ -65,8 +65,8 @@ class Sums:
 def of_constants(
     trace: Trace, shards: Shards, axes: Axes, placement: Placement, flow: CallFlow
 ) -> tuple[tuple[Constant, ...], Sums]:
-    """What gradients of constants need where these are none: a stream may be zeros until a branch fills it. Sums inside
-    of forwards can be placed beforehand: they are nothing while there is no gradient.
+    """What gradients of constants need where these are none: a stream may be zeros until a branch fills it. (A number is
+    no stream.) Sums inside of forwards can be placed beforehand: they are nothing while there is no gradient.
 
     What carried a gradient was seen to. Where that would be done elsewhere for the sake of constants, they are refused.
     """
@@ -75,7 +75,7 @@ def of_constants(
         for index, call in enumerate(trace.calls)
         if fills(call.name)
         for t in flow.outputs[index]
-        if trace.tensors[t].differentiable and t not in flow.carries
+        if trace.tensors[t].differentiable and t not in flow.carries and len(trace.tensors[t].shape) > 1
     ]
     more = _more(trace, shards, axes, placement, made) if made and shards.marks else Sums()
     places = [p for p in more.places if flow.carries.isdisjoint(flow.runs_through(*p[:3]).values())]

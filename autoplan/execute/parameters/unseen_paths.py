@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import linecache
 import os
+import re
 import sys
 from collections.abc import Iterator
 from types import FrameType, TracebackType
@@ -29,6 +30,7 @@ Line: TypeAlias = tuple[FrameType, int]
 SHAPE_ERRORS = (RuntimeError, IndexError, ValueError, AssertionError)
 _PLAIN = frozenset(SHAPE_ERRORS)  # what torch and Python raise; subclasses are about other things (memory, networks)
 _SHAPES_BY_NAME = "einops"  # a library that raises errors of its own for shapes
+_OF_SIZES = re.compile(r"\b(shapes?|sizes?|dim|dimensions?|channels)\b")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
@@ -58,8 +60,10 @@ def unseen_path(model: nn.Module, error: BaseException) -> AutoplanError | None:
     above = list(_callers(sys._getframe(1)))
     within = [(step.tb_frame, step.tb_lineno) for step in steps[own[-1] :]]
     before = [*reversed(above), *((step.tb_frame, step.tb_lineno) for step in steps[: own[-1]])]
-    place = _innermost(within) or _innermost(before)  # of a layer of torch's, the call
-    if place is None:
+    place = _innermost(within)
+    if place is None and _OF_SIZES.search(str(error)):  # raised by a layer of torch's: whoever calls it
+        place = _innermost(before)
+    if place is None:  # it was given what it cannot take, on shards or not
         return None
     module = steps[own[-1]].tb_frame.f_locals["self"]
     outer = (frame.f_locals.get("self") for frame, _ in reversed(above))
