@@ -65,8 +65,8 @@ class Sums:
 def of_constants(
     trace: Trace, shards: Shards, axes: Axes, placement: Placement, flow: CallFlow
 ) -> tuple[tuple[Constant, ...], Sums]:
-    """What gradients of constants need where these are none: a stream may be zeros until a branch fills it. (A number is
-    no stream.) Sums inside of forwards can be placed beforehand: they are nothing while there is no gradient.
+    """What gradients of constants need where these are none: a stream may be zeros until a branch fills it, though not
+    a number. Sums inside of forwards can be placed beforehand: they are nothing while there is no gradient.
 
     What carried a gradient was seen to. Where that would be done elsewhere for the sake of constants, they are refused.
     """
