@@ -10,7 +10,6 @@ from __future__ import annotations
 import dis
 import linecache
 import os
-import re
 import sys
 from collections.abc import Iterator
 from types import FrameType, TracebackType
@@ -30,7 +29,6 @@ Line: TypeAlias = tuple[FrameType, int]
 SHAPE_ERRORS = (RuntimeError, IndexError, ValueError, AssertionError)
 _PLAIN = frozenset(SHAPE_ERRORS)  # what torch and Python raise; subclasses are about other things (memory, networks)
 _SHAPES_BY_NAME = "einops"  # a library that raises errors of its own for shapes
-_OF_SIZES = re.compile(r"\b(shapes?|sizes?|dim|dimensions?|channels)\b")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
@@ -61,7 +59,7 @@ def unseen_path(model: nn.Module, error: BaseException) -> AutoplanError | None:
     within = [(step.tb_frame, step.tb_lineno) for step in steps[own[-1] :]]
     before = [*reversed(above), *((step.tb_frame, step.tb_lineno) for step in steps[: own[-1]])]
     place = _innermost(within)
-    if place is None and _OF_SIZES.search(str(error)):  # raised by a layer of torch's: whoever calls it
+    if place is None and _has_right_dtype(steps[own[-1]].tb_frame):  # raised by a layer of torch's: whoever calls it
         place = _innermost(before)
     if place is None:  # it was given what it cannot take, on shards or not
         return None
@@ -109,6 +107,16 @@ def _runs_on_shards(step: TracebackType) -> bool:
         return False
     records = (record_of(part) for part in module.modules())
     return any(held.dim is not None for record in records if record is not None for held in record.parameters.values())
+
+
+def _has_right_dtype(frame: FrameType) -> bool:
+    """Is a layer given tensors that are of its weights' dtype, or a table numbers? Then it is sizes that do not fit."""
+    layer = frame.f_locals["self"]
+    given = [value.dtype for value in frame.f_locals.values() if isinstance(value, torch.Tensor)]
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+        return not any(dtype.is_floating_point for dtype in given)
+    own = {parameter.dtype for parameter in layer._parameters.values() if parameter is not None}
+    return own.issuperset(given)
 
 
 def _callers(frame: FrameType | None) -> Iterator[Line]:
