@@ -18,7 +18,7 @@ from autoplan.common.patterns import holders
 from autoplan.ops.creation import fills
 from autoplan.values import AllReduceGradient, Boundary, Constant, Side, Trace
 
-__all__ = ["Sums", "given", "idle", "of_constants", "returned", "unsummed"]
+__all__ = ["given", "idle", "of_constants", "returned", "unsummed"]
 
 
 def returned(trace: Trace) -> tuple[tuple[Any, ...], ...]:
@@ -47,7 +47,7 @@ def unsummed(trace: Trace, shards: Shards, axes: Axes, placement: Placement) -> 
     names = tuple(dict.fromkeys(name for name, _ in floats))
 
     def differs(*some: str) -> bool:
-        return _more(trace, shards, axes, placement, [t for name, t in floats if name in some]) != Sums()
+        return _more(trace, shards, axes, placement, [t for name, t in floats if name in some]) != _Sums()
 
     if not names or not differs(*names):
         return ()
@@ -55,7 +55,7 @@ def unsummed(trace: Trace, shards: Shards, axes: Axes, placement: Placement) -> 
 
 
 @dataclass(frozen=True)
-class Sums:
+class _Sums:
     """Where ranks see to gradients: at what modules take and return, and at tensors that calls take (by index)."""
 
     places: tuple[tuple[str, Side, tuple[Any, ...], type[Boundary]], ...] = ()
@@ -64,9 +64,10 @@ class Sums:
 
 def of_constants(
     trace: Trace, shards: Shards, axes: Axes, placement: Placement, flow: CallFlow
-) -> tuple[tuple[Constant, ...], Sums]:
+) -> tuple[tuple[Constant, ...], Mapping[int, frozenset[int]]]:
     """What gradients of constants need where these are none: a stream may be zeros until a branch fills it, though not
-    a number. Sums inside of forwards can be placed beforehand: they are nothing while there is no gradient.
+    a number. The constants, and by call the tensors whose gradients are summed inside of a forward: that can be placed
+    beforehand, and is nothing while there is no gradient.
 
     What carried a gradient was seen to. Where that would be done elsewhere for the sake of constants, they are refused.
     """
@@ -77,14 +78,14 @@ def of_constants(
         for t in flow.outputs[index]
         if trace.tensors[t].differentiable and t not in flow.carries and len(trace.tensors[t].shape) > 1
     ]
-    more = _more(trace, shards, axes, placement, made) if made and shards.marks else Sums()
+    more = _more(trace, shards, axes, placement, made) if made and shards.marks else _Sums()
     places = [p for p in more.places if flow.carries.isdisjoint(flow.runs_through(*p[:3]).values())]
     inside = {call: tensors - flow.carries for call, tensors in more.inside.items() if tensors - flow.carries}
-    sums = more == Sums(tuple(places), inside) and all(kind is AllReduceGradient for *_, kind in places)
-    return tuple(Constant(*place, sums) for place in dict.fromkeys(p[:3] for p in places)), Sums(inside=inside)
+    sums = more == _Sums(tuple(places), inside) and all(kind is AllReduceGradient for *_, kind in places)
+    return tuple(Constant(*place, sums) for place in dict.fromkeys(p[:3] for p in places)), inside
 
 
-def _more(trace: Trace, shards: Shards, axes: Axes, placement: Placement, asking: list[int]) -> Sums:
+def _more(trace: Trace, shards: Shards, axes: Axes, placement: Placement, asking: list[int]) -> _Sums:
     """Where else, if these values carry gradients, too."""
     placed = place(shards, CallFlow(trace, asking), axes.gathered)
     known = {(c.module, c.path, kind) for c, kind in (*placement.inputs, *placement.outputs)}
@@ -92,4 +93,4 @@ def _more(trace: Trace, shards: Shards, axes: Axes, placement: Placement, asking
     new += [(c.module, "input", c.path, k) for c, k in placed.inputs if (c.module, c.path, k) not in known]
     new += [(c.module, "output", c.path, k) for c, k in placed.outputs if (c.module, c.path, k) not in known]
     inside = {call: frozenset(t - placement.inside_copies.get(call, set())) for call, t in placed.inside_copies.items()}
-    return Sums(tuple(dict.fromkeys(new)), {call: tensors for call, tensors in inside.items() if tensors})
+    return _Sums(tuple(dict.fromkeys(new)), {call: tensors for call, tensors in inside.items() if tensors})

@@ -172,8 +172,8 @@ def _settle(
             continue
         placement = place(shards, flow, axes.gathered)
         refuse_unplaced_logits(trace, flow, shards, placement, choice.vocabularies)
-        constants, sums = of_constants(trace, shards, axes, placement, flow)
-        for call, tensors in sums.inside.items():
+        constants, summed = of_constants(trace, shards, axes, placement, flow)
+        for call, tensors in summed.items():
             placement.inside_copies[call] |= tensors
         edits = solve_edits(shards)
         found = scope(shards, flow, placement, edits)

@@ -12,7 +12,7 @@ from autoplan.common.errors import SourceError
 
 __all__ = ["Draw", "evaluate"]
 
-_MOST_ELEMENTS = 1 << 28  # of one example
+_MOST_ELEMENTS, _MOST_DESCRIBED = 1 << 28, 1 << 26  # of one example; of one that a rule file describes
 _DRAWN = 1_000_003  # a prime: no two rows of an example are the same
 
 
@@ -47,7 +47,7 @@ class Draw:
         if "size" in rule:
             return evaluate(rule["size"], known)
         shape = [evaluate(size, known) for size in rule["shape"]]
-        if any(size < 0 for size in shape) or prod(shape) > _MOST_ELEMENTS:
+        if any(size < 0 for size in shape) or prod(shape) > _MOST_DESCRIBED:
             raise SourceError(f"rules/inputs: {rule['shape']} is {shape} here", hint="give the shape of an example")
         kind = rule.get("kind", "normal")
         if kind == "ids":

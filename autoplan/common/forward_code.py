@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
-__all__ = ["forward_code", "same_code"]
+__all__ = ["forward_code", "names_in", "plain_function", "same_code"]
 
 _LENGTH = 16  # hexadecimal digits: enough to tell edits apart, short enough to read
 
@@ -41,7 +41,7 @@ def same_code(one: str, other: str) -> bool:
 
 def _functions(kind: type[Any], places: Iterable[str]) -> Iterator[FunctionType]:
     """The plain functions on the ways to these places, the forward first."""
-    forward = _plain(getattr(kind, "forward", None))
+    forward = plain_function(getattr(kind, "forward", None))
     if forward is None:
         return
     seen: dict[FunctionType, None] = {forward: None}
@@ -49,7 +49,7 @@ def _functions(kind: type[Any], places: Iterable[str]) -> Iterator[FunctionType]
         here = forward
         for step in place.split(">")[1:]:
             name = step.partition(":")[0]
-            below = _plain(getattr(kind, name, None)) or _plain(here.__globals__.get(name))
+            below = plain_function(getattr(kind, name, None)) or plain_function(here.__globals__.get(name))
             if below is None:  # a nested function, whose source is in that of the one around it, or one of a library
                 break
             seen[below] = None
@@ -57,7 +57,7 @@ def _functions(kind: type[Any], places: Iterable[str]) -> Iterator[FunctionType]
     yield from sorted(seen, key=lambda function: (function is not forward, function.__qualname__))
 
 
-def _plain(function: Any) -> FunctionType | None:
+def plain_function(function: Any) -> FunctionType | None:
     """The function that was written, under whatever wraps it."""
     try:
         function = inspect.unwrap(function)
@@ -65,6 +65,14 @@ def _plain(function: Any) -> FunctionType | None:
         return None
     function = getattr(function, "__func__", function)
     return function if isinstance(function, FunctionType) else None
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """The names that a function's code reads, in nested functions too."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from names_in(constant)
 
 
 def _source(function: FunctionType) -> str | None:

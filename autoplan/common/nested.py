@@ -19,6 +19,7 @@ from autoplan.common.errors import PlanMismatchError
 __all__ = [
     "change_at",
     "change_if_returned",
+    "change_if_tensor",
     "change_input",
     "change_output",
     "changed_inside",
@@ -145,18 +146,35 @@ def _missing(where: str, path: Path) -> Any:
 
 
 def change_input(
-    args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], path: Path, change: Change, where: str
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], path: Path, change: Change, where: str,
+    *, at: Callable[[Any, Path, Change, str], Any] = change_at,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     """Arguments with one tensor changed; the first step of the path is a parameter's name or ("args", i)."""
     name, rest = path[0], path[1:]
     if name in kwargs:
-        return args, kwargs | {name: change_at(kwargs[name], rest, change, where)}
+        return args, kwargs | {name: at(kwargs[name], rest, change, where)}
     index = len(names) + name[1] if isinstance(name, tuple) else names.index(name) if name in names else len(args)
     if index >= len(args):
         return args, kwargs  # an optional input that was not given
     changed = list(args)
-    changed[index] = change_at(changed[index], rest, change, where)
+    changed[index] = at(changed[index], rest, change, where)
     return tuple(changed), kwargs
+
+
+def change_if_tensor(value: Any, path: Path, change: Change, where: str) -> Any:
+    """`value` with the tensor at `path` changed, or as it is if something else is there, or nothing."""
+    return change_at(value, path, change, where) if _holds_tensor(value, path) else value
+
+
+def _holds_tensor(value: Any, path: Path) -> bool:
+    if not path:
+        return isinstance(value, torch.Tensor)
+    key, rest = path[0], path[1:]
+    if isinstance(value, (list, tuple)):
+        items = value if key == EACH else value[key : key + 1] if isinstance(key, int) else ()
+        return bool(items) and all(_holds_tensor(item, rest) for item in items)
+    known = value if isinstance(value, dict) else fields_of(value) if is_record(value) else {}
+    return key in known and _holds_tensor(known[key], rest)
 
 
 def change_output(output: Any, path: Path, change: Change, where: str) -> Any:

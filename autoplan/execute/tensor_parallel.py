@@ -30,7 +30,8 @@ from autoplan.execute.hooks.unrecorded import watch_unrecorded
 from autoplan.execute.parameters.following import stop_following
 from autoplan.execute.parameters.shard import mesh_device, prepare_parameters
 from autoplan.execute.quantised.rules import is_stored_packed, stored_rules
-from autoplan.execute.randomness.dropout import SharedRandomness, draws_unasked
+from autoplan.execute.randomness.dropout import SharedRandomness
+from autoplan.execute.randomness.may_draw import draws_in_code
 from autoplan.execute.reproducible import make_reproducible
 from autoplan.execute.weights.methods import leave_methods
 from autoplan.patches.as_it_was import whole_or_as_it_was
@@ -312,8 +313,9 @@ def _install_root(model: nn.Module, plan: Plan, running: Running) -> list[Any]:
     heads = plan.runtime.of(SplitLogits)
     outputs = [one for one in plan.runtime.of(Boundary) if _at_exit(one)]
     seen = bool(plan.runtime.random or plan.runtime.random_whole)
-    running.draws_unseen = not seen and draws_unasked(model)
-    random = seen or draws_unasked(model, rates=True)  # which may be raised at any time
+    unseen = draws_in_code(model)
+    running.draws_unseen = not seen and "always" in unseen
+    random = seen or bool(unseen)  # rates may be raised at any time
     if random or plan.runtime.draws:
         running.randomness.agree()
     draws = (random, plan.runtime.draws)

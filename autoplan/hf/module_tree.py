@@ -12,11 +12,11 @@ import itertools
 import sys
 from collections.abc import Iterator
 from functools import cache
-from types import CodeType, FunctionType
-from typing import Any
+from types import FunctionType
 
 from torch import nn
 
+from autoplan.common.forward_code import names_in
 from autoplan.values.module_tree import Feed, Mask, ModuleNode, ModuleTree, ParameterShape
 
 __all__ = ["module_tree"]
@@ -139,18 +139,9 @@ def _masks(kind: type[nn.Module]) -> Iterator[Mask]:
         function = inspect.unwrap(function) if callable(function) else function
         if not isinstance(function, FunctionType) or (function.__module__ or "torch.").startswith("torch."):
             continue
-        names = set(_names(function.__code__))
+        names = set(names_in(function.__code__))
         for name in names:
             if name in TRIANGLES and "flip" not in names:  # a flipped triangle masks a band's corners
                 yield "causal"
             elif id(function.__globals__.get(name)) in builders:
                 yield builders[id(function.__globals__[name])]
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """The names that a function's code reads, in nested functions too."""
-    yield from code.co_names
-    constants: tuple[Any, ...] = code.co_consts
-    for constant in constants:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoplan
 from autoplan.check.ranks.run import run_processes
 from autoplan.execute.parameters.gather import full_tensors
-from autoplan.execute.randomness.dropout import draws_unasked, may_draw
+from autoplan.execute.randomness.may_draw import draws_in_code, may_draw
 from autoplan.hf.source import resolve
 from autoplan.values import LocalExperts
 
@@ -299,8 +299,7 @@ def test_calls_that_nobody_recorded_are_right_or_refused_in_compiled_code() -> N
         }
 
 
-def test_code_that_draws_whatever_the_rates() -> None:
-    assert draws_unasked(Optional("random numbers")) and not draws_unasked(TwoStreams("zeros"))
-    assert draws_unasked(Raised(), rates=True) and not draws_unasked(Raised())
-    assert draws_unasked(nn.Sequential(nn.Dropout(0.0)), rates=True)
-    assert not draws_unasked(built("whisper")), "its config says the rates"
+def test_code_that_draws() -> None:
+    assert draws_in_code(Optional("random numbers")) == {"always"} and not draws_in_code(TwoStreams("zeros"))
+    assert draws_in_code(Raised()) == draws_in_code(nn.Sequential(nn.Dropout(0.0))) == {"rate"}
+    assert not draws_in_code(built("whisper")), "its config says the rates"

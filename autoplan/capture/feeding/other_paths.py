@@ -67,17 +67,21 @@ def with_other_paths(
         if not twin.folds or not any(run.calls is None for runs in ways.values() for run in runs):
             break
     calls = {name: (first.calls, second.calls) for name, (first, second) in ways.items()}
-    another = [name for name, (first, second) in calls.items() if first and second and _is_other(name, first, second)]
+    another = [
+        name
+        for name, (first, second) in calls.items()
+        if first and second and _is_other(first, second, in_training=TRAINING in more[name][1])
+    ]
     unknown = (name for name, (first, second) in calls.items() if first and second is None)
     notes = tuple(f"{name!r} is not recorded: it draws random numbers, or does not run on a copy" for name in unknown)
     draws = any(second.drew for _, second in ways.values())
     return OtherPaths({**feeds, **{name: more[name][1] for name in another}}, notes, draws)
 
 
-def _is_other(name: str, first: _Way, second: _Way) -> bool:
+def _is_other(first: _Way, second: _Way, *, in_training: bool) -> bool:
     """Does the second run make calls that the first does not? A loop may go on for longer in another size; in training
     it then goes over something that only training has."""
-    return bool(second - first if name.endswith(_IN_TRAINING) else second.keys() - first.keys())
+    return bool(second - first if in_training else second.keys() - first.keys())
 
 
 def _way(twin: Twin, inputs: Mapping[str, Any]) -> _Run:

@@ -26,7 +26,7 @@ from autoplan.execute.hooks.running import Running
 from autoplan.execute.hooks.sequence_shards import SequenceShard, shards_in
 from autoplan.execute.hooks.traced import unwatched
 from autoplan.execute.hooks.unseen_outputs import UnseenOutputs, check_shapes
-from autoplan.execute.randomness.dropout import may_draw
+from autoplan.execute.randomness.may_draw import may_draw
 from autoplan.execute.sequence.apply import gather_shard
 from autoplan.execute.vocabulary.leaving import leaving
 from autoplan.execute.vocabulary.split_logits import SplitLogits, columns_in

@@ -20,15 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from autoplan.common.errors import PlanMismatchError
-from autoplan.common.nested import (
-    EACH,
-    change_input,
-    change_output,
-    changed_inside,
-    fields_of,
-    is_record,
-    signature_names,
-)
+from autoplan.common.nested import change_if_tensor, change_input, changed_inside, signature_names
 from autoplan.common.patterns import is_under, matches
 from autoplan.execute.collectives import (
     RankGroup,
@@ -102,31 +94,14 @@ def _watch(module: nn.Module, name: str, constant: Constant, group: RankGroup) -
             hint="plan with inputs= in which it is not (several calls: inputs={'usual': {…}, 'other': {…}})",
         )
 
-    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        more = {("args", index): value for index, value in enumerate(args[len(names) :])}
-        if not _is_tensor({**dict(zip(names, args, strict=False)), **more, **kwargs}, path):
-            return None
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:  # where kernels take masks of their own, these stay
         with torch._C.DisableTorchFunction():
-            return change_input(args, kwargs, names, path, change, name)
+            return change_input(args, kwargs, names, path, change, name, at=change_if_tensor)
 
     def after(_: nn.Module, args: Any, output: Any) -> Any:
-        if not _is_tensor(output, path):
-            return None
         with torch._C.DisableTorchFunction():
-            return change_output(output, path, change, name)
+            return change_if_tensor(output, path, change, name)
 
-    return module.register_forward_pre_hook(before, with_kwargs=True) if side == "input" else (
-        module.register_forward_hook(after)
-    )  # fmt: skip
-
-
-def _is_tensor(value: Any, path: tuple[Any, ...]) -> bool:
-    """Is there one in this call? What other calls have there (a kernel's own mask, say) is not known."""
-    if not path:
-        return isinstance(value, torch.Tensor)
-    key, rest = path[0], path[1:]
-    if isinstance(value, list | tuple):
-        items = value if key == EACH else value[key : key + 1] if isinstance(key, int) else ()
-        return bool(items) and all(_is_tensor(item, rest) for item in items)
-    known = value if isinstance(value, dict) else fields_of(value) if is_record(value) else {}
-    return key in known and _is_tensor(known[key], rest)
+    if side == "output":
+        return module.register_forward_hook(after)
+    return module.register_forward_pre_hook(before, with_kwargs=True)

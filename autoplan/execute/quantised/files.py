@@ -55,10 +55,10 @@ class _Files(CheckpointFiles):
                 "where these begin, is absent",
                 hint="complete the download, or save the checkpoint again with its package",
             )
-        said = json.loads(bytes(read(state).tolist()).decode("utf-8"))
-        largest, values = read(f"{weight}{_NESTED}"), read(f"{weight}.nested_quant_map")
+        largest, values, kept = read(f"{weight}{_NESTED}"), read(f"{weight}.nested_quant_map"), read(state)
+        said = json.loads(bytes(kept.tolist()).decode("utf-8"))
         return QuantisedTwice(
-            largest, values, read(state), float(said["nested_offset"]), int(said.get("nested_blocksize", 256))
+            largest, values, kept, float(said["nested_offset"]), int(said.get("nested_blocksize", 256))
         )
 
     def says_nothing(self, key: str) -> bool:

@@ -30,7 +30,7 @@ class QuantisedTwice:
     values: torch.Tensor
     state: torch.Tensor
     offset: float
-    block: int = 256
+    block: int
 
     def numbers(self, codes: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """What codes at these places stand for."""

@@ -12,22 +12,16 @@ recomputation under activation checkpointing, which restores the shared state, d
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping
-from types import CodeType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._guards import detect_fake_mode
 
-from autoplan.common.conventions import conventions
 from autoplan.execute.collectives import RankGroup, all_reduce
 from autoplan.execute.randomness import streams as random_streams
-from autoplan.ops import call_record
 
-__all__ = ["SharedRandomness", "draws_unasked", "may_draw"]
+__all__ = ["SharedRandomness"]
 
 
 class SharedRandomness:
@@ -112,67 +106,3 @@ def _is_fake(group: RankGroup) -> bool:
     """A group that stands in for one, and sends nothing?"""
     found = dist.distributed_c10d._resolve_process_group(group.name)  # type: ignore[arg-type, unused-ignore]
     return dist.get_backend(found) == "fake"
-
-
-def may_draw(model: nn.Module) -> bool:
-    """Is any dropout, noise or jitter of the model or its configs turned on? Many are there with a rate of zero.
-
-    Asked for compiled code only, which would have to be interrupted to switch streams.
-    """
-    for module in model.modules():
-        rate = getattr(module, "p", 0.0) if isinstance(module, nn.modules.dropout._DropoutNd) else 0.0
-        if rate > 0 or _turned_on(vars(module)) or _turned_on(_settings(module)):
-            return True
-    return False
-
-
-def draws_unasked(model: nn.Module, rates: bool = False) -> bool:
-    """Do forwards of a model, or what they call in its package, name a function that always draws (with `rates`, one
-    that does at a rate)? Calls that nobody recorded may then come to it. A known kind of config says what draws."""
-    if conventions().config_of(model) is not None:
-        return False
-    drawing = ("always", "rate") if rates else ("always",)
-    packages = {kind.__module__.partition(".")[0] for kind in map(type, model.modules())} - {"torch"}
-    waiting = [(kind.forward, kind) for kind in {type(module) for module in model.modules()}]
-    read: set[Any] = set()
-    while waiting:
-        function, kind = waiting.pop()
-        for code in _codes(getattr(inspect.unwrap(function), "__code__", None)):
-            if (code, kind) in read:
-                continue
-            read.add((code, kind))
-            if any(call_record(name).random.when in drawing for name in code.co_names):
-                return True
-            known = inspect.unwrap(function).__globals__
-            named = (getattr(kind, name, None) or known.get(name) for name in code.co_names)
-            waiting += [
-                (f, kind) for f in named if inspect.isfunction(f) and f.__module__.partition(".")[0] in packages
-            ]
-    return False
-
-
-def _codes(code: CodeType | None) -> Iterator[CodeType]:
-    """Of a function and of those inside it."""
-    if code is not None:
-        yield code
-        for value in code.co_consts:
-            if isinstance(value, CodeType):
-                yield from _codes(value)
-
-
-def _settings(module: nn.Module) -> Mapping[str, Any]:
-    """What the config of a module says by name, whatever kind of config it is."""
-    known = conventions().config_of(module)
-    if known is not None:
-        return dict(known.to_dict())
-    config = getattr(module, "config", None)
-    return config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
-
-
-def _turned_on(settings: Mapping[str, Any]) -> bool:
-    for name, value in settings.items():
-        if isinstance(value, dict) and not str(name).startswith("_") and _turned_on(value):
-            return True
-        if isinstance(value, float) and value > 0 and conventions().is_rate(str(name)):
-            return True
-    return False

@@ -60,7 +60,7 @@ class Runtime:
     shapes: tuple[OutputShape, ...] = ()  # of those that have features
     given: tuple[str, ...] = ()  # the arguments that the model was seen to be given
     unsummed: tuple[str, ...] = ()  # those of whose gradient each rank makes a part that is not summed
-    constants: tuple[Constant, ...] = ()
+    constants: tuple[Constant, ...] = ()  # what had no gradient, and may have one in another call
     idle: tuple[str, ...] = ()  # module patterns: they hold weights, and no recorded call ran them
 
     def of(self, kind: type[Kind]) -> tuple[Kind, ...]:
