@@ -45,14 +45,18 @@ class Conversion(Protocol):
 
     keys: list[str]
 
+    @property
+    def moves(self) -> bool:
+        """Does it do nothing but move numbers?"""
+
     def targets(self) -> list[str]:
         """What it makes, by names in the model."""
 
-    def add(self, name: str, key: str, pattern: str, read: Callable[[], torch.Tensor]) -> None:
+    def add(self, name: str, key: str, pattern: str, shape: tuple[int, ...]) -> None:
         """One more tensor that goes in."""
 
-    def make(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The tensors, whole."""
+    def make(self, model: Any, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors, whole, of those that `read` gives. `model` says how large its parameters are."""
 
 
 @dataclass(frozen=True)

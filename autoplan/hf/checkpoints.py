@@ -10,6 +10,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from autoplan.hf.quantised.weights import is_transposed
 
 __all__ = ["checkpoint_names", "listed"]
 
+_MOVING = frozenset(("Chunk", "Concatenate", "Conv3dToLinear", "ErnieFuseAndSplitTextVisionExperts", "Interleave",
+                     "LinearToConv3d", "MergeModulelist", "PermuteForRope", "Split", "SplitModulelist",
+                     "Transpose"))  # fmt: skip
 _STACK = re.compile(r"[a-z_]+?_proj(?=_|$)")
 
 
@@ -32,18 +36,29 @@ class _Converted:
     converter: Any
     first: str  # the target that transformers names the conversion by
     keys: list[str] = field(default_factory=list)
+    _entries: list[tuple[str, str, str]] = field(default_factory=list)
+    _shape: tuple[int, ...] = ()  # of the first
+
+    @property
+    def moves(self) -> bool:
+        return all(type(operation).__name__ in _MOVING for operation in self.converter.operations)
 
     def targets(self) -> list[str]:
         patterns = self.converter.target_patterns
         return [self.first.replace(patterns[0], pattern) for pattern in patterns]
 
-    def add(self, name: str, key: str, pattern: str, read: Callable[[], torch.Tensor]) -> None:
-        self.converter.add_tensor(name, key, pattern, read)
+    def add(self, name: str, key: str, pattern: str, shape: tuple[int, ...]) -> None:
+        self._entries.append((name, key, pattern))
+        self._shape = self._shape or shape
         self.keys.append(key)
 
-    def make(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    def make(self, model: Any, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+        converter = copy.deepcopy(self.converter)
+        converter.operations = [self._settled(operation, model) for operation in converter.operations]
+        for name, key, pattern in self._entries:
+            converter.add_tensor(name, key, pattern, partial(read, key))
         try:
-            made = self.converter.convert(self.first, model=model, config=conventions().config_of(model))
+            made = converter.convert(self.first, model=model, config=conventions().config_of(model))
         except (RuntimeError, ValueError, LookupError) as error:
             raise AutoplanError(
                 f"transformers' conversion of {len(self.keys)} checkpoint tensors ({self.keys[0]}, …) "
@@ -52,6 +67,17 @@ class _Converted:
             ) from error
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
+    def _settled(self, operation: Any, model: Any) -> Any:
+        """One that looks at what it gets first does, for parts too, what it would do for the whole."""
+        from transformers.core_model_loading import Chunk
+
+        if not getattr(operation, "check_dims", False):
+            return operation
+        if self._shape == tuple(model.get_parameter(self.first).shape):
+            return Chunk(dim=0)  # into one
+        operation.check_dims = False
+        return operation
+
 
 def checkpoint_names(model: nn.Module) -> CheckpointNames:
     """Of any model; one that is not transformers' own has its tensors under their own names."""
@@ -59,7 +85,7 @@ def checkpoint_names(model: nn.Module) -> CheckpointNames:
     return CheckpointNames(
         prefix=getattr(model, "base_model_prefix", None) or "model",
         rename=rename,
-        conversion=lambda pattern, first: _Converted(copy.deepcopy(converters[pattern]), first),
+        conversion=lambda pattern, first: _Converted(converters[pattern], first),
         join=lambda pattern: _join(converters[pattern], turned=pattern in turned),
         may_lack=tuple(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()),
         may_exceed=tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),

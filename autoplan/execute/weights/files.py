@@ -87,12 +87,12 @@ class CheckpointFiles:
         return torch.empty(self.shape(key), dtype=self.dtype(key), device="meta")
 
     def read(self, key: str, rows: Mapping[int, Sequence[int]] | None = None) -> torch.Tensor:
-        """The tensor, or the part of it with these rows along these dims (at most one of them not one range)."""
+        """The tensor, or the part of it with these rows along these dims."""
         if not rows:
             return self._handle(key).get_tensor(self._stored_as.get(key, key))
         source = self._slice(key)
         index: list[Any] = [slice(None)] * len(source.get_shape())
-        scattered: int | None = None
+        scattered: list[int] = []
         for dim, wanted in rows.items():
             ranges = list(runs(wanted))
             if len(ranges) == 1:
@@ -100,11 +100,15 @@ class CheckpointFiles:
             elif not ranges:
                 index[dim] = slice(0, 0)
             else:
-                assert scattered is None, f"{key}: two dims with scattered rows"
-                scattered = dim
-        if scattered is None:
+                index[dim] = slice(min(wanted), max(wanted) + 1)
+                scattered.append(dim)
+        if not scattered:
             return source[tuple(index)]
-        return _read_scattered(source, index, scattered, rows[scattered])
+        first, *others = scattered
+        found = _read_scattered(source, index, first, rows[first])
+        for dim in others:
+            found = found.index_select(dim, torch.tensor([row - min(rows[dim]) for row in rows[dim]]))
+        return found
 
     def _slice(self, key: str) -> Any:
         return self._handle(key).get_slice(self._stored_as.get(key, key))

@@ -56,10 +56,10 @@ class Joined:
         self._entries.setdefault(pattern, []).append(_Entry(key, read, shape))
         self.keys.append(key)
 
-    def forms(self, shape: tuple[int, ...]) -> list[torch.Tensor]:
+    def forms(self, shape: tuple[int, ...], form: Callable[[str], torch.Tensor]) -> list[torch.Tensor]:
         """Tensors without numbers, one for each dtype of entries, if these make one of this shape. Raises if not."""
         self._places(shape)
-        dtypes = dict.fromkeys(entry.read().dtype for entries in self._parts() for entry in entries)
+        dtypes = dict.fromkeys(form(entry.key).dtype for entries in self._parts() for entry in entries)
         return [torch.empty(shape, dtype=dtype, device="meta") for dtype in dtypes]
 
     def piece(self, shape: tuple[int, ...], rows: Rows, dtype: torch.dtype) -> torch.Tensor:

@@ -68,7 +68,7 @@ def match_keys(
         elif pattern is not None:
             if name not in conversions:
                 conversions[name] = known.conversion(pattern, name)
-            conversions[name].add(name, key, pattern, partial(read, key))
+            conversions[name].add(name, key, pattern, shape(key))
         else:
             matched.unexpected.append(key)
     for joined in joins.values():

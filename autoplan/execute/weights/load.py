@@ -9,8 +9,9 @@ built again (`buffers.py`). No communication takes place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from autoplan.execute.quantised.files import DequantisedFiles, StoredFiles
 from autoplan.execute.quantised.modules import keep_beside
 from autoplan.execute.weights.files import CheckpointFiles
 from autoplan.execute.weights.key_matching import Matched, match_keys, refuse_unmatched
+from autoplan.execute.weights.moved import Make, Moved, follow
 
 __all__ = ["load_weights"]
 
@@ -60,12 +62,10 @@ def load_weights(
     if strict or wrong:
         refuse_unmatched(matched if strict else Matched(), wrong, str(folder))
     with torch.no_grad():
-        formed = match_keys(model, groups, passing, files.keys, files.form, files.shape)  # without numbers
-        _refuse_joins(formed, places)
-        for _, _ in _converted(model, places, matched.direct, formed):
-            pass
+        _refuse_joins(matched, places, files.form)
+        conversions = _conversions(model, files, places, matched)
         rebuilt = rebuilt_passing_tensors(model, _device(tensors))
-        _fill(model, files, tensors, matched)  # from here on the model changes
+        _fill(files, tensors, matched, conversions)  # from here on the model changes
         for one in rebuilt:
             one.put()
     keep_beside(model, files.headers(), files.quantised_twice() if isinstance(files, StoredFiles) else {})
@@ -185,7 +185,7 @@ def _device(tensors: Sequence[_Saved]) -> torch.device:
 # ----------------------------------------------------------------------------------------------------------- filling
 
 
-def _fill(model: nn.Module, files: CheckpointFiles, tensors: list[_Saved], matched: Matched) -> None:
+def _fill(files: CheckpointFiles, tensors: list[_Saved], matched: Matched, conversions: Sequence[_Conversion]) -> None:
     owner = {name: saved for saved in tensors for name in saved.names}
     for saved in tensors:
         key = next((matched.direct[name] for name in saved.names if name in matched.direct), None)
@@ -194,42 +194,80 @@ def _fill(model: nn.Module, files: CheckpointFiles, tensors: list[_Saved], match
     for joined in matched.joined:
         saved = owner[joined.name]
         saved.fill(joined.piece(saved.shape, saved.rows(), saved.tensor.dtype))
-    for saved, whole in _converted(model, owner, matched.direct, matched):
-        saved.fill(saved.cut(whole))
+    for conversion in conversions:
+        conversion.fill(files, owner)
 
 
-def _refuse_joins(formed: Matched, owner: dict[str, _Saved]) -> None:
+def _refuse_joins(matched: Matched, owner: dict[str, _Saved], form: Callable[[str], torch.Tensor]) -> None:
     """Do entries of the checkpoint, side by side, make what the model has?"""
-    for joined in formed.joined:
+    for joined in matched.joined:
         saved = owner[joined.name]
-        for form in joined.forms(saved.shape):
-            if misfit := _misfit(joined.name, form, saved):
+        for form_of in joined.forms(saved.shape, form):
+            if misfit := _misfit(joined.name, form_of, saved):
                 raise AutoplanError(
                     f"{misfit}, out of {len(joined.keys)} tensors ({joined.keys[0]}, …)",
                     hint="does the checkpoint belong to this model?",
                 )
 
 
-def _converted(
-    model: nn.Module, owner: dict[str, _Saved], direct: Iterable[str], matched: Matched
-) -> Iterator[tuple[_Saved, torch.Tensor]]:
-    """What conversions make, each tensor once; what is read directly needs none. Raises on what does not fit."""
-    done = {id(owner[name]) for name in direct}
+@dataclass(frozen=True)
+class _Conversion:
+    """What one conversion fills: these names, of what it makes. `moved`: how, where it only moves numbers."""
+
+    make: Make
+    names: tuple[str, ...]
+    moved: Mapping[str, Moved] | None
+
+    def fill(self, files: CheckpointFiles, owner: dict[str, _Saved]) -> None:
+        if self.moved is not None:
+            for saved, moved in ((owner[name], self.moved[name]) for name in self.names):
+                saved.fill(moved.piece(files.read, saved.rows()))
+            return
+        whole = self.make(files.read)
+        for saved, name in ((owner[name], name) for name in self.names):
+            saved.fill(saved.cut(whole[name]))
+
+
+class _Whole:
+    """A sharded model whose parameters are as large as in the checkpoint, for conversions that ask."""
+
+    def __init__(self, model: nn.Module, owner: dict[str, _Saved]) -> None:
+        self._model, self._owner = model, owner
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        if name not in self._owner:
+            return self._model.get_parameter(name)
+        return torch.empty(self._owner[name].shape, device="meta")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _conversions(
+    model: nn.Module, files: CheckpointFiles, owner: dict[str, _Saved], matched: Matched
+) -> list[_Conversion]:
+    """Each tensor is made once; what is read directly is not. Raises on what does not fit."""
+    found, done, whole = [], {id(owner[name]) for name in matched.direct}, _Whole(model, owner)
     for conversion in matched.converted:
-        for name, whole in conversion.make(model).items():
+        make = partial(conversion.make, whole)
+        names = []
+        for name, form in make(files.form).items():
             if name not in owner or id(owner[name]) in done:
                 continue
-            if misfit := _misfit(name, whole, owner[name]):
+            if misfit := _misfit(name, form, owner[name]):
                 raise AutoplanError(
                     f"{misfit}, after it was converted from {len(conversion.keys)} tensors ({conversion.keys[0]}, …)",
                     hint="does the checkpoint belong to this version of transformers?",
                 )
             done.add(id(owner[name]))
-            yield owner[name], whole
+            names.append(name)
+        moved = follow(make, {key: files.shape(key) for key in conversion.keys}) if conversion.moves else None
+        found.append(_Conversion(make, tuple(names), moved))
     promised = {name for conversion in matched.converted for name in conversion.targets()} & set(owner)
     forgotten = sorted(name for name in promised if id(owner[name]) not in done)
     if forgotten:
         raise AutoplanError(f"transformers' conversions did not make {', '.join(forgotten[:5])}")
+    return found
 
 
 def _misfit(name: str, found: torch.Tensor, wanted: _Saved) -> str:
