@@ -136,3 +136,62 @@ def test_a_result_that_a_call_does_not_return_is_not_missed() -> None:
     assert "more.weight" not in {item.fqn for item in plan.replicated}
     report = autoplan.verify(SaysMore(), plan, tp_size=2, inputs=calls)
     assert report.ok, report.findings
+
+
+class Trunk(nn.Module):
+    """Heads on features that a call may ask for, beside what they say or instead of it."""
+
+    def __init__(self, wide: bool) -> None:
+        super().__init__()
+        self.stem, self.inner = nn.Linear(8, 16), nn.Linear(16, 64 if wide else 16)
+        self.norm = nn.Identity() if wide else nn.LayerNorm(16)
+        head = (
+            (lambda: nn.Linear(64, 40))
+            if wide
+            else lambda: nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 40))
+        )
+        self.heads = nn.ModuleDict({name: head() for name in ("near", "far")})
+
+    def forward(self, x: torch.Tensor, ask: str = "") -> Any:
+        x = self.norm(torch.relu(self.inner(self.stem(x).sin())))
+        said = {name: head(x) for name, head in self.heads.items()}
+        return {"": said, "instead": x, "beside": (said, x), "first": said["near"]}[ask]
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("ask", ["instead", "beside", "first"])
+def test_results_of_another_kind_are_right_or_refused(ask: str, wide: bool) -> None:
+    """A dict when it was planned, now a tensor or a tuple. Wide features lie on ranks; narrow ones are whole, and of
+    their gradient each head gives a part, which is summed further up."""
+    torch.manual_seed(0)
+    given, model = {"x": torch.randn(3, 5, 8)}, Trunk(wide)
+    plan = autoplan.plan(model, 2, inputs=given, prove="none")
+    report = autoplan.verify(model, plan, inputs={**given, "ask": ask})
+    if wide and ask != "first":
+        refused = [finding.message for finding in report.findings if finding.level == "error"]
+        assert refused and all("is not the same on all ranks" in said for said in refused)
+    else:
+        assert report.ok, report.findings
+
+
+class Language(nn.Module):
+    """Returns embeddings where its logits were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(96, 16), nn.Linear(16, 64), nn.Linear(64, 16)
+        self.head = nn.Linear(16, 96)
+
+    def forward(self, ids: torch.Tensor, return_embeddings: bool = False) -> torch.Tensor:
+        x = self.table(ids)
+        x = x + self.down(self.up(x).relu())
+        return x if return_embeddings else self.head(x)
+
+
+def test_embeddings_in_the_place_of_logits_are_whole() -> None:
+    ids = torch.arange(12).view(2, 6)
+    plan = autoplan.plan(Language(), 2, inputs={"ids": ids}, prove="none")
+    assert plan.runtime.of(autoplan.values.SplitLogits)
+    for asked in (True, False):
+        report = autoplan.verify(Language(), plan, inputs={"ids": ids, "return_embeddings": asked})
+        assert report.ok, report.findings

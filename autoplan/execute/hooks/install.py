@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 import autoplan.execute.hooks.carried_out  # noqa: F401 - whatever carries out an instruction
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import PlanMismatchError
+from autoplan.common.layout import chunk
 from autoplan.common.nested import change_if_returned, change_input, change_output, flatten_tensors, signature_names
 from autoplan.execute.calls.function_mode import ModuleMode, PlannedCalls
 from autoplan.execute.collectives import gather_pieces
@@ -25,12 +26,12 @@ from autoplan.execute.hooks.closures import copied_with_closure
 from autoplan.execute.hooks.running import Running
 from autoplan.execute.hooks.sequence_shards import SequenceShard, shards_in
 from autoplan.execute.hooks.traced import unwatched
-from autoplan.execute.hooks.unseen_outputs import UnseenOutputs, check_shapes
+from autoplan.execute.hooks.unseen_outputs import UnseenOutputs
 from autoplan.execute.randomness.may_draw import may_draw
 from autoplan.execute.sequence.apply import gather_shard
 from autoplan.execute.vocabulary.leaving import leaving
 from autoplan.execute.vocabulary.split_logits import SplitLogits, columns_in
-from autoplan.values import AroundModule, Boundary, CallRewrite, Instruction, OutputShape, Runtime
+from autoplan.values import AroundModule, Boundary, CallRewrite, Instruction, Runtime
 from autoplan.values import SplitLogits as LogitsHead
 
 __all__ = ["ModuleWork", "Root", "Worker", "install", "install_root", "listen"]
@@ -207,9 +208,9 @@ def install_root(
     given and what it returned when the plan was made.
     """
     root = Root(model, heads, outputs, running, random)
-    root.shapes, root.given, root.unsummed = seen.shapes, seen.given, seen.unsummed
+    root.given, root.unsummed = seen.given, seen.unsummed
     running.draws = root.always or (root.random and may_draw(model))
-    root.unseen = UnseenOutputs(seen.outputs, root.names, running.group)
+    root.unseen = UnseenOutputs(seen.outputs, seen.shapes, root.names, running.group)
     return [
         model.register_forward_pre_hook(root.before, with_kwargs=True, prepend=True),
         model.register_forward_hook(root.after, with_kwargs=True),
@@ -233,9 +234,8 @@ class Root:
         self.names = signature_names(model)
         at = At(model, "", self.names, running)
         self.outputs = [(one.path, execute(one, at)) for one in outputs]
-        self.unseen = UnseenOutputs((), self.names, running.group)
+        self.unseen = UnseenOutputs((), (), self.names, running.group)
         self.target_words = conventions().target_words
-        self.shapes: tuple[OutputShape, ...] = ()  # to be compared in the first forward
         self.given: tuple[str, ...] = ()  # what the plan has seen it take
         self.unsummed: tuple[str, ...] = ()  # and of what the plan sums no gradient
 
@@ -279,10 +279,7 @@ class Root:
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         output = self._leave(output)
-        if self.shapes and self.running.depth == 1 and not torch.compiler.is_compiling():
-            check_shapes(output, self.shapes, self.names)
-            self.shapes = ()
-        return output
+        return self.unseen.check(output) if self.running.depth == 1 else output
 
     def _leave(self, output: Any) -> Any:
         with torch._C.DisableTorchFunction():
@@ -290,8 +287,6 @@ class Root:
                 output = change_if_returned(output, path, change, "the model")
             for path, shard in shards_in(output):  # collected by the model on the way, behind our hooks
                 output = change_output(output, path, self._whole(shard), "the model")
-            if self.running.depth == 1:
-                self.unseen.check(output)
             if self.running.loss:
                 return columns_in(output, self.beside_a_loss)
             if not self.running.whole_logits:
@@ -310,7 +305,11 @@ class Root:
         return path
 
     def _wrap(self, head: LogitsHead) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda local: self._leaving(local, head.dim, head.columns)
+        def split(local: torch.Tensor) -> torch.Tensor:
+            mine = chunk(head.columns, self.running.group.size, self.running.group.rank)
+            return self._leaving(local, head.dim, head.columns) if local.shape[head.dim] == len(mine) else local
+
+        return split
 
     def beside_a_loss(self, local: torch.Tensor, kind: type[SplitLogits]) -> torch.Tensor:
         """Logits returned next to a loss. A compiled model wants a gradient for every DTensor that it returns with one,
