@@ -29,12 +29,12 @@ __all__ = ["CANNOT_RUN", "CHECK_NAMES", "Sharding", "can_be_lifted", "check_shar
 
 CHECK_NAMES = (
     "parameters",
+    "state_dict",
     "forward",
     "second_shape",
     "loss",
     "attention",
     "cache",
-    "state_dict",
     "dropout",
     "optimizer",
 )
