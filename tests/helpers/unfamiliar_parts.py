@@ -96,4 +96,18 @@ class WithTargets(nn.Module):
         return F.cross_entropy(logits[:, :-1].reshape(-1, 40), labels[:, 1:].reshape(-1))
 
 
-PARTS = {one.__name__: one for one in (Rays, Asserted, InATuple, Variables, Squares, WithTargets)}
+class Acts(nn.Module):
+    """A recurrent actor: a pair of states as annotated, and the actions of which it says how likely they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.lstm, self.actor = nn.Linear(12, 16), nn.LSTM(16, 16), nn.Linear(16, 6)
+        self.mlp = Mlp(16)
+
+    def forward(self, x, lstm_state: tuple[torch.Tensor, torch.Tensor], action):
+        hidden = self.into(x).reshape(-1, lstm_state[0].shape[1], 16)
+        hidden = self.mlp(self.lstm(hidden, lstm_state)[0].flatten(0, 1))
+        return torch.distributions.Categorical(logits=self.actor(hidden)).log_prob(action)
+
+
+PARTS = {one.__name__: one for one in (Rays, Asserted, InATuple, Variables, Squares, WithTargets, Acts)}

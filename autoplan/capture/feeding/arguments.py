@@ -12,6 +12,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from autoplan.capture.feeding.wants import State, Want
@@ -37,7 +38,7 @@ POINTS = Want("float", (_B, _L, 3))
 
 _POSITIONS = (Want("positions", (_L,)), Want("positions", (_B, _L)), POINTS)
 _SENDS = r"^_?(idx|index)_[ij]$|^_?(senders?|receivers?)$|^(src|dst)_idx$"
-_STATES = re.compile(r"^[hc]_?[0nx]$|^hx$|^cx$|^hidden$|^cell$|^(hidden|cell)_?states?$")
+_STATES = re.compile(r"^[hc]_?[0nx]$|^hx$|^cx$|^hidden$|^cell$|^(hidden|cell|lstm|gru|rnn)_?states?$")
 _ASKS_FOR_A_LOSS = r"^(return|compute|calc|with|get)_loss$|^loss$"
 _EDGES = r"edge.*ind|edge.*list|^edges$|^adj_t$"
 # By words in the name, the first that is found: what it usually is, the likeliest first.
@@ -198,6 +199,8 @@ def usual(parameter: inspect.Parameter, model: nn.Module, first: bool = False) -
     """What such an argument usually is, the likeliest first; `first`: the model's first layer says more than names."""
     annotated = _annotated(parameter.annotation) or _record(parameter.annotation, model)
     if annotated is not None:
+        if annotated.value is tuple and _STATES.search(parameter.name):
+            yield from (_of_each(len(annotated.items), state) for state in _recurrent(model))
         yield annotated
         return
     seen = set()
@@ -256,6 +259,11 @@ def _recurrent(model: nn.Module) -> Iterator[Want]:
                 yield Want("float", (layer.num_layers * (1 + layer.bidirectional), batch, layer.weight_hh_l0.shape[1]))
 
 
+def _of_each(number: int, want: Want) -> Want:
+    """A tuple of so many."""
+    return Want("list", value=tuple, items=tuple((place, want) for place in range(number)))
+
+
 def of_nodes(want: Want) -> Want:
     if want.shape[:1] != (_B,) or len(want.shape) > 3:
         return want
@@ -273,6 +281,8 @@ def _annotated(annotation: Any) -> Want | None:
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
     if within in (list, tuple) and typing.get_args(annotation)[:1] == (int,):
         return Want("list", items=((0, Want("size", value=_L)),))
+    if within is tuple and len(parts := typing.get_args(annotation)) > 1 and set(parts) == {torch.Tensor}:
+        return _of_each(len(parts), FLAT)
     if within in (list, tuple) or re.match(r"(typing\.)?(list|tuple|sequence)\b", text, re.IGNORECASE):
         return Want("list", items=((0, FLAT),))
     if within is dict or re.match(r"(typing\.)?(dict|mapping)\b", text, re.IGNORECASE):

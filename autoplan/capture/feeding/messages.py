@@ -28,6 +28,10 @@ _RANKS = (
 _UNLIKE = re.compile(r"same number of dimensions: got (\d+) and (\d+)")
 _TURNED = re.compile(r"input\.dim\(\) = (\d+) is not equal to len\(dims\) = (\d+)")
 _EXPANDED = re.compile(r"number of sizes provided \((\d+)\) must be greater or equal .* \((\d+)\)")
+_DRAWN = re.compile(
+    r"broadcastable with batch_shape\+event_shape: torch.Size\(\[[\d, ]*\]\) vs torch.Size\(\[([\d, ]*)\]\)"
+)
+_SUPPORT = re.compile(r"within the support \((?:IntegerInterval\(lower_bound=0, upper_bound=(\d+)\)|(\w+))")
 _OUTSIDE = re.compile(r"index (-?\d+) is out of bounds for dimension \d+ with size (\d+)")
 _SPLIT = re.compile(r"sum exactly to (\d+) .*split_sizes=\[([\d, ]+)\]")
 _TOO_MANY = re.compile(r"not (?:supported|implemented) for (\d)D")
@@ -54,7 +58,7 @@ def told_by_message(failure: Failure, model: torch.nn.Module) -> Iterator[State]
     """Other states, the most telling first."""
     yield from _rank(failure, model)
     yield from _pattern(failure, model)
-    for found in (_masks, _broadcast, _plain_number, _dtype, _range, _sizes, _larger):
+    for found in (_masks, _broadcast, _plain_number, _support, _dtype, _range, _sizes, _larger):
         yield from found(failure)
 
 
@@ -105,6 +109,9 @@ def _rank(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
         short = _EXPANDED.search(text)
         if short:
             ranks.append(now + int(short[1]) - int(short[2]))
+        drawn = _DRAWN.search(text)  # by a distribution
+        if drawn:
+            ranks.append(len(drawn[1].split()))
         for pattern in _RANKS:
             ranks += [int(found) for found in pattern.findall(text)]
         if re.search(r"number of dimensions|must have .*dim", text):
@@ -191,6 +198,17 @@ def _plain_number(failure: Failure) -> Iterator[State]:
     for path in failure.blamed or failure.paths[:2]:
         yield failure.state.with_want(path, Want("size", value="length"))
         yield failure.state.with_want(path, Want("value", value=0))
+
+
+def _support(failure: Failure) -> Iterator[State]:
+    """What a distribution may have drawn: so many kinds, or numbers between 0 and 1."""
+    support = _SUPPORT.search(failure.text)
+    for path in failure.paths[:3] if support else ():
+        if support and support[1]:
+            yield from of_kind(failure.state, path, "ids", int(support[1]) + 1)
+        else:
+            yield from of_kind(failure.state, path, "unit")
+            yield from of_kind(failure.state, path, "ids", 2)
 
 
 def _dtype(failure: Failure) -> Iterator[State]:
