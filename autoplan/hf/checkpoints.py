@@ -54,12 +54,12 @@ class _Converted:
 
     def make(self, model: Any, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
         converter = copy.deepcopy(self.converter)
-        converter.operations = [self._settled(operation, model) for operation in converter.operations]
         for name, key, pattern in self._entries:
             converter.add_tensor(name, key, pattern, partial(read, key))
         try:
+            converter.operations = [self._settled(operation, model) for operation in converter.operations]
             made = converter.convert(self.first, model=model, config=conventions().config_of(model))
-        except (RuntimeError, ValueError, LookupError) as error:
+        except (RuntimeError, ValueError, LookupError, AttributeError) as error:
             raise AutoplanError(
                 f"transformers' conversion of {len(self.keys)} checkpoint tensors ({self.keys[0]}, …) "
                 f"to {self.first} failed: {error}",

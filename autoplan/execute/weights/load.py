@@ -202,8 +202,8 @@ def _refuse_joins(matched: Matched, owner: dict[str, _Saved], form: Callable[[st
     """Do entries of the checkpoint, side by side, make what the model has?"""
     for joined in matched.joined:
         saved = owner[joined.name]
-        for form_of in joined.forms(saved.shape, form):
-            if misfit := _misfit(joined.name, form_of, saved):
+        for made in joined.forms(saved.shape, form):
+            if misfit := _misfit(joined.name, made, saved):
                 raise AutoplanError(
                     f"{misfit}, out of {len(joined.keys)} tensors ({joined.keys[0]}, …)",
                     hint="does the checkpoint belong to this model?",
