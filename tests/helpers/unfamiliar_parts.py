@@ -105,8 +105,8 @@ class Acts(nn.Module):
         self.mlp = Mlp(16)
 
     def forward(self, x, lstm_state: tuple[torch.Tensor, torch.Tensor], action):
-        hidden = self.into(x).reshape(-1, lstm_state[0].shape[1], 16)
-        hidden = self.mlp(self.lstm(hidden, lstm_state)[0].flatten(0, 1))
+        now = self.into(x.view(len(x), 12)).unsqueeze(0)
+        hidden = self.mlp(self.lstm(now, lstm_state)[0].squeeze(0))
         return torch.distributions.Categorical(logits=self.actor(hidden)).log_prob(action)
 
 
