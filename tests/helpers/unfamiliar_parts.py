@@ -107,7 +107,7 @@ class Acts(nn.Module):
     def forward(self, x, lstm_state: tuple[torch.Tensor, torch.Tensor], action):
         now = self.into(x.view(len(x), 12)).unsqueeze(0)
         hidden = self.mlp(self.lstm(now, lstm_state)[0].squeeze(0))
-        return torch.distributions.Categorical(logits=self.actor(hidden)).log_prob(action)
+        return torch.distributions.Categorical(logits=self.actor(hidden), validate_args=True).log_prob(action)
 
 
 PARTS = {one.__name__: one for one in (Rays, Asserted, InATuple, Variables, Squares, WithTargets, Acts)}
