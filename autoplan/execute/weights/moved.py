@@ -15,6 +15,8 @@ from math import prod
 
 import torch
 
+from autoplan.common.errors import AutoplanError
+
 __all__ = ["Make", "Moved", "follow"]
 
 Make = Callable[[Callable[[str], torch.Tensor]], dict[str, torch.Tensor]]  # of what gives a tensor by its key
@@ -121,7 +123,7 @@ def _still(make: Make, shapes: Mapping[str, Shape], whole: Mapping[str, Shape], 
     found: dict[str, int] = {}
     try:
         ones, twos = _shapes(make, thin), _shapes(make, two)
-    except Exception:  # a conversion that wants other sizes: what moves along this dim is read off its places
+    except AutoplanError:  # a conversion that wants other sizes: what moves along this dim is read off its places
         return None
     for name, shape in whole.items():
         other, more = ones.get(name, ()), twos.get(name, ())
