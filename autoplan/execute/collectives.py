@@ -30,6 +30,7 @@ from autoplan.common.layout import chunk
 
 __all__ = [
     "RankGroup",
+    "Recorded",
     "all_gather_rows",
     "all_reduce",
     "copy_rows",
@@ -39,7 +40,9 @@ __all__ = [
     "index_of",
     "mesh_device",
     "part_of_sum",
+    "recorded_again",
     "scale_gradient",
+    "sent",
     "sum_over_ranks",
     "take_rows",
     "whole_order",
@@ -80,11 +83,20 @@ Ranks: TypeAlias = RankGroup | DeviceMesh | dist.ProcessGroup
 # ------------------------------------------------------------------------------------------------------ not recorded
 
 
+def sent(collective: Any, *args: Any) -> torch.Tensor:
+    """What one of torch's functional collectives gives, when it is there. Below autograd: it would take longer to see
+    that nothing is to be recorded than all else here takes."""
+    if torch.compiler.is_compiling():
+        return _NAMED.wait_tensor(collective(*args))
+    with torch._C._AutoDispatchBelowAutograd():
+        return _NAMED.wait_tensor.default(collective.default(*args))
+
+
 def all_reduce(x: torch.Tensor, group: RankGroup, op: str = "sum") -> torch.Tensor:
     """The sum (or "max", "min") of x over ranks, as a new tensor. Not differentiable by itself."""
     if x.is_complex():
         return torch.view_as_complex(all_reduce(torch.view_as_real(x), group, op))
-    return _NAMED.wait_tensor(_NAMED.all_reduce(x.contiguous(), op, group.name))
+    return sent(_NAMED.all_reduce, x.contiguous(), op, group.name)
 
 
 def all_gather_rows(x: torch.Tensor, group: RankGroup, dim: int, sizes: Sequence[int]) -> torch.Tensor:
@@ -97,7 +109,7 @@ def all_gather_rows(x: torch.Tensor, group: RankGroup, dim: int, sizes: Sequence
     rows, longest = x.movedim(dim, 0), max(sizes)
     if rows.size(0) < longest:  # collectives want equal pieces
         rows = torch.cat([rows, rows.new_zeros(longest - rows.size(0), *rows.shape[1:])])
-    whole = _NAMED.wait_tensor(_NAMED.all_gather_into_tensor(rows.contiguous(), group.size, group.name))
+    whole = sent(_NAMED.all_gather_into_tensor, rows.contiguous(), group.size, group.name)
     if min(sizes) < longest:
         whole = torch.cat([whole[rank * longest : rank * longest + size] for rank, size in enumerate(sizes)])
     return whole.movedim(0, dim)
@@ -121,7 +133,23 @@ def whole_order(rows: tuple[tuple[int, ...], ...]) -> tuple[int, ...] | None:
 # The backward of each is recorded too, as the other of its pair: a penalty on gradients differentiates it again.
 
 
-class _Copy(torch.autograd.Function):
+class Recorded(torch.autograd.Function):
+    """A Function that, outside torch.func's transforms, does not look for what they may have left behind: that is
+    more than half of what a call costs."""
+
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args, **kwargs)
+        return super(torch.autograd.Function, cls).apply(*args, **kwargs)
+
+
+def recorded_again() -> bool:
+    """In a backward: will it be differentiated?"""
+    return torch.is_grad_enabled() or torch.compiler.is_compiling()
+
+
+class _Copy(Recorded):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: RankGroup) -> torch.Tensor:
         ctx.group = group
@@ -129,10 +157,10 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _Sum.apply(gradient, ctx.group), None
+        return _Sum.apply(gradient, ctx.group) if recorded_again() else all_reduce(gradient, ctx.group), None
 
 
-class _Sum(torch.autograd.Function):
+class _Sum(Recorded):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: RankGroup) -> torch.Tensor:
         ctx.group = group
@@ -140,10 +168,10 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _Copy.apply(gradient, ctx.group), None
+        return _Copy.apply(gradient, ctx.group) if recorded_again() else gradient, None
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(Recorded):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: RankGroup, dim: int, rows: tuple[tuple[int, ...], ...]) -> Any:
         ctx.how = group, dim, rows
@@ -158,7 +186,7 @@ class _Gather(torch.autograd.Function):
         return _TakeHeld.apply(gradient, *ctx.how), None, None, None
 
 
-class _TakeHeld(torch.autograd.Function):
+class _TakeHeld(Recorded):
     """The rows that this rank holds of a whole; for a second derivative, `_Gather` of them."""
 
     @staticmethod
@@ -171,7 +199,7 @@ class _TakeHeld(torch.autograd.Function):
         return _Gather.apply(gradient, *ctx.how), None, None, None
 
 
-class _GatherPieces(torch.autograd.Function):
+class _GatherPieces(Recorded):
     """`_Gather` of pieces that were cut by ceiling: their sizes say everything, however many rows there are."""
 
     @staticmethod
@@ -184,7 +212,7 @@ class _GatherPieces(torch.autograd.Function):
         return _TakePiece.apply(gradient, *ctx.how), None, None, None
 
 
-class _TakePiece(torch.autograd.Function):
+class _TakePiece(Recorded):
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, group: RankGroup, dim: int, sizes: tuple[int, ...]) -> torch.Tensor:
         ctx.how = group, dim, sizes
@@ -203,7 +231,7 @@ def _writable(whole: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-class _Scale(torch.autograd.Function):
+class _Scale(Recorded):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(scale)
@@ -214,7 +242,7 @@ class _Scale(torch.autograd.Function):
         return _Part.apply(gradient, *ctx.saved_tensors), None
 
 
-class _Part(torch.autograd.Function):
+class _Part(Recorded):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(scale)

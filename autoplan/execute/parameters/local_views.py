@@ -19,7 +19,6 @@ read it through the attribute: it is handed out as it is.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +31,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoplan.common.errors import AutoplanError
-from autoplan.execute.collectives import RankGroup, all_reduce, copy_rows, copy_to_ranks, part_of_sum
+from autoplan.execute.collectives import (
+    RankGroup,
+    Recorded,
+    all_reduce,
+    copy_rows,
+    copy_to_ranks,
+    part_of_sum,
+    recorded_again,
+)
 from autoplan.execute.parameters.held import Held, record_of
 from autoplan.execute.parameters.transforms import refuse_transforms
 from autoplan.execute.parameters.unseen_paths import SHAPE_ERRORS, unseen_path
@@ -68,7 +75,7 @@ def _local(parameter: DTensor) -> torch.Tensor:
     return local
 
 
-class _ToLocal(torch.autograd.Function):
+class _ToLocal(Recorded):
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
         local = parameter._local_tensor
@@ -81,16 +88,16 @@ class _ToLocal(torch.autograd.Function):
         if gradient is None:
             return None
         spec = ctx.spec
-        if torch.is_grad_enabled() or gradient.dtype != spec.tensor_meta.dtype:
+        if recorded_again() or gradient.dtype != spec.tensor_meta.dtype:
             return DTensor.from_local(
                 gradient, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
             )
         if gradient.stride() != ctx.stride:  # it is kept as its parameter lies in any case
             gradient = gradient.new_empty_strided(gradient.shape, ctx.stride).copy_(gradient)
-        return DTensor(gradient, copy.copy(spec), requires_grad=False)
+        return DTensor(gradient, spec, requires_grad=False)
 
 
-class _SumSharedRows(torch.autograd.Function):
+class _SumSharedRows(Recorded):
     """Identity whose gradient is summed over the holders of each row that several ranks hold."""
 
     @staticmethod
@@ -103,7 +110,7 @@ class _SumSharedRows(torch.autograd.Function):
         return _SumRows.apply(gradient, *ctx.how), None, None, None, None, None
 
 
-class _SumRows(torch.autograd.Function):
+class _SumRows(Recorded):
     """The sum over the holders of each row that several ranks hold; for a second derivative, each holder's as it is."""
 
     @staticmethod
@@ -187,19 +194,19 @@ def _reading_call(cls: type) -> Callable[..., Any]:
         if record is None:  # another module of the class, made by code that asked for `type(module)`
             return base(self, *args, **kwargs)
         reading = record.reading
-        before = reading.inside
-        if not before:
-            refuse_transforms(self)
+        if reading.inside:  # below a module that does the rest
+            return base(self, *args, **kwargs)
+        refuse_transforms(self)
         reading.inside = True
         try:
             return base(self, *args, **kwargs)
         except SHAPE_ERRORS as error:
-            named = None if before or torch.compiler.is_compiling() else unseen_path(self, error)
+            named = None if torch.compiler.is_compiling() else unseen_path(self, error)
             if named is None:
                 raise
             raise named from error
         finally:
-            reading.inside = before
+            reading.inside = False
 
     return _call_impl
 

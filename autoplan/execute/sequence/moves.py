@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from autoplan.execute.collectives import RankGroup
+from autoplan.execute.collectives import RankGroup, Recorded, sent
 
 __all__ = ["deals_out", "gather_sum", "gather_whole", "reduce_scatter", "scatter"]
 
@@ -44,18 +44,18 @@ def _own(x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
 
 def _everyone(x: torch.Tensor, dim: int, length: int, group: RankGroup) -> torch.Tensor:
     rows = x.movedim(dim, 0).contiguous()
-    whole = _NAMED.wait_tensor(_NAMED.all_gather_into_tensor(rows, group.size, group.name))
+    whole = sent(_NAMED.all_gather_into_tensor, rows, group.size, group.name)
     return whole.narrow(0, 0, length).movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
 def _summed(x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
     rows = x.movedim(dim, 0)
     padded = _pad(rows, _piece(rows.size(0), group) * group.size).contiguous()
-    own = _NAMED.wait_tensor(_NAMED.reduce_scatter_tensor(padded, "sum", group.size, group.name))
+    own = sent(_NAMED.reduce_scatter_tensor, padded, "sum", group.size, group.name)
     return own.movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
-class _Scatter(torch.autograd.Function):
+class _Scatter(Recorded):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
         ctx.dim, ctx.length, ctx.group = dim, x.size(dim), group
@@ -66,7 +66,7 @@ class _Scatter(torch.autograd.Function):
         return gather_whole(gradient, ctx.dim, ctx.length, ctx.group), None, None
 
 
-class _GatherWhole(torch.autograd.Function):
+class _GatherWhole(Recorded):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, length: int, group: RankGroup) -> torch.Tensor:
         ctx.dim, ctx.group = dim, group
@@ -77,7 +77,7 @@ class _GatherWhole(torch.autograd.Function):
         return scatter(gradient, ctx.dim, ctx.group), None, None, None
 
 
-class _GatherSum(torch.autograd.Function):
+class _GatherSum(Recorded):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, length: int, group: RankGroup) -> torch.Tensor:
         ctx.dim, ctx.group = dim, group
@@ -88,7 +88,7 @@ class _GatherSum(torch.autograd.Function):
         return reduce_scatter(gradient, ctx.dim, ctx.group), None, None, None
 
 
-class _ReduceScatter(torch.autograd.Function):
+class _ReduceScatter(Recorded):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
         ctx.dim, ctx.length, ctx.group = dim, x.size(dim), group

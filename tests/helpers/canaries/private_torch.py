@@ -71,6 +71,34 @@ def _mode_enabled() -> bool:
         return bool(torch._C._is_torch_function_mode_enabled()) and not before
 
 
+def _no_transforms() -> bool:
+    """The transforms of torch.func are seen, and without them a Function is called as its parent class calls it."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return 2 * gradient
+
+    seen: list[bool] = []
+    active = torch._C._are_functorch_transforms_active
+    torch.func.vmap(lambda x: seen.append(active()) or x)(torch.ones(2))
+    x = torch.ones(1, requires_grad=True)
+    called: Any = super(torch.autograd.Function, Twice)
+    called.apply(x).backward()
+    return seen == [True] and not active() and x.grad is not None and x.grad.item() == 2.0
+
+
+def _below_autograd() -> bool:
+    x = torch.ones(1, requires_grad=True)
+    with torch._C._AutoDispatchBelowAutograd():
+        made = x.sin()
+    return made.grad_fn is None and not made.requires_grad
+
+
 def _scripted() -> bool:
     def twice(x: torch.Tensor) -> torch.Tensor:
         return x + x
@@ -343,6 +371,16 @@ TORCH = (
         "torch._C._is_torch_function_mode_enabled",
         "parameters are read at every step: no more work than needed",
         _mode_enabled,
+    ),
+    Private(
+        "torch._C._are_functorch_transforms_active",
+        "a Function of ours is called at every step: no more work than needed",
+        _no_transforms,
+    ),
+    Private(
+        "torch._C._AutoDispatchBelowAutograd",
+        "a collective records nothing, and does not ask whether it should",
+        _below_autograd,
     ),
     Private(
         "torch.overrides._get_current_function_mode_stack",
