@@ -67,7 +67,7 @@ class Watch(TorchFunctionMode):
         self.names = {id(tensor): name for name, tensor in model.named_parameters()}
         self._own = {*self.names, *(id(tensor) for tensor in model.buffers())}
         self.read: set[str] = set()
-        self.steps: set[tuple[str, int, str]] = set()
+        self.steps: set[tuple[str, int, int, str]] = set()
         self.rows: dict[Path, int] = {}
         self.iterated: dict[Path, None] = {}
         self.failed: FailedCall | None = None
@@ -123,11 +123,12 @@ class Watch(TorchFunctionMode):
             self.rows[path] = min(self.rows.get(path, table.shape[0]), table.shape[0])
 
 
-def _caller() -> tuple[str, int]:
+def _caller() -> tuple[str, int, int]:
+    """The place in the model's code: a line may hold several calls."""
     frame = sys._getframe(2)
     while frame.f_back is not None and not outside_torch(frame.f_code.co_filename):
         frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_lasti
 
 
 def outside_torch(filename: str) -> bool:
