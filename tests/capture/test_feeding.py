@@ -157,6 +157,11 @@ def test_sizes_are_found_by_their_number() -> None:
     assert 24 in sides  # sixteen patches are four by four: nine are three by three
 
 
+def test_a_range_that_was_asked_for_is_tried_first() -> None:
+    recipe = recipe_for(PARTS["InRange"]().eval())
+    assert [step.state.at(("x",)).kind for step in recipe.trail[:2]] == ["float", "unit"]
+
+
 def test_it_stops() -> None:
     class Never(nn.Module):
         def __init__(self) -> None:

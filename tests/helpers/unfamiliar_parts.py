@@ -110,4 +110,18 @@ class Acts(nn.Module):
         return torch.distributions.Categorical(logits=self.actor(hidden), validate_args=True).log_prob(action)
 
 
-PARTS = {one.__name__: one for one in (Rays, Asserted, InATuple, Variables, Squares, WithTargets, Acts)}
+class InRange(nn.Module):
+    """A picture whose numbers are looked at before anything else is; each channel comes twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.into, self.mlp = nn.BatchNorm2d(3), nn.Conv2d(6, 16, 3, padding=1), Mlp(16)
+
+    def forward(self, x):
+        if x.min() < 0 or x.max() > 1:
+            raise ValueError(f"x is to be in [0, 1], not between {x.min()} and {x.max()}")
+        x = self.norm((x * 255 + 0.5) / 256)
+        return self.mlp(self.into(torch.cat([x, -x], 1)).permute(0, 2, 3, 1)).mean(x.dim() - 2)
+
+
+PARTS = {one.__name__: one for one in (Rays, Asserted, InATuple, Variables, Squares, WithTargets, Acts, InRange)}
