@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from unfamiliar import MODELS, Cannot
 from unfamiliar_calls import CALLS
+from unfamiliar_joined import JOINED
 from unfamiliar_parts import PARTS
 
 import autoplan
@@ -22,13 +23,13 @@ from autoplan.common.errors import CaptureError
 FIXED = {"Needed"}
 
 
-WITHOUT_A_BATCH = {"Graph", "Several", "Recorded", "Packed", "Listed", "Targets", "Atoms", "InATuple", "Rays"}
+WITHOUT_A_BATCH = {"Graph", "Several", "Recorded", "Packed", "Listed", "Targets", "Atoms", "InATuple", "Rays", "Mesh"}
 
 
-@pytest.mark.parametrize("name", [*MODELS, *CALLS, *PARTS])
+@pytest.mark.parametrize("name", [*MODELS, *CALLS, *PARTS, *JOINED])
 def test_a_call_is_found_and_another_size(name: str) -> None:
     torch.manual_seed(0)
-    model = (MODELS | CALLS | PARTS)[name]().eval()
+    model = (MODELS | CALLS | PARTS | JOINED)[name]().eval()
     recipe = recipe_for(model)
     for other in (False, True):
         model(**recipe.draw(model, 0, other=other)["forward"])
