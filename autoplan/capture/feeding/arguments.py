@@ -237,7 +237,7 @@ def of_items(kind: Any, held: Mapping[str, inspect.Parameter], model: nn.Module,
 
 
 def has_edges(names: Iterable[str | int]) -> bool:
-    return any(re.search(_EDGES, str(name)) for name in names)
+    return any(re.search(f"{_EDGES}|{_SENDS}", str(name)) for name in names)
 
 
 def field_of(cls: Any, name: str) -> inspect.Parameter:
