@@ -47,6 +47,7 @@ class Recipe:
         """What a plan keeps of it."""
         reasons: dict[str, str] = {}
         last = self.training or self.state
+        others = dict(self.other.wants) if self.other is not None else {}
         for step in self.trail:
             for name, want in step.state.wants:
                 if dict(last.wants).get(name) == want:
@@ -55,7 +56,7 @@ class Recipe:
             Fed(
                 name,
                 want.text(last.sizes),
-                want.text(self.other.sizes) if self.other is not None else "",
+                others.get(name, want).text(self.other.sizes) if self.other is not None else "",
                 reasons.get(name, "the likeliest"),
             )
             for name, want in last.wants
@@ -65,8 +66,10 @@ class Recipe:
 def recipe_for(model: nn.Module) -> Recipe:
     """Search. Raises CaptureError with the signature, what was tried, the line that failed, and a snippet to edit."""
     search, found = _searched(model, 0, first=False, sizes={})
+    found = search.marked(found, there=False)
     other = search.other_sizes(found) if found.wants else None
-    return Recipe(found, other, tuple(search.steps), search.with_targets(found))
+    other = search.marked(other, there=True) if other is not None else None
+    return Recipe(found, other, tuple(search.steps), search.with_targets(found, other))
 
 
 def derive(model: nn.Module, batch: int, length: int, seed: int, *, first: bool = False) -> dict[str, Any]:

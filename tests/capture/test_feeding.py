@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from unfamiliar import MODELS, Cannot
 from unfamiliar_calls import CALLS
+from unfamiliar_joined import JOINED
 from unfamiliar_parts import PARTS
 
 import autoplan
@@ -22,13 +23,13 @@ from autoplan.common.errors import CaptureError
 FIXED = {"Needed"}
 
 
-WITHOUT_A_BATCH = {"Graph", "Several", "Recorded", "Packed", "Listed", "Targets", "Atoms", "InATuple", "Rays"}
+WITHOUT_A_BATCH = {"Graph", "Several", "Recorded", "Packed", "Listed", "Targets", "Atoms", "InATuple", "Rays", "Mesh"}
 
 
-@pytest.mark.parametrize("name", [*MODELS, *CALLS, *PARTS])
+@pytest.mark.parametrize("name", [*MODELS, *CALLS, *PARTS, *JOINED])
 def test_a_call_is_found_and_another_size(name: str) -> None:
     torch.manual_seed(0)
-    model = (MODELS | CALLS | PARTS)[name]().eval()
+    model = (MODELS | CALLS | PARTS | JOINED)[name]().eval()
     recipe = recipe_for(model)
     for other in (False, True):
         model(**recipe.draw(model, 0, other=other)["forward"])
@@ -51,6 +52,13 @@ def test_a_forward_that_takes_targets_is_planned_with_and_without() -> None:
     for inputs in ({"ids": ids}, {"ids": ids, "labels": ids}):
         report = autoplan.verify(model, plan, inputs=inputs)
         assert report.ok, report.findings
+
+
+def test_targets_fit_in_another_batch_too() -> None:
+    model = PARTS["Chosen"]().eval()
+    recipe = recipe_for(model)
+    calls = [recipe.draw(model, 0, other=other)["forward with targets"] for other in (False, True)]
+    assert [tuple(call["label"].shape) for call in calls] == [(2, 2), (3, 2)]
 
 
 def test_the_same_numbers_again_and_no_others_touched() -> None:
@@ -100,6 +108,34 @@ def test_one_message_where_nothing_will_do() -> None:
     assert "Cannot.forward(request)" in text
     assert "unfamiliar.py" in text and 'request.decode("utf-8")' in text
     assert "inputs={'request': torch." in caught.value.hint
+
+
+class Padded(nn.Module):
+    """Where nothing is padding, there is no mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.up, self.down = nn.Embedding(40, 16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, tokens):
+        mask = tokens.eq(1)
+        if not mask.any():
+            mask = None
+        x = self.words(tokens)
+        x = self.down(self.up(x).relu())
+        return x if mask is None else x * (1 - mask.unsqueeze(-1).type_as(x))
+
+
+def test_calls_with_padding_and_without_are_planned() -> None:
+    torch.manual_seed(0)
+    model = Padded().eval()
+    plan = autoplan.plan(model, 2)
+    assert plan.proof.ok and plan.fed[0].given == "ids below 40 but 1 [2, 10]", plan.fed
+    assert plan.fed[0].also == "ids below 40 that end in 1 [3, 12]"
+    plain = torch.randint(2, 40, (2, 7))
+    for tokens in (plain, plain.index_fill(1, torch.tensor([6]), 1)):
+        report = autoplan.verify(model, plan, inputs={"tokens": tokens})
+        assert report.ok, report.findings
 
 
 # What torch says when it fails, from the installed torch: each must still tell.
@@ -155,6 +191,11 @@ def test_sizes_are_found_by_their_number() -> None:
     state = State((("x", Want("float", ("batch", 3, "side", "side"))),))
     sides = [one.sizes["side"] for one in resized(state, [("x",)], 16, 9) if one.sizes["side"] != 32]
     assert 24 in sides  # sixteen patches are four by four: nine are three by three
+
+
+def test_a_range_that_was_asked_for_is_tried_first() -> None:
+    recipe = recipe_for(PARTS["InRange"]().eval())
+    assert [step.state.at(("x",)).kind for step in recipe.trail[:2]] == ["float", "unit"]
 
 
 def test_it_stops() -> None:

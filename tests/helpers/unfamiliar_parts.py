@@ -96,6 +96,18 @@ class WithTargets(nn.Module):
         return F.cross_entropy(logits[:, :-1].reshape(-1, 40), labels[:, 1:].reshape(-1))
 
 
+class Chosen(nn.Module):
+    """As many choices as there are examples in a batch: only another batch tells what the labels are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.mlp, self.choose = nn.Linear(12, 16), Mlp(16), nn.Linear(16, 2)
+
+    def forward(self, x, label=None):
+        likely = self.choose(self.mlp(self.into(x)).mean(1)).log_softmax(-1)
+        return likely if label is None else -(likely * label).mean()
+
+
 class Acts(nn.Module):
     """A recurrent actor: a pair of states as annotated, and the actions of which it says how likely they are."""
 
@@ -110,4 +122,20 @@ class Acts(nn.Module):
         return torch.distributions.Categorical(logits=self.actor(hidden), validate_args=True).log_prob(action)
 
 
-PARTS = {one.__name__: one for one in (Rays, Asserted, InATuple, Variables, Squares, WithTargets, Acts)}
+class InRange(nn.Module):
+    """A picture whose numbers are looked at before anything else is; each channel comes twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.into, self.mlp = nn.BatchNorm2d(3), nn.Conv2d(6, 16, 3, padding=1), Mlp(16)
+
+    def forward(self, x):
+        if x.min() < 0 or x.max() > 1:
+            raise ValueError(f"x is to be in [0, 1], not between {x.min()} and {x.max()}")
+        x = self.norm((x * 255 + 0.5) / 256)
+        return self.mlp(self.into(torch.cat([x, -x], 1)).permute(0, 2, 3, 1)).mean(x.dim() - 2)
+
+
+PARTS = {
+    one.__name__: one for one in (Rays, Asserted, InATuple, Variables, Squares, WithTargets, Chosen, Acts, InRange)
+}

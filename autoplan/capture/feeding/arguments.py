@@ -157,11 +157,13 @@ class Arguments:
 
     def usual(self, parameter: inspect.Parameter, model: nn.Module, first: bool = False) -> Iterator[Want]:
         """What such an argument usually is, the likeliest first. A graph has nodes, and no batch."""
-        graph = any(re.search(_EDGES, p.name) for p in self.required)
-        if graph and first:
+        if not has_edges(p.name for p in self.required):
+            yield from usual(parameter, model, first)
+            return
+        if first:
             yield from (of_nodes(want) for want in first_layer_wants(model) if len(want.shape) == 2)
             yield Want("float", ("nodes", _W))
-        yield from (of_nodes(want) if graph else want for want in usual(parameter, model, first))
+        yield from sorted(map(of_nodes, usual(parameter, model, first)), key=lambda want: want.kind == "positions")
 
     def find(self, name: str) -> inspect.Parameter | None:
         return next((p for p in (*self.required, *self.optional) if p.name == name), None)
@@ -235,7 +237,7 @@ def of_items(kind: Any, held: Mapping[str, inspect.Parameter], model: nn.Module,
 
 
 def has_edges(names: Iterable[str | int]) -> bool:
-    return any(re.search(_EDGES, str(name)) for name in names)
+    return any(re.search(f"{_EDGES}|{_SENDS}", str(name)) for name in names)
 
 
 def field_of(cls: Any, name: str) -> inspect.Parameter:

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from autoplan.capture.feeding.blame import Place, is_number
-from autoplan.capture.feeding.resize import larger, multiples, of_rank, resized
+from autoplan.capture.feeding.resize import larger, multiples, of_kind, of_rank, resized
 from autoplan.capture.feeding.wants import Path, State, Want
 from autoplan.capture.feeding.watch import origin
 
 __all__ = ["asked_by_condition", "keys_asked_for", "value_of"]
 
 _CALLS = {"len": len, "tuple": tuple, "list": list, "min": min, "max": max, "sum": sum, "int": int, "all": all}
-_METHODS = ("size", "dim", "numel", "ndimension", "min", "max", "sum", "item")
+_METHODS = ("size", "dim", "numel", "ndimension", "min", "max", "amin", "amax", "sum", "item")
 _UNKNOWN = object()
 _MOST_PARTS = 16  # of a list
 
@@ -70,6 +70,9 @@ def _compared(
             for path in paths if is_number(rank) else ():
                 yield from of_rank(state, path, rank)
         return
+    if any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in (one, other)):
+        for path in paths:
+            yield from of_kind(state, path, "unit")
     lists = dict(state.holding("list"))
     for side, wanted in ((left, other), (right, one)):
         held = lists.get((ast.unparse(side)[4:-1],)) if ast.unparse(side).startswith("len(") else None

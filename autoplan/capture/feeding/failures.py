@@ -20,6 +20,7 @@ from autoplan.capture.feeding.blame import none_names
 from autoplan.capture.feeding.conditions import asked_by_condition
 from autoplan.capture.feeding.consumers import Demand, demand_of
 from autoplan.capture.feeding.failure import Failure
+from autoplan.capture.feeding.joins import concatenated, one_each
 from autoplan.capture.feeding.keys import keys
 from autoplan.capture.feeding.messages import sizes_differ, sizes_disagree, told_by_message, too_small
 from autoplan.capture.feeding.resize import larger, of_kind, of_rank, resized
@@ -38,8 +39,8 @@ _NONE = re.compile(r"NoneType|None\b")
 
 def told(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[Proposal]:
     """What the failure tells, the most telling first."""
-    first = (_too_small, _other, iterated, _one_each, _of_fewer_dims, _consumer, beside, _parted, _condition)
-    for found in (*first, _none, keys, _left_out, _message, _alike, _other_ranks):
+    first = (_too_small, _other, iterated, one_each, _of_fewer_dims, concatenated, _consumer, beside, _parted)
+    for found in (*first, _condition, _none, keys, _left_out, _message, _alike, _other_ranks):
         why = f"{type(failure.error).__name__}: {failure.first_line[:120]}"
         for state in found(failure, arguments, model):
             yield state, why
@@ -85,22 +86,6 @@ def _too_small(failure: Failure, arguments: Arguments, model: torch.nn.Module) -
     """A size is too small, in words."""
     if too_small(failure):
         yield from larger(failure.state, failure.paths)
-
-
-def _one_each(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
-    """A layer got too much by some rows of one length: what was given as sequences of ids may be one id each."""
-    call = failure.watch.failed
-    demand = demand_of(call) if call is not None else None
-    if demand is None or not isinstance(demand.tensor, torch.Tensor):
-        return
-    for dim, size in demand.sizes:
-        more = demand.tensor.shape[dim] - size if -demand.tensor.dim() <= dim < demand.tensor.dim() else 0
-        for path in origin(demand.tensor) if more > 0 else ():
-            leaf = failure.state.at(path)
-            if leaf is not None and leaf.kind == "ids" and len(leaf.shape) == 2:
-                rows = leaf.sizes(failure.state.sizes)[1] - 1
-                if rows and more % rows == 0:
-                    yield failure.state.with_want(path, replace(leaf, shape=leaf.shape[:1]))
 
 
 def _of_fewer_dims(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:

@@ -34,6 +34,7 @@ _DRAWN = re.compile(
 _SUPPORT = re.compile(r"within the support \((?:IntegerInterval\(lower_bound=0, upper_bound=(\d+)\)|(\w+))")
 _OUTSIDE = re.compile(r"index (-?\d+) is out of bounds for dimension \d+ with size (\d+)")
 _SPLIT = re.compile(r"sum exactly to (\d+) .*split_sizes=\[([\d, ]+)\]")
+_ASKED = re.compile(r"[Ee]xpected (\d+),? (?:but )?got (\d+)")
 _TOO_MANY = re.compile(r"not (?:supported|implemented) for (\d)D")
 _DIM_RANGE = re.compile(r"Dimension out of range \(expected to be in range of \[-?\d+, \d+\], but got (-?\d+)\)")
 _DTYPE = re.compile(
@@ -256,6 +257,9 @@ def _sizes(failure: Failure) -> Iterator[State]:
     outside = _OUTSIDE.search(failure.text)
     if outside and int(outside[1]) >= 0:
         yield from resized(state, paths, int(outside[2]), int(outside[1]) + 1)
+    asked = _ASKED.search(failure.text)
+    if asked:
+        yield from resized(state, failure.blamed, int(asked[2]), int(asked[1]))
     split = _SPLIT.search(failure.text)
     if split:
         yield from resized(state, paths, int(split[1]), sum(map(int, split[2].split(","))))

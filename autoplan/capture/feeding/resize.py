@@ -7,15 +7,19 @@ by multiplying (split, flattened), or of both sides of a picture (patches).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from math import isqrt
+from math import isqrt, prod
+
+import torch
 
 from autoplan.capture.feeding.wants import BATCH, Path, State, Want
+from autoplan.capture.feeding.watch import is_direct, origin
 
-__all__ = ["larger", "multiples", "of_kind", "of_rank", "resized"]
+__all__ = ["larger", "multiples", "of_kind", "of_rank", "of_shape", "resized"]
 
 _STEPS = (2, 4)
+_SHARED = ("batch", "length", "nodes", "edges")
 _FEW = 8  # what is less is no size that windows go over
 _TOKENS = 17  # beside patches: of classes, of times, buffers
 _LARGEST = {"side": 256, "length": 1024, "samples": 65536, "frames": 64}
@@ -190,6 +194,28 @@ def _shapes(rank: int, channels: int, leaf: Want) -> Iterator[tuple[int | str, .
             yield ("batch", size, "side", "side", "side")
     else:
         yield ("batch", 2, "frames", several[0], "side", "side")
+
+
+def of_shape(state: State, tensor: torch.Tensor, sizes: Sequence[int]) -> Iterator[State]:
+    """An argument that the model met turned, flattened, or with dims of one put in: what it met should be so large."""
+    path = next(iter(origin(tensor)), None)
+    leaf = state.at(path) if path is not None and len(origin(tensor)) == 1 and is_direct(tensor) else None
+    if path is None or leaf is None:
+        return
+    have, met = leaf.sizes(state.sizes), tuple(tensor.shape)
+    kept = [dim for dim, size in enumerate(met) if size != 1]
+    if have == met or tensor.dim() == len(sizes) == 1 and prod(have) == met[0]:
+        shape = list(sizes)
+    elif have == tuple(met[dim] for dim in kept):
+        shape = [sizes[dim - len(met)] for dim in kept if dim - len(met) >= -len(sizes)]
+    elif sorted(have) == sorted(met) and leaf.shape[0] == BATCH and state.sizes[BATCH] in sizes:
+        shape = list(sizes)
+        shape.insert(0, shape.pop(shape.index(have[0])))
+    else:
+        return
+    names = {size: name for name, size in state.sizes.items() if name in _SHARED}
+    for kind in dict.fromkeys(("float" if leaf.kind == "ids" else leaf.kind, leaf.kind)):
+        yield state.with_want(path, replace(leaf, kind=kind, shape=tuple(names.get(size, size) for size in shape)))
 
 
 def of_kind(state: State, path: Path, kind: str, below: int | None = None) -> Iterator[State]:

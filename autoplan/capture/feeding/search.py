@@ -22,7 +22,7 @@ from autoplan.capture.dry_run import SMALL, depends_on_data, own, quiet, with_st
 from autoplan.capture.feeding.arguments import Arguments
 from autoplan.capture.feeding.failure import Failure, NothingRead
 from autoplan.capture.feeding.failures import told, usually
-from autoplan.capture.feeding.wants import BATCH, State, Want
+from autoplan.capture.feeding.wants import BATCH, Mark, Path, State, Want
 from autoplan.capture.feeding.watch import Watch
 from autoplan.capture.outside import refusing_outsiders
 from autoplan.common.dtypes import working_dtype
@@ -105,6 +105,7 @@ class Search:
         self.dtype = working_dtype(self.model)
         self.real = sum(p.numel() for p in self.model.parameters()) <= SMALL
         self.seen: set[State] = set()
+        self.compared: dict[Path, int] = {}
         self.count = itertools.count()
         self._failure: Failure | None = None
         self._twin: tuple[FakeTensorMode | None, nn.Module] | None = None
@@ -135,6 +136,19 @@ class Search:
                     if other != state and not self._try(other, "another size").failed:
                         return other
         return None
+
+    def marked(self, state: State, *, there: bool) -> State:
+        """Ids that have the number they are compared with, or have it not: a model that asks whether they do goes two
+        ways. Where the call does not run so, it is left as it is."""
+        with untouched_randomness(self.seed), quiet():
+            for path, number in self.compared.items():
+                leaf = state.at(path)
+                below = leaf.below if leaf is not None and leaf.kind == "ids" else 0
+                if leaf is not None and isinstance(below, int) and below > 2 and 0 <= number < below:
+                    other = state.with_want(path, replace(leaf, value=Mark(number, there)))
+                    if not self._try(other, f"it is compared with {number}").failed:
+                        state = other
+        return state
 
     def _first(self, start: State, most: int) -> Step | None:
         """Best first: from the state that came farthest, what its failure tells."""
@@ -194,19 +208,28 @@ class Search:
                 return self._all_rows(found)
         return step
 
-    def with_targets(self, state: State) -> State | None:
-        """The same call with what makes the forward compute its loss, where it takes that and then runs."""
+    def with_targets(self, state: State, other: State | None = None) -> State | None:
+        """The same call with what makes the forward compute its loss, where it takes that and then runs, in the sizes
+        of the other call too if it can be."""
+        chance: State | None = None
         with untouched_randomness(self.seed), quiet():
             for parameter in self.arguments.losses:
-                switch = parameter.default is False
+                switch, name = parameter.default is False, parameter.name
                 alike = (want for _, want in state.leaves() if want.kind == "ids")
                 usual = (*alike, *self.arguments.usual(parameter, self.model))
                 wants = [Want("value", value=True)] if switch else list(dict.fromkeys(usual))[:_TARGETS]
-                for want in wants if not state.holds(parameter.name) else ():
-                    step = self._try(state.with_want((parameter.name,), want), "it makes the forward compute a loss")
-                    if not step.failed:
-                        return step.state
-        return None
+                for want in wants if not state.holds(name) else ():
+                    call = state.with_want((name,), want)
+                    if self._try(call, "it makes the forward compute a loss").failed:
+                        continue
+                    if other is None or not self._try(replace(call, named=other.named), "in other sizes too").failed:
+                        return call
+                    chance = chance or call
+                    told = dict.fromkeys(child.at((name,)) for _, child, _ in self._children())
+                    wants += [one for one in told if one is not None and one not in wants][
+                        : max(2 * _TARGETS - len(wants), 0)
+                    ]
+        return chance
 
     def _all_rows(self, step: Step) -> Step:
         """Ids from all of the table that they look up."""
@@ -248,6 +271,8 @@ class Search:
             isinstance(error, _NotFiniteError),
         )
         self.steps.append(step)
+        if failure is None:
+            self.compared |= watch.compared
         return step
 
     def _error(self, state: State, watch: Watch) -> Exception | None:

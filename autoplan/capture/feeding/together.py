@@ -16,15 +16,16 @@ from autoplan.capture.feeding.arguments import Arguments
 from autoplan.capture.feeding.consumers import Demand
 from autoplan.capture.feeding.failure import Failure
 from autoplan.capture.feeding.messages import sizes_disagree
-from autoplan.capture.feeding.resize import of_rank, resized
+from autoplan.capture.feeding.resize import of_rank, of_shape, resized
 from autoplan.capture.feeding.wants import State, Want
 from autoplan.capture.feeding.watch import FailedCall, is_direct, origin
 
 __all__ = ["beside", "iterated", "joined", "turned"]
 
-_SHARED = ("batch", "length", "nodes", "edges")
 _LOSSES = ("cross_entropy", "nll_loss", "cross_entropy_loss")
-_ELEMENTWISE = re.compile(r"^_*[ri]?(add|sub|mul|div|truediv|maximum|minimum|lerp|where)_*$")
+_ELEMENTWISE = re.compile(
+    r"^_*[ri]?(add|sub|mul|div|truediv|maximum|minimum|lerp|where|\w+_loss|binary_cross_entropy\w*)_*$"
+)
 
 
 def iterated(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
@@ -39,11 +40,13 @@ def iterated(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> 
 
 
 def joined(state: State, demand: Demand) -> Iterator[State]:
-    """Of several arguments that were joined, the one for which the numbers come out."""
+    """Of several arguments that were joined, the one for which the numbers come out: first those whose width is a
+    guess, then those of which a layer has asked for it."""
     tensor = demand.tensor
-    for dim, size in demand.sizes if len(origin(tensor)) > 1 else ():
+    paths = sorted(origin(tensor), key=lambda path: (leaf := state.at(path)) is None or "width" not in leaf.shape)
+    for dim, size in demand.sizes if len(paths) > 1 else ():
         if -tensor.dim() <= dim < tensor.dim() and tensor.shape[dim] != size:
-            yield from resized(state, origin(tensor), tensor.shape[dim], size)
+            yield from resized(state, paths, tensor.shape[dim], size)
 
 
 def beside(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
@@ -82,23 +85,12 @@ def _fewer_dims(state: State, tensor: torch.Tensor, made: torch.Tensor) -> Itera
 
 
 def _alike(state: State, tensor: torch.Tensor, made: torch.Tensor) -> Iterator[State]:
-    """An argument, with dims of one put in between, beside what the model made: its dims are those there."""
-    if not is_direct(tensor) or len(origin(tensor)) != 1 or made.dim() < tensor.dim():
+    """An argument beside what the model made: its dims are those there."""
+    if set(origin(tensor)) & set(origin(made)) or tensor.dim() > made.dim() and is_direct(made):
         return
-    path = origin(tensor)[0]
-    if path in origin(made):
-        return
-    leaf = state.at(path)
-    kept = [dim for dim, size in enumerate(tensor.shape) if size != 1]
-    if leaf is None or tuple(tensor.shape[dim] for dim in kept) != leaf.sizes(state.sizes):
-        return
-    more = made.dim() - tensor.dim()
-    whole = len(kept) == tensor.dim()
-    sizes = list(made.shape) if whole else [made.shape[dim + more] for dim in kept]
-    names = {size: name for name, size in state.sizes.items() if name in _SHARED}
-    shape = tuple(names.get(size, size) for size in sizes)
-    for kind in dict.fromkeys(("float" if leaf.kind == "ids" else leaf.kind, leaf.kind)):
-        yield state.with_want(path, replace(leaf, kind=kind, shape=shape))
+    own = ([1] * made.dim() + list(tensor.shape))[-made.dim() :]
+    sizes = [size if size > 1 else mine for size, mine in zip(made.shape, own, strict=True)]
+    yield from of_shape(state, tensor, sizes)
 
 
 def turned(failure: Failure) -> Iterator[State]:

@@ -16,7 +16,7 @@ import torch
 
 from autoplan.capture.draw import Draw
 
-__all__ = ["BATCH", "Kind", "Path", "SIZES", "State", "Want"]
+__all__ = ["BATCH", "Kind", "Mark", "Path", "SIZES", "State", "Want"]
 
 Kind = Literal[
     "ids", "float", "unit", "ones", "bool", "nowhere", "complex", "lengths", "groups", "positions", "borders",
@@ -35,10 +35,26 @@ _TENSORS = (
 
 
 @dataclass(frozen=True)
+class Mark:
+    """A number that a model looks for among ids. `there`: the last of the batch end in it; else there is none."""
+
+    number: int
+    there: bool
+
+    def put(self, ids: torch.Tensor, below: int) -> torch.Tensor:
+        ids = torch.where(ids == self.number, (self.number + 1) % below, ids)
+        if self.there and ids.dim():
+            last = ids[-1] if ids.dim() > 1 else ids
+            last[..., -(last.shape[-1] // 3 or 1) :] = self.number
+        return ids
+
+
+@dataclass(frozen=True)
 class Want:
     """A kind, a shape of sizes and names of sizes; ids are below `below`. Lists, dicts and records hold `items`; a
     record is of the class `value`, or a namespace; a list with the `value` tuple is one. Positions count along the last
-    dim; borders part all `length` positions in two; a size is a plain number, that of the name `value`."""
+    dim; borders part all `length` positions in two; a size is a plain number, that of the name `value`. Ids with a
+    `value` are none of that number, or end in it."""
 
     kind: Kind
     shape: tuple[int | str, ...] = ()
@@ -67,6 +83,8 @@ class Want:
             inside = ", ".join(f"{key}: {item.text(sizes)}" for key, item in self.items)
             return f"{self.kind} of {{{inside}}}" if inside else f"empty {self.kind}"
         below = f" below {self._below(sizes)}" if self.kind == "ids" else ""
+        if isinstance(self.value, Mark):
+            below += f" {'that end in' if self.value.there else 'but'} {self.value.number}"
         return f"{self.kind}{below} {list(self.sizes(sizes))}"
 
     def code(self, sizes: Mapping[str, int]) -> str:
@@ -116,7 +134,8 @@ class Want:
             return (self.value or SimpleNamespace)(**{str(key): item.make(draw, sizes) for key, item in self.items})
         shape = self.sizes(sizes)
         if self.kind == "ids":
-            return draw.integers(0, self._below(sizes), shape)
+            ids = draw.integers(0, self._below(sizes), shape)
+            return ids if self.value is None else self.value.put(ids, self._below(sizes))
         if self.kind == "bool":
             return torch.ones(shape, dtype=torch.bool)
         if self.kind == "nowhere":

@@ -25,6 +25,7 @@ __all__ = ["FailedCall", "Watch", "is_direct", "origin", "outside_torch"]
 _ORIGIN, _DIRECT = "_fed_from", "_fed_itself"
 _TORCH = str(File(torch.__file__).parent)
 _HERE = str(File(__file__).parents[2])
+_COMPARED = ("eq", "ne", "gt")
 _LARGEST = 50_000_000  # numbers in a tensor: a guess that makes more is no example
 
 
@@ -60,15 +61,17 @@ def is_direct(tensor: torch.Tensor) -> bool:
 
 
 class Watch(TorchFunctionMode):
-    """Marks tensors with where they come from. `steps` grows with every new thing that the run does."""
+    """Marks tensors with where they come from. `steps` grows with every new thing that the run does. `rows`: of the
+    tables that look ids up; `compared`: numbers that ids are compared with."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.names = {id(tensor): name for name, tensor in model.named_parameters()}
         self._own = {*self.names, *(id(tensor) for tensor in model.buffers())}
         self.read: set[str] = set()
-        self.steps: set[tuple[str, int, str]] = set()
+        self.steps: set[tuple[str, int, int, str]] = set()
         self.rows: dict[Path, int] = {}
+        self.compared: dict[Path, int] = {}
         self.iterated: dict[Path, None] = {}
         self.failed: FailedCall | None = None
         self.last: tuple[Path, ...] = ()
@@ -101,6 +104,7 @@ class Watch(TorchFunctionMode):
             self.steps.add((*_caller(), name))
         if paths:
             self._note_rows(name, args, kwargs)
+            self._note_compared(name, args)
             if name == "unbind" and len(args) == 2 and args[1] == 0 and len(paths) == 1 and is_direct(args[0]):
                 self.iterated[paths[0]] = None
             direct = not weights and all(is_direct(tensor) for tensor in given if origin(tensor))
@@ -122,12 +126,21 @@ class Watch(TorchFunctionMode):
             path = origin(ids)[0]
             self.rows[path] = min(self.rows.get(path, table.shape[0]), table.shape[0])
 
+    def _note_compared(self, name: str, args: Any) -> None:
+        """The first number that an argument of whole numbers is compared with: padding, a mask, an end."""
+        if name.strip("_") in _COMPARED and len(args) == 2 and type(args[1]) is int:
+            ids = args[0]
+            if isinstance(ids, torch.Tensor) and not ids.is_floating_point() and is_direct(ids):
+                for path in origin(ids)[:1]:
+                    self.compared.setdefault(path, args[1])
 
-def _caller() -> tuple[str, int]:
+
+def _caller() -> tuple[str, int, int]:
+    """The place in the model's code: a line may hold several calls."""
     frame = sys._getframe(2)
     while frame.f_back is not None and not outside_torch(frame.f_code.co_filename):
         frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_lasti
 
 
 def outside_torch(filename: str) -> bool:
