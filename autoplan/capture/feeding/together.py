@@ -84,11 +84,11 @@ def _targets(state: State, call: FailedCall) -> Iterator[State]:
 
 def _viewed(state: State, call: FailedCall) -> Iterator[State]:
     """An argument itself is viewed: it has as many numbers as the view, one for each position or each pair of them."""
-    tensor, *told = call.args
-    sizes = [size for one in told for size in (one if isinstance(one, list | tuple) else (one,))]
+    tensor = call.get(0, "input")
+    sizes = [size for one in call.args[1:] for size in (one if isinstance(one, list | tuple) else (one,))]
     path = next(iter(origin(tensor)), None)
     leaf = state.at(path) if path is not None and is_direct(tensor) else None
-    if path is None or leaf is None or any(type(size) is not int or size < 1 for size in sizes):
+    if path is None or leaf is None or not sizes or any(type(size) is not int or size < 1 for size in sizes):
         return
     for shape in _TABLES:
         if prod(state.sizes[name] for name in shape) == prod(sizes):
