@@ -89,4 +89,35 @@ class Mesh(nn.Module):
         return self.mlp(nodes.index_add(0, receivers, edges))
 
 
-JOINED = {one.__name__: one for one in (Critic, Interest, Dream, Calendar, Mesh)}
+class Pairs(nn.Module):
+    """A mask of pairs, given in whatever shape: it is viewed before anything else is done with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.mlp = nn.Linear(7, 16), Mlp(16)
+
+    def forward(self, xh, node_mask, edge_mask):
+        batch, n, _ = xh.shape
+        edge_mask = edge_mask.view(batch * n * n, 1)
+        x = self.mlp(self.into(xh.view(batch * n, -1) * node_mask.view(batch * n, 1)))
+        between = (x.view(batch, n, 1, 16) * x.view(batch, 1, n, 16)).view(-1, 16) * edge_mask
+        return x.view(batch, n, 16) + between.view(batch, n, n, 16).sum(2)
+
+
+class Columns(nn.Module):
+    """Columns of a table, each written in its place, then flattened: a norm tells how many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("first", torch.tensor([0, 4, 9, 12]))
+        self.kinds, self.numbers = nn.Embedding(20, 8), nn.ModuleList([nn.Linear(1, 8) for _ in range(3)])
+        self.norm, self.into, self.mlp = nn.LayerNorm(56), nn.Linear(56, 16), Mlp(16)
+
+    def forward(self, x_categ, x_cont):
+        kinds, numbers = self.kinds(x_categ + self.first), x_cont.new_empty(*x_cont.shape, 8)
+        for at, layer in enumerate(self.numbers):
+            numbers[:, at] = layer(x_cont[:, at, None])
+        return self.mlp(self.into(self.norm(torch.cat([kinds, numbers], 1).flatten(1))))
+
+
+JOINED = {one.__name__: one for one in (Critic, Interest, Dream, Calendar, Mesh, Pairs, Columns)}

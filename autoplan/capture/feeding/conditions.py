@@ -153,10 +153,10 @@ def value_of(place: Place, node: ast.expr) -> Any:
     try:
         code = compile(ast.Expression(body=node), "<condition>", "eval")
         value = eval(code, {**place.frame.f_globals, "__builtins__": _CALLS}, dict(place.frame.f_locals))
-    except Exception:  # names may be gone, and attributes may do anything
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point():
+            return int(value)
+    except Exception:  # names may be gone, attributes may do anything, and without storage nothing has a value
         return _UNKNOWN
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point():
-        return int(value)
     return tuple(value) if isinstance(value, torch.Size) else value
 
 

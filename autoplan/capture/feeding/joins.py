@@ -28,12 +28,14 @@ def concatenated(failure: Failure, arguments: Arguments, model: torch.nn.Module)
     """A concatenation failed: the part that is unlike the others changes first, and an argument before what layers
     made."""
     call = failure.watch.failed
-    given = call.get(0, "tensors") if call is not None and call.name in _NAMES else None
-    several = given if isinstance(given, list | tuple) else ()
-    parts = [part for part in several if isinstance(part, torch.Tensor) and part.dim()]
-    if call is None or len(parts) < 2:
+    if call is None or call.name not in _NAMES or not isinstance(call.get(0, "tensors"), list | tuple):
         return
-    state, dim, ranks = failure.state, call.get(1, "dim") or 0, [part.dim() for part in parts]
+    parts = [part for part in call.get(0, "tensors") if isinstance(part, torch.Tensor) and part.dim()]
+    dim = call.get(1, "dim")
+    dim = dim if isinstance(dim, int) else 0
+    if len(parts) < 2:
+        return
+    state, ranks = failure.state, [part.dim() for part in parts]
     vectors: list[State] = []
     if len(set(ranks)) == 1 and dim % ranks[0] == ranks[0] - 2:
         vectors += _changed(state, [path for part in parts for path in origin(part)], -1)

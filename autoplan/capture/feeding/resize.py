@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from math import isqrt, prod
+from math import gcd, isqrt, prod
 
 import torch
 
@@ -46,6 +46,9 @@ def resized(state: State, paths: Iterable[Path], have: int, want: int) -> Iterat
     for path in paths:
         yield from _areas(state, path, have, want)
     yield from _in_ratio(state, made, have, want, _nearly_made_of)
+    for path, dim, size in made:  # columns of a table: each of them became so many numbers, in one row with others
+        if len(_shape(state, path)) == 2:
+            yield from state.with_dim(path, dim, size + (want - have) // gcd(have, want))
 
 
 def _in_ratio(
@@ -155,7 +158,8 @@ def of_rank(state: State, path: Path, rank: int, channels: int = 0) -> Iterator[
         return
     kind = leaf.kind if leaf.kind != "ids" or rank < 4 else "float"
     shapes: list[Iterable[int | str]] = list(_shapes(rank, channels, leaf))
-    if isinstance(path[-1], int):  # what is in a list comes one by one, without a batch
+    if any(isinstance(key, int) and not state.is_tuple(path[:at]) for at, key in enumerate(path)):
+        # what is in a list comes one by one, without a batch
         shapes = [*(shape[1:] for shape in _shapes(rank + 1, channels, leaf)), *shapes]
         if rank == 1 and leaf.shape[:1] == (BATCH,):  # what is said of each of them
             shapes = [(BATCH,), *shapes]

@@ -9,6 +9,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 
 import torch
 
@@ -23,6 +24,8 @@ from autoplan.capture.feeding.watch import FailedCall, is_direct, origin
 __all__ = ["beside", "iterated", "joined", "turned"]
 
 _LOSSES = ("cross_entropy", "nll_loss", "cross_entropy_loss")
+_VIEWS = ("view", "reshape")
+_TABLES = (("batch", "length"), ("batch", "length", "length"), ("length", "length"))  # of positions, of their pairs
 _ELEMENTWISE = re.compile(
     r"^_*[ri]?(add|sub|mul|div|truediv|maximum|minimum|lerp|where|\w+_loss|binary_cross_entropy\w*)_*$"
 )
@@ -56,6 +59,8 @@ def beside(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> It
         return
     if call.name in _LOSSES:
         yield from _targets(failure.state, call)
+    elif call.name in _VIEWS:
+        yield from _viewed(failure.state, call)
     elif call.name == "embedding_bag":
         for path in origin(call.get(2, "offsets")):
             if (leaf := failure.state.at(path)) is not None and leaf.kind != "positions":
@@ -77,6 +82,19 @@ def _targets(state: State, call: FailedCall) -> Iterator[State]:
                 yield state.with_want(path, replace(leaf, kind="ids", shape=shape))
 
 
+def _viewed(state: State, call: FailedCall) -> Iterator[State]:
+    """An argument itself is viewed: it has as many numbers as the view, one for each position or each pair of them."""
+    tensor = call.get(0, "input")
+    sizes = [size for one in call.args[1:] for size in (one if isinstance(one, list | tuple) else (one,))]
+    path = next(iter(origin(tensor)), None)
+    leaf = state.at(path) if path is not None and is_direct(tensor) else None
+    if path is None or leaf is None or not sizes or any(type(size) is not int or size < 1 for size in sizes):
+        return
+    for shape in _TABLES:
+        if prod(state.sizes[name] for name in shape) == prod(sizes):
+            yield state.with_want(path, replace(leaf, shape=shape))
+
+
 def _fewer_dims(state: State, tensor: torch.Tensor, made: torch.Tensor) -> Iterator[State]:
     """What layers made of an argument has more dims than what it is added to: so has the argument."""
     for path in origin(tensor) if not is_direct(tensor) and tensor.dim() > made.dim() > 1 else ():
@@ -90,7 +108,8 @@ def _alike(state: State, tensor: torch.Tensor, made: torch.Tensor) -> Iterator[S
         return
     own = ([1] * made.dim() + list(tensor.shape))[-made.dim() :]
     sizes = [size if size > 1 else mine for size, mine in zip(made.shape, own, strict=True)]
-    yield from of_shape(state, tensor, sizes)
+    more = tensor.dim() - made.dim() if not origin(made) else 0  # what the model keeps is the same for all of a batch
+    yield from of_shape(state, tensor, [*tensor.shape[: max(more, 0)], *sizes])
 
 
 def turned(failure: Failure) -> Iterator[State]:

@@ -191,6 +191,10 @@ class State:
             want = dict(want.items)[key]
         return want
 
+    def is_tuple(self, path: Path) -> bool:
+        """Is this part of an argument a tuple, of so many parts as its annotation says?"""
+        return self.inner(path).value is tuple
+
     def holds(self, name: str) -> bool:
         return name in dict(self.wants)
 

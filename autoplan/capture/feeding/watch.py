@@ -108,7 +108,7 @@ class Watch(TorchFunctionMode):
             if name == "unbind" and len(args) == 2 and args[1] == 0 and len(paths) == 1 and is_direct(args[0]):
                 self.iterated[paths[0]] = None
             direct = not weights and all(is_direct(tensor) for tensor in given if origin(tensor))
-            for _, tensor in flatten_tensors(result):
+            for _, tensor in flatten_tensors(args[:1] if name == "__setitem__" else result):
                 self._mark(tensor, paths, direct=direct)
         return result
 
