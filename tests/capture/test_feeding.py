@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import sys
+
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from unfamiliar import MODELS, Cannot
 from unfamiliar_calls import CALLS
@@ -13,6 +18,8 @@ from unfamiliar_parts import PARTS
 
 import autoplan
 from autoplan.capture.derive_inputs import recipe_for
+from autoplan.capture.feeding.blame import Place
+from autoplan.capture.feeding.conditions import value_of
 from autoplan.capture.feeding.consumers import demand_of
 from autoplan.capture.feeding.failure import Failure
 from autoplan.capture.feeding.resize import resized
@@ -185,6 +192,18 @@ def test_failures_tell(forward) -> None:
             return forward(self, x)
 
     recipe_for(One())
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_condition_is_read_where_its_numbers_have_no_value(stored: bool) -> None:
+    def forward(ids: torch.Tensor) -> None:
+        largest = ids.max()
+        found.append(value_of(Place(sys._getframe(), 0, (None,) * 4), asked) if largest.dim() == 0 else None)
+
+    asked, found = ast.parse("largest", mode="eval").body, []
+    with contextlib.nullcontext() if stored else FakeTensorMode():
+        forward(torch.tensor([1, 3]))
+    assert (found == [3]) == stored
 
 
 def test_sizes_are_found_by_their_number() -> None:

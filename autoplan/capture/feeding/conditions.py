@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from autoplan.capture.feeding.blame import Place, is_number
 from autoplan.capture.feeding.resize import larger, multiples, of_kind, of_rank, resized
@@ -153,10 +154,10 @@ def value_of(place: Place, node: ast.expr) -> Any:
     try:
         code = compile(ast.Expression(body=node), "<condition>", "eval")
         value = eval(code, {**place.frame.f_globals, "__builtins__": _CALLS}, dict(place.frame.f_locals))
-        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point():
-            return int(value)
-    except Exception:  # names may be gone, attributes may do anything, and without storage nothing has a value
+    except Exception:  # names may be gone, and attributes may do anything
         return _UNKNOWN
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point():
+        return _UNKNOWN if value.is_meta or is_fake(value) else int(value)
     return tuple(value) if isinstance(value, torch.Size) else value
 
 

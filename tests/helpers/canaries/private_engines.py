@@ -206,7 +206,7 @@ ENGINES = (
         "a number in a tensor is read without being recorded",
         _dispatch,
     ),
-    Private("torch._subclasses.fake_tensor.is_fake", "a parameter without storage is told from a real one", _is_fake),
+    Private("torch._subclasses.fake_tensor.is_fake", "a tensor without storage is told from a real one", _is_fake),
     Private("torch._guards.detect_fake_mode", "nothing is sent where tensors have no values", _detected),
     Private("torch.UntypedStorage._cdata", "a storage is known again while it lives", _same_storage),
     Private(
