@@ -78,7 +78,7 @@ lint: $(VENV)/dev  ## ruff, without changing anything
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: $(VENV)/dev  ## ruff, mending what it can
+format: $(VENV)/dev  ## ruff, fixing what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

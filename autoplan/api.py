@@ -4,7 +4,7 @@
     parallelize:  read_mesh ── plan_for_mesh ── refuse what is wrong ── shard_model
 
 Every step is one call. What a step does is told where it lives: hf/source.py, decide/written_plans/read.py,
-planning.py and check/prove.py, execute/parallelize.py.
+check/pipeline.py (a trial on simulated ranks, a draft by planning.py, a proof), execute/parallelize.py.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ from typing import Any, Unpack
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoplan.check.audit.edited import held_against_model
-from autoplan.check.audit.gate import refuse_disproven, refuse_unproven, refuse_wrong, warn_unproven
-from autoplan.check.prove import proven_plan
+from autoplan.check.pipeline import proven_plan
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import TRIAL_SECONDS, Keywords, Options, Wish, check_argument
 from autoplan.common.requirements import check_versions
 from autoplan.common.rules_folder import with_rules
 from autoplan.common.surroundings import plain_surroundings
+from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.decide.written_plans.read import PlanSource, read_source
 from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh
 from autoplan.execute.parallelize import shard_model
 from autoplan.execute.tensor_parallel import check_matches, tp_mesh_of
-from autoplan.hf.source import Model, resolve
+from autoplan.hf.source import Model, Source, resolve
 from autoplan.hf.stacks import layers
 from autoplan.patches.as_it_was import whole_or_as_it_was
 from autoplan.plan_cache import keep_plan, kept_plan, place_of
@@ -89,17 +88,10 @@ def plan(
         place = place_of(cache, module, found.name, vars(wish) | said)
         if (kept := kept_plan(place, module)) is not None:
             return kept
-        written = read_source(
-            source,
-            overrides,
-            module,
-            name=found.name,
-            tp_size=tp_size,
-            ep_size=ep_size,
-            sequence_parallel=sequence_parallel,
-            unmatched=unmatched,
-        )
+        written = _read(found, module, wish, source, overrides, unmatched)
         if isinstance(written, Plan):
+            from autoplan.check.audit.edited import held_against_model  # a plan that is made here needs no audit
+
             check_matches(module, written)
             return held_against_model(module, written, found)
         made = proven_plan(found, wish, written, module)
@@ -141,6 +133,9 @@ def parallelize(
 
     `options` holds the same as the keywords, as one value (`autoplan.Options`).
     """
+    from autoplan.check.audit.edited import held_against_model
+    from autoplan.check.audit.gate import refuse_disproven, refuse_unproven, warn_unproven
+
     check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
     options = _options(options, keywords)
     _refuse_no_module(model, check)
@@ -158,6 +153,26 @@ def parallelize(
             warn_unproven(plan)
         plan = plan if plan.layers else replace(plan, layers=layers(model))
         return shard_model(model, mesh, plan, options, dims)
+
+
+def _read(
+    found: Source,
+    module: nn.Module,
+    wish: Wish,
+    source: PlanSource,
+    overrides: Mapping[str, Any] | None,
+    unmatched: str,
+) -> Plan | ChosenCuts | None:
+    return read_source(
+        source,
+        overrides,
+        module,
+        name=found.name,
+        tp_size=wish.tp_size,
+        ep_size=wish.ep_size,
+        sequence_parallel=wish.sequence_parallel,
+        unmatched=unmatched,
+    )
 
 
 def _options(options: Options | None, keywords: Keywords) -> Options:
@@ -185,6 +200,8 @@ def _refuse_no_module(model: object, check: object) -> None:
 @plain_surroundings()
 def _plan_for_mesh(model: nn.Module, dims: MeshDims, given: PlanSource | None, check: bool, strict: bool) -> Plan:
     """Without a split only the layers matter, and they need no run of the model."""
+    from autoplan.check.audit.gate import refuse_wrong
+
     source = resolve(model)
     wish = Wish(dims.tp_size, 1 if dims.tp_size > 1 else dims.ep_size, strict=strict)
     if wish.ranks == 1:

@@ -1,13 +1,14 @@
-"""From a source to a plan, by named steps: capture, solve, write down. Nothing is tried or proven here.
+"""From a source to a draft of a plan, by named steps: capture, solve, write down.
 
     source ── capture_source ── solve_source ── write_down ── Draft
 
-What a draft is worth is shown in `check/prove.py`, which stands above: there a tiny clone is tried on simulated ranks
-first, and what the trial left over (`Capabilities`) comes in here.
+This is the step `draft_plan` of the whole pipeline, which is `check/pipeline.py`: there a tiny clone is tried on
+simulated ranks before (what the trial left over, `Capabilities`, comes in here), and the draft is proven after.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,7 +26,7 @@ from autoplan.decide.plan.experts import expert_findings, experts_of
 from autoplan.decide.plan.folding import same_in_like_blocks
 from autoplan.decide.plan.packed import refuse_parted_blocks, with_packed
 from autoplan.decide.plan.whole_blocks import whole_blocks
-from autoplan.decide.written_plans.choices import Choices
+from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.decide.written_plans.constraints import same_in_folded_blocks
 from autoplan.execute.fits import with_made_for
 from autoplan.hf.configs.expert_counts import without_namesakes
@@ -33,13 +34,13 @@ from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import Source
 from autoplan.hf.stacks import calls_causal, layers
 from autoplan.patches.kernels import kernel_note
-from autoplan.values import Capabilities, Finding, LocalExperts, Plan, Trace
+from autoplan.values import Capabilities, Finding, LocalExperts, Plan, Stack, Trace
 from autoplan.values.quantised import PackedWeight
 from autoplan.values.reasons import DoesNotDivide
 from autoplan.values.steering import digest
 from autoplan.values.whole_sequence import WholeSequence
 
-__all__ = ["Draft", "capture_source", "draft_plan", "solve_source", "wanted_capabilities"]
+__all__ = ["Draft", "capture_source", "draft_plan", "solve_source", "wanted_capabilities", "write_down"]
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,14 @@ class Draft:
 
     plan: Plan
     trace: Trace
-    choices: Choices | None = None
+    choices: ChosenCuts | None = None
 
 
 def draft_plan(
     source: Source,
     wish: Wish,
     *,
-    choices: Choices | None = None,
+    choices: ChosenCuts | None = None,
     capabilities: Capabilities | None = None,
     module: nn.Module | None = None,
     captured: Captured | None = None,
@@ -70,34 +71,22 @@ def draft_plan(
         stage("recording a run of the model")
         captured = capture_source(source, module, choices)
     stage("deciding what is split")
-    stacks = layers(module, causal=calls_causal(captured.trace))
-    blocks = tuple(stack.fqns for stack in stacks) if capabilities.sequence else None
     packed = source.packed(module)
+    stacks = layers(module, causal=calls_causal(captured.trace))
     solved = partial(
-        solve_source, source, captured, wish, capabilities=capabilities, sequence_stacks=blocks, packed=packed
+        solve_source,
+        source,
+        captured,
+        wish,
+        capabilities=capabilities,
+        sequence_stacks=tuple(stack.fqns for stack in stacks) if capabilities.sequence else None,
+        packed=packed,
+        remade=made_anew_in_training(module),
     )
-    solved = partial(solved, remade=made_anew_in_training(module))
     solution, choices, misfit = fitting(solved, choices)
-    solution = replace(solution, runtime=without_namesakes(source, solution.runtime, solution.trace.module_classes))
-    made = plan_chosen(
-        solution, choices, model=source.name, layers=stacks, sequence_parallel=solution.sequence_parallel
-    )
-    made = replace(made, tp_size=wish.tp_size, ep_size=wish.ep_size, findings=misfit + made.findings)
-    made = with_packed(with_made_for(made, module), solution, packed)
-    if wish.uneven != "never" and not packed:
-        text = f"uneven={wish.uneven!r} changes nothing: no weight of {source.name} is stored in blocks"
-        made = replace(made, findings=(*made.findings, Finding("quantised", "note", "", text)))
-    made = replace(made, fed=source.recipe.fed() if source.recipe is not None else ())
-    found = sequence_findings(solution) if capabilities.sequence else ()
-    if wish.ep_size > 1 and capabilities.experts:
-        found += expert_findings(made, solution)
-    found += whole_blocks(made)
-    if source.config is None and made.runtime.idle:
-        names = ", ".join(made.runtime.idle[:3])
-        text = f"no recorded call runs {names}: what comes of it in others was neither planned nor tried"
-        found += (Finding("inputs", "warn", "", text, "pass inputs= that reach it"),)
-    made = replace(made, findings=made.findings + found, made_for=replace(made.made_for, content=digest(made)))
-    return Draft(made, captured.trace, choices)
+    made = write_down(source, wish, module, solution, choices, stacks, packed)
+    found = (*misfit, *made.findings, *_findings(source, wish, capabilities, solution, made))
+    return Draft(replace(made, findings=found), captured.trace, choices)
 
 
 def wanted_capabilities(wish: Wish) -> Capabilities:
@@ -105,7 +94,7 @@ def wanted_capabilities(wish: Wish) -> Capabilities:
     return Capabilities(True, wish.sequence_parallel and wish.tp_size > 1)
 
 
-def capture_source(source: Source, module: nn.Module, choices: Choices | None = None) -> Captured:
+def capture_source(source: Source, module: nn.Module, choices: ChosenCuts | None = None) -> Captured:
     """Make example inputs and record what the module does with them, in other sizes too where that is something else.
 
     Repeated blocks are traced once, unless a written plan tells them apart.
@@ -133,7 +122,7 @@ def solve_source(
     captured: Captured,
     wish: Wish,
     *,
-    choices: Choices | None = None,
+    choices: ChosenCuts | None = None,
     capabilities: Capabilities = Capabilities(),  # noqa: B008 - frozen
     sequence_stacks: tuple[tuple[str, ...], ...] | None = None,
     packed: tuple[PackedWeight, ...] = (),
@@ -164,6 +153,26 @@ def solve_source(
     if wish.ranks > 1:
         _refuse_useless(source, solution, wish, packed)
     return solution
+
+
+def write_down(
+    source: Source,
+    wish: Wish,
+    module: nn.Module,
+    solution: Solution,
+    choices: ChosenCuts | None,
+    stacks: tuple[Stack, ...],
+    packed: tuple[PackedWeight, ...],
+) -> Plan:
+    """The plan of a solution: entries with their roles and reasons, how weights are stored, what it was made for."""
+    solution = replace(solution, runtime=without_namesakes(source, solution.runtime, solution.trace.module_classes))
+    made = plan_chosen(
+        solution, choices, model=source.name, layers=stacks, sequence_parallel=solution.sequence_parallel
+    )
+    made = replace(made, tp_size=wish.tp_size, ep_size=wish.ep_size)
+    made = with_packed(with_made_for(made, module), solution, packed)
+    made = replace(made, fed=source.recipe.fed() if source.recipe is not None else ())
+    return replace(made, made_for=replace(made.made_for, content=digest(made)))
 
 
 def _refuse_useless(source: Source, solution: Solution, wish: Wish, packed: tuple[PackedWeight, ...]) -> None:
@@ -197,6 +206,24 @@ def _refuse_useless(source: Source, solution: Solution, wish: Wish, packed: tupl
             if odd
             else "see plan(tp_size=1) for what stays whole and why",
         )
+
+
+def _findings(
+    source: Source, wish: Wish, capabilities: Capabilities, solution: Solution, made: Plan
+) -> Iterator[Finding]:
+    """What was asked for and is not so, and what the plan leaves open."""
+    if wish.uneven != "never" and not made.packed:
+        text = f"uneven={wish.uneven!r} changes nothing: no weight of {source.name} is stored in blocks"
+        yield Finding("quantised", "note", "", text)
+    if capabilities.sequence:
+        yield from sequence_findings(solution)
+    if wish.ep_size > 1 and capabilities.experts:
+        yield from expert_findings(made, solution)
+    yield from whole_blocks(made)
+    if source.config is None and made.runtime.idle:
+        names = ", ".join(made.runtime.idle[:3])
+        text = f"no recorded call runs {names}: what comes of it in others was neither planned nor tried"
+        yield Finding("inputs", "warn", "", text, "pass inputs= that reach it")
 
 
 def sequence_findings(solution: Solution) -> tuple[Finding, ...]:

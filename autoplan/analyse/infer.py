@@ -17,8 +17,8 @@ from autoplan.axes.events import Event
 from autoplan.axes.terms import Term, find, is_data, leaf, leaves, segments, show
 from autoplan.ops import op_record
 from autoplan.ops.questions import asks
-from autoplan.ops.records.record import Shows
-from autoplan.ops.records.site import Dims, Site, State
+from autoplan.ops.records.answers import Shows
+from autoplan.ops.records.site import Dims, Inference, Site
 from autoplan.values import Op, Ref, Trace, refs
 
 __all__ = ["Axes", "infer_axes"]
@@ -70,7 +70,7 @@ class _Reader:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.state = State(trace)
+        self.state = Inference(trace)
         self.unknown: Counter[str] = Counter()
         self.views: dict[int, int] = {}  # view -> the tensor whose elements it shows
         self.shown_by: defaultdict[int, list[int]] = defaultdict(list)
@@ -218,7 +218,7 @@ def _may_draw(op: Op) -> bool:
     return op_record(op.name).random.may_draw(op.args, op.kwargs)
 
 
-def _mark_mixed(state: State, term: Term) -> None:
+def _mark_mixed(state: Inference, term: Term) -> None:
     """Inside what is summed over, find concatenations that carry an axis in some segments and not in others.
 
     Were that axis split, each rank would add the other segments whole, and the sum would hold them several times.

@@ -19,7 +19,7 @@ from autoplan.analyse.placement.sums import place
 from autoplan.analyse.seen import given, idle, of_constants, returned, unsummed
 from autoplan.analyse.sequence.parallel import SequencePlacement, place_sequence, sequence_boundaries
 from autoplan.analyse.shards import Shards
-from autoplan.analyse.splits.choose import Choice, choose, occurrences
+from autoplan.analyse.splits.choose import SplitMarks, choose, occurrences
 from autoplan.analyse.splits.integer_edits import Edits, solve_edits
 from autoplan.analyse.splits.legal_sizes import Tried, legal_sizes
 from autoplan.analyse.splits.model_ends import (
@@ -37,7 +37,7 @@ from autoplan.analyse.splits.requests import NO_DEMANDS, Demands
 from autoplan.analyse.splits.tables import looked_up_in
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.layout import Layout
-from autoplan.ops.records.record import Reduction
+from autoplan.ops.records.answers import Reduction
 from autoplan.values import (
     Boundary,
     ClassFact,
@@ -91,7 +91,7 @@ class Solution:
 @dataclass
 class _Round:
     axes: Axes
-    choice: Choice
+    choice: SplitMarks
     shards: Shards
     placement: Placement
     edits: Edits
@@ -184,7 +184,7 @@ def _settle(
             refused[leaf] = why
             refusals.append(AxisWhole(leaf.size, why))
     shards = Shards(trace, axes, {}, tp)
-    return _Round(axes, Choice(), shards, Placement(), Edits(), Scope(), Tried(order, blocked, inside))
+    return _Round(axes, SplitMarks(), shards, Placement(), Edits(), Scope(), Tried(order, blocked, inside))
 
 
 def _blame(shards: Shards, flow: CallFlow, placement: Placement, scope: Scope, scoped: bool) -> dict[Term, Reason]:
@@ -231,8 +231,8 @@ def _solution(
 ) -> Solution:  # fmt: skip
     cut = sequence if sequence is not None and sequence.applies else None
     ids = _class_ids(trace, done)
-    beside = recurrent(done.shards, flow, done.scope.calls, demands) if tp > 1 else Recurrent()
-    facts = tuple(_parameter_facts(trace, done, ids, cut, beside))
+    recurrences = recurrent(done.shards, flow, done.scope.calls, demands) if tp > 1 else Recurrent()
+    facts = tuple(_parameter_facts(trace, done, ids, cut, recurrences))
     heads, gathers = head_sites(trace, flow, done.shards, done.placement, done.choice.vocabularies)
     runtime = Runtime(
         parameters=tuple(_rules(facts)),
@@ -243,7 +243,7 @@ def _solution(
             *gathers,
             *heads,
             *done.scope.calls,
-            *beside.calls,
+            *recurrences.calls,
         ),
         random=tuple(sorted({*done.scope.random, *(cut.random if cut else ())})),
         random_whole=done.scope.random_whole,
@@ -318,7 +318,7 @@ def _parted_facts(trace: Trace, axes: Axes, done: _Round) -> Iterator[ClassFact]
 
 
 def _parameter_facts(
-    trace: Trace, done: _Round, ids: dict[Term, int], cut: SequencePlacement | None, beside: Recurrent
+    trace: Trace, done: _Round, ids: dict[Term, int], cut: SequencePlacement | None, recurrences: Recurrent
 ) -> Iterator[ParameterFact]:
     placement, shards = done.placement, done.shards
     gathered = (looked_up_in(trace.ops[index], done.axes) for index in done.axes.gathered)
@@ -334,7 +334,7 @@ def _parameter_facts(
             else "local"
         )  # fmt: skip
         split = sorted(shards.split_leaves(tensor), key=lambda leaf: -leaf.size)
-        held, how = beside.rows.get(tensor), beside.how.get(tensor) or tables.get(tensor)
+        held, how = recurrences.rows.get(tensor), recurrences.how.get(tensor) or tables.get(tensor)
         layout = held if dim is None else str(layouts[dim])
         dim = 0 if held is not None else dim
         yield ParameterFact(

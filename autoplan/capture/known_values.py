@@ -18,13 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.common.nested import changed_inside, flatten_tensors
+from autoplan.ops import op_record
+from autoplan.ops.records.answers import Supposed
 
 __all__ = ["KnownValues"]
 
 _LARGEST = 4_000_000  # elements that are worth computing
-# For which ops a choice can be made up, and how: no record of an op says what an answer without its values could be.
-_POSITIONS = frozenset(("topk", "sort", "argsort", "argmax", "argmin", "max", "min", "kthvalue", "multinomial"))
-_COMPARISONS = frozenset(("gt", "ge", "lt", "le", "ne", "isfinite"))
 
 
 class KnownValues:
@@ -78,17 +77,15 @@ class _Computing(TorchDispatchMode):
 
 def _supposed(func: Any, chosen_from: torch.Tensor, found: Any) -> Any:
     """What an op on unknown values returned, with its positions and truth values made up."""
-    name = func._schema.name.removeprefix("aten::")
     if isinstance(found, tuple | list):
         return type(found)([_supposed(func, chosen_from, item) for item in found])
     if not isinstance(found, FakeTensor) or found.numel() > _LARGEST or not _is_known(found):
         return found
+    supposed = op_record(func._schema.name.removeprefix("aten::")).supposed
     with unset_fake_temporarily():
-        if found.dtype == torch.bool and name in _COMPARISONS:
-            return torch.ones(found.shape, dtype=torch.bool)
-        if found.dtype == torch.bool and name == "_to_copy":
-            return torch.zeros(found.shape, dtype=torch.bool)  # numbers as truth values: masks that mask nothing
-        if found.dtype == torch.int64 and name in _POSITIONS:
+        if found.dtype == torch.bool and supposed in (Supposed.TRUE, Supposed.FALSE):
+            return torch.full(found.shape, supposed is Supposed.TRUE)
+        if found.dtype == torch.int64 and supposed is Supposed.POSITIONS:
             return _spread(found.shape, chosen_from.shape)
     return found
 

@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from autoplan.capture.called import call
+from autoplan.capture.called import call, inside_a_function
 from autoplan.capture.dry_run import own
 from autoplan.capture.known_values import KnownValues
 from autoplan.capture.outside import outsiders_of
@@ -28,14 +28,13 @@ from autoplan.capture.traced_ints import Escapes, TracedInt, integer_attributes,
 from autoplan.common.code_place import call_name, code_place
 from autoplan.common.errors import CaptureError, OutsideError
 from autoplan.common.nested import changed_inside, flatten_tensors, signature_names
+from autoplan.ops import call_record
+from autoplan.ops.views import reshapes_in_place
 from autoplan.patches.recorded_code import code_lies_open
 from autoplan.values import Call, Fold, ModuleVisit, Op, Ref, Symbolic, TensorInfo, Trace
 
 __all__ = ["Recording", "record"]
 
-# In place, but the same numbers in another shape: einsum does so. They are known before they run, to keep what was; the
-# records know the ops that they become, under the names without the underscore.
-_RESHAPED_IN_PLACE = frozenset({"squeeze_", "unsqueeze_", "transpose_", "t_", "swapaxes_", "swapdims_"})
 _KEEP_VALUES_BELOW = 4097  # elements of integer constants worth keeping: index tables, not token ids
 
 
@@ -170,7 +169,7 @@ class _OpRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         encoded_args, encoded_kwargs = r.encode(tuple(args)), r.encode(kwargs)
         name, _, overload = str(func).removeprefix("aten.").rpartition(".")
-        before = args[0].detach() if name in _RESHAPED_IN_PLACE else None
+        before = args[0].detach() if reshapes_in_place(name) else None  # recorded as the op that is not in place
         result = func(*args, **kwargs)
         if before is not None:
             r.renew(args[0], before)
@@ -202,12 +201,13 @@ class _CallRecorder(TorchFunctionMode):
         if name in ("attr:shape", "size", "numel"):
             return self._traced_size(name, func, args, kwargs)
         if name == "_set_grad_enabled":
-            r.grad_enabled = bool(args[0])
+            if not inside_a_function():
+                r.grad_enabled = bool(args[0])
             return func(*args, **kwargs)
         first, place = len(r.ops), code_place()
         encoded = None if name.startswith("attr:") else (r.encode(tuple(args)), r.encode(kwargs))
         result = func(*args, **kwargs)
-        if name != "__setitem__" and next(flatten_tensors(result), None) is None:
+        if not call_record(name).assigns and next(flatten_tensors(result), None) is None:
             return result
         for _, tensor in flatten_tensors(result):
             r.id_of(tensor, "activation" if len(r.ops) > first else "constant")

@@ -1,4 +1,4 @@
-"""Proofs that a plan carries: permutation law and graph replay on a tiny clone, or a run on simulated ranks.
+"""Proofs that a plan carries: the trial on simulated ranks, permutation law and graph replay on a tiny clone, `verify`.
 
 The tiny clone is planned by the same rules at its own small size; what holds for its axes holds for the large model's,
 since both are the same code. Where a clone cannot be made or run, the proof says why and what to pass, and entries stay
@@ -12,31 +12,25 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_real
 from autoplan.capture.copies import copied
 from autoplan.capture.feeding.other_paths import with_other_paths
-from autoplan.capture.training_paths import has_training_paths
 from autoplan.check.ranks.common import Budget
 from autoplan.common.dtypes import inputs_in, tried_dtypes, working_dtype
 from autoplan.common.errors import AutoplanError
-from autoplan.common.options import Wish
 from autoplan.common.patterns import is_under, matches
-from autoplan.common.stages import stage
 from autoplan.decide.plan.chosen import choices_of_plan, solve_chosen
 from autoplan.decide.plan.experts import experts_of
 from autoplan.decide.plan.whole_blocks import BLOCKS
-from autoplan.decide.written_plans.choices import Choices
+from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import Source
-from autoplan.patches.process_group import alone
-from autoplan.planning import draft_plan, wanted_capabilities
 from autoplan.values import Capabilities, Entry, Finding, LocalExperts, Plan, Proof, Trace, Trial
 
-__all__ = ["TRIED", "GraphProof", "Settled", "prove_graph", "prove_ranks", "proven_plan", "settle_capabilities"]
+__all__ = ["TRIED", "GraphProof", "Settled", "prove_graph", "prove_ranks", "settle_capabilities"]
 
 TRIED = "proof"  # the check under which findings tell how a plan did on simulated ranks
 _TINY_TP = 2
@@ -73,41 +67,11 @@ class GraphProof:
         return any(matches(entry.pattern, name) for name in self.unseen)
 
 
-def proven_plan(source: Source, wish: Wish, choices: Choices | None = None, module: nn.Module | None = None) -> Plan:
-    """A plan with its proof, by named steps: a trial on simulated ranks, the draft, the recorded graph.
-
-    The trial comes first because it says what the draft may use. `wish.prove` "ranks" adds all that
-    verify does; "none" leaves a draft.
-    """
-    with alone() as asked:
-        made = _proven(source, wish, choices, source.module() if module is None else module)
-    if not asked or not dist.is_initialized():
-        return made
-    text = f"the model calls torch.distributed itself ({', '.join(sorted(asked))}): planned as if it were alone"
-    return replace(made, findings=(*made.findings, Finding("distributed", "note", "", text)))
-
-
-def _proven(source: Source, wish: Wish, choices: Choices | None, module: nn.Module) -> Plan:
-    if wish.prove == "none" or wish.ranks == 1:
-        return draft_plan(source, wish, choices=choices, module=module).plan
-    stage("trying a tiny clone on simulated ranks")
-    settled = settle_capabilities(
-        source, wanted_capabilities(wish), wish.tp_size, wish.ep_size, choices, Budget(wish.trial_seconds),
-        modes=has_training_paths(module),
-    )  # fmt: skip
-    draft = draft_plan(source, wish, choices=choices, capabilities=settled.capabilities, module=module)
-    made = replace(draft.plan, findings=draft.plan.findings + settled.findings)
-    stage("proving the plan on the graph of a tiny clone")
-    proof = prove_graph(source, made, draft.trace, draft.choices, settled.trial)
-    made = replace(made, proof=proof.proof, findings=made.findings + proof.findings, entries=proof.stamp(made.entries))
-    return prove_ranks(source, made) if wish.prove == "ranks" else made
-
-
 def prove_graph(
     source: Source,
     plan: Plan,
     trace: Trace,
-    choices: Choices | None = None,
+    choices: ChosenCuts | None = None,
     trial: Trial = Trial(),  # noqa: B008 - frozen
 ) -> GraphProof:
     """Permutation law and replay on a tiny clone, at a size of its own, under the same choices.
@@ -214,7 +178,7 @@ def settle_capabilities(
     wanted: Capabilities,
     tp_size: int = _TINY_TP,
     ep_size: int = 1,
-    choices: Choices | None = None,
+    choices: ChosenCuts | None = None,
     budget: Budget | None = None,
     modes: bool = False,
 ) -> Settled:

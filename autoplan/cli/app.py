@@ -19,6 +19,7 @@ import typer
 from autoplan.cli.audit import audit, compare
 from autoplan.cli.estimate import Estimated, Gpu, calibrate, choose, dryrun, estimate, sizes_of
 from autoplan.cli.report import report
+from autoplan.cli.rules import rules_app
 from autoplan.cli.scoreboard import scoreboard
 from autoplan.cli.shared import (
     FAILED,
@@ -37,6 +38,7 @@ from autoplan.cli.shared import (
     flushed,
     note,
     progress,
+    seldom_collected,
 )
 from autoplan.common.errors import AutoplanError
 
@@ -248,56 +250,7 @@ def export(
         note(f"{to.value} {reach}")
 
 
-rules_app = typer.Typer(help="Read the rules that name what is found and choose styles.", no_args_is_help=True)
 app.add_typer(rules_app, name="rules")
-
-
-@rules_app.command("list")
-def rules_list(as_json: AsJson = False, output: Output = None) -> None:
-    """All rules, a line each."""
-    from autoplan.decide.rulebook.read import load_rules
-    from autoplan.emit.tables.rule_pages import rule_to_dict, rules_view
-
-    rules = load_rules()
-    emit(rules_view(rules), [rule_to_dict(rule) for rule in rules], as_json, output)
-
-
-@rules_app.command("show")
-def rules_show(
-    rule_id: Annotated[str, typer.Argument(metavar="RULE", help="As `autoplan rules list` names it.")],
-    as_json: AsJson = False,
-    output: Output = None,
-) -> None:
-    """One rule: what it recognises, why, where it stops, examples."""
-    from autoplan.common.patterns import nearest
-    from autoplan.decide.rulebook.read import load_rules
-    from autoplan.emit.tables.rule_pages import rule_to_dict, rule_view
-
-    rules = {rule.id: rule for rule in load_rules()}
-    if rule_id not in rules:
-        close = ", ".join(nearest(rule_id, rules)) or ", ".join(rules)
-        raise AutoplanError(f"there is no rule {rule_id!r}", hint=f"rules like it: {close}")
-    emit(rule_view(rules[rule_id]), rule_to_dict(rules[rule_id]), as_json, output)
-
-
-@rules_app.command("test")
-def rules_test(
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Also drop each part of each rule: an example must notice.")
-    ] = (False),
-    as_json: AsJson = False,
-    output: Output = None,
-) -> None:
-    """Does each rule do what its examples say?"""
-    from autoplan.decide.rulebook.rule_tests import test_rules
-    from autoplan.emit.tables.rule_pages import results_view
-    from autoplan.values.plain import plain
-
-    results = test_rules(strict=strict)
-    emit(results_view(results), plain(results), as_json, output)
-    raise typer.Exit(OK if all(result.ok for result in results) else FINDINGS)
-
-
 app.command()(audit)
 app.command()(compare)
 app.command()(scoreboard)
@@ -317,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without × or → still gets the table
     code = FAILED
-    with ended_on_request():
+    with ended_on_request(), seldom_collected():
         try:
             code = _answer(arguments)
         except AutoplanError as error:
@@ -332,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def _mishap(error: Exception) -> str:
     """What is said of an error that nobody made on purpose."""
     if isinstance(error, ImportError) and not (error.name or "").startswith("autoplan"):
-        return f"error: {error}. A package is missing, or does not fit another one: mend the installation"
+        return f"error: {error}. A package is missing, or does not fit another one: install it again"
     return f"{traceback.format_exc()}error: this is a bug in autoplan; the lines above say where"
 
 

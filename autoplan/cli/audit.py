@@ -70,10 +70,7 @@ def audit(
     output: Output = None,
 ) -> None:
     """Hold a plan against the model: what is wrong, with proof; what costs more than it needs; what is dead."""
-    if as_json + as_sarif + as_markdown > 1:
-        raise AutoplanError("--json, --sarif and --markdown exclude each other", hint="choose one")
-    if quantised and not all_hf:
-        raise AutoplanError("--quantised goes with --all-hf", hint="a single model says in its config how it is stored")
+    _refuse_together(as_json + as_sarif + as_markdown, quantised, all_hf)
     if quantised:
         raise typer.Exit(_all_quantised(quantised, mapping, only, as_json, output))
     if all_hf:
@@ -101,6 +98,13 @@ def audit(
         emit(markdown(report) if as_markdown else view, report.to_dict(), as_json, output)
     levels = ("error",) if fail_on == FailOn.error else ("error", "warn")
     raise typer.Exit(FINDINGS if any(finding.level in levels for finding in report.findings) else OK)
+
+
+def _refuse_together(forms: int, quantised: str | None, all_hf: bool) -> None:
+    if forms > 1:
+        raise AutoplanError("--json, --sarif and --markdown exclude each other", hint="choose one")
+    if quantised and not all_hf:
+        raise AutoplanError("--quantised goes with --all-hf", hint="a single model says in its config how it is stored")
 
 
 def _memory(model: str, report: Report, tp: int, gpu: str | None, trust_remote_code: bool) -> RenderableType | None:

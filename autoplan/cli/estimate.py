@@ -33,6 +33,9 @@ Estimated = Annotated[
     bool, typer.Option("--memory/--no-memory", help="Estimate a training step of a rank at legal sizes of tp.")
 ]
 How = Annotated[Train, typer.Option("--train", help="Train all, train adapters, or only run it with its cache.")]
+LoraRank = Annotated[
+    int, typer.Option("--lora-rank", min=1, help="With --train lora: of the adapters, where the model has none.")
+]
 
 
 def choose(
@@ -44,6 +47,7 @@ def choose(
     sequence: Length = 2048,
     global_batch: Annotated[int, typer.Option(min=0, help="Sequences a step of all ranks; 0: one for each GPU.")] = 0,
     train: How = ALL,
+    lora_rank: LoraRank = 16,
     row: Annotated[int | None, typer.Option("--explain", min=1, metavar="ROW", help="All about one row.")] = None,
     script: Annotated[bool, typer.Option("--script", help="Print a program for torchrun instead.")] = False,
     trust_remote_code: Trust = False,
@@ -61,7 +65,7 @@ def choose(
     with progress(f"choosing among meshes of {gpus} GPUs for {model}"):
         found = autoplan.choose(
             model, gpus=gpus, memory=memory, gpu=gpu, per_node=per_node, sequence=sequence, global_batch=global_batch,
-            train=train.value, trust_remote_code=trust_remote_code,
+            train=train.value, lora_rank=lora_rank, trust_remote_code=trust_remote_code,
         )  # fmt: skip
     if row is not None and row > len(found.rows):
         raise AutoplanError(f"there is no row {row}", hint=f"choose 1 to {len(found.rows)}")
@@ -73,7 +77,11 @@ def choose(
     elif row is not None:
         emit(row_view(found.rows[row - 1]), row_to_dict(found.rows[row - 1]), as_json, output)
     else:
-        data: dict[str, Any] = {"gpus": gpus, "memory_bytes": found.memory, "fits": found.fits, "enough": found.enough}
+        near = None if found.nearest is None else found.rows.index(found.nearest) + 1
+        data: dict[str, Any] = {
+            "model": found.source.name, "gpus": gpus, "memory_bytes": found.memory, "fits": found.fits,
+            "enough": found.enough, "nearest": near, "dropped": list(found.dropped), "notes": list(found.notes),
+        }  # fmt: skip
         emit(choice_view(found), data | {"rows": [row_to_dict(one) for one in found.rows]}, as_json, output)
     raise typer.Exit(OK if found.fits else FINDINGS)
 
@@ -85,6 +93,7 @@ def estimate(
     sequence: Length = 2048,
     checkpointing: Again = "none",
     train: How = ALL,
+    lora_rank: LoraRank = 16,
     gpu: Gpu = "h100",
     sequence_parallel: Cut = False,
     ep: EpSize = 1,
@@ -98,7 +107,7 @@ def estimate(
 
     with progress(f"estimating {model} on {mesh}"):
         found = autoplan.estimate(
-            model, mesh=mesh, batch=batch, sequence=sequence, train=train.value, device=gpu,
+            model, mesh=mesh, batch=batch, sequence=sequence, train=train.value, lora_rank=lora_rank, device=gpu,
             activation_checkpointing=checkpointing_of(checkpointing), sequence_parallel=sequence_parallel, ep_size=ep,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip

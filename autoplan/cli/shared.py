@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -40,6 +41,7 @@ __all__ = [
     "flushed",
     "note",
     "progress",
+    "seldom_collected",
 ]
 
 OK, FINDINGS, FAILED = 0, 1, 2
@@ -134,6 +136,18 @@ def ended_on_request() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def seldom_collected() -> Iterator[None]:
+    """What a command imports and plans lives until it ends: looking for garbage a thousand times finds none, and took
+    a tenth of its time."""
+    before = gc.get_threshold()
+    gc.set_threshold(1_000_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 @contextmanager

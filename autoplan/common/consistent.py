@@ -47,17 +47,17 @@ def _of_layout(where: str, text: str | None, ranks: int) -> Iterator[str]:
     except AutoplanError as error:
         yield f"{where}: {error.message}"
         return
-    for part in _dealt_to_groups(layout):
+    for part in _over_groups(layout):
         pieces, stride = part.split or (1, 1)
         if ranks % (pieces * stride):
             yield f"{where}: {text!r} shards {part} over groups of ranks, which {ranks} ranks do not make"
 
 
-def _dealt_to_groups(layout: Layout) -> Iterator[Layout]:
+def _over_groups(layout: Layout) -> Iterator[Layout]:
     if layout.split is not None and layout.split[0]:
         yield layout
     for part in layout.parts:
-        yield from _dealt_to_groups(part)
+        yield from _over_groups(part)
 
 
 def _of_shapes(where: str, dim: int, text: str, shapes: tuple[tuple[int, ...], ...]) -> Iterator[str]:

@@ -24,7 +24,7 @@ from math import prod
 
 from autoplan.common.errors import AutoplanError
 
-__all__ = ["Layout", "chunk", "dealt"]
+__all__ = ["Layout", "chunk", "even_blocks"]
 
 _TOKEN = re.compile(r"\s*(\d+!\d+@\d+|\d+!~[1-9]\d*|\d+!|\d+|[()*|])")
 
@@ -35,10 +35,10 @@ def chunk(size: int, parts: int, index: int) -> range:
     return range(min(index * step, size), min((index + 1) * step, size))
 
 
-def dealt(size: int, parts: int, index: int, block: int) -> range:
+def even_blocks(size: int, parts: int, index: int, block: int) -> range:
     """The index-th of `parts` pieces of whole blocks, as even as may be: the first ones have a block more.
 
-    >>> [len(dealt(768, 4, rank, 128)) for rank in range(4)]
+    >>> [len(even_blocks(768, 4, rank, 128)) for rank in range(4)]
     [256, 256, 128, 128]
     """
     each, more = divmod(-(-size // block), parts)
@@ -75,7 +75,7 @@ class Layout:
         assert self.split is not None
         pieces, stride = self.split
         if self.block:
-            return dealt(self.size, tp, rank, self.block)
+            return even_blocks(self.size, tp, rank, self.block)
         return chunk(self.size, pieces or tp, (rank // stride) % (pieces or tp))
 
     def rows(self, rank: int, tp: int) -> tuple[int, ...]:

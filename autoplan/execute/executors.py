@@ -20,6 +20,7 @@ from torch import nn
 from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.execute.collectives import RankGroup
 from autoplan.execute.hooks.running import Running
+from autoplan.patches.patched import Kept
 from autoplan.values import Instruction
 
 __all__ = ["EXECUTORS", "Around", "At", "execute", "executes", "other_branch"]
@@ -52,12 +53,14 @@ class Around:
     """What is done at a module: `enter` takes and returns args and kwargs, `leave` takes and returns the output.
 
     `begin` and `end` are called on the way in and out, `end` also when the module failed (True) and its output is lost.
+    `kept`: what is patched elsewhere as long as this is done.
     """
 
     enter: Callable[[Any, Any], tuple[Any, Any]] | None = None
     leave: Callable[[Any], Any] | None = None
     begin: Callable[[], None] | None = None
     end: Callable[[bool], None] | None = None
+    kept: Kept | None = None
 
 
 Executor = Callable[[Any, At], Any]

@@ -6,6 +6,7 @@ taken from a known device, and the file says so.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ class Measured:
     copy: float
     link: float | None
     ranks: int
+    per_node: int = 1  # ranks of this job on this machine
 
 
 def measure() -> Measured:
@@ -55,7 +57,7 @@ def measure() -> Measured:
     link = None
     if ranks > 1:
         link = 2 * whole.nbytes * (ranks - 1) / ranks / _seconds(lambda: dist.all_reduce(whole), kind)
-    return Measured(name, memory, matmul, attention, copy, link, ranks)
+    return Measured(name, memory, matmul, attention, copy, link, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
 
 
 def _seconds(run: Callable[[], object], kind: str) -> float:
@@ -72,16 +74,30 @@ def _seconds(run: Callable[[], object], kind: str) -> float:
 
 def device_text(found: Measured, like: Device) -> str:
     """A device file: what was measured, and the rest from `like`. Rates were reached, so the efficiency is 1."""
-    rest = "" if found.link else f"; links as of {like.name}, since no other ranks were there"
+    several = found.link is not None and found.ranks > found.per_node
+    # over several nodes a ring passes by as many ports as a node has ranks (steptime.py)
+    place, copied = ("between", "inside") if several else ("inside", "between")
+    inside, between = (
+        (like.inside, (found.link or 0) / found.per_node) if several else (found.link or like.inside, like.between)
+    )
+    measured = [
+        "bandwidth",
+        f"matmuls of {'bfloat16' if found.memory else 'float32, which stand for all'}",
+        *(["memory"] if found.memory else []),
+    ]
+    measured += [f"links.{place}"] if found.link else []
+    taken = f"links.{copied}" if found.link else "links"
+    taken += ", latencies, overhead" + ("" if found.memory else ", memory")
+    taken += ", float32 in the ratio that it has there" if found.memory else ""
     scale = found.matmul / like.flops["bfloat16"]
     single = found.matmul if not found.memory else like.flops["float32"] * scale
     return f"""# Written by `autoplan calibrate`: attention reached {found.attention:.3e} operations a second.
 name = "{found.name}, measured"
 memory = {found.memory or like.memory}
 bandwidth = {found.copy:.4e}
-per_node = {found.ranks if found.link else like.per_node}
+per_node = {found.per_node if found.link else like.per_node}
 efficiency = 1.0
-sources = ["measured over {found.ranks} ranks{rest}"]
+sources = ["measured on {found.ranks} ranks: {", ".join(measured)}", "as of {like.name}: {taken}"]
 
 [flops]
 bfloat16 = {found.matmul:.4e}
@@ -89,8 +105,8 @@ float16 = {found.matmul:.4e}
 float32 = {single:.4e}
 
 [links]
-inside = {found.link or like.inside:.4e}
-between = {like.between:.4e}
+inside = {inside:.4e}
+between = {between:.4e}
 latency_inside = {like.latency_inside}
 latency_between = {like.latency_between}
 

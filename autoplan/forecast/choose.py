@@ -6,7 +6,7 @@ choose ── Sweep (sizes that divide, each estimated) ── rows in order ─
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
 
@@ -14,16 +14,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoplan.api import parallelize
-from autoplan.check.prove import proven_plan
+from autoplan.check.pipeline import proven_plan
 from autoplan.common.errors import AutoplanError, IndivisibleError
 from autoplan.common.options import Wish, check_argument, check_count, check_ranks
 from autoplan.emit.pages.cases import WhatIf
+from autoplan.forecast.adapters import LORA_RANK
 from autoplan.forecast.devices import Device, load_device
 from autoplan.forecast.estimate import Asked
-from autoplan.forecast.script import script_text
-from autoplan.forecast.step import Steps
+from autoplan.forecast.step import Setting, Steps, inputs_of
 from autoplan.forecast.sweep import Sweep
 from autoplan.hf.source import Model, Source, resolve
+from autoplan.hf.training.script import script_text
 from autoplan.values import Plan
 from autoplan.values.conveniences import done_above
 from autoplan.values.estimate import Row
@@ -65,19 +66,28 @@ class Choice:
 
     @property
     def nearest(self) -> Row | None:
-        """The fastest row that does not fit."""
+        """The row that misses the least, of those that do not fit."""
         return next((row for row in self.rows if not row.fits), None)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is said of the estimate of the first row."""
+        return self.rows[0].estimate.notes if self.rows else ()
 
     @property
     def plan(self) -> Plan:
         """The plan of the best row, proven."""
+        self._refuse_supposed_adapters()
         best = self.best
         return proven_plan(self.source, Wish(best.tp, best.ep, best.sequence_parallel))
 
     def mesh(self, device_type: str = "cuda") -> DeviceMesh:
-        """The best row's mesh over the ranks of this job."""
-        sizes = self.best.mesh
-        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        """The best row's mesh over the ranks of this job; for inference this rank's part of it, for other copies of
+        the model know nothing of this one."""
+        alone = self.best.estimate.train == "inference"
+        sizes = dict(self.best.estimate.mesh) if alone else self.best.mesh
+        whole = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        return whole[list(sizes)[-1]] if alone else whole
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
         """Shard `model` as the best row says."""
@@ -100,8 +110,21 @@ class Choice:
         return {n: WhatIf(self.steps.plan(row.tp, row.ep), row.estimate) for n, row in rows}
 
     def script(self) -> str:
-        """A program for torchrun that trains so."""
-        return script_text(self.source, self.best, self.options(), self.device.per_node)
+        """A program for torchrun that trains, or generates, so."""
+        self._refuse_supposed_adapters()
+        assert self.steps is not None, "a choice that was just made has its recordings"
+        best = self.best.estimate
+        inputs = inputs_of(self.steps, Setting(sequence=best.sequence, training=best.train != "inference"))
+        return script_text(
+            self.source, self.best, self.options(), self.device.per_node, inputs, bool(self.steps.packed)
+        )
+
+    def _refuse_supposed_adapters(self) -> None:
+        if self.steps is not None and self.steps.adapters:
+            raise AutoplanError(
+                f"{self.source.name} has no adapters: those of rank {self.steps.lora_rank} were put in for the figures",
+                hint="put yours in (peft's get_peft_model, on meta), and choose for that model: it has a plan",
+            )
 
     def __str__(self) -> str:
         return str(done_above("Choice.__str__", self))
@@ -144,6 +167,7 @@ def choose(
     sequence: int = 2048,
     global_batch: int = 0,
     train: str = "full",
+    lora_rank: int = LORA_RANK,
     optimizer: str = "adamw",
     mp_policy: Any = None,
     inputs: Mapping[str, Any] | None = None,
@@ -152,19 +176,22 @@ def choose(
     """How to run `model` on `gpus` devices of `memory` each: every legal mesh and way, estimated and ranked.
 
     `global_batch`: sequences a step of all ranks (by default one for each GPU); for "inference", those held at once.
+    `train`, `lora_rank`: see `estimate`.
     The device is one of rules/devices, or a file of one's own.
     """
     check_ranks("gpus", gpus)
     if per_node is not None:
         check_count("per_node", per_node)
+    check_count("lora_rank", lora_rank)
     if global_batch != 0 or isinstance(global_batch, bool):
         check_count("global_batch", global_batch)
     device = gpu if isinstance(gpu, Device) else load_device(gpu)
+    device = device if per_node is None else replace(device, per_node=per_node)
     Asked((("dp_shard", gpus),), 1, sequence, mp_policy=mp_policy, optimizer=optimizer, train=train)  # all are checked
     source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
-    steps = Steps(source, None, inputs)
+    steps = Steps(source, None, inputs, lora_rank if train == "lora" else 0)
     size = parse_memory(memory) if memory is not None else device.memory
-    sweep = Sweep(steps, device, size, per_node or device.per_node, sequence, train, optimizer, mp_policy)
+    sweep = Sweep(steps, device, size, device.per_node, sequence, train, optimizer, mp_policy)
     rows = sweep.rows(gpus, global_batch or gpus)
     if not rows and global_batch:
         raise _no_batch(sweep, gpus, global_batch)
@@ -178,7 +205,7 @@ def _no_batch(sweep: Sweep, gpus: int, batch: int) -> AutoplanError:
     fewer = max(batch // n * n for n in copies)
     more = min(-(-batch // n) * n for n in copies)
     return IndivisibleError(
-        f"a global batch of {batch} cannot be dealt to {' or '.join(map(str, copies))} copies of the model "
+        f"a global batch of {batch} cannot be divided over {' or '.join(map(str, copies))} copies of the model "
         f"on {gpus} GPUs",
         hint=f"the nearest that can: {f'{fewer} or ' if fewer else ''}{more}",
     )

@@ -7,7 +7,7 @@ here by running it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,10 +18,11 @@ from autoplan.api import parallelize
 from autoplan.capture.dry_run import quiet
 from autoplan.capture.fold import fold
 from autoplan.capture.known_values import KnownValues
-from autoplan.common.errors import CaptureError
+from autoplan.common.errors import AutoplanError, CaptureError
 from autoplan.common.options import check_argument, check_expert_size
 from autoplan.common.random_values import untouched_randomness
-from autoplan.forecast.estimate import Asked
+from autoplan.forecast.devices import load_device
+from autoplan.forecast.estimate import Asked, estimate_with
 from autoplan.forecast.meshes import mesh_sizes
 from autoplan.forecast.recording.record import Marks, record_step
 from autoplan.forecast.recording.tape import Message
@@ -35,10 +36,14 @@ from autoplan.values.estimate import Sent
 
 __all__ = ["DryRun", "dry_run", "group_names", "summed"]
 
+_ESTIMATED = {"activation_checkpointing", "mp_policy", "reshard_after_forward", "gather_logits"}  # of `parallelize`
+
 
 @dataclass(frozen=True)
 class DryRun:
-    """What came out of one step: shapes, bytes of this rank's parameters, each collective in order."""
+    """What came out of one step: shapes, bytes of this rank's parameters, gradients and AdamW's states, each collective
+    in order. `peak`: of this step as `estimate` has it, without what a device and its libraries take; None where it has
+    none for these options."""
 
     model: str
     mesh: tuple[tuple[str, int], ...]
@@ -47,6 +52,8 @@ class DryRun:
     parameters: int
     gradients: int
     messages: tuple[Message, ...]
+    states: int = 0
+    peak: int | None = None
 
     @property
     def sent(self) -> tuple[Sent, ...]:
@@ -98,7 +105,8 @@ def dry_run(
     problem: Exception | None = None
     for knowing in (False, True):
         try:
-            return _run(steps, made, sizes, rank, keywords, options, knowing)
+            ran = _run(steps, made, sizes, rank, keywords, options, knowing)
+            return replace(ran, peak=_peak(steps, setting, sizes, ep_size, options))
         except RuntimeError as error:  # its Python asks for numbers: run it again with those that are known
             problem = problem or error
     raise CaptureError(
@@ -129,12 +137,28 @@ def _run(
         with KnownValues(mode) if knowing else mode:
             whole = plan.ranks == 1
             tape = record_step(model, keywords, Marks(), group_names(mesh), loss_of=loss, whole=whole)
-            torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]).step()
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+            optimizer.step()
         held = [_local(p) for p in model.parameters()]
         grown = [_local(p.grad) for p in model.parameters() if p.grad is not None]
+    states = [_local(one) for state in optimizer.state.values() for one in state.values()]
     messages = tuple(item for item in tape.items if isinstance(item, Message))
     return DryRun(steps.source.name, tuple(sizes.items()), rank, tuple(shapes.items()), _bytes(held), _bytes(grown),
-                  messages)  # fmt: skip
+                  messages, _bytes([one for one in states if one.dim()]))  # fmt: skip
+
+
+def _peak(
+    steps: Steps, setting: Setting, sizes: Mapping[str, int], ep_size: int, options: Mapping[str, Any]
+) -> int | None:
+    if not set(options) <= _ESTIMATED:
+        return None
+    asked = Asked(tuple(sizes.items()), setting.batch, setting.sequence, sequence_parallel=setting.sequence_parallel,
+                  experts=ep_size == setting.tp > 1, **options)  # fmt: skip
+    try:
+        found = estimate_with(steps, asked, load_device("h100"))
+    except AutoplanError:  # what runs whole may not run folded
+        return None
+    return found.peak - found.parts.overhead
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

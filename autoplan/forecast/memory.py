@@ -222,14 +222,14 @@ class Walk:
         sizes = {p: p.elements * (self.data.compute or p.size) for p in unit.parameters if p.trained}
         last = list(sizes)[-1]  # the loop that copies gradients in still holds the last one
         inside = [p for p in sizes if p.cut_inside(self.data.shard)]
-        beside = sizes[inside[-1]] if inside else 0  # ... and the one that turns them its own
-        self._give("unsharded", size - self.held + beside)
+        turned_last = sizes[inside[-1]] if inside else 0  # ... and the one that turns them its own
+        self._give("unsharded", size - self.held + turned_last)
         self._check(f"gradients of {unit.name or 'the model'} are summed", "backward")
         self.held = size
-        turned = beside if inside and inside[-1] is not last else 0
+        turned = turned_last if inside and inside[-1] is not last else 0
         output = size // self.data.shard
         self._give("gradients", sizes[last] - whole)
-        self._give("unsharded", turned - beside)
+        self._give("unsharded", turned - turned_last)
         piece = sum(self.data.stored(p) for p in unit.parameters if p.trained)
         cast = piece if piece != output else 0  # the sum and, in the dtype of the parameters, its copy
         self._give("unsharded", output + cast)

@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 from autoplan.capture.capture import Captured
-from autoplan.capture.dry_run import depends_on_data, quiet
+from autoplan.capture.dry_run import quiet
 from autoplan.capture.fold import fold
 from autoplan.capture.known_values import KnownValues
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError, CaptureError
 from autoplan.common.options import Checkpointing, Request, TensorParallel, Wish, check_argument
 from autoplan.common.random_values import untouched_randomness
+from autoplan.forecast.adapters import Adapted, nothing_frozen, with_adapters
 from autoplan.forecast.recording.program import Program, blended, program_of
 from autoplan.forecast.recording.record import record_step
 from autoplan.forecast.recording.tape import LeftOut, Tape
@@ -33,11 +34,14 @@ from autoplan.hf.source import Source
 from autoplan.patches.kernels import on_reference_path
 from autoplan.planning import capture_source, draft_plan
 from autoplan.values import Plan
+from autoplan.values.quantised import PackedWeight
 
 __all__ = ["Loss", "Recorded", "Setting", "Steps", "inputs_of", "loss_of", "own"]
 
 
 Loss = Callable[[Any, Any], torch.Tensor]
+# Few blocks or all of them, and what is known of the numbers in tensors without storage: the cheapest first.
+_WAYS = tuple((folded, how) for folded in (True, False) for how in ("fake", "known", "supposed"))
 
 
 @dataclass(frozen=True)
@@ -76,17 +80,36 @@ class Steps:
     source: Source
     given: Plan | None = None
     inputs: Mapping[str, Any] | None = None
+    lora_rank: int = 0  # of adapters that are put in where nothing of the model is frozen; 0: none are
     plans: dict[tuple[int, int, bool], Plan] = field(default_factory=dict)
     few: dict[tuple[int, int], Plan] = field(default_factory=dict)  # of few blocks, along the sequence too
     known: dict[Setting, Recorded] = field(default_factory=dict)
+    worked: dict[bool, tuple[bool, str]] = field(default_factory=dict)  # which of `_WAYS`, by training
+    fed: dict[tuple[int, int, bool], dict[str, Any]] = field(default_factory=dict)  # by batch, length, training
 
     def __post_init__(self) -> None:
         if self.given is not None:
             check_argument("plan", self.given, Plan, "give what autoplan.plan() or load_plan() returned")
+            if self.adapters:
+                raise AutoplanError(
+                    f"the plan is of {self.source.name} without adapters, and nothing of the model is frozen",
+                    hint="leave the plan out, or put the adapters in and plan that model",
+                )
 
     @cached_property
     def module(self) -> nn.Module:
-        return self.source.module()
+        module = self.source.module()
+        return with_adapters(module, self.lora_rank) if self.lora_rank and nothing_frozen(module) else module
+
+    @cached_property
+    def packed(self) -> tuple[PackedWeight, ...]:
+        """What the checkpoint holds in place of weights, where it is quantised; none where adapters were put in."""
+        return () if self.adapters else self.source.packed(self.module)
+
+    @property
+    def adapters(self) -> int:
+        """How many were put in."""
+        return sum(isinstance(part, Adapted) for part in self.module.modules()) if self.lora_rank else 0
 
     @cached_property
     def captured(self) -> Captured:
@@ -140,17 +163,18 @@ class Steps:
     def _record(self, setting: Setting) -> Recorded:
         size = (setting.tp, setting.ep, setting.sequence_parallel)
         problem: BaseException | None = None
-        for folded in (True, False):
+        before = self.worked.get(setting.training)  # what fails at one setting fails at others, after seconds
+        for folded, how in sorted(_WAYS, key=lambda way: way != before):
             plan = self.split(*size) if folded else self.plan(*size)
-            for how in ("fake", "known", "supposed"):
-                try:
-                    return self._recorded(setting, plan, folded, how)
-                except AutoplanError:
-                    raise
-                except Exception as error:  # someone else's forward may raise anything
-                    problem = problem or error
-                    if not depends_on_data(error) and how == "supposed":
-                        break
+            try:
+                found = self._recorded(setting, plan, folded, how)
+            except AutoplanError:
+                raise
+            except Exception as error:  # someone else's forward may raise anything
+                problem = problem or error
+            else:
+                self.worked[setting.training] = folded, how
+                return found
         raise CaptureError(
             f"a step of {self.source.name} cannot be run without storage: {type(problem).__name__}: {problem}"[:400],
             hint="pass inputs={argument: tensor} with which its forward runs",
@@ -174,8 +198,12 @@ class Steps:
 
 def inputs_of(steps: Steps, setting: Setting) -> dict[str, Any]:
     """Keyword arguments of one call at this batch and length."""
-    users = steps.inputs if steps.inputs is not None else steps.source.inputs
-    return step_inputs(steps.source, steps.module, users, setting.batch, setting.sequence, training=setting.training)
+    key = setting.batch, setting.sequence, setting.training
+    if key not in steps.fed:
+        users = steps.inputs if steps.inputs is not None else steps.source.inputs
+        batch, length, training = key
+        steps.fed[key] = step_inputs(steps.source, steps.module, users, batch, length, training=training)
+    return dict(steps.fed[key])
 
 
 def _run(copy: Copy, setting: Setting, given: Mapping[str, Any], groups: Mapping[str, str], how: str) -> Tape:

@@ -54,12 +54,12 @@ def step_time(load: Load, device: Device, mesh: tuple[tuple[str, int], ...], acc
     return StepTime(accumulate * compute, accumulate * memory, tuple(exposed), optimizer)
 
 
-def _not_hidden(load: Load, beside: float, device: Device, mesh: tuple[tuple[str, int], ...]) -> float:
+def _not_hidden(load: Load, computing: float, device: Device, mesh: tuple[tuple[str, int], ...]) -> float:
     """Seconds of data parallelism's messages that one micro-batch waits for."""
     ours = [sent for sent in load.sent if sent.dim in _HIDDEN]
     whole = sum(_seconds(sent, device, mesh) for sent in ours)
     ahead = sum(_seconds(sent, device, mesh) for sent in load.sent_forward if sent.dim in _HIDDEN)
-    waited = max(0.0, ahead - load.forward * beside) + max(0.0, whole - ahead - (1 - load.forward) * beside)
+    waited = max(0.0, ahead - load.forward * computing) + max(0.0, whole - ahead - (1 - load.forward) * computing)
     return max(waited, _ends(ours, device, mesh))
 
 

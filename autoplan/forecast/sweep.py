@@ -8,9 +8,11 @@ are arithmetic on it. What does not fit with one sequence and all blocks checkpo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from math import lcm
 from typing import Any
 
 from autoplan.common.errors import IndivisibleError, PlanMismatchError
@@ -106,44 +108,46 @@ class Sweep:
     def rows(self, gpus: int, batch: int) -> list[Row]:
         found: list[Row] = []
         for split in self.splits(gpus):
-            cut = split.tp > 1 and self.sequence % split.tp == 0 and self.train != "inference"
-            for along in (False, True) if cut else (False,):
-                if not along or self._cut_along(split):
-                    found += self._of_split(gpus, batch, split, along)
+            copies = gpus // split.ranks
+            if batch % copies:
+                self.dropped.append(f"{split}: a global batch of {batch} does not divide by {copies}")
+                continue
+            for along in self._along(split):
+                found += self._of_split(copies, split, along, batch // copies)
         return found
 
-    def _cut_along(self, split: Split) -> bool:
+    def _along(self, split: Split) -> tuple[bool, ...]:
+        """Not cut along the sequence and, where that can be, cut."""
+        cut = split.tp > 1 and self.sequence % split.tp == 0 and self.train != "inference"
         try:
-            return self.steps.split(split.tp, split.ep, True).sequence_parallel
+            return (False, True) if cut and self.steps.split(split.tp, split.ep, True).sequence_parallel else (False,)
         except IndivisibleError:
-            return False
+            return (False,)
 
-    def _of_split(self, gpus: int, batch: int, split: Split, along: bool) -> Iterator[Row] | list[Row]:
-        copies = gpus // split.ranks
-        if batch % copies:
-            self.dropped.append(f"{split}: a global batch of {batch} does not divide by {copies}")
-            return []
-        each = batch // copies
+    def _of_split(self, copies: int, split: Split, along: bool, each: int) -> list[Row]:
         try:
-            if self.train == "inference":
-                mesh = (("dp_shard", copies), *split.dims)
-                return [self._row(Asked(mesh, each, self.sequence, train=self.train, experts=split.shared))]
-            mesh = self._meshes(copies, split)[0]
-            smallest = self._row(self._asked(mesh, 1, self.again[-1], along, None, each, split))
+            smallest = self._smallest(copies, split, along, each)
         except IndivisibleError as error:  # of a prompt with several sequences, one may not divide
             self.dropped.append(f"{split}, sequence parallel: {error.message}")
             return []
         except PlanMismatchError as error:  # decoding runs another branch than the one that was planned
             self.dropped.append(f"{split}: {error.message}")
             return []
-        if not smallest.fits and not _may_fit_at_once(smallest):
+        if self.train == "inference" or (not smallest.fits and not _may_fit_at_once(smallest)):
             return [smallest]
         return list(self._ways(copies, split, along, each))
+
+    def _smallest(self, copies: int, split: Split, along: bool, each: int) -> Row:
+        """One sequence at a time with all blocks checkpointed; for inference, all that are held at once."""
+        if self.train == "inference":
+            mesh = (("dp_replicate", copies), *split.dims)
+            return self._row(Asked(mesh, each, self.sequence, train=self.train, exact=False, experts=split.shared))
+        return self._row(self._asked(self._meshes(copies, split)[0], 1, self.again[-1], along, None, each, split))
 
     def _ways(self, copies: int, split: Split, along: bool, each: int) -> Iterator[Row]:
         for checkpointing in self.again:
             fitted, at_once = True, False
-            for micro in (n for n in range(1, each + 1) if each % n == 0 and n & (n - 1) == 0):
+            for micro in (n for n in range(1, each + 1) if each % n == 0):
                 if not fitted and not (at_once and micro == each):
                     continue
                 fitted = False
@@ -187,31 +191,48 @@ class Sweep:
             exact.add(id(rows[0]))
 
     def enough(self, gpus: int, batch: int = 0) -> int | None:
-        """The smallest number of GPUs, in whole nodes where there are several, on which one sequence a rank at a time
-        fits with all blocks checkpointed. `batch`: of a step, 0: as many as there are GPUs."""
-        few, many = gpus, gpus * 2
-        while many <= _MOST_GPUS and not self._fits_on(many, batch):
-            few, many = many, many * 2
-        if many > _MOST_GPUS:
-            return None
-        unit = self.per_node if gpus % self.per_node == 0 else 1
-        while many - few > unit:
-            middle = few + (many - few) // (2 * unit) * unit
-            few, many = (few, middle) if self._fits_on(middle, batch) else (middle, many)
-        return many
+        """The smallest number of GPUs above `gpus`, in whole nodes where there are several, for which `rows` has one
+        that fits. `batch`: of a step, 0: as many as there are GPUs.
 
-    def _fits_on(self, gpus: int, batch: int) -> bool:
-        for split in self.splits(gpus):
-            copies = gpus // split.ranks
-            each = max(1, (batch or gpus) // copies)
-            if self.train == "inference":
-                mesh = (("dp_shard", copies), *split.dims)
-                asked = Asked(mesh, 1, self.sequence, train=self.train, experts=split.shared)
-            else:
-                asked = self._asked(self._meshes(copies, split)[0], 1, self.again[-1], False, None, each, split)
-            if self._row(asked).fits:
-                return True
-        return False
+        Of one split, more copies need less of a rank until parameters are cut so thin that they are padded: so a first
+        one that fits is looked for by doubling, and refined among legal numbers. Splits differ in which are legal.
+        """
+        sizes = (tp for tp in self.steps.plan(1).legal_tp if tp <= self.per_node)
+        best: int | None = None
+        for split in self.splits(lcm(1 << self.per_node.bit_length(), *sizes)):
+            for along in self._along(split):
+                below = (_MOST_GPUS if best is None else best - 1) // split.ranks
+                copies = [n for n in range(1, below + 1) if self._legal(gpus, split.ranks * n, n, batch)]
+                first = _first_of(copies, partial(self._fits, split, along, batch))
+                best = best if first is None else split.ranks * first
+        return best
+
+    def _legal(self, more_than: int, gpus: int, copies: int, batch: int) -> bool:
+        whole_nodes = gpus <= self.per_node or gpus % self.per_node == 0
+        return gpus > more_than and whole_nodes and (batch or gpus) % copies == 0
+
+    def _fits(self, split: Split, along: bool, batch: int, copies: int) -> bool:
+        each = batch // copies if batch else split.ranks
+        try:
+            row = self._smallest(copies, split, along, each)
+            if _may_fit_at_once(row):
+                mesh = self._meshes(copies, split)[0]
+                row = self._row(self._asked(mesh, each, self.again[-1], along, None, each, split))
+        except (IndivisibleError, PlanMismatchError):
+            return False
+        return row.fits
+
+
+def _first_of(numbers: list[int], fits: Callable[[int], bool]) -> int | None:
+    """The first that fits, of numbers that do so from one on, if not to the very last."""
+    tried, at = -1, 0
+    while at < len(numbers) and not fits(numbers[at]):
+        tried, at = at, 2 * at + 1
+    if at >= len(numbers):
+        at = len(numbers) - 1
+        if tried == at or not numbers or not fits(numbers[at]):
+            return None
+    return numbers[bisect_left(numbers, True, lo=tried + 1, hi=at, key=fits)]
 
 
 def _may_fit_at_once(row: Row) -> bool:

@@ -13,7 +13,7 @@ from autoplan.common.conventions import conventions
 
 __all__ = ["attention_switched", "decoded", "generative_feed", "has_attentions", "other_attention"]
 
-_PAST = "past_key_values"
+_CACHES = ("cache", "past_key_values", "cache_params")  # one word since 5.24, two before
 _DECODER = "decoder_"  # begins the names of what the second of two stacks is given
 _IDS = ("decoder_input_ids", "input_ids")
 _MASK = "attention_mask"
@@ -42,7 +42,7 @@ def attention_switched(model: Any) -> Iterator[None]:
 
 def generative_feed(signature: Collection[str], feeds: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
     """The first feed that can be decoded with a cache, and the name of its token ids; ("", "") if none."""
-    if not {_PAST, conventions().cache_switch} <= set(signature):
+    if not _cache_argument(signature) or conventions().cache_switch not in signature:
         return "", ""
     for feed, inputs in feeds.items():
         for ids in _IDS:
@@ -52,15 +52,22 @@ def generative_feed(signature: Collection[str], feeds: Mapping[str, Mapping[str,
     return "", ""
 
 
-def decoded(forward: Callable[[dict[str, Any]], Any], inputs: Mapping[str, Any], ids: str) -> dict[str, torch.Tensor]:
+def _cache_argument(signature: Collection[str]) -> str:
+    """What the forward calls the cache that it is given and returns; "" where it takes none."""
+    return next((name for name in _CACHES if name in signature), "")
+
+
+def decoded(
+    forward: Callable[[dict[str, Any]], Any], signature: Collection[str], inputs: Mapping[str, Any], ids: str
+) -> dict[str, torch.Tensor]:
     """The logits of all tokens but two, then of two, one at a time, from the cache."""
-    length = inputs[ids].shape[1]
+    cache, length = _cache_argument(signature), inputs[ids].shape[1]
     steps: dict[str, torch.Tensor] = {}
     past: Any = None
     for start, end in ((0, length - 2), (length - 2, length - 1), (length - 1, length)):
         given = {name: _window(name, value, ids, start, end, length) for name, value in inputs.items()}
-        outputs = forward({**given, conventions().cache_switch: True, _PAST: past})
-        past = getattr(outputs, _PAST)
+        outputs = forward({**given, conventions().cache_switch: True, cache: past})
+        past = getattr(outputs, cache)
         steps[f"tokens {start} to {end}"] = outputs.logits
     return steps
 

@@ -19,10 +19,20 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-__all__ = ["HEADS", "HIDDEN", "first_of", "fit_rotary_lists", "has_listed_stages", "related_width", "vision_layers"]
+__all__ = [
+    "HEADS",
+    "HIDDEN",
+    "ROTARY_WIDTHS",
+    "first_of",
+    "fit_rotary_lists",
+    "has_listed_stages",
+    "related_width",
+    "vision_layers",
+]
 
 HIDDEN = ("hidden_size", "d_model", "n_embd", "hidden_dim", "dim", "embed_dim")
 HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "attention_heads")
+ROTARY_WIDTHS = ("qk_rope_head_dim", "head_dim")  # of latent attention only a part of a head turns
 _WIDTHS = ("hidden", "narrow", "intermediate", "expert_width")  # sizes of tiny_sizes.Sizes
 _STAGE_LISTS = re.compile(r"(_per_stage|^depths|^out_channels|^hidden_sizes|^stage_\w+)$")
 _VISION_LAYERS = re.compile(r"^(vision_feature_layers?|insert_layer_id)$")
@@ -75,10 +85,19 @@ def first_of(fields: dict[str, Any], cls: type[PretrainedConfig], names: tuple[s
     return next((v for v in values if isinstance(v, int) and not isinstance(v, bool)), None)
 
 
+def equal_widths(config: PretrainedConfig, small: Mapping[str, Any]) -> dict[str, int]:
+    """Fields that were as wide as the model and stayed so, made as wide as the small one: its class may ask for it."""
+    width = next((name for name in HIDDEN if isinstance(small.get(name), int)), "")
+    now, then = vars(config).get(width), small.get(width)
+    if not isinstance(now, int) or not isinstance(then, int) or now == then:
+        return {}
+    return {name: then for name, value in small.items() if value == now == vars(config).get(name) and value is not True}
+
+
 def fit_rotary_lists(fields: dict[str, Any], cls: type[PretrainedConfig]) -> None:
     """Lists in rope parameters that have one number per rotary frequency must fit the tiny head width."""
     rope = fields.get("rope_parameters")
-    heads, hidden, width = (first_of(fields, cls, names) for names in (HEADS, HIDDEN, ("head_dim",)))
+    heads, hidden, width = (first_of(fields, cls, names) for names in (HEADS, HIDDEN, ROTARY_WIDTHS))
     head_dim = width or (hidden // heads if hidden and heads else None)
     if not isinstance(rope, dict) or not head_dim:
         return

@@ -18,7 +18,7 @@ from torch import nn
 
 from autoplan.common.conventions import CheckpointWriter
 from autoplan.hf.checkpoints import listed
-from autoplan.hf.quantised.schemes import Plain, is_for_linears, packed_weight
+from autoplan.hf.quantised.schemes import Plain, is_for_linears, packed_weight, state_of
 from autoplan.values.quantised import PackedTensor, PackedWeight
 
 __all__ = ["checkpoint_writer"]
@@ -73,16 +73,17 @@ def _as_checkpoints(model: Any, tensors: dict[str, torch.Tensor], stored: Stored
 def _alone(
     model: Any, name: str, whole: torch.Tensor, weight: PackedWeight, tensor: PackedTensor
 ) -> dict[str, torch.Tensor]:
-    """A packed tensor of one matrix, and what bitsandbytes says of it in a tensor of bytes."""
+    """A packed tensor of one matrix, and what its method says of it in a tensor of bytes."""
     ((entry, value),) = _reverted(model, {name: whole}).items()
     entry = entry.removesuffix(tensor.attribute) + tensor.name
-    if weight.scheme.id != "bnb-4bit" or tensor is not weight.tensors[0]:
+    state = state_of(weight)
+    if state is None or tensor is not weight.tensors[0]:
         return {entry: value}
     kind, block = weight.scheme.value("kind"), weight.scheme.value("block")
     said = {"quant_type": kind, "blocksize": block, "dtype": str(model.dtype).removeprefix("torch."),
             "shape": list(weight.shape)}  # fmt: skip
-    state = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
-    return {entry: value, f"{entry}.quant_state.bitsandbytes__{kind}": state}
+    bytes_ = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
+    return {entry: value, f"{entry}.{state}": bytes_}
 
 
 def _apart(

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import inspect
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,8 @@ from autoplan.common.errors import SourceError
 from autoplan.hf.relations import (
     HEADS,
     HIDDEN,
+    ROTARY_WIDTHS,
+    equal_widths,
     first_of,
     fit_rotary_lists,
     has_listed_stages,
@@ -111,28 +114,37 @@ def _shrunk(config: PretrainedConfig, work: _Shrinking, overrides: dict[str, Any
         else:
             keywords[name] = _read_sizes(value, work.sizes)
     rope = vars(config).get("rope_parameters")
-    if "head_dim" in keywords and isinstance(rope, dict) and "mrope_section" in rope:
+    if keywords.keys() & ROTARY_WIDTHS and isinstance(rope, dict) and "mrope_section" in rope:
         keywords.setdefault("rope_parameters", copy.deepcopy(rope))  # the class may look at both while it is built
         fit_rotary_lists(keywords, type(config))
     try:
-        built = type(config)(**keywords)
-        past_the_end = {
-            name: value
-            for name, value in vars(built).items()
-            if name not in keywords
-            and vars(config).get(name) == value
-            and _point_at_layers(name, value, layers, _depth(config))
-        }
-        if not past_the_end:
-            return built
-        kept = {name: _small(name, value, config, layers, work) for name, value in past_the_end.items()}
-        return type(config)(**keywords, **kept)
+        return _built(config, keywords, layers, work)
     except Exception as error:  # whatever a config class raises, the caller learns which class and fields
+        alike = equal_widths(config, keywords)
+        if alike:
+            with suppress(Exception):  # the first refusal is told
+                return _built(config, {**keywords, **alike}, layers, work)
         small = {name: value for name, value in keywords.items() if isinstance(value, int | list)}
         raise SourceError(
             f"{type(config).__name__} refuses the sizes of a tiny clone: {error}",
             hint=f"tried {small}; say what it needs in rules/inputs/{config.model_type}.toml under [tiny]",
         ) from error
+
+
+def _built(config: PretrainedConfig, keywords: dict[str, Any], layers: list[int], work: _Shrinking) -> PretrainedConfig:
+    """A config of these fields; those that it sets itself and that point at layers point at layers that there are."""
+    built = type(config)(**keywords)
+    past_the_end = {
+        name: value
+        for name, value in vars(built).items()
+        if name not in keywords
+        and vars(config).get(name) == value
+        and _point_at_layers(name, value, layers, _depth(config))
+    }
+    if not past_the_end:
+        return built
+    kept = {name: _small(name, value, config, layers, work) for name, value in past_the_end.items()}
+    return type(config)(**keywords, **kept)
 
 
 # ------------------------------------------------------------------------------------ which fields were chosen

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from autoplan.analyse.picture.blocks import Blocks, find_blocks
 from autoplan.analyse.picture.stack_kinds import kind_of
 from autoplan.common.options import check_argument
-from autoplan.values import Stack, Trace
+from autoplan.ops import call_record
+from autoplan.values import Call, Stack, Trace
 from autoplan.values.module_tree import ModuleTree
 
 if TYPE_CHECKING:
@@ -39,13 +40,12 @@ def stacks_of(tree: ModuleTree, trace: Trace | None = None, causal: frozenset[st
 
 def calls_causal(trace: Trace) -> frozenset[str]:
     """The modules that told a call of attention that it is causal."""
-    at = 5  # of scaled_dot_product_attention's arguments
-    return frozenset(
-        call.module
-        for call in trace.calls
-        if call.name == "scaled_dot_product_attention"
-        and (call.args[at] if len(call.args) > at else call.kwargs.get("is_causal")) is True
-    )
+    return frozenset(call.module for call in trace.calls if _is_causal(call))
+
+
+def _is_causal(call: Call) -> bool:
+    at, name = call_record(call.name).causal or (-1, "")
+    return (call.args[at] if len(call.args) > at >= 0 else call.kwargs.get(name)) is True
 
 
 def _stack(

@@ -1,7 +1,8 @@
 """What is known of torch's operations, each said once: one file for each family, one record for each op.
 
 In: a recorded op. Out: how its dims follow, which literals are sizes, what it sums over, how it runs on a shard
-(`record.py` says what a record holds). Importing this fills the tables. May import: values, common, axes. No torch.
+(`records/record.py` says what a record holds). Importing this fills the tables. May import: values, common, axes. No
+torch.
 """
 
 from autoplan.ops import (
@@ -17,6 +18,7 @@ from autoplan.ops import (
     products,
     questions,
     random,
+    recurrent,
     reductions,
     sorting,
     spatial,
@@ -41,6 +43,7 @@ __all__ = [
     "questions",
     "random",
     "op_record",
+    "recurrent",
     "reductions",
     "sorting",
     "spatial",

@@ -6,8 +6,9 @@ from typing import Any
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import find
+from autoplan.ops.records.answers import NEVER, Drawn, Linear, Reduction, by_rate
 from autoplan.ops.records.on_shards import Local, SplitOp
-from autoplan.ops.records.record import NEVER, Drawn, Linear, Reduction, by_rate, op, python_call
+from autoplan.ops.records.record import op, python_call
 from autoplan.ops.records.site import Answer, Dims, Site
 from autoplan.ops.records.sizes import NO_SIZES
 from autoplan.values import Ref
@@ -83,6 +84,7 @@ def _attention_extras(site: Site, scores: Dims) -> list[Dims | None]:
     return extras
 
 
+python_call("scaled_dot_product_attention", becomes="scaled_dot_product_attention", causal=(5, "is_causal"))
 # Told its number of heads; a rank does the same on its own heads (`execute/calls/fused_attention.py`).
 python_call("multi_head_attention_forward", sizes=NO_SIZES, linear=Linear.NO, random=by_rate(10, "dropout_p", 0.0),
             pays=Reduction.ATTENTION)  # fmt: skip

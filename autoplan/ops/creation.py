@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import leaf
+from autoplan.ops.records.answers import NEVER, Linear
 from autoplan.ops.records.on_shards import as_written, recorded
-from autoplan.ops.records.record import NEVER, Linear, nothing, op, op_record, python_call
+from autoplan.ops.records.record import nothing, op, op_record, python_call
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES, Filled, Identity, MadeWhole
 from autoplan.values import Ref, Trace, refs
@@ -82,3 +83,4 @@ def fills(name: str) -> bool:
 
 
 python_call("as_tensor", becomes="tensor")
+python_call("vander", "linalg_vander", sizes=NO_SIZES, linear=Linear.NO, random=NEVER, follows="long")

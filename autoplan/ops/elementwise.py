@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from autoplan.axes.events import Event
+from autoplan.ops.records.answers import NEVER, Drawn, Linear, Shows, Supposed
 from autoplan.ops.records.on_shards import as_written
-from autoplan.ops.records.record import NEVER, Drawn, Linear, Shows, kept_whole, nothing, op, python_call
+from autoplan.ops.records.record import kept_whole, nothing, op, python_call
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES
 
@@ -25,17 +26,26 @@ relu relu6 sigmoid silu gelu elu selu celu leaky_relu hardswish hardtanh hardsig
 log_sigmoid log_sigmoid_forward hardshrink softshrink _prelu_kernel tanh exp erf threshold
 """
 _LOGIC = """
-where eq ne gt lt ge le logical_not logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor bitwise_not
+eq logical_not logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor bitwise_not
 bitwise_left_shift bitwise_right_shift __and__ __or__ __xor__ __lshift__ __rshift__ isnan isinf isneginf isposinf
-isfinite isclose masked_fill
+isclose masked_fill
 """
-_WRITES = "fill zero copy"  # x[...] = y: y stretches to x
+_COMPARISONS = "ne gt lt ge le isfinite"  # those that mostly hold
+_WRITES = "fill zero"
 
 
 @op(*_ARITHMETIC.split(),
     sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 @op(*_LOGIC.split(), *_WRITES.split(),
     sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+@op(*_COMPARISONS.split(),
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written,
+    supposed=Supposed.TRUE)  # fmt: skip
+@op("copy",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written, overwrites=True)  # fmt: skip
+@op("where",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written,
+    drawn=Drawn.CHOICE)  # fmt: skip
 @op(*_ACTIVATIONS.split(),
     sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written,
     drawn=Drawn.ACTIVATION)  # fmt: skip
@@ -66,10 +76,16 @@ def elementwise(site: Site) -> Answer:
     return [list(dims) for _ in site.outputs]
 
 
-@op("detach", "detach_copy", "alias", "alias_copy",
+@op("detach", "detach_copy",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written,
+    shows=Shows.RESHAPED, detaches=True)  # fmt: skip
+@op("alias", "alias_copy",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written,
     shows=Shows.RESHAPED)  # fmt: skip
-@op("clone", "_to_copy", "contiguous", "lift", "lift_fresh", "lift_fresh_copy", "to", "positive", "_pin_memory",
+@op("_to_copy",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
+    shows=Shows.COPIED, supposed=Supposed.FALSE)  # fmt: skip
+@op("clone", "contiguous", "lift", "lift_fresh", "lift_fresh_copy", "to", "positive", "_pin_memory",
     "pin_memory",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
     shows=Shows.COPIED)  # fmt: skip
@@ -128,4 +144,5 @@ python_call("__sub__", "__isub__", "__rsub__", becomes="sub")
 python_call("__mul__", "__imul__", "__rmul__", becomes="mul")
 python_call("__truediv__", "__itruediv__", becomes="div")
 python_call("__neg__", becomes="neg")
+python_call("attr:data", sizes=NO_SIZES, linear=Linear.NO, random=NEVER, detaches=True)
 python_call("type", "float", "half", "bfloat16", "double", becomes="_to_copy")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import product
+from autoplan.ops.records.answers import NEVER, Linear, Reduction
 from autoplan.ops.records.on_shards import SplitOp, recorded
-from autoplan.ops.records.record import NEVER, Linear, Reduction, op
+from autoplan.ops.records.record import op
 from autoplan.ops.records.site import Answer, Dims, Site
 from autoplan.ops.records.sizes import NO_SIZES
 from autoplan.values import Ref

@@ -9,16 +9,15 @@ from typing import Any
 from autoplan.axes.events import Event
 from autoplan.axes.terms import Term, find, is_data
 from autoplan.ops.pieces import slice_of
+from autoplan.ops.records.answers import NEVER, Along, Drawn, Linear, Reduction, Shows
 from autoplan.ops.records.on_shards import Local, SplitOp, as_written
-from autoplan.ops.records.record import NEVER, Along, Drawn, Linear, Reduction, Shows, kept_whole, op, python_call
+from autoplan.ops.records.record import call_record, kept_whole, op, op_record, python_call
 from autoplan.ops.records.site import Answer, Dims, Site
 from autoplan.ops.records.sizes import NO_SIZES, Indexed
 from autoplan.ops.reductions import averaged
 from autoplan.values import Ref, refs
 
-__all__ = ["TABLES"]
-
-TABLES = ("embedding", "_embedding_bag", "_embedding_bag_forward_only")  # take the table, then the ids
+__all__ = ["looks_up", "takes_bags", "takes_targets"]
 
 _STRETCHING = ("expand", "_to_copy", "clone", "alias", "detach", "to")
 
@@ -61,6 +60,16 @@ def embedding_bag(site: Site) -> Answer:
     if bags.size != site.out_shape[0]:  # the last offset may be an end
         bags = site.fresh(site.out_shape[0], data=True)
     return [[bags, site.from_weight(width)], *(None for _ in site.outputs[1:])]
+
+
+def looks_up(name: str) -> bool:
+    """Does an op take rows of a table, its first input, by ids, its second? (Python tells the ids first.)"""
+    return op_record(name).dims in (embedding, embedding_bag)
+
+
+def takes_bags(name: str) -> bool:
+    """Are the rows put together, bag by bag?"""
+    return op_record(name).dims is embedding_bag
 
 
 @dataclass(frozen=True)
@@ -286,7 +295,7 @@ def one_hot(site: Site) -> Answer:
 
 
 @op("nonzero", "argwhere",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written, tells=True)  # fmt: skip
 def nonzero(site: Site) -> Answer:
     """Positions as integers: one row per hit, one column per dim."""
     dims = site.terms(site.inputs[0])
@@ -295,7 +304,7 @@ def nonzero(site: Site) -> Answer:
 
 
 @op("nonzero_numpy",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written, tells=True)  # fmt: skip
 def nonzero_numpy(site: Site) -> Answer:
     dims = site.terms(site.inputs[0])
     rows = site.replaced([term for term in dims if term.size > 1], site.out_shape[0], Event.INDEX)
@@ -318,7 +327,15 @@ def nll_loss(site: Site) -> Answer:
     return [rest if site.shape(output) else [] for output in site.outputs]
 
 
+def takes_targets(name: str) -> bool:
+    """Is a call a loss whose second argument holds the number of the right score?"""
+    known = call_record(name)
+    return known.loss_of_columns or op_record(known.becomes).dims is nll_loss
+
+
+python_call("embedding_bag", becomes="_embedding_bag")
+python_call("cross_entropy_loss", becomes="nll_loss")
 # A row of a table is taken by table[number] only: what else becomes a `select` has no place for its sum.
 python_call("__getitem__", becomes="index", sizes=Indexed(), linear=Linear.EACH, shows=Shows.PICKED,
             along=Along("picks"), settles=Reduction.ROW)  # fmt: skip
-python_call("__setitem__", becomes="index_put", sizes=Indexed())
+python_call("__setitem__", becomes="index_put", sizes=Indexed(), assigns=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import find
+from autoplan.ops.records.answers import NEVER, Drawn, Linear
 from autoplan.ops.records.on_shards import as_written
-from autoplan.ops.records.record import NEVER, Drawn, Linear, kept_whole, op, python_call
+from autoplan.ops.records.record import kept_whole, op, python_call
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES
 from autoplan.values.reasons import NotPlaced

@@ -8,13 +8,14 @@ from typing import Any
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import ONE, find
+from autoplan.ops.records.answers import NEVER, Drawn, Linear, Reduction
 from autoplan.ops.records.on_shards import Local, SplitOp, as_written
-from autoplan.ops.records.record import NEVER, Drawn, Linear, Reduction, kept_whole, op, python_call
-from autoplan.ops.records.site import Answer, Dims, Site
+from autoplan.ops.records.record import kept_whole, op, python_call
+from autoplan.ops.records.site import Answer, Dims, Site, told
 from autoplan.ops.records.sizes import NO_SIZES, Groups
 from autoplan.values import Op
 
-__all__ = ["scaled_dims"]
+__all__: list[str] = []
 
 _SMALLEST = {"torch.float32": 2.0**-23, "torch.float64": 2.0**-52}  # what is added where nobody says how much
 
@@ -62,14 +63,14 @@ def group_normed(local: Local) -> Any:
     return local.call()
 
 
-def scaled_dims(op: Op, rank: int) -> list[int]:
-    """The dims over which a weight norm takes lengths: all but one."""
-    kept = op.args[2] if len(op.args) > 2 else op.kwargs.get("dim", 0)
+def _all_but_one(op: Op, rank: int) -> list[int]:
+    """The dims over which a weight norm takes lengths."""
+    kept = told(op, 2, "dim", 0)
     return [dim for dim in range(rank) if dim != kept % rank]
 
 
 def _lengths(at: SplitOp) -> Reduction | None:
-    dims = scaled_dims(at.op, len(at.terms(0)))
+    dims = _all_but_one(at.op, len(at.terms(0)))
     return Reduction.LENGTH if any(at.is_split(0, dim) for dim in dims) else None
 
 
@@ -143,7 +144,7 @@ def _scale(site: Site, dims: Dims, parameters: Sequence[object]) -> None:
 
 
 @op("_weight_norm_interface", "_weight_norm",
-    sizes=NO_SIZES, reduces=_lengths, linear=Linear.NO, random=NEVER, runs=scaled)  # fmt: skip
+    sizes=NO_SIZES, reduces=_lengths, linear=Linear.NO, random=NEVER, runs=scaled, over=_all_but_one)  # fmt: skip
 def weight_norm(site: Site) -> Answer:
     """A weight scaled to given lengths: one length per position of `dim`, over all other dims."""
     dims, lengths = site.terms(site.inputs[0]), site.terms(site.inputs[1])
@@ -158,7 +159,7 @@ def weight_norm(site: Site) -> Answer:
 
 # On some devices the ops of these are recorded one by one: together they are a norm all the same. What is called
 # by the ops' own names gives the statistics, too, and is no call that ranks can do together.
-for _name in ("layer_norm", "rms_norm"):
-    python_call(_name, becomes=_name, pays=Reduction.NORM)
+for _name, _statistics_of_row in (("layer_norm", 2), ("rms_norm", 1)):
+    python_call(_name, becomes=_name, pays=Reduction.NORM, statistics=_statistics_of_row)
 python_call("group_norm", becomes="native_group_norm", sizes=Groups(1))
 python_call("_weight_norm", becomes="_weight_norm", settles=Reduction.LENGTH, divides=True)

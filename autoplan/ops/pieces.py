@@ -6,23 +6,15 @@ from typing import Any
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import ONE, Term, concatenation, is_data, leaf
+from autoplan.ops.records.answers import NEVER, Along, Drawn, Linear, Reduction, Shows
 from autoplan.ops.records.on_shards import Local, SplitOp, as_written
-from autoplan.ops.records.record import (
-    NEVER,
-    Along,
-    Drawn,
-    Linear,
-    Reduction,
-    Shows,
-    kept_whole,
-    nothing,
-    op,
-    python_call,
-)
-from autoplan.ops.records.site import Answer, Dims, Site
+from autoplan.ops.records.record import kept_whole, nothing, op, op_record, python_call
+from autoplan.ops.records.site import Answer, Dims, Site, told
 from autoplan.ops.records.sizes import NO_SIZES, Bounds, Lengths, PieceCount
+from autoplan.ops.views import moved_dims
+from autoplan.values import Op
 
-__all__: list[str] = []
+__all__ = ["joins"]
 
 
 def bounds(size: int, start: int | None, stop: int | None) -> tuple[int, int]:
@@ -63,6 +55,16 @@ def split_up(local: Local) -> Any:
     """Pieces are as long as a rank's shards of them."""
     dim = local.argument(2, "dim", 0)
     return local.args[0].split([local.shards.local_shape(out, local.rank)[dim] for out in local.outputs], dim)
+
+
+def _without(op: Op, dims: list[Any], new: Any, after: int) -> list[Any]:
+    gone = told(op, 1, "dim", 0) % len(dims)
+    return [*dims[:gone], *dims[gone + 1 :]]
+
+
+def joins(name: str) -> bool:
+    """Does an op put values one behind the other, along a dim that all of them have?"""
+    return op_record(name).dims is cat
 
 
 def slice_of(site: Site, term: Term, start: int | None, stop: int | None, step: int = 1) -> Term:
@@ -109,13 +111,13 @@ def slice_scatter(site: Site) -> Answer:
 
 @op("select", "select_copy",
     sizes=NO_SIZES, reduces=_row, linear=Linear.NO, random=NEVER, runs=row_of_its_rank,
-    shows=Shows.VIEWED, along=Along("picks"), drawn=Drawn.SPLIT)  # fmt: skip
+    shows=Shows.VIEWED, along=Along("picks"), drawn=Drawn.SPLIT, moves=_without)  # fmt: skip
 def select(site: Site) -> Answer:
     """One position; a row of a table may also be looked up so."""
     dims, dim = site.terms(site.inputs[0]), site.arg(1, "dim", 0)
     row = dim == 0 and len(dims) == 2 and site.is_parameter(site.inputs[0])
-    site.mark(dims.pop(dim), Event.EMBED_INDEX if row else Event.SELECT)
-    return [dims]
+    site.mark(dims[dim], Event.EMBED_INDEX if row else Event.SELECT)
+    return [moved_dims(site)]
 
 
 @op("select_scatter",
@@ -130,11 +132,10 @@ def select_scatter(site: Site) -> Answer:
 
 @op("unbind", "unbind_copy",
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
-    shows=Shows.VIEWED, along=Along("parts", 1), drawn=Drawn.SPLIT)  # fmt: skip
+    shows=Shows.VIEWED, along=Along("parts", 1), drawn=Drawn.SPLIT, moves=_without)  # fmt: skip
 def unbind(site: Site) -> Answer:
-    dims = site.terms(site.inputs[0])
-    site.mark(dims.pop(site.arg(1, "dim", 0)), Event.SELECT)
-    return [list(dims) for _ in site.outputs]
+    site.mark(site.terms(site.inputs[0])[site.arg(1, "dim", 0)], Event.SELECT)
+    return [moved_dims(site) for _ in site.outputs]
 
 
 @op("split", "split_with_sizes", "split_copy", "split_with_sizes_copy", "unsafe_split", "unsafe_split_with_sizes",
@@ -162,7 +163,7 @@ def split(site: Site) -> Answer:
 
 
 @op("glu",
-    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written, drawn=Drawn.GATED)  # fmt: skip
 def glu(site: Site) -> Answer:
     """Two halves meet in a product."""
     dims = site.terms(site.inputs[0])
@@ -269,6 +270,8 @@ def unfold(site: Site) -> Answer:
     return [[*dims, site.fresh(size, Event.STRIDED, data=is_data(term)) if size > 1 else ONE]]
 
 
+# What is put before or behind is as long as the rest.
+python_call("diff", sizes=NO_SIZES, linear=Linear.NO, random=NEVER, follows="another")
 python_call("vsplit", becomes="tensor_split", sizes=PieceCount(dim=0, even=True))
 python_call("hsplit", becomes="tensor_split", sizes=PieceCount(dim=1, even=True))
 python_call("dsplit", becomes="tensor_split", sizes=PieceCount(dim=2, even=True))

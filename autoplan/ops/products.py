@@ -6,30 +6,15 @@ from typing import Any
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import find
+from autoplan.ops.records.answers import NEVER, Drawn, Linear, Product, Reduction
 from autoplan.ops.records.on_shards import Local, SplitOp, as_written
-from autoplan.ops.records.record import (
-    NEVER,
-    Drawn,
-    Linear,
-    Product,
-    Reduction,
-    nothing,
-    op,
-    op_record,
-    python_call,
-    unknown,
-)
+from autoplan.ops.records.record import nothing, op, op_record, python_call, unknown
 from autoplan.ops.records.site import Answer, Dims, Site
 from autoplan.ops.records.sizes import NO_SIZES
 from autoplan.values import Ref
 from autoplan.values.reasons import NotPlaced
 
-__all__ = ["CELLS", "NETWORKS"]
-
-# Recurrent networks as calls, and how many gates lie behind one another in the rows of their weights.
-_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
-NETWORKS = _GATES  # all steps of all layers in one call
-CELLS = {f"{name}_cell": gates for name, gates in _GATES.items()}  # one step
+__all__: list[str] = []
 
 
 def _operands(at: SplitOp) -> Product:
@@ -60,17 +45,20 @@ def multiplied(local: Local) -> Any:
     return local.call()
 
 
-@op("mm",
+@op("mm", "bmm",
     sizes=NO_SIZES, reduces=inner_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
     product=Product(0, 1, out=(-1, -1)), drawn=Drawn.CONTRACTION)  # fmt: skip
-@op("bmm", "_int_mm", "_scaled_mm",
+@op("_int_mm", "_scaled_mm",
     sizes=NO_SIZES, reduces=inner_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
     product=Product(0, 1), drawn=Drawn.CONTRACTION)  # fmt: skip
 def matrix_product(site: Site) -> Answer:
     return [_product_of(site, site.inputs[0], site.inputs[1])]
 
 
-@op("addmm", "baddbmm",
+@op("addmm",
+    sizes=NO_SIZES, reduces=inner_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
+    product=Product(1, 2, bias=0, out=(-1, -1)), drawn=Drawn.CONTRACTION)  # fmt: skip
+@op("baddbmm",
     sizes=NO_SIZES, reduces=inner_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
     product=Product(1, 2, bias=0), drawn=Drawn.CONTRACTION)  # fmt: skip
 @op("_addmm_activation",
@@ -141,7 +129,7 @@ def outer(site: Site) -> Answer:
 
 @op("linear",
     sizes=NO_SIZES, reduces=inner_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
-    product=Product(0, 1, bias=2, out=(0, -1)), drawn=Drawn.CONTRACTION)  # fmt: skip
+    product=Product(0, 1, bias=2, inner=-1), drawn=Drawn.CONTRACTION)  # fmt: skip
 def linear(site: Site) -> Answer:
     """Not decomposed: features last, weight as out x in."""
     x, weight = site.terms(site.inputs[0]), site.terms(site.inputs[1])
@@ -175,4 +163,8 @@ op("addbmm",
    sizes=NO_SIZES, reduces=_no_sum, linear=Linear.NO, random=NEVER, runs=multiplied,
    product=Product(1, 2, bias=0), drawn=Drawn.CONTRACTION)(unknown)  # fmt: skip
 
+# Gathered are those that models are written with: layers, and `x @ w`.
+python_call("linear", becomes="linear", product=Product(0, 1, bias=2, out=(0, -1), inner=-1))
 python_call("matmul", "__matmul__", becomes="mm")
+python_call("bmm", becomes="bmm", product=Product(0, 1))
+python_call("addmm", becomes="addmm", product=Product(1, 2, bias=0))

@@ -7,14 +7,15 @@ draws must get one answer, for ops and for the calls that Python makes.
 from __future__ import annotations
 
 from autoplan.axes.events import Event
+from autoplan.ops.creation import fills
 from autoplan.ops.elementwise import elementwise
-from autoplan.ops.products import NETWORKS
+from autoplan.ops.records.answers import ALWAYS, Linear, Supposed, by_rate
 from autoplan.ops.records.on_shards import as_written, recorded
-from autoplan.ops.records.record import ALWAYS, Linear, by_rate, kept_whole, nothing, op, python_call, unknown
+from autoplan.ops.records.record import kept_whole, nothing, op, op_record, python_call, unknown
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES, MadeWhole
 
-__all__: list[str] = []
+__all__ = ["makes_anew"]
 
 
 @op("rand", "randn", "randint", "randperm",
@@ -37,6 +38,11 @@ def noise_like(site: Site) -> Answer:
     return [dims]
 
 
+def makes_anew(name: str) -> bool:
+    """Does an op give something that holds nothing of what its inputs hold?"""
+    return fills(name) or op_record(name).dims is noise_like
+
+
 @op("dropout", "native_dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=by_rate(1), runs=recorded)  # fmt: skip
 @op("rrelu",
@@ -54,7 +60,8 @@ def random(site: Site) -> Answer:
 
 
 @op("multinomial",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=ALWAYS, runs=as_written)  # fmt: skip
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=ALWAYS, runs=as_written,
+    supposed=Supposed.POSITIONS)  # fmt: skip
 def multinomial(site: Site) -> Answer:
     *batch, choices = site.terms(site.inputs[0])
     return [[*batch, site.replaced([choices], site.out_shape[-1], Event.SORT)]]
@@ -66,6 +73,3 @@ op("rrelu_with_noise", "rrelu_with_noise_functional",
 
 python_call("dropout1d", "dropout2d", "dropout3d", becomes="feature_dropout")
 python_call("gumbel_softmax", sizes=NO_SIZES, linear=Linear.NO, random=ALWAYS)
-# Recurrent networks as one call: dropout lies between their layers.
-for _name in NETWORKS:
-    python_call(_name, sizes=NO_SIZES, linear=Linear.NO, random=by_rate(-1, "dropout"))

@@ -9,20 +9,21 @@ from autoplan.axes.events import Event
 from autoplan.axes.terms import ONE
 from autoplan.common.layout import Layout
 from autoplan.ops.elementwise import elementwise
+from autoplan.ops.records.answers import NEVER, Drawn, Linear, Reduction, Supposed
 from autoplan.ops.records.on_shards import Local, SplitOp, as_written
-from autoplan.ops.records.record import NEVER, Drawn, Linear, Reduction, kept_whole, op, python_call
-from autoplan.ops.records.site import Answer, Site
+from autoplan.ops.records.record import call_record, kept_whole, op, op_record, python_call
+from autoplan.ops.records.site import Answer, Site, told
 from autoplan.ops.records.sizes import NO_SIZES, SHAPE
 from autoplan.values import Op, refs
 from autoplan.values.reasons import NotPlaced
 
-__all__ = ["averaged", "reduced_dims"]
+__all__ = ["averaged", "compares"]
 
 
-def reduced_dims(op: Op, rank: int) -> list[int]:
+def _reduced_dims(op: Op, rank: int) -> list[int]:
     """The dims of its first input that a reduction runs over: the given ones, or all."""
     place = 2 if op.name in ("norm", "linalg_vector_norm") else 1
-    given = op.args[place] if len(op.args) > place else op.kwargs.get("dim")
+    given = told(op, place, "dim")
     if op.overload == "other" or not rank:  # max(a, b) works element by element
         return []
     if isinstance(given, (list, tuple)) and given:
@@ -32,7 +33,7 @@ def reduced_dims(op: Op, rank: int) -> list[int]:
 
 def _split_layouts(at: SplitOp) -> list[Layout]:
     """How the dims are split that the op runs over, as far as they are."""
-    dims = reduced_dims(at.op, len(at.terms(0))) if at.op.args else []
+    dims = _reduced_dims(at.op, len(at.terms(0))) if at.op.args else []
     return [layout for dim in dims if (layout := at.layout(0, dim)) is not None]
 
 
@@ -99,32 +100,37 @@ _EVENTS = {
 
 @op("sum",
     sizes=NO_SIZES, reduces=summed_over(Reduction.SUM), linear=Linear.EACH, random=NEVER,
-    runs=part_of_a_sum, drawn=Drawn.SUM)  # fmt: skip
+    runs=part_of_a_sum, drawn=Drawn.SUM, over=_reduced_dims)  # fmt: skip
 @op("mean",
     sizes=NO_SIZES, reduces=summed_over(Reduction.MEAN), linear=Linear.WITHIN, random=NEVER,
-    runs=part_of_a_mean, drawn=Drawn.STATISTIC)  # fmt: skip
+    runs=part_of_a_mean, drawn=Drawn.STATISTIC, over=_reduced_dims)  # fmt: skip
 @op("var", "std",
     sizes=NO_SIZES, reduces=summed_over(Reduction.VARIANCE), linear=Linear.NO, random=NEVER,
-    runs=exchanged, drawn=Drawn.STATISTIC)  # fmt: skip
+    runs=exchanged, drawn=Drawn.STATISTIC, over=_reduced_dims)  # fmt: skip
 @op("linalg_vector_norm",
     sizes=NO_SIZES, reduces=summed_over(Reduction.LENGTH), linear=Linear.NO, random=NEVER,
-    runs=exchanged, drawn=Drawn.STATISTIC)  # fmt: skip
+    runs=exchanged, drawn=Drawn.STATISTIC, over=_reduced_dims)  # fmt: skip
 @op("var_mean", "std_mean", "norm",
     sizes=NO_SIZES, reduces=across, linear=Linear.NO, random=NEVER, runs=whole_only,
-    drawn=Drawn.STATISTIC)  # fmt: skip
+    drawn=Drawn.STATISTIC, over=_reduced_dims)  # fmt: skip
 @op("amax",
-    sizes=NO_SIZES, reduces=across, linear=Linear.NO, random=NEVER, runs=whole_only, drawn=Drawn.SUM)  # fmt: skip
+    sizes=NO_SIZES, reduces=across, linear=Linear.NO, random=NEVER, runs=whole_only,
+    drawn=Drawn.SUM, over=_reduced_dims)  # fmt: skip
 @op("argmax",
-    sizes=NO_SIZES, reduces=across, linear=Linear.NO, random=NEVER, runs=whole_only, drawn=Drawn.TOPK)  # fmt: skip
-@op("max", "min", "amin", "aminmax", "median", "nanmedian", "mode", "argmin", "any", "all", "_is_all_true",
+    sizes=NO_SIZES, reduces=across, linear=Linear.NO, random=NEVER, runs=whole_only,
+    drawn=Drawn.TOPK, over=_reduced_dims, supposed=Supposed.POSITIONS)  # fmt: skip
+@op("max", "min", "argmin",
+    sizes=NO_SIZES, reduces=across, linear=Linear.NO, random=NEVER, runs=whole_only, over=_reduced_dims,
+    supposed=Supposed.POSITIONS)  # fmt: skip
+@op("amin", "aminmax", "median", "nanmedian", "mode", "any", "all", "_is_all_true",
     "_is_any_true", "equal", "count_nonzero", "nansum", "nanmean", "frobenius_norm", "logsumexp", "prod",
-    sizes=NO_SIZES, reduces=across, linear=Linear.NO, random=NEVER, runs=whole_only)  # fmt: skip
+    sizes=NO_SIZES, reduces=across, linear=Linear.NO, random=NEVER, runs=whole_only, over=_reduced_dims)  # fmt: skip
 def reduction(site: Site) -> Answer:
     name = site.op.name.rstrip("_")
     if site.op.overload == "other":  # max(a, b) works element by element
         return elementwise(site)
     dims = site.terms(site.inputs[0])
-    gone = {position % len(dims) for position in reduced_dims(site.op, len(dims))}
+    gone = {position % len(dims) for position in _reduced_dims(site.op, len(dims))}
     event = _EVENTS[name]
     if event is Event.LENGTH and site.arg(1, "ord", 2) != 2:
         event = Event.REDUCE_NORM
@@ -154,6 +160,11 @@ def loss(site: Site) -> Answer:
     for term in dims:
         site.contract(term, Event.REDUCE_LIN)
     return [[]]
+
+
+def compares(name: str) -> bool:
+    """Is a call a loss between a prediction and a target of its shape?"""
+    return op_record(call_record(name).becomes).dims is loss
 
 
 @op("_softmax", "softmax", "_safe_softmax",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import ONE
+from autoplan.ops.records.answers import NEVER, Drawn, Linear, Supposed
 from autoplan.ops.records.on_shards import as_written
-from autoplan.ops.records.record import NEVER, Drawn, Linear, kept_whole, op
+from autoplan.ops.records.record import kept_whole, op
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES
 
@@ -14,8 +15,11 @@ __all__: list[str] = []
 
 @op("sort",
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
-    drawn=Drawn.TOPK)  # fmt: skip
-@op("argsort", "msort",
+    drawn=Drawn.TOPK, supposed=Supposed.POSITIONS)  # fmt: skip
+@op("argsort",
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
+    supposed=Supposed.POSITIONS)  # fmt: skip
+@op("msort",
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
 def sort(site: Site) -> Answer:
     """A position in the result is a rank, no longer the position it was."""
@@ -28,9 +32,10 @@ def sort(site: Site) -> Answer:
 
 @op("topk",
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
-    drawn=Drawn.TOPK)  # fmt: skip
+    drawn=Drawn.TOPK, supposed=Supposed.POSITIONS)  # fmt: skip
 @op("kthvalue",
-    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written)  # fmt: skip
+    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
+    supposed=Supposed.POSITIONS)  # fmt: skip
 def topk(site: Site) -> Answer:
     dims = site.terms(site.inputs[0])
     dim = site.arg(2, "dim", -1)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from autoplan.axes.events import Event
 from autoplan.axes.terms import product
 from autoplan.ops.convolutions import slid
+from autoplan.ops.records.answers import NEVER, Linear
 from autoplan.ops.records.on_shards import as_written
-from autoplan.ops.records.record import NEVER, Linear, kept_whole, op
+from autoplan.ops.records.record import kept_whole, op
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES
 

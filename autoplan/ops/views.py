@@ -6,12 +6,14 @@ from typing import Any
 
 from autoplan.axes.events import Event
 from autoplan.axes.terms import ONE, Term, leaf, product
+from autoplan.ops.records.answers import NEVER, Linear, Shows
 from autoplan.ops.records.on_shards import Local, as_written
-from autoplan.ops.records.record import NEVER, Linear, Shows, kept_whole, nothing, op, python_call, unknown
-from autoplan.ops.records.site import Answer, Site
+from autoplan.ops.records.record import kept_whole, nothing, op, op_record, python_call, unknown, writes_in_place
+from autoplan.ops.records.site import Answer, Dims, Site, told
 from autoplan.ops.records.sizes import NO_SIZES, SHAPE, RepeatEach, Repeats, Unflattened
+from autoplan.values import Op
 
-__all__: list[str] = []
+__all__ = ["moved_dims", "reshapes_in_place", "stretches"]
 
 
 def reshaped(local: Local) -> Any:
@@ -25,11 +27,60 @@ def expanded(local: Local) -> Any:
     return local.args[0].expand(local.shape)
 
 
+def _with_new(op: Op, dims: list[Any], new: Any, after: int) -> list[Any]:
+    place = told(op, 1, "dim") % after
+    return [*dims[:place], new, *dims[place:]]
+
+
+def _last_swapped(op: Op, dims: list[Any], new: Any, after: int) -> list[Any]:
+    return [*dims[:-2], *dims[-2:][::-1]]
+
+
+def _reversed(op: Op, dims: list[Any], new: Any, after: int) -> list[Any]:
+    return dims[::-1]
+
+
+def _swapped(op: Op, dims: list[Any], new: Any, after: int) -> list[Any]:
+    dims, i, j = list(dims), told(op, 1, "dim0"), told(op, 2, "dim1")
+    if dims:
+        dims[i], dims[j] = dims[j], dims[i]
+    return dims
+
+
+def _permuted(op: Op, dims: list[Any], new: Any, after: int) -> list[Any]:
+    return [dims[i] for i in told(op, 1, "dims")]
+
+
+def _stretched(op: Op, dims: list[Any], new: Any, after: int) -> list[Any]:
+    return [new] * (after - len(dims)) + dims
+
+
+def reshapes_in_place(name: str) -> bool:
+    """Does an op give a tensor itself another shape, or another order of dims? einsum does so."""
+    known = op_record(name)
+    return writes_in_place(name) and known.shows in (Shows.RESHAPED, Shows.VIEWED) and not known.detaches
+
+
+def moved_dims(site: Site) -> Dims:
+    """The dims of a view, by the record."""
+    moves = op_record(site.op.name).moves
+    assert moves is not None
+    return moves(site.op, site.terms(site.inputs[0]), ONE, len(site.out_shape))
+
+
+def stretches(name: str) -> bool:
+    """Does an op make dims of 1 longer, as its result's shape is told?"""
+    return op_record(name).moves is _stretched
+
+
 @op("view", "reshape", "_unsafe_view", "_reshape_alias", "view_copy", "_reshape_copy",
     sizes=SHAPE, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=reshaped, shows=Shows.RESHAPED)  # fmt: skip
-@op("unsqueeze", "squeeze", "flatten", "ravel", "unsqueeze_copy", "squeeze_copy",
+@op("squeeze", "flatten", "ravel", "squeeze_copy",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
     shows=Shows.RESHAPED)  # fmt: skip
+@op("unsqueeze", "unsqueeze_copy",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
+    shows=Shows.RESHAPED, moves=_with_new)  # fmt: skip
 @op("view_as", "reshape_as",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.FIRST, random=NEVER, runs=as_written,
     shows=Shows.RESHAPED)  # fmt: skip
@@ -52,46 +103,32 @@ def _reinterpret(site: Site) -> Answer:
     return [dims]
 
 
-@op("t", "numpy_T", "mT", "adjoint", "matrix_H",
+@op("t", "mT", "adjoint", "matrix_H",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
-    shows=Shows.VIEWED)  # fmt: skip
-def transpose_last(site: Site) -> Answer:
-    dims = site.terms(site.inputs[0])
-    if site.op.name == "numpy_T":
-        return [dims[::-1]]
-    return [[*dims[:-2], *dims[-2:][::-1]]]
-
-
+    shows=Shows.VIEWED, moves=_last_swapped)  # fmt: skip
+@op("numpy_T",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
+    shows=Shows.VIEWED, moves=_reversed)  # fmt: skip
 @op("transpose", "swapaxes", "swapdims", "transpose_copy",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
-    shows=Shows.VIEWED)  # fmt: skip
-def transpose(site: Site) -> Answer:
-    dims = site.terms(site.inputs[0])
-    i, j = site.arg(1, "dim0"), site.arg(2, "dim1")
-    if dims:
-        dims[i], dims[j] = dims[j], dims[i]
-    return [dims]
-
-
+    shows=Shows.VIEWED, moves=_swapped)  # fmt: skip
 @op("permute", "permute_copy",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=as_written,
-    shows=Shows.VIEWED)  # fmt: skip
-def permute(site: Site) -> Answer:
-    dims = site.terms(site.inputs[0])
-    return [[dims[i] for i in site.arg(1, "dims")]]
+    shows=Shows.VIEWED, moves=_permuted)  # fmt: skip
+def moved(site: Site) -> Answer:
+    """Each dim stays as it is, in another place."""
+    return [moved_dims(site)]
 
 
 @op("expand", "expand_copy", "broadcast_to",
     sizes=SHAPE, reduces=nothing, linear=Linear.EACH, random=NEVER, runs=expanded, shows=Shows.VIEWED,
-    alike=True)  # fmt: skip
+    alike=True, moves=_stretched)  # fmt: skip
 @op("expand_as",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.FIRST, random=NEVER, runs=as_written,
-    shows=Shows.VIEWED)  # fmt: skip
+    shows=Shows.VIEWED, moves=_stretched)  # fmt: skip
 def expand(site: Site) -> Answer:
     """Dims of 1 are repeated: how often is a new axis, along which all is equal."""
-    dims = site.terms(site.inputs[0])
-    shape = site.out_shape
-    dims = [ONE] * (len(shape) - len(dims)) + dims
+    dims, shape = moved_dims(site), site.out_shape
     return [[term if term.size == size else leaf(size) for term, size in zip(dims, shape, strict=True)]]
 
 
@@ -178,3 +215,4 @@ op("as_strided",
 
 python_call("movedim", "moveaxis", becomes="permute")
 python_call("tile", becomes="repeat")
+python_call("broadcast_tensors", "meshgrid", sizes=NO_SIZES, linear=Linear.NO, random=NEVER, follows="all")

@@ -1,25 +1,30 @@
-"""`nn.CrossEntropyLoss` that compiled code makes and calls.
+"""Split logits in compiled code: `nn.CrossEntropyLoss` that it makes and calls, and logits that come from outside.
 
 torch's compiler puts the function in its place, and hands it the tensors past what their classes say of it. Logits that
 know that they are a rank's columns are such a class: the loss would be that of the columns alone, or an error about a
 target out of bounds. Where a class has its say, the function is called as any other is.
+
+Where a graph is broken between head and loss, compiled code is given such logits from outside. torch keeps a set of the
+classes that it does not trace then (as with all settings of its compiler, one for each thread), and theirs are added.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch._dynamo.config
 import torch.nn.functional as F
 from torch._dynamo.variables import LambdaVariable
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.torch_function import can_dispatch_torch_function
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable
 
-from autoplan.patches.patched import Hold, Patch, Place, hold
+from autoplan.patches.patched import Hold, Patch, Place, Registered, hold
 
-__all__ = ["COMPILED_LOSS", "heard_by_classes"]
+__all__ = ["COMPILED_LOSS", "UNTRACED_LOGITS", "heard_by_classes", "left_untraced"]
 
 
 def heard_by_classes(patch: Patch | None = None) -> Hold:
@@ -75,4 +80,50 @@ COMPILED_LOSS = Patch(
     undone="torch's own comes back when the last such model is collected or undone",
     where="autoplan/execute/parameters/following.py",
     canary=_canary,
+)
+
+
+# -------------------------------------------------------------------------------------- tensors from outside
+
+
+def left_untraced(classes: Iterable[type], patch: Patch | None = None) -> Hold:
+    """Until the hold is released, compilers run as it is whatever is given tensors of these classes from outside."""
+    untraced: Any = torch._dynamo.config.nontraceable_tensor_subclasses
+    return hold(patch or UNTRACED_LOGITS, [Registered(untraced, one) for one in classes])
+
+
+def _untraced_canary() -> bool:
+    """Is code that is given such a tensor compiled before and after, and not meanwhile?"""
+    apart = replace(UNTRACED_LOGITS, name="canary of untraced logits")  # sharded models may hold the patch itself
+
+    class Apart(torch.Tensor):
+        pass
+
+    def compiled() -> int:
+        graphs: list[object] = []
+
+        def backend(module: torch.fx.GraphModule, inputs: object) -> Any:
+            graphs.append(module)
+            return module.forward
+
+        function = torch.compile(lambda x: x.sin() + 1, backend=backend)
+        function(torch.ones(2).as_subclass(Apart))
+        return len(graphs)
+
+    before, held = compiled(), left_untraced((Apart,), apart)
+    try:
+        inside = compiled()
+    finally:
+        held.release()
+    return (before, inside, compiled()) == (1, 0, 1)
+
+
+UNTRACED_LOGITS = Patch(
+    name="untraced logits",
+    replaces="torch._dynamo.config.nontraceable_tensor_subclasses, to which the classes of split logits are added",
+    why="where a graph is broken between head and loss, split logits are worked on by their own code",
+    scope="while a model whose head gives split logits lives, or a copy of it",
+    undone="each class is taken out when the last such model is collected or undone",
+    where="autoplan/execute/vocabulary/ends.py",
+    canary=_untraced_canary,
 )

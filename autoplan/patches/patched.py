@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 from autoplan.common.errors import AutoplanError
 from autoplan.patches.alone import Alone
 
-__all__ = ["Hold", "Patch", "Place", "hold", "note_holds", "patched"]
+__all__ = ["Registered", "Hold", "Kept", "Patch", "Place", "hold", "note_holds", "patched"]
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,43 @@ class Place(NamedTuple):
         setattr(self.holder, self.name, value)
 
 
+_ABSENT = object()
+
+
+class Registered(NamedTuple):
+    """What is to stand in a dict of another package's under a key; or, where `holder` is a set, that `key` is in it."""
+
+    holder: Any
+    key: Any
+    value: Any = True
+
+    @property
+    def name(self) -> str:
+        return f"{self.key} ({id(self.key)})"
+
+    def make(self, original: Any) -> Any:
+        return self.value
+
+    def now(self) -> Any:
+        if isinstance(self.holder, set):
+            return True if self.key in self.holder else _ABSENT
+        return self.holder.get(self.key, _ABSENT)
+
+    def put(self, value: Any) -> None:
+        if isinstance(self.holder, set):
+            self.holder.discard(self.key) if value is _ABSENT else self.holder.add(self.key)
+        elif value is _ABSENT:
+            self.holder.pop(self.key, None)
+        else:
+            self.holder[self.key] = value
+
+
 @dataclass(eq=False)
 class _Standing:
     """What was replaced, what stands there now, and how many need it."""
 
     key: tuple[str, int, str]
-    place: Place
+    place: Place | Registered
     original: Any
     ours: Any
     users: set[Hold] = field(default_factory=set)
@@ -113,13 +144,23 @@ class Hold:
         weakref.finalize(owner, _end_later, self).atexit = False
 
 
+class Kept:
+    """Keeps a hold until nobody has this any more. A copy of who has it has the same one."""
+
+    def __init__(self, held: Hold) -> None:
+        held.until_gone(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Kept:
+        return self
+
+
 _noted = threading.local()  # by whom, of this thread
 _alone = Alone()
 _standing: dict[tuple[str, int, str], _Standing] = {}
 _ended: deque[Hold] = deque()  # by garbage collection, and not yet cleared up
 
 
-def hold(patch: Patch, places: Iterable[Place], *, together: bool = False) -> Hold:
+def hold(patch: Patch, places: Iterable[Place | Registered], *, together: bool = False) -> Hold:
     """Replace what stands in `places`. They may be found as they are asked for: nobody replaces anything meanwhile.
 
     `together`: keep all else that `patch` has replaced too: a search does not find what another has replaced already.
@@ -130,7 +171,7 @@ def hold(patch: Patch, places: Iterable[Place], *, together: bool = False) -> Ho
 
 
 @contextmanager
-def patched(patch: Patch, places: Iterable[Place], *, together: bool = False) -> Iterator[None]:
+def patched(patch: Patch, places: Iterable[Place | Registered], *, together: bool = False) -> Iterator[None]:
     """`hold` for the time of a block."""
     mine = Hold()
     try:
@@ -153,7 +194,7 @@ def note_holds(notes: Notes) -> None:
     _noted.by.add(notes)
 
 
-def _fill(mine: Hold, patch: Patch, places: Iterable[Place], together: bool) -> None:
+def _fill(mine: Hold, patch: Patch, places: Iterable[Place | Registered], together: bool) -> None:
     def fill() -> None:
         try:
             for one in list(_standing.values()) if together else ():
@@ -170,7 +211,7 @@ def _fill(mine: Hold, patch: Patch, places: Iterable[Place], together: bool) -> 
     _clear_up()
 
 
-def _stand(mine: Hold, patch: Patch, place: Place) -> None:
+def _stand(mine: Hold, patch: Patch, place: Place | Registered) -> None:
     """Put ours in place, or share what stands there. Noted before it is done: an interrupt may come in between."""
     key = patch.name, id(place.holder), place.name
     found = _standing.get(key)

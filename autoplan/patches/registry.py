@@ -8,7 +8,7 @@ that are used (`tests/helpers/canaries/`). What replaces something outside this 
 from __future__ import annotations
 
 from autoplan.patches.classes import CLASSES
-from autoplan.patches.compiled_loss import COMPILED_LOSS
+from autoplan.patches.compiled_loss import COMPILED_LOSS, UNTRACED_LOGITS
 from autoplan.patches.double_precision import DOUBLE_PRECISION
 from autoplan.patches.full_state_dicts import FULL_STATE_DICTS
 from autoplan.patches.kernels import KERNEL_GUARDS, KERNEL_STAND_INS, REFERENCE_PATH
@@ -18,7 +18,8 @@ from autoplan.patches.patched import Patch
 from autoplan.patches.process_group import PROCESS_GROUP
 from autoplan.patches.recorded_code import UNCACHED, UNSCRIPTED
 from autoplan.patches.safetensors_storage import SAFETENSORS_STORAGE
-from autoplan.patches.simulated_ranks import GENERATOR, HOST_GENERATORS, WORLD
+from autoplan.patches.sharding_rules import SHARDING_RULES
+from autoplan.patches.simulated_ranks import GENERATOR, HOST_GENERATORS, RANK_BACKEND, WORLD
 from autoplan.patches.total_norm import TOTAL_NORM
 
 __all__ = ["PATCHES"]
@@ -29,7 +30,9 @@ PATCHES: tuple[Patch, ...] = (
     PARAMETER_DATA,
     FULL_STATE_DICTS,
     SAFETENSORS_STORAGE,
+    SHARDING_RULES,
     COMPILED_LOSS,
+    UNTRACED_LOGITS,
     CLASSES,
     KERNEL_GUARDS,
     KERNEL_STAND_INS,
@@ -40,5 +43,6 @@ PATCHES: tuple[Patch, ...] = (
     WORLD,
     GENERATOR,
     HOST_GENERATORS,
+    RANK_BACKEND,
     PROCESS_GROUP,
 )

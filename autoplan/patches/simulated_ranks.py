@@ -196,3 +196,34 @@ HOST_GENERATORS = Patch(
     where="autoplan/patches/simulated_ranks.py",
     canary=_host_canary,
 )
+
+
+# -------------------------------------------------------------------------------------------------- the backend
+
+# torch makes a process group by the name of its backend, and forgets no name. So it is told where such ranks run first,
+# not where the package is imported, and the name is one that nobody else asks for.
+BACKEND = "autoplan_threads"
+
+
+def know_backend(make: Callable[..., Any], name: str = BACKEND) -> None:
+    """From now on torch makes process groups of this name by `make` (store, rank, number of ranks, timeout)."""
+    if name not in dist.Backend.backend_list:
+        dist.Backend.register_backend(name, make, devices=["cpu"])
+
+
+def _backend_canary() -> bool:
+    """Is a backend that is registered known by its name alone, and default for no device that had one?"""
+    before, name = dict(dist.Backend.default_device_backend_map), f"{BACKEND}_canary"
+    know_backend(lambda *given: None, name)
+    return name in dist.Backend.backend_list and dist.Backend.default_device_backend_map == before
+
+
+RANK_BACKEND = Patch(
+    name="backend of simulated ranks",
+    replaces="nothing: torch.distributed.Backend.register_backend adds a name of ours",
+    why="ranks that are threads have a kind of process group of their own, which counts what they send",
+    scope="from the first run of simulated ranks on",
+    undone="it stays: torch cannot forget a backend, and nobody else asks for this name",
+    where="autoplan/patches/simulated_ranks.py",
+    canary=_backend_canary,
+)

@@ -3,6 +3,8 @@
 Everything here is frozen plain data without torch, so that it can be printed, compared, saved and tested by itself.
 Words: a *trace* is what one run of the model did; an *axis* is a class of tensor dimensions; a *split* cuts an axis
 over ranks; a *site* is a place in the running model where something is done (a sum, a copy, an edited integer).
+
+In: plain data. Out: the same, checked when it is made. May import: nothing of ours. No torch.
 """
 
 from dataclasses import replace

@@ -67,7 +67,7 @@ class Estimate:
 
     `flops`: of one step of this rank. `bars`: the relative error that each figure may have, with what it was held
     against. `tokens`: of one step of all ranks. `moments`: phase, module and bytes of the highest moment in each module
-    that is told apart, in order.
+    that is told apart, in order. `dtype`: that most weights are stored in.
     """
 
     model: str
@@ -86,6 +86,8 @@ class Estimate:
     bars: tuple[tuple[str, float, str], ...] = ()
     notes: tuple[str, ...] = ()
     moments: tuple[tuple[str, str, int], ...] = ()
+    dtype: str = ""
+    optimizer: str = ""
 
     @property
     def peak(self) -> int:
@@ -125,6 +127,12 @@ class Row:
     binds: str
     missing: int = 0
     experts: bool = False
+
+    def narrow(self, memory: int) -> bool:
+        """Does it fit, and would not if the estimate were off by its bar?"""
+        bar = next((bar for name, bar, _ in self.estimate.bars if name == "memory"), 0.0)
+        own = self.estimate.peak - self.estimate.parts.overhead
+        return self.fits and self.estimate.peak + bar * own > memory
 
     @property
     def tp(self) -> int:

@@ -63,7 +63,8 @@ class Entry:
     """One planned module pattern. `segments` says, per parameter, "dim:layout"; `reduces` what it costs.
 
     `bytes` is the size of the parameters of all modules that it stands for, unsplit. `axes` are numbers of the axes
-    that cut it: entries that have one are cut together, or not at all.
+    that cut it: entries that have one are cut together, or not at all. `units` is text, for people; `counted` the same
+    without what a unit holds, where it holds several rows: what entries that are cut together have in common.
     """
 
     pattern: str
@@ -79,6 +80,7 @@ class Entry:
     proof: str = "unproven"
     bytes: int = 0
     axes: tuple[int, ...] = field(default=(), compare=False)
+    counted: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,21 @@ class Ref:
 
 def refs(value: Any) -> Iterator[int]:
     """Tensor ids mentioned in recorded arguments or outputs, in order."""
+    found: list[int] = []
+    _collect(value, found)
+    return iter(found)
+
+
+def _collect(value: Any, found: list[int]) -> None:
+    """No generator inside a generator: this is asked hundreds of thousands of times."""
     if isinstance(value, Ref):
-        yield value.id
+        found.append(value.id)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from refs(item)
+            _collect(item, found)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from refs(item)
+            _collect(item, found)
 
 
 def refs_with_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], int]]:

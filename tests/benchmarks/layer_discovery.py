@@ -3,8 +3,9 @@
     python tests/benchmarks/layer_discovery.py [--mapping causal_lm] [--only llama] [--renamed] [--all]
 
 Every architecture of five transformers mappings is built on the meta device from its default config (tiny, where that
-does not build), and what `autoplan.layers` finds is held against the model and its config as `tests/layer_law.py` says.
-A line for each that differs (`--all`: for each); exit code 1 if any does. `--renamed` also renames sources.
+does not build), and what `autoplan.layers` finds is held against the model and its config: the law is in
+`tests/helpers/layer_law.py`. A line for each that differs (`--all`: for each); exit code 1 if any does. `--renamed`
+also renames sources.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from autoplan.analyse.solve import solve
 from autoplan.check.audit.auditor import subject_of
 from autoplan.check.audit.checks import CHECKS
 from autoplan.check.audit.lines import foreign_of
-from autoplan.check.audit.subject import Subject
+from autoplan.check.audit.subject import Audited
 from autoplan.check.verify.clone import Clone, clone_of
 from autoplan.check.verify.faults import FAULTS, Fault
 from autoplan.check.verify.sharded import check_sharding
@@ -110,7 +110,7 @@ class Bench:
         self.name = name
         self.clone: Clone = clone_of(resolve(name))
         self.source = resolve(self.clone.model, inputs=self.clone.feeds)
-        self.subject: Subject = subject_of(self.source, "inferred", 2, run=False)
+        self.subject: Audited = subject_of(self.source, "inferred", 2, run=False)
         assert self.subject.plan.plan is not None
         self.plan = self.subject.plan.plan
         self.quiet = self._findings(self.plan)

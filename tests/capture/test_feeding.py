@@ -13,15 +13,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from unfamiliar import MODELS, Cannot
 from unfamiliar_calls import CALLS
+from unfamiliar_exact import EXACT
 from unfamiliar_joined import JOINED
 from unfamiliar_parts import PARTS
 
 import autoplan
 from autoplan.capture.derive_inputs import recipe_for
-from autoplan.capture.feeding.blame import Place
-from autoplan.capture.feeding.conditions import value_of
 from autoplan.capture.feeding.consumers import demand_of
-from autoplan.capture.feeding.failure import Failure
+from autoplan.capture.feeding.failures.blame import Place
+from autoplan.capture.feeding.failures.conditions import value_of
+from autoplan.capture.feeding.failures.failure import Failure
 from autoplan.capture.feeding.resize import resized
 from autoplan.capture.feeding.wants import State, Want
 from autoplan.capture.feeding.watch import Watch
@@ -33,14 +34,25 @@ FIXED = {"Needed"}
 WITHOUT_A_BATCH = {"Graph", "Several", "Recorded", "Packed", "Listed", "Targets", "Atoms", "InATuple", "Rays", "Mesh"}
 
 
-@pytest.mark.parametrize("name", [*MODELS, *CALLS, *PARTS, *JOINED])
+@pytest.mark.parametrize("name", [*MODELS, *CALLS, *PARTS, *JOINED, *EXACT])
 def test_a_call_is_found_and_another_size(name: str) -> None:
     torch.manual_seed(0)
-    model = (MODELS | CALLS | PARTS | JOINED)[name]().eval()
+    model = (MODELS | CALLS | PARTS | JOINED | EXACT)[name]().eval()
     recipe = recipe_for(model)
     for other in (False, True):
         model(**recipe.draw(model, 0, other=other)["forward"])
     assert recipe.other is not None and recipe.other.sizes["batch"] == 3 or name in WITHOUT_A_BATCH, recipe.fed()
+
+
+def test_what_may_be_left_out_and_changes_nothing_is_left_out() -> None:
+    torch.manual_seed(0)
+    recipe = recipe_for(EXACT["Spectrum"]().eval())
+    assert [one.argument for one in recipe.fed()] == ["xs", "ilens"]
+
+
+def test_what_a_forward_freezes_is_not_read_by_that() -> None:
+    recipe = recipe_for(EXACT["Freezes"]().eval())
+    assert [one.argument for one in recipe.fed()] == ["text", "images"]
 
 
 def test_paths_that_depend_on_size_show() -> None:

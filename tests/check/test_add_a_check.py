@@ -15,13 +15,13 @@ from corpus.toys import GOOD, decoder
 
 import autoplan
 from autoplan.check.audit import auditor
-from autoplan.check.audit.checks import CHECKS, Check
+from autoplan.check.audit.checks import CHECKS, AuditCheck
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "add-a-check.md"
 
 
 @pytest.fixture
-def check(tmp_path: Path) -> Check:
+def check(tmp_path: Path) -> AuditCheck:
     """The file of the page, as it would be imported."""
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     path = tmp_path / "long_lines.py"
@@ -29,14 +29,14 @@ def check(tmp_path: Path) -> Check:
     spec = spec_from_file_location(path.stem, path)
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    return Check.of(module)
+    return AuditCheck.of(module)
 
 
-def test_it_is_documented_as_all_checks_are(check: Check) -> None:
+def test_it_is_documented_as_all_checks_are(check: AuditCheck) -> None:
     assert check.about.startswith(f"{check.name}: ") and len(check.about) > 200
 
 
-def test_an_audit_names_it(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_audit_names_it(check: AuditCheck, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auditor, "CHECKS", (*CHECKS, check))
     long = "|".join(["layers.*.attention.q"] * 4)
     report = autoplan.audit(decoder(), {**GOOD, long: "colwise"}, 2)

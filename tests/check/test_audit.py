@@ -16,7 +16,7 @@ from slow_cases import marked
 import autoplan
 from autoplan.check.audit.auditor import audit_source, subject_of
 from autoplan.check.audit.checks import CHECKS
-from autoplan.check.audit.checks.heads_gather import gather_bytes
+from autoplan.check.audit.checks.around.heads_gather import gather_bytes
 from autoplan.check.audit.comparison import compare_plans
 from autoplan.check.audit.lines import numbers_starred
 from autoplan.check.audit.subject import Settings
@@ -46,7 +46,7 @@ def levels(report: Report, check: str) -> set[str]:
 def test_every_check_is_one_documented_file() -> None:
     folder = Path(autoplan.__file__).parent / "check" / "audit" / "checks"
     names = [check.name for check in CHECKS]
-    files = {path.stem.replace("_", "-") for path in folder.glob("*.py")} - {"--init--"}
+    files = {path.stem.replace("_", "-") for path in folder.glob("*/*.py")} - {"--init--"}
     assert sorted(names) == sorted(files)
     for check in CHECKS:
         assert check.about.startswith(f"{check.name}: ") and len(check.about) > 200, check.name
@@ -185,10 +185,10 @@ def test_a_changed_plan_of_ours_is_noticed_without_running() -> None:
 
 def test_verdicts() -> None:
     found = audited({**GOOD, "layers.*.attn.q_proj": "colwise"}).details["verdicts"]
-    assert found["layers.*.attn.q_proj"] == "same" and found["head"] == "dearer" and found["embed"] == "same"
+    assert found["layers.*.attn.q_proj"] == "same" and found["head"] == "costlier" and found["embed"] == "same"
     gathered = {f"layers.*.attn.{name}_proj": "colwise_gather_output" for name in "qkv"}
     report = audited({**GOOD, **gathered, "layers.*.attn.o_proj": "rowwise_split_input"})
-    assert report.ok and report.details["verdicts"]["layers.*.attn.q_proj"] == "dearer"
+    assert report.ok and report.details["verdicts"]["layers.*.attn.q_proj"] == "costlier"
 
 
 def test_a_wrong_entry_is_proven_on_ranks() -> None:

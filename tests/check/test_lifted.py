@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from autoplan.check.verify.sharded import Sharding, check_sharding
+from autoplan.check.verify.on_ranks import Sharding
+from autoplan.check.verify.sharded import check_sharding
 from autoplan.patches.double_precision import Lifted
 
 

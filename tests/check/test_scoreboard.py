@@ -122,7 +122,7 @@ def test_reductions_are_those_of_a_block() -> None:
             AllReduceGradient("m.l.1", "input", ("x",)),
             AllReduceGradient("head", "input", ("x",)),
             AllReduce("v.*.down", "output", ()),
-            NormCall("m.l.0.norm", CallSite("layer_norm", "forward:3:8"), 1, 8),
+            NormCall("m.l.0.norm", CallSite("layer_norm", "forward:3:8"), 1, 8, 2),
         ),
     )
     plan = Plan("m", 2, layers=stacks, runtime=runtime)

@@ -12,7 +12,7 @@ import autoplan
 from autoplan.common.errors import AutoplanError
 from autoplan.common.rules_folder import VARIABLE, rules_folder
 from autoplan.decide.rulebook.read import load_rules
-from autoplan.decide.written_plans.choices import ChoiceError
+from autoplan.decide.written_plans.choices import WrittenPlanError
 from autoplan.decide.written_plans.handwritten import load_plans
 from autoplan.values import Plan
 
@@ -117,7 +117,7 @@ def test_a_registered_plan_is_taken_away_again() -> None:
 )
 def test_a_registered_plan_that_means_nothing_is_refused(name: str, entries: dict[str, str]) -> None:
     before = load_plans()
-    with pytest.raises(ChoiceError):
+    with pytest.raises(WrittenPlanError):
         autoplan.register_plan(name, entries)
     assert load_plans() == before
 

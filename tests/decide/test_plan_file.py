@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from autoplan.common.errors import AutoplanError, PlanFileError
 from autoplan.decide.written_plans.plan_file import load_plan, names_plan_file, plan_from_dict, plan_to_dict
-from autoplan.values import Entry, Finding, Plan, Replicated, replace
+from autoplan.values import CallSite, CellCall, Entry, Finding, LengthCall, NormCall, Plan, Replicated, Runtime, replace
 from autoplan.values.reasons import DoesNotDivide, OfDim
 
 PLANS = {"llama": llama_plan(), "odd": odd_plan(), "empty": Plan("nothing", 1)}
@@ -169,6 +169,32 @@ def test_files_from_before_reasons_were_values_load() -> None:
     for row in data["findings"]:
         del row["kind"]
     assert plan_from_dict(data) == llama_plan()
+
+
+def test_files_from_before_calls_said_what_is_known_of_their_functions_load() -> None:
+    """What their functions do was known, and is known still. Of a function that nobody knows it must be said."""
+
+    def file(plan: Plan) -> dict[str, Any]:
+        data = plan_to_dict(plan)
+        for one in data["runtime"]["instructions"]:
+            for told in ("statistics", "divides", "gates", "states"):
+                one.pop(told, None)
+        return data
+
+    calls = (
+        NormCall("a", CallSite("layer_norm", "forward:1:0"), 1, 8, 2),
+        NormCall("b", CallSite("rms_norm", "forward:1:0"), 1, 8, 1),
+        LengthCall("c", CallSite("normalize", "forward:1:0"), (-1,), True, True),
+        LengthCall("d", CallSite("norm", "forward:1:0"), (-1,), True, False),
+        CellCall("e", CallSite("lstm_cell", "forward:1:0"), "4*8!", 4, 2),
+        CellCall("f", CallSite("rnn_tanh_cell", "forward:1:0"), "8!", 1, 1),
+    )
+    plan = replace(llama_plan(), runtime=Runtime(instructions=calls))
+    assert plan_from_dict(plan_to_dict(plan)).runtime == plan_from_dict(file(plan)).runtime == plan.runtime
+    unknown = replace(plan, runtime=Runtime(instructions=(replace(calls[0], site=CallSite("mine", "forward:1:0")),)))
+    assert plan_from_dict(plan_to_dict(unknown)).runtime == unknown.runtime
+    with pytest.raises(PlanFileError, match="'statistics' is missing"):
+        plan_from_dict(file(unknown))
 
 
 CORRUPT = {

@@ -145,6 +145,29 @@ def test_a_size_that_does_not_divide_stays_whole_with_the_reason() -> None:
     assert "55" in gate.reason and gate.bytes == 2 * 40 * 55 * 4
 
 
+class OneHead(nn.Module):
+    """Blocks whose reason to stay whole names the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(96, 40), nn.Linear(40, 96)
+        self.attentions = nn.ModuleList(nn.MultiheadAttention(40, 1, batch_first=True) for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        stream = self.table(ids)
+        for attention in self.attentions:
+            stream = stream + attention(stream, stream, stream, need_weights=False)[0]
+        return self.head(stream)
+
+
+def test_a_reason_that_differs_in_the_number_of_a_block_is_said_once() -> None:
+    plan = planned(OneHead())
+    weight = next(item for item in plan.replicated if item.fqn == "attentions.*.in_proj_weight")
+    assert weight.reason.count("attentions.*") == weight.reason.count("attentions.") == 1, weight.reason
+    notes = [found.message for found in plan.findings if found.check == "refused"]
+    assert len(notes) == len(set(notes)) and not any("attentions.1" in note for note in notes), notes
+
+
 # ----------------------------------------------------------------------------------------------------- the laws
 
 MODELS = {

@@ -12,7 +12,7 @@ import pytest
 from autoplan.analyse.picture.flow import node_of
 from autoplan.common.errors import AutoplanError
 from autoplan.common.rules_folder import rules_folder
-from autoplan.decide.matching.match import match_rules
+from autoplan.decide.matching.match import ENDS, match_rules
 from autoplan.decide.rulebook.conditions import Condition
 from autoplan.decide.rulebook.pattern import draw, parse_pattern
 from autoplan.decide.rulebook.read import GENERIC, STYLES, Rule, RuleError, load_rules, parse_rule
@@ -181,6 +181,21 @@ def test_guards_are_checked_before_the_flow_is_followed_on(monkeypatch) -> None:
         assert match_rules(flow, [RULES["gated-mlp"]], refused=refused).found == ()
         counts.append(len(checked))
     assert counts[1] * 5 < counts[0], counts
+
+
+def test_a_weight_that_runs_often_is_bound_in_its_first_and_last_runs() -> None:
+    """A recurrence, step by step: the search grows with its weights, not with its steps."""
+    steps, rule = 40, parse_rule(rule_text(), "pair")
+    rows = [f"a{i}:linear[4, 8!] -> b{i}:linear[8!, 4]" for i in range(steps)]
+    flow = draw("\n".join(rows + [f"b{i} -> a{i + 1}" for i in range(steps - 1)]))
+    assert len(match_rules(flow, [rule]).found) == steps  # as many weights
+    boxes = sorted(flow)
+    for box in boxes:
+        node = node_of(flow, box)
+        flow.nodes[box]["node"] = replace(node, module=node.module[0], parameters=(f"{node.module[0]}.weight",))
+    found = match_rules(flow, [rule]).found
+    bound = {box for match in found for _, box in match.claims}
+    assert len(found) == 2 * ENDS and {min(bound), max(bound)} == {boxes[0], boxes[-1]}
 
 
 def test_shipped_rules_contest_no_box_of_any_example() -> None:

@@ -108,7 +108,7 @@ def test_a_model_that_is_not_plain_comes_back() -> None:
     weight = model.inner.table.weight
     weight.mark, weight.grad = {"of": ["somebody"]}, torch.ones_like(weight)
     model.register_forward_hook(lambda *_: None)
-    before = Snapshot.of(model)
+    before = Snapshot.before(model)
     mesh = mesh_for("dp")
     with pytest.raises(ZeroDivisionError), as_it_was.whole_or_as_it_was(model):
         autoplan.parallelize(model, mesh, autoplan.Plan("toy", 1), activation_checkpointing=True)
@@ -119,7 +119,7 @@ def test_a_model_that_is_not_plain_comes_back() -> None:
 
 def test_the_snapshot_sees_what_changes() -> None:
     model = deep(depth=1)
-    before = Snapshot.of(model)
+    before = Snapshot.before(model)
 
     def seen(change: Callable[[], Any]) -> bool:
         change()
@@ -138,7 +138,7 @@ def test_the_snapshot_sees_what_changes() -> None:
     ]
     for change in changes:
         model = deep(depth=1)
-        before = Snapshot.of(model)
+        before = Snapshot.before(model)
         assert seen(change)
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, T5Config
+from transformers import BertConfig, CLIPVisionConfig, LlamaConfig, LlavaConfig, T5Config, ViTConfig
 from typer.testing import CliRunner
 
 import autoplan
 from autoplan.cli.app import app
 from autoplan.forecast.choose import Choice, choose, parse_memory
+from autoplan.forecast.recording.world import fake_mesh
 from autoplan.forecast.sweep import Sweep
 
 
@@ -82,7 +85,7 @@ def test_sizes_that_cannot_be_are_one_error_with_the_nearest() -> None:
     with pytest.raises(autoplan.AutoplanError, match="global batch of 3") as caught:
         choose(_llama(), gpus=16, sequence=128, global_batch=3)
     assert "nearest that can" in str(caught.value)
-    with pytest.raises(autoplan.AutoplanError, match="deal.*") as caught:
+    with pytest.raises(autoplan.AutoplanError, match="cannot be divided") as caught:
         choose(_llama(), gpus=16, sequence=128, global_batch=5)
     assert "4 or 8" in str(caught.value)
 
@@ -115,9 +118,18 @@ def test_a_model_without_blocks_is_chosen_for() -> None:
     assert found.fits and not any(row.checkpointing for row in found.rows)
 
 
-def test_what_cannot_be_cut_along_one_of_its_sequences_is_left_out() -> None:
-    config = T5Config(d_model=64, d_ff=128, num_heads=4, num_layers=1, vocab_size=512)  # the decoder's is one shorter
+def test_a_decoder_is_cut_along_its_sequence_too() -> None:
+    config = T5Config(d_model=64, d_ff=128, num_heads=4, num_layers=1, vocab_size=512)
     found = choose(config, gpus=2, sequence=64, global_batch=2)
+    assert any(row.sequence_parallel for row in found.rows) and not found.dropped
+
+
+@pytest.mark.long
+def test_what_cannot_be_cut_along_one_of_its_sequences_is_left_out() -> None:
+    seen = CLIPVisionConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+                            image_size=64, patch_size=16)  # fmt: skip  # 17 tokens of a picture
+    text = _llama(hidden_size=256, intermediate_size=512, vocab_size=1024)
+    found = choose(LlavaConfig(text_config=text, vision_config=seen, image_token_index=1000), gpus=2, sequence=64)
     assert found.fits and any("sequence parallel" in text for text in found.dropped)
 
 
@@ -132,6 +144,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     ran = CliRunner().invoke(app, ["choose", *arguments])
     data = json.loads(ran.stdout)
     assert ran.exit_code == 0 and data["fits"] and data["rows"][0]["estimate"]["peak_bytes"] < 8e9
+    assert data["model"].endswith("LlamaForCausalLM") and data["nearest"] is None and data["dropped"] == []
     alone = [arguments[0], "--gpus", "1", "--sequence", "255"]
     ran = CliRunner().invoke(app, ["choose", *alone, "--memory", "8GB", "--explain", "1"])
     assert ran.exit_code == 0 and "the peak is in the" in ran.stdout
@@ -141,11 +154,12 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_script_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("train", "said"), [("full", "step 1 loss"), ("inference", "step 1: (1, 32)")])
+def test_the_script_runs(tmp_path: Path, train: str, said: str) -> None:
     config = _llama(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=512)
     config.dtype = torch.float32
     config.save_pretrained(tmp_path)
-    found = choose(str(tmp_path), gpus=2, memory="8GB", sequence=32, global_batch=2, per_node=2)
+    found = choose(str(tmp_path), gpus=2, memory="8GB", sequence=32, global_batch=2, per_node=2, train=train)
     program = tmp_path / "train.py"
     program.write_text(found.script())
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
@@ -154,7 +168,7 @@ def test_the_script_runs(tmp_path: Path) -> None:
 
     ran = subprocess.run(command, env={**os.environ, **where}, capture_output=True, text=True, timeout=240, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    assert "step 1 loss" in ran.stdout
+    assert said in ran.stdout and "random ones" in ran.stderr
 
 
 def test_a_measured_machine_is_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,3 +190,66 @@ def test_an_audit_says_what_a_rank_needs(tmp_path: Path) -> None:
     ran = CliRunner().invoke(app, ["audit", str(tmp_path), "--tp", "2"])
     assert ran.exit_code == 0, ran.output
     assert "Memory of a rank [" in ran.stdout and "messages of a block" in ran.stdout
+
+
+def test_adapters_are_chosen_for_and_said() -> None:
+    found = choose(_llama(), gpus=2, sequence=128, train="lora", lora_rank=8)
+    assert found.fits and "adapters of rank 8" in str(found)
+    assert found.best.estimate.parts.optimizer < found.best.estimate.parts.weights / 10
+    for carried_out in (lambda: found.plan, found.script):
+        with pytest.raises(autoplan.AutoplanError, match="were put in for the figures"):
+            carried_out()
+
+
+@pytest.mark.parametrize(("memory", "batch"), [(1.96, 0), (1.99, 0), (2.0, 48), (2.1, 48), (1.96, 48)])
+def test_the_smallest_number_of_gpus_is_the_first_that_is_offered(memory: float, batch: int) -> None:
+    """Every smaller number of whole nodes cannot deal the batch, or does not fit; cutting along the sequence counts."""
+    found = _of_eight_heads()
+    assert found.steps is not None
+    sweep = Sweep(found.steps, found.device, int(memory * 1e9), 2, 2048, "full", "adamw", None)
+    enough = sweep.enough(4, batch)
+    assert enough is not None
+    assert [n for n in range(6, enough + 1, 2) if any(row.fits for row in sweep.rows(n, batch or n))] == [enough]
+
+
+@cache
+def _of_eight_heads() -> Choice:
+    config = _llama(num_attention_heads=8, num_key_value_heads=8)
+    return choose(config, gpus=4, memory="1GB", sequence=2048, per_node=2)
+
+
+def test_inference_on_copies_shards_nothing_over_them() -> None:
+    found = choose(_llama(), gpus=4, memory="2GB", sequence=64, global_batch=4, train="inference")
+    assert found.best.mesh == {"dp_replicate": 4}
+    with fake_mesh({"ranks": 4}):
+        mesh = found.mesh("cpu")
+        model = found.parallelize(found.source.module(), mesh)
+    assert not any("FSDP" in type(part).__name__ for part in model.modules())
+    text = found.script()
+    compile(text, "script", "exec")
+    assert len(text.splitlines()) < 60 and "AdamW" not in text and "generate" in text
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (ViTConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2), "pixel_values"),
+        (torch.nn.Sequential(torch.nn.Linear(64, 64)), "code of yours"),
+        (BertConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+                    architectures=["BertForSequenceClassification"]), "one label of a sequence"),
+    ],
+    ids=["pictures", "a module", "classes"],
+)  # fmt: skip
+def test_what_no_script_is_written_for(model: Any, why: str) -> None:
+    found = choose(model, gpus=1, sequence=16)
+    with pytest.raises(autoplan.AutoplanError, match=why):
+        found.script()
+
+
+def test_a_row_that_fits_only_without_its_bar_is_marked(chosen: Choice) -> None:
+    row = chosen.rows[0]
+    peak, overhead = row.estimate.peak, row.estimate.parts.overhead
+    assert row.narrow(peak) and not row.narrow(int(peak + 0.06 * (peak - overhead)))
+    assert "?: it fits by less than" in str(replace(chosen, memory=peak))
+    short = replace(row, fits=False, missing=5)
+    assert "it needs 1 MiB more" in str(replace(chosen, rows=(short,)))

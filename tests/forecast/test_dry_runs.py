@@ -113,3 +113,11 @@ def test_the_command_line_takes_experts_and_ranks(tmp_path: Any) -> None:
     assert ran.exit_code == 0 and "as rank 3 of" in ran.stdout, ran.output
     ran = CliRunner().invoke(app, ["estimate", str(tmp_path), *options])
     assert ran.exit_code == 0 and "the peak is in the" in ran.stdout, ran.output
+
+
+def test_a_dry_run_says_what_a_rank_needs() -> None:
+    config = LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+                         num_key_value_heads=4, vocab_size=1024)  # fmt: skip
+    found = dry_run(config, mesh="dp_shard=2,tp=2", sequence=128)
+    assert found.states == 2 * found.parameters
+    assert found.peak is not None and found.peak > found.parameters + found.states

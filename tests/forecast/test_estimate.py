@@ -14,9 +14,11 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertForSequenceClassification,
+    CLIPVisionConfig,
     DeepseekV3Config,
     GPT2Config,
     LlamaConfig,
+    LlavaConfig,
     MixtralConfig,
     T5Config,
 )
@@ -26,6 +28,7 @@ from autoplan.forecast.devices import device_names, load_device
 from autoplan.forecast.estimate import Asked, estimate_with
 from autoplan.forecast.meshes import mesh_sizes
 from autoplan.forecast.step import Setting, Steps, inputs_of
+from autoplan.hf.inputs.prompts import labels_of
 from autoplan.hf.source import resolve
 
 H100 = load_device("h100")
@@ -234,10 +237,10 @@ def test_what_cannot_be_is_refused(keywords: dict[str, Any], said: str) -> None:
 
 
 def test_what_is_stored_quantised_is_said() -> None:
-    """A step is counted in the numbers that it computes with; a note says what the checkpoint takes."""
+    """A step of training is counted in the numbers that it computes with; a note says what the checkpoint takes."""
     config = llama(num_hidden_layers=2)
     config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (note,) = autoplan.estimate(config, mesh={"tp": 2}, sequence=64, train="inference").notes
+    (note,) = autoplan.estimate(config, mesh={"tp": 2}, sequence=64).notes
     assert "0.8 GiB on all ranks together; the checkpoint stores them in 0.4 GiB" in note
     assert not autoplan.estimate(llama(num_hidden_layers=2), mesh={"tp": 2}, sequence=64, train="inference").notes
 
@@ -269,3 +272,79 @@ def test_gradients_of_earlier_micro_batches_are_added_to() -> None:
     found = estimate_with(steps, Asked((("tp", 4),), 1, 128, accumulate=2, updates=False), H100)
     tracked = tracked_peak(steps, {"tp": 4}, {}, 1, 128, micro=2)
     assert found.peak - found.parts.overhead == pytest.approx(tracked, rel=0.05)
+
+
+def test_adapters_are_put_in_where_nothing_is_frozen() -> None:
+    """As those that a model brings, and not as training all of it."""
+    config = llama(num_hidden_layers=3, hidden_size=512, intermediate_size=1024, vocab_size=1024)
+    keywords: dict[str, Any] = {"mesh": "dp_shard=2,tp=2", "sequence": 256}
+    full, ours, brought = (
+        autoplan.estimate(model, **keywords, train=train)
+        for model, train in ((config, "full"), (config, "lora"), (adapted(config), "lora"))
+    )
+    assert ours.parts == brought.parts and ours.messages == brought.messages
+    assert ours.parts.optimizer < full.parts.optimizer / 4 and ours.flops < full.flops
+    assert "adapters of rank 16 were put beside 21 linear layers" in "".join(ours.notes) and not brought.notes
+    wider = autoplan.estimate(config, **keywords, train="lora", lora_rank=64)
+    assert wider.parts.optimizer == 4 * ours.parts.optimizer
+    alone = autoplan.estimate(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=128), mesh="tp=2", train="lora",
+                              sequence=64)  # fmt: skip
+    assert "8 linear layers" in "".join(alone.notes)
+
+
+def test_a_model_without_linear_layers_takes_no_adapters() -> None:
+    with pytest.raises(autoplan.AutoplanError, match="no linear layers to put adapters beside"):
+        autoplan.estimate(nn.Sequential(nn.Conv1d(4, 4, 3)), mesh="tp=1", train="lora")
+
+
+def test_a_cache_is_keys_and_values_and_no_logits() -> None:
+    config = llama(num_hidden_layers=3)
+    found = autoplan.estimate(config, mesh="tp=2", batch=2, sequence=512, train="inference").parts
+    assert found.cache == 2 * 3 * 2 * 512 * (8 // 2) * 128 * 2  # keys and values of each layer, half of the heads
+    assert found.temporary >= 2 * 512 * 128256 // 2 * 2
+
+
+def test_a_prompt_with_a_picture_fills_a_cache() -> None:
+    text = llama(num_hidden_layers=2, hidden_size=256, intermediate_size=512, num_attention_heads=4,
+                 num_key_value_heads=4, vocab_size=1024)  # fmt: skip
+    seen = CLIPVisionConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+                            image_size=64, patch_size=16)  # fmt: skip
+    config = LlavaConfig(text_config=text, vision_config=seen, image_token_index=1000, dtype=torch.bfloat16)
+    assert autoplan.estimate(config, mesh="tp=2", sequence=128, train="inference").parts.cache > 0
+
+
+def test_inputs_are_made_once_and_placeholders_are_no_labels() -> None:
+    config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=128)
+    config.image_token_id = 7
+    steps = Steps(resolve(config))
+    first, second = (inputs_of(steps, Setting(sequence=64)) for _ in range(2))
+    assert first["input_ids"] is second["input_ids"] and first is not second
+    labels = labels_of(torch.tensor([[1, 7, 2]]), config)
+    assert labels.tolist() == [[1, -100, 2]]
+
+
+def test_a_plan_that_names_a_class_is_estimated_beside_its_model() -> None:
+    config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=128)
+    plan = autoplan.plan(config, 2, prove="none")
+    with pytest.raises(autoplan.AutoplanError, match="not where its config is") as caught:
+        autoplan.estimate(plan, mesh="tp=2", sequence=64)
+    assert "plan=plan" in str(caught.value)
+    assert autoplan.estimate(config, plan=plan, mesh="tp=2", sequence=64).peak > 0
+
+
+def test_the_dtype_of_weights_and_the_optimizer_are_said() -> None:
+    config = llama(num_hidden_layers=2, hidden_size=256, intermediate_size=512, num_attention_heads=4,
+                   num_key_value_heads=4, vocab_size=1024)  # fmt: skip
+    found = autoplan.estimate(config, mesh="tp=2", sequence=64)
+    assert "weights in bfloat16, adamw" in " ".join(str(found).split())
+    assert found.to_dict()["optimizer"] == "adamw"
+
+
+def test_quantised_weights_are_counted_as_stored_where_nothing_is_trained() -> None:
+    folder = "examples/shapes/quantised/llama-3.1-70b-w4a16"
+    training, running = (
+        autoplan.estimate(folder, mesh="tp=8", sequence=64, train=train) for train in ("full", "inference")
+    )
+    less = (127.5 - 32.9) / 8
+    assert (training.parts.weights - running.parts.weights) / 2**30 == pytest.approx(less, abs=0.1)
+    assert "as packed_model keeps them, 32.9 GiB" in "".join(running.notes)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import Mamba2Config, MambaConfig, Qwen3NextConfig
+from transformers import GPT2Config, Mamba2Config, MambaConfig, Qwen3NextConfig
 
 from autoplan.common.errors import AutoplanError
 from autoplan.forecast.devices import load_device
@@ -152,3 +152,18 @@ def test_scans_are_recorded_as_on_a_gpu(config: Any, tp: int, monkeypatch: pytes
     assert {(s.dim, s.kind, s.number, s.bytes) for s in fused.messages} == {
         (s.dim, s.kind, s.number, s.bytes) for s in plain.messages
     }
+
+
+def test_dropout_keeps_a_byte_for_each_number() -> None:
+    """GPT-2's layer: 38.07 bytes for each of its widths and tokens with noise in bfloat16, and 2 masks fewer bytes."""
+    known = {"n_embd": 512, "n_head": 8, "vocab_size": 1024, "n_positions": 1024, "dtype": HALF}
+    kept = []
+    for rate in (0.1, 0.0):
+        few, many = (
+            estimate_with(
+                Steps(resolve(GPT2Config(**known, n_layer=n, resid_pdrop=rate, attn_pdrop=0.0, embd_pdrop=0.0))),
+                Asked((("dp_shard", 1),), 1, 1024, updates=False), load_device("h100"),
+            ).parts.kept for n in (3, 4)
+        )  # fmt: skip
+        kept.append((many - few) / (1024 * 512))
+    assert kept[0] - kept[1] == pytest.approx(2, abs=0.01)

@@ -55,7 +55,7 @@ def make(chance: random.Random) -> tuple[str, Any]:
 
 def run(count: int, seed: int) -> Counts:
     from autoplan.check.audit.lines import read_foreign
-    from autoplan.decide.written_plans.choices import Choices
+    from autoplan.decide.written_plans.choices import ChosenCuts
     from autoplan.decide.written_plans.read import read_source
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -67,7 +67,7 @@ def run(count: int, seed: int) -> Counts:
     def use(source: Any) -> None:
         try:
             found = read_source(source, None, model, name="toy", tp_size=2)
-            if isinstance(found, Choices):
+            if isinstance(found, ChosenCuts):
                 found.check_keys(modules, names)
                 for name in names:
                     found.of(name)

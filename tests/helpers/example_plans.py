@@ -48,109 +48,148 @@ def _entry(module: str, style: str, role: str, rule: str, cut: str, units: str, 
     )
 
 
+def _up_to_attention() -> tuple[Entry, ...]:
+    """The table and the attention of a block."""
+    q, kv, vocabulary = "0:32!*128", "0:8!*128", "0:128256!"
+    heads, groups, rows = "32 heads × 128", "8 heads × 128", "128256 rows"
+    attention = f"{BLOCK}.self_attn"
+    scores = "each rank computes the scores of its own heads; no head reads another"
+    entry_sum, output_sum = Cost("sum", "input-gradient"), Cost("sum")
+    return (
+        _entry(
+            "model.embed_tokens",
+            "embedding_rowwise",
+            "token embedding",
+            "vocabulary-embedding",
+            vocabulary,
+            rows,
+            "each rank looks up the ids it owns; the sum over ranks is the row",
+            output_sum,
+        ),
+        _entry(
+            f"{attention}.q_proj",
+            "colwise",
+            "query",
+            "separate-qkv",
+            q,
+            heads,
+            scores,
+            replace(entry_sum, shared_with=("k_proj", "v_proj")),
+        ),
+        _entry(
+            f"{attention}.k_proj",
+            "colwise",
+            "key",
+            "separate-qkv",
+            kv,
+            groups,
+            scores,
+            replace(entry_sum, shared_with=("q_proj", "v_proj")),
+        ),
+        _entry(
+            f"{attention}.v_proj",
+            "colwise",
+            "value",
+            "separate-qkv",
+            kv,
+            groups,
+            scores,
+            replace(entry_sum, shared_with=("q_proj", "k_proj")),
+        ),
+        _entry(
+            f"{attention}.o_proj",
+            "rowwise",
+            "attention output",
+            "attention-output",
+            "1:32!*128",
+            heads,
+            "contracts over the heads that its rank holds: one sum",
+            output_sum,
+        ),
+    )
+
+
+def _mlp_and_head() -> tuple[Entry, ...]:
+    """The MLP of a block, and the head."""
+    gate, vocabulary = "0:14336!", "0:128256!"
+    features, rows = "14336 features", "128256 rows"
+    mlp = f"{BLOCK}.mlp"
+    entry_sum, output_sum = Cost("sum", "input-gradient"), Cost("sum")
+    return (
+        _entry(
+            f"{mlp}.gate_proj",
+            "colwise",
+            "gate",
+            "gated-mlp",
+            gate,
+            features,
+            READ_ONCE,
+            replace(entry_sum, shared_with=("up_proj",)),
+        ),
+        _entry(
+            f"{mlp}.up_proj",
+            "colwise",
+            "up",
+            "gated-mlp",
+            gate,
+            features,
+            READ_ONCE,
+            replace(entry_sum, shared_with=("gate_proj",)),
+        ),
+        _entry(
+            f"{mlp}.down_proj",
+            "rowwise",
+            "down",
+            "gated-mlp",
+            "1:14336!",
+            features,
+            "contracts over the split features: one sum",
+            output_sum,
+        ),
+        _entry(
+            "lm_head",
+            "colwise",
+            "vocabulary head",
+            "vocabulary-head",
+            vocabulary,
+            rows,
+            "logits leave the model split by vocabulary",
+            entry_sum,
+        ),
+    )
+
+
+def _llama_runtime() -> Runtime:
+    attention, mlp = f"{BLOCK}.self_attn", f"{BLOCK}.mlp"
+    return Runtime(
+        parameters=(
+            ParameterRule("model.embed_tokens.weight", 0, "128256!"),
+            ParameterRule(f"{attention}.q_proj.weight", 0, "32!*128"),
+            ParameterRule(f"{attention}.k_proj.weight", 0, "8!*128"),
+            ParameterRule(f"{attention}.v_proj.weight", 0, "8!*128"),
+            ParameterRule(f"{attention}.o_proj.weight", 1, "32!*128"),
+            ParameterRule(f"{mlp}.gate_proj.weight", 0, "14336!"),
+            ParameterRule(f"{mlp}.up_proj.weight", 0, "14336!"),
+            ParameterRule(f"{mlp}.down_proj.weight", 1, "14336!"),
+            ParameterRule("lm_head.weight", 0, "128256!"),
+        ),
+        instructions=(
+            AllReduceGradient(attention, "input", ("hidden_states",)),
+            AllReduce(f"{attention}.o_proj", "output", (0,)),
+            AllReduceGradient(mlp, "input", ("x",)),
+            AllReduce(f"{mlp}.down_proj", "output", (0,)),
+            VocabularyTable("model.embed_tokens", 128256, ("input",)),
+            SplitLogits("lm_head", 128256, outputs=(("logits",),)),
+        ),
+    )
+
+
 def llama_plan(tp_size: int = 8, layers: int = 4) -> Plan:
     """Llama-3.1-8B's shape with fewer layers."""
-    q, kv, gate, vocabulary = "0:32!*128", "0:8!*128", "0:14336!", "0:128256!"
-    heads, groups, features, rows = "32 heads × 128", "8 heads × 128", "14336 features", "128256 rows"
-    attention, mlp = f"{BLOCK}.self_attn", f"{BLOCK}.mlp"
-    scores = "each rank computes the scores of its own heads; no head reads another"
-    entry_sum = Cost("sum", "input-gradient")
-    output_sum = Cost("sum")
     return Plan(
         model="LlamaForCausalLM",
         tp_size=tp_size,
-        entries=(
-            _entry(
-                "model.embed_tokens",
-                "embedding_rowwise",
-                "token embedding",
-                "vocabulary-embedding",
-                vocabulary,
-                rows,
-                "each rank looks up the ids it owns; the sum over ranks is the row",
-                output_sum,
-            ),
-            _entry(
-                f"{attention}.q_proj",
-                "colwise",
-                "query",
-                "separate-qkv",
-                q,
-                heads,
-                scores,
-                replace(entry_sum, shared_with=("k_proj", "v_proj")),
-            ),
-            _entry(
-                f"{attention}.k_proj",
-                "colwise",
-                "key",
-                "separate-qkv",
-                kv,
-                groups,
-                scores,
-                replace(entry_sum, shared_with=("q_proj", "v_proj")),
-            ),
-            _entry(
-                f"{attention}.v_proj",
-                "colwise",
-                "value",
-                "separate-qkv",
-                kv,
-                groups,
-                scores,
-                replace(entry_sum, shared_with=("q_proj", "k_proj")),
-            ),
-            _entry(
-                f"{attention}.o_proj",
-                "rowwise",
-                "attention output",
-                "attention-output",
-                "1:32!*128",
-                heads,
-                "contracts over the heads that its rank holds: one sum",
-                output_sum,
-            ),
-            _entry(
-                f"{mlp}.gate_proj",
-                "colwise",
-                "gate",
-                "gated-mlp",
-                gate,
-                features,
-                READ_ONCE,
-                replace(entry_sum, shared_with=("up_proj",)),
-            ),
-            _entry(
-                f"{mlp}.up_proj",
-                "colwise",
-                "up",
-                "gated-mlp",
-                gate,
-                features,
-                READ_ONCE,
-                replace(entry_sum, shared_with=("gate_proj",)),
-            ),
-            _entry(
-                f"{mlp}.down_proj",
-                "rowwise",
-                "down",
-                "gated-mlp",
-                "1:14336!",
-                features,
-                "contracts over the split features: one sum",
-                output_sum,
-            ),
-            _entry(
-                "lm_head",
-                "colwise",
-                "vocabulary head",
-                "vocabulary-head",
-                vocabulary,
-                rows,
-                "logits leave the model split by vocabulary",
-                entry_sum,
-            ),
-        ),
+        entries=(*_up_to_attention(), *_mlp_and_head()),
         replicated=tuple(
             Replicated(f"model.layers.{i}.{norm}.weight", 8192, NORM)
             for i in range(layers)
@@ -163,27 +202,7 @@ def llama_plan(tp_size: int = 8, layers: int = 4) -> Plan:
         proof=Proof(
             "graph", 2, True, ("permutation law", "graph replay"), "27 of 27 axes pass; 402 of 402 values replayed"
         ),
-        runtime=Runtime(
-            parameters=(
-                ParameterRule("model.embed_tokens.weight", 0, "128256!"),
-                ParameterRule(f"{attention}.q_proj.weight", 0, "32!*128"),
-                ParameterRule(f"{attention}.k_proj.weight", 0, "8!*128"),
-                ParameterRule(f"{attention}.v_proj.weight", 0, "8!*128"),
-                ParameterRule(f"{attention}.o_proj.weight", 1, "32!*128"),
-                ParameterRule(f"{mlp}.gate_proj.weight", 0, "14336!"),
-                ParameterRule(f"{mlp}.up_proj.weight", 0, "14336!"),
-                ParameterRule(f"{mlp}.down_proj.weight", 1, "14336!"),
-                ParameterRule("lm_head.weight", 0, "128256!"),
-            ),
-            instructions=(
-                AllReduceGradient(attention, "input", ("hidden_states",)),
-                AllReduce(f"{attention}.o_proj", "output", (0,)),
-                AllReduceGradient(mlp, "input", ("x",)),
-                AllReduce(f"{mlp}.down_proj", "output", (0,)),
-                VocabularyTable("model.embed_tokens", 128256, ("input",)),
-                SplitLogits("lm_head", 128256, outputs=(("logits",),)),
-            ),
-        ),
+        runtime=_llama_runtime(),
     )
 
 
@@ -234,6 +253,7 @@ def odd_plan() -> Plan:
                     CallSite("view", "forward:12:8>split_heads:3:20", time=2, dims=-1, width=64),
                     1,
                     64,
+                    2,
                     arguments=(LiteralArgument(("args", 1, 2), (1, 1, 1, 1), (4, 4, 4, 3)),),
                     copies=(("args", 0),),
                     cuts=(Cut(0, -1, "12!*64"),),

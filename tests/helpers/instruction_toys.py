@@ -113,6 +113,23 @@ class Attention(nn.Module):
         return self.attention(x, x, x, need_weights=False)[0]
 
 
+class StoredHeads(nn.Module):
+    """Attention over as many heads as an attribute says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 4
+        self.query, self.key, self.value, self.out = (nn.Linear(16, 16, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        query, key, value = (
+            one(x).view(batch, length, self.heads, -1).transpose(1, 2) for one in (self.query, self.key, self.value)
+        )
+        mixed = (query @ key.transpose(2, 3) / query.shape[-1] ** 0.5).softmax(-1) @ value
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
 class Dropped(nn.Module):
     """Dropout on split and on whole values in one module."""
 
@@ -184,6 +201,7 @@ TOYS: dict[str, Callable[[], Subject]] = {
     "sorted": lambda: toy(Sorted()),
     "half split": lambda: toy(HalfSplit()),
     "attention": lambda: toy(Attention()),
+    "stored heads": lambda: toy(StoredHeads()),
     "dropped": lambda: toy(Dropped()),
     "recurrent": lambda: toy(Recurrent(nn.LSTM(16, 24, batch_first=True))),
     "recurrent cell": lambda: toy(Recurrent(nn.LSTMCell(16, 24))),

@@ -6,6 +6,7 @@ autoplan itself puts a model back.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import random
@@ -136,7 +137,7 @@ def interrupted_everywhere(
     probe, listed = build(), Lines()
     listed.run(lambda: change(probe))
     model = build()
-    before = Snapshot.of(model)
+    before = Snapshot.before(model)
     lines = Lines(set(choose(listed.seen)))
     with tempfile.TemporaryFile("a+") as report:
 
@@ -188,6 +189,12 @@ class Snapshot:
 
     values: dict[str, Any] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)
+
+    @staticmethod
+    def before(model: nn.Module) -> Snapshot:
+        """Take a first snapshot, after models of earlier tests are collected: their patches end with them."""
+        gc.collect()
+        return Snapshot.of(model)
 
     @staticmethod
     def of(model: nn.Module) -> Snapshot:

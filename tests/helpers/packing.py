@@ -21,13 +21,19 @@ def random_parts(weight: PackedWeight) -> dict[str, torch.Tensor]:
     return {tensor.name: _random(weight, tensor) for tensor in weight.tensors}
 
 
+def _in_any_order(weight: PackedWeight) -> bool:
+    """May an input have any group, so that scales are held whole?"""
+    scales = next(tensor for tensor in weight.tensors if tensor.name.endswith(("scales", "_scale")))
+    return all(dim.of != (weight.contracted,) for dim in scales.dims)
+
+
 def _random(weight: PackedWeight, tensor: PackedTensor) -> torch.Tensor:
     dtype, shape = _DTYPES[tensor.dtype], tensor.shape
     if tensor.name.endswith("g_idx"):
         values = dict(weight.scheme.values)
         group = int(values.get("group") or values.get("columns") or shape[0])
         groups, in_order = -(-shape[0] // group), torch.arange(shape[0]) // group
-        return (in_order if weight.scheme.id == "gptq" else torch.randint(groups, shape)).to(dtype)
+        return (torch.randint(groups, shape) if _in_any_order(weight) else in_order).to(dtype)
     if tensor.name.endswith("weight_shape"):
         return torch.tensor(weight.shape)
     if tensor.name.endswith("quant_map"):

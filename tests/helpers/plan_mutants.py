@@ -19,7 +19,7 @@ from torch import nn
 
 from autoplan.check.audit import edited
 from autoplan.check.audit.gate import refuse_disproven
-from autoplan.check.prove import proven_plan
+from autoplan.check.pipeline import proven_plan
 from autoplan.check.verify.sharded import check_sharding
 from autoplan.check.verify.sharding import sharding_of
 from autoplan.common.errors import AutoplanError

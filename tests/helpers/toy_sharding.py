@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
-from autoplan.check.verify.sharded import Sharding
+from autoplan.check.verify.on_ranks import Sharding
 
 
 class Toy(nn.Module):

@@ -304,7 +304,7 @@ class Rough(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def test_groups_of_channels_are_dealt_out() -> None:
+def test_groups_of_channels_are_sharded() -> None:
     """The norm's literals (channels, groups) are a rank's own, also when the recorded graph is replayed."""
     picture = {"picture": torch.randn(2, 3, 6, 6).double()}
     model = Rough().double()

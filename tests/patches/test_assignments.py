@@ -20,6 +20,24 @@ INSTANCES = {
     ("autoplan/execute/vocabulary/split_logits.py", "columns.__class__"): "a tensor that was made here",
     ("autoplan/execute/vocabulary/leaving.py", "found.__class__"): "a tensor that was made here",
     ("autoplan/execute/vocabulary/leaving.py", "made.__class__"): "a tensor that was made here",
+    ("autoplan/execute/data_parallel/fsdp.py", "register_fsdp_forward_method"): "a method of the caller's own model",
+    (
+        "autoplan/execute/parameters/buffers.py",
+        "register_module_parameter_registration_hook",
+    ): "torch's hook, removed at the end of its block",
+    (
+        "autoplan/hf/configs/limits.py",
+        "torch_modules.register_module_module_registration_hook",
+    ): "torch's hook, removed at the end of its block",
+    (
+        "autoplan/hf/configs/limits.py",
+        "torch_modules.register_module_parameter_registration_hook",
+    ): "torch's hook, removed at the end of its block",
+    (
+        "autoplan/check/ranks/kept_outside.py",
+        "register_module_forward_hook",
+    ): "torch's hook, removed at the end of its block",
+    ("autoplan/forecast/adapters.py", "part"): "a copy without storage, for an estimate",
     ("autoplan/execute/hooks/running.py", "made"): "an object of ours",
     ("autoplan/execute/hooks/replaced.py", "super(made, self).__setattr__(name, value)"): "a module sets its own child",
     ("autoplan/forecast/sharded.py", "value"): "settings of a copy without storage",
@@ -30,23 +48,32 @@ INSTANCES = {
     ("autoplan/execute/parameters/optimizer_state.py", "optimizer"): "a mark on one optimizer",
 }
 
+# What a process has for everybody to write into.
+EVERYBODYS = ("os.environ", "sys.path")
+
 
 def assignments(source: str) -> Iterator[tuple[int, str]]:
     """(line, what) of each assignment onto what another package owns, or that may be one.
 
-    Targets are attributes and namespaces of imported names, `sys.modules`, `type(x)`, any `__class__`; and whatever is
-    set by `setattr`, or looked up by `vars` and `__dict__` of an imported name.
+    Targets are attributes and namespaces of imported names, `sys.modules`, `type(x)`, any `__class__`; whatever is
+    set by `setattr`, or looked up by `vars` and `__dict__` of an imported name; what is put into a set, list or dict
+    that such a name holds, under whatever name of ours; and what is registered with another package.
     """
     tree = ast.parse(source)
     foreign = _imported(tree)
+    held = _held_under_a_name(tree, foreign)
     for node in ast.walk(tree):
         for target in (one for several in _targets(node) for one in _flat(several)):
             own_class = isinstance(target, ast.Attribute) and target.attr == "__class__"
             onto = target.value if isinstance(target, ast.Attribute | ast.Subscript) else None
-            taken = _is_foreign_namespace if isinstance(target, ast.Subscript) else _is_foreign
-            if own_class or onto is not None and taken(onto, foreign):
+            inside = isinstance(target, ast.Subscript)
+            if (
+                own_class
+                or onto is not None
+                and (_is_holder(onto, foreign, held) if inside else _is_foreign(onto, foreign))
+            ):
                 yield target.lineno, ast.unparse(target)
-        if isinstance(node, ast.Call) and (what := _set_by_call(node, foreign)):
+        if isinstance(node, ast.Call) and (what := _set_by_call(node, foreign, held)):
             yield node.lineno, what
 
 
@@ -58,16 +85,29 @@ def _targets(node: ast.AST) -> list[ast.expr]:
     return [node.optional_vars] if isinstance(node, ast.withitem) and node.optional_vars is not None else []
 
 
-def _set_by_call(node: ast.Call, foreign: set[str]) -> str:
+def _set_by_call(node: ast.Call, foreign: set[str], held: set[str]) -> str:
     """What a call sets by name; "" for any other call."""
     if isinstance(node.func, ast.Name):
-        return ast.unparse(node.args[0]) if node.func.id in ("setattr", "delattr") else ""
+        if node.func.id in ("setattr", "delattr"):
+            return ast.unparse(node.args[0])
+        return node.func.id if node.func.id in foreign and _registers(node.func.id) else ""
     if not isinstance(node.func, ast.Attribute):
         return ""
     of = node.func.value
     by_name = node.func.attr in ("__setattr__", "__delattr__") and ast.unparse(of) != "object"  # our frozen records
-    at_once = node.func.attr in ("update", "setdefault", "pop", "clear") and _is_foreign_namespace(of, foreign)
+    at_once = node.func.attr in _INTO and _is_holder(of, foreign, held)
+    if _registers(node.func.attr) and _is_foreign(of, foreign):
+        return ast.unparse(node.func)
     return ast.unparse(node) if by_name or at_once else ""
+
+
+# What changes a set, a list or a dict in place.
+_INTO = frozenset(("add", "append", "clear", "discard", "extend", "insert", "pop", "remove", "setdefault", "update",
+                   "difference_update", "intersection_update", "popitem"))  # fmt: skip
+
+
+def _registers(name: str) -> bool:
+    return name == "register" or name.startswith(("register_", "unregister_"))
 
 
 def _flat(target: ast.expr) -> Iterator[ast.expr]:
@@ -91,6 +131,17 @@ def _imported(tree: ast.AST) -> set[str]:
     return found
 
 
+def _held_under_a_name(tree: ast.AST, foreign: set[str]) -> set[str]:
+    """Our names for what an imported name holds: `untraced = torch._dynamo.config.classes`."""
+    return {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute) and _is_foreign(node.value, foreign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+
 def _finds_a_module(node: ast.expr) -> bool:
     text = ast.unparse(node)
     return text.startswith(("sys.modules", "import_module(", "importlib.import_module("))
@@ -104,6 +155,14 @@ def _is_foreign(node: ast.expr, foreign: set[str]) -> bool:
     if isinstance(node, ast.Call):
         return ast.unparse(node.func) == "type" or _finds_a_module(node)
     return isinstance(node, ast.Name) and node.id in foreign or _finds_a_module(node)
+
+
+def _is_holder(node: ast.expr, foreign: set[str], held: set[str]) -> bool:
+    """A namespace, or what a module or class of others holds."""
+    if ast.unparse(node) in EVERYBODYS:
+        return False
+    of_theirs = isinstance(node, ast.Attribute) and _is_foreign(node, foreign)
+    return of_theirs or isinstance(node, ast.Name) and node.id in held or _is_foreign_namespace(node, foreign)
 
 
 def _is_foreign_namespace(node: ast.expr, foreign: set[str]) -> bool:
@@ -135,7 +194,7 @@ def test_no_exception_is_stale() -> None:
 
 def test_assignments_are_seen_however_they_are_written() -> None:
     planted = """
-import sys, torch
+import os, sys, torch
 import torch.distributed as dist
 from importlib import import_module
 from torch.optim import Optimizer
@@ -156,11 +215,26 @@ vars(torch)["x"] = 1  # seen
 torch.nn.__dict__.update(x=1)  # seen
 sys.modules["torch"] = ours  # seen
 torch.Tensor.__setattr__(x, y, z)  # seen
+torch._dynamo.config.classes.add(Ours)  # seen
+torch._dynamo.config.classes.update(ours)  # seen
+dist.distributed_c10d._world.names["x"] = ours  # seen
+table = torch.distributed.tensor.rules
+table.update(ours)  # seen
+table["x"] = ours  # seen
+from torch.distributed.tensor.experimental import register_sharding
+register_sharding(op)(rule)  # seen
+torch.library.register_fake("x")  # seen
+dist.Backend.register_backend("x", make)  # seen
+import_module("torch").hooks.append(ours)  # seen
 from autoplan.values import Plan
 self.x = torch.x
 module.forward = ours
 record.reading.inside = True
 object.__setattr__(self, "shared", 1)
+self.seen.add(torch.x)
+found.append(torch.add(x, y))
+module.register_forward_hook(ours)
+os.environ.setdefault("X", "y")
 module.__dict__["forward"] = ours
 """
     seen = {number for number, line in enumerate(planted.splitlines(), 1) if line.endswith("# seen")}

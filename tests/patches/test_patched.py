@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from mesh_toys import mesh_of, model_of, plan_of
+from torch.distributed.tensor import DTensor
 
+import autoplan
+from autoplan.check.ranks.run import run_processes
 from autoplan.common.errors import AutoplanError
 from autoplan.patches import patched as machinery
-from autoplan.patches.patched import Patch, Place, hold, patched
+from autoplan.patches.patched import Kept, Patch, Place, Registered, hold, patched
 
 PATCH = Patch("planted", "library.asked", "for a test", "in a block", "put back", "here", lambda: True)
 
@@ -136,3 +142,59 @@ def test_many_threads(library: Any) -> None:
     for thread in threads:
         thread.join()
     assert not wrong and library.asked == "theirs"
+
+
+def test_what_is_in_a_set_or_a_dict_comes_out_again() -> None:
+    names, table = {"theirs"}, {"theirs": 1}
+    places = [
+        Registered(names, "ours"),
+        Registered(names, "theirs"),
+        Registered(table, "ours", 2),
+        Registered(table, "theirs", 3),
+    ]
+    first, second = hold(PATCH, places), hold(PATCH, places)
+    first.release()
+    assert names == {"ours", "theirs"} and table == {"ours": 2, "theirs": 3}
+    second.release()
+    assert names == {"theirs"} and table == {"theirs": 1}
+    with patched(PATCH, places):
+        table["theirs"] = 4  # someone else's, over ours
+    assert table == {"theirs": 4}
+
+
+def test_copies_keep_a_hold_too(library: Any) -> None:
+    kept = [Kept(hold(PATCH, [ours(library)]))]
+    other = copy.deepcopy(kept)
+    kept.clear()
+    gc.collect()
+    assert library.asked == "ours for theirs"
+    del other
+    gc.collect()
+    assert library.asked == "theirs"
+
+
+def _told() -> list[bool]:
+    """Do compilers leave classes alone, and does DTensor know an op by which torch asks for NaN?"""
+    gc.collect()
+    rules = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+    classes = torch._dynamo.config.nontraceable_tensor_subclasses
+    return [bool(classes), torch.ops.aten._is_any_true.default in rules]
+
+
+def told(rank: int) -> list[list[bool]]:
+    """Before there is a split model, with one, with a copy of it, without; and with one whose plan is undone."""
+    before = _told()
+    models = [autoplan.parallelize(model_of("gpt2"), mesh_of(tp=2), plan_of("gpt2", 2))]
+    found = [before, _told()]
+    models = copy.deepcopy(models)
+    found.append(_told())
+    models.clear()
+    found.append(_told())
+    model = autoplan.parallelize(model_of("gpt2"), mesh_of(tp=2), plan_of("gpt2", 2))
+    autoplan.applied(model).undo()
+    return [*found, _told()]
+
+
+def test_what_torch_is_told_of_split_models_ends_with_them() -> None:
+    no, yes = [False, False], [True, True]
+    assert run_processes(told, (), 2) == [[no, yes, yes, no, no]] * 2

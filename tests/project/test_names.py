@@ -37,7 +37,6 @@ DIALECTS = {
     "patches/kernels.py": "patches transformers: swaps kernels that it puts into models for their references",
     "decide/written_plans/wrappers.py": "looks through what PEFT, torch, accelerate and DeepSpeed wrap around a model",
     "common/requirements.py": "asks which version is installed",
-    "forecast/script.py": "writes a program that builds the model with transformers",
 }
 
 # What transformers uses and everybody else too: words of plain English, and of Python.
@@ -142,7 +141,13 @@ def _theirs() -> dict[str, frozenset[str]]:
         "mask builders": _functions("masking_utils.py"),
         "interfaces": {
             name
-            for file in ("modeling_utils.py", "configuration_utils.py", "modeling_outputs.py", "cache_utils.py")
+            for file in (
+                "modeling_utils.py",
+                "configuration_utils.py",
+                "modeling_outputs.py",
+                "cache_utils.py",
+                "utils/generic.py",
+            )
             for tree in _trees(file)
             for node in _class_nodes(tree)
             for name in _interface(node)
@@ -200,10 +205,33 @@ def _said(tree: ast.Module, ours: frozenset[str]) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
             words = {word for word in re.findall(r"\w+", node.value) if "_" in word.strip("_")}
             yield from ((node.lineno, word) for word in words - ours)
+            yield from ((node.lineno, name) for name in _matched(node.value) - ours)
         elif isinstance(node, ast.Attribute) and node.attr not in ours:
             yield node.lineno, node.attr
         elif isinstance(node, ast.keyword) and node.arg and node.arg not in ours:
             yield node.value.lineno, node.arg
+
+
+_MARKS = re.compile(r"[\^$?()|\[\]*+\\]")
+_NOBODYS = ("zz_nobodys_name", "zz9", "")  # a pattern that takes these knows no name
+
+
+@cache
+def _matched(text: str) -> frozenset[str]:
+    """Names that a text means where it is a pattern: those that it matches from end to end.
+
+    >>> sorted(_matched(r"^(return|compute)_loss$"))
+    ['return_loss']
+    """
+    if not _MARKS.search(text) or " " in text:
+        return frozenset()
+    try:
+        pattern = re.compile(text)
+    except (re.error, OverflowError):  # no pattern
+        return frozenset()
+    if any(map(pattern.fullmatch, _NOBODYS)):
+        return frozenset()
+    return frozenset(filter(pattern.fullmatch, _kinds()))
 
 
 def _has_doc(node: ast.AST) -> bool:
@@ -255,13 +283,16 @@ def test_only_hf_and_the_dialects_know_the_names() -> None:
         ("width = getattr(config, 'num_hidden_layers')", "config fields", "num_hidden_layers"),
         ("model(input_ids=ids)", "arguments", "input_ids"),
         ("targets = given.get('labels')", "arguments", "labels"),
-        ("outputs.past_key_values", "arguments", "past_key_values"),
+        ("outputs.past_key_values", "interfaces", "past_key_values"),
         ("hint = 'train without a cache (use_cache=False)'", "config fields", "use_cache"),
         ("head = f'{prefix}.lm_head'", "submodules", "lm_head"),
         ("ends = 'model.layers.*.self_attn.q_proj'", "submodules", "q_proj"),
         ("library.create_causal_mask()", "mask builders", "create_causal_mask"),
         ("config._attn_implementation = 'eager'", "interfaces", "_attn_implementation"),
         ("table = model.get_input_embeddings()", "interfaces", "get_input_embeddings"),
+        ("asked = re.search(r'^(return|compute)_loss$', name)", "arguments", "return_loss"),
+        ("_IDS = re.compile('^(ids|input_ids|labels)$')", "arguments", "labels"),
+        ("_IDS = 'inputs?_?ids'", "arguments", "input_ids"),
         ("def f():\n    from transformers import PreTrainedModel", "imports", "transformers"),
         ("library = sys.modules.get('transformers.modeling_utils')", "imports", "transformers.modeling_utils"),
     ],
@@ -271,7 +302,18 @@ def test_each_kind_is_found(code: str, kind: str, name: str) -> None:
     assert kind == "imports" or name in names()[kind]
 
 
-@pytest.mark.parametrize("code", ["x.shape", "'input'", '"""Reads input_ids."""', "f(weight=1)", "# hidden_size"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "re.search(r'\\w+', x)",
+        "re.search('mask|label', x)",
+        "x.shape",
+        "'input'",
+        '"""Reads input_ids."""',
+        "f(weight=1)",
+        "# hidden_size",
+    ],
+)
 def test_plain_words_and_documentation_may_say_what_they_like(code: str) -> None:
     assert not found_in(code)
 

@@ -345,6 +345,7 @@ def readme_tree() -> list[Path]:
         name = line.split()[0]
         folder = folder if line.startswith(" ") else Path(name)
         paths.append(folder / name if line.startswith(" ") else folder)
+        paths += [folder / other for other in re.findall(r"[\w.]+(?:/|\.py)(?=:)", line)]
     return paths
 
 
@@ -353,9 +354,11 @@ def test_the_readme_shows_what_is_there() -> None:
 
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [path for path in readme_tree() if not (ROOT / path).exists()] == []
-    assert {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"} <= {
-        path.name for path in readme_tree()
-    }
+    for folder in (PACKAGE, ROOT / "rules"):
+        rooms = {path.name for path in folder.iterdir() if path.is_dir() or path.suffix == ".py"}
+        named = {path.name for path in readme_tree() if path.parent.name == folder.name}
+        assert rooms - named <= {"__pycache__", "__init__.py", "__main__.py", "version.py"}
+    assert len(text.splitlines()) <= 150
     commands = set(re.findall(r"^autoplan (\w+) .*(?:MODEL|RULE|MAPPING)", text, re.MULTILINE))
     assert commands == set(COMMANDS)
     for name in re.findall(r"autoplan\.(\w+)\(", text):

@@ -7,6 +7,7 @@ other in a circle. Some rooms see less than all that lies below them. Each check
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,8 +26,8 @@ ROOMS: dict[str, tuple[str, ...] | None] = {
     "analyse": ("values", "common", "axes", "ops"),
     "decide": ("values", "common", "axes", "ops", "analyse"),
     "emit": ("values", "common", "decide"),
-    "capture": ("values", "common", "patches"),
-    "hf": ("values", "common", "patches", "capture", "analyse"),
+    "capture": ("values", "common", "patches", "ops"),
+    "hf": ("values", "common", "patches", "ops", "capture", "analyse"),
     "execute": ("values", "common", "patches", "ops"),
     "planning": None,
     "plan_cache": None,
@@ -90,6 +91,19 @@ def test_no_import_runs_up_and_there_is_no_circle() -> None:
     assert faults(arrows()) == []
 
 
+def rooms_of_page(text: str) -> list[str]:
+    """The rooms in the order of the first table of architecture.md."""
+    rows = re.findall(r"^\| `([\w./]+)` \|", text, re.MULTILINE)
+    return [_FRONT.get(name, name) for name in (row.removesuffix("/").removesuffix(".py") for row in rows)]
+
+
+def test_the_page_has_the_same_table() -> None:
+    """And the check can fail."""
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert rooms_of_page(page) == list(ROOMS)
+    assert rooms_of_page(page.replace("| `once.py` |", "| once |")) != list(ROOMS)
+
+
 PURE = ("values", "axes", "ops", "analyse", "decide", "emit")
 HEAVY = {"torch", "transformers"}
 
@@ -137,11 +151,99 @@ def test_the_check_can_fail(tmp_path: Path, file: str, text: str, what: str) -> 
     assert any(what in said for said in faults(arrows(package)))
 
 
-def test_rooms_are_small_and_say_what_they_are() -> None:
-    """At most about 15 files on one level, and a docstring that says what comes in and what goes out."""
-    for folder in (path for path in PACKAGE.rglob("*") if path.is_dir() and list(path.glob("*.py"))):
-        files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
-        limit = 40 if folder.name == "checks" else 17  # one file for each check of the audit
-        assert len(files) <= limit, f"{folder.relative_to(PACKAGE)} holds {len(files)} files"
-        said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
-        assert len(said) > 60, f"{folder.relative_to(PACKAGE)} does not say what it is"
+def folders(package: Path = PACKAGE) -> dict[str, str]:
+    """Every room and every folder in one, with what its `__init__` says of it."""
+    found = {path.parent for path in package.rglob("*.py") if path.parent != package}
+    said = {path: ast.get_docstring(ast.parse((path / "__init__.py").read_text(encoding="utf-8"))) for path in found}
+    return {path.relative_to(package).as_posix(): said[path] or "" for path in sorted(found)}
+
+
+def may(room: str) -> set[str]:
+    """The rooms that the table lets a room import, itself left out."""
+    named = ROOMS[room]
+    order = list(ROOMS)
+    return set(order[: order.index(room)] if named is None else named)
+
+
+def meant(folder: str, text: str) -> set[str]:
+    """The rooms that a docstring means by what stands behind `May import:`. A folder stands for its own files."""
+    room = folder.split("/")[0]
+    found: set[str] = set()
+    for part in re.sub(r"\([^)]*\)", "", text).split(","):
+        words = part.split()
+        match words:
+            case ["nothing", "of", "ours"]:
+                pass
+            case ["all", "rooms", "below"]:
+                found |= may(room)
+            case ["all", "rooms", "below", other]:
+                found |= may(other)
+            case ["what", other, "may"]:
+                found |= may(other) | {other}
+            case ["its", "own", "files"]:
+                found.add(folder)
+            case [other]:
+                found.add(other)
+            case _:
+                raise AssertionError(f"{folder}: 'May import: {text}' is no list of rooms")
+    return found
+
+
+def unsaid(folder: str, text: str) -> list[str]:
+    """What a docstring does not say, or says otherwise than the table."""
+    flat = " ".join(text.split())
+    missing = [part for part in ("In: ", "Out: ", "May import: ") if part not in flat]
+    if missing:
+        return [f"{folder} does not say {part.strip()}" for part in missing]
+    room, rooms = folder.split("/")[0], meant(folder, re.findall(r"May import: ([^.;]*)", flat)[0])
+    if folder == room and rooms != may(room):
+        return [f"{folder} says it may import {sorted(rooms)}, the table {sorted(may(room))}"]
+    over = rooms - may(room) - {room, folder}
+    return [f"{folder} says it may import {sorted(over)}: {room} may not"] if over else []
+
+
+def overstepped(folder: str, text: str, found: list[tuple[str, str]]) -> list[str]:
+    """Imports of a folder that its own docstring does not allow, where that is narrower than the table."""
+    rooms = meant(folder, re.findall(r"May import: ([^.;]*)", " ".join(text.split()))[0])
+    inside = f"autoplan.{folder.replace('/', '.')}"
+    return [
+        f"{source} imports {target}: {folder} says otherwise"
+        for source, target in found
+        if f"{source}.".startswith(f"{inside}.")
+        and not f"{target}.".startswith(f"{inside}.")
+        and room_of(target) not in rooms
+    ]
+
+
+def test_rooms_say_what_comes_in_what_goes_out_and_what_they_import() -> None:
+    said = folders()
+    assert [fault for folder, text in said.items() for fault in unsaid(folder, text)] == []
+    nested, found = {folder: text for folder, text in said.items() if "/" in folder}, arrows()
+    assert [fault for folder, text in nested.items() for fault in overstepped(folder, text, found)] == []
+
+
+@pytest.mark.parametrize(
+    ("folder", "text", "what"),
+    [
+        ("emit", "In: a Plan. Out: text.", "does not say May import:"),
+        ("emit", "Out: text. May import: values, common, decide.", "does not say In:"),
+        ("emit", "In: a Plan. Out: text. May import: values, common.", "the table"),
+        ("emit/tables", "In: a Plan. Out: text. May import: what emit may,\ncheck.", "emit may not"),
+        ("check", "In: a Plan. Out: a Report. May import: all rooms below api.", "the table"),
+    ],
+)
+def test_the_check_of_docstrings_can_fail(folder: str, text: str, what: str) -> None:
+    assert any(what in fault for fault in unsaid(folder, text))
+
+
+def test_the_check_of_what_folders_import_can_fail() -> None:
+    found = [("autoplan.forecast.recording.record", "autoplan.forecast.choose")]
+    assert overstepped("forecast/recording", folders()["forecast/recording"], found)
+    assert not overstepped("forecast/recording", "May import: what forecast may.", found)
+
+
+def test_rooms_are_small() -> None:
+    """At most about 15 files on one level."""
+    for folder in folders():
+        files = [path for path in (PACKAGE / folder).glob("*.py") if path.name != "__init__.py"]
+        assert len(files) <= 17, f"{folder} holds {len(files)} files"

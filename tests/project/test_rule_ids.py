@@ -1,6 +1,7 @@
 """Python knows no rule by its id: what a rule is to others stands in its document, so that a rule can be renamed.
 
-Renaming is tried on the rules that exports ask something of: every export stays what it was.
+So for every folder of rules/ whose documents have ids: roles, plans written by hand, schemes of quantised weights.
+Renaming is tried on the rules that exports ask something of, and on all schemes: what is made stays what it was.
 """
 
 from __future__ import annotations
@@ -13,52 +14,87 @@ from pathlib import Path
 
 import pytest
 import torch
+from packing import random_parts
+from quantised_models import METHODS as QUANTISED
+from quantised_models import weights_of
 
 import autoplan
+from autoplan.common.files import schemes
+from autoplan.common.files.schemes import scheme_files
 from autoplan.common.rules_folder import rules_folder
 from autoplan.decide.rulebook import read
 from autoplan.decide.rulebook.read import EXPORTS, GENERIC, load_rules
+from autoplan.decide.written_plans.handwritten import load_plans
+from autoplan.execute.quantised.formats import dequantise
+from autoplan.hf.quantised.methods import method_of
 from autoplan.hf.source import resolve
 
 torch.set_num_threads(1)
 PACKAGE = Path(autoplan.__file__).parent
-IDS = frozenset(rule.id for rule in load_rules()) - {GENERIC}  # the reader's own word for what no rule names
+ROLES = frozenset(rule.id for rule in load_rules()) - {GENERIC}  # the reader's own word for what no rule names
+PLANS = frozenset(plan.id for plan in load_plans())
+SCHEMES = frozenset(scheme_files())
 # These rooms see entries and their rules. Elsewhere "attention" is a kind of call, which is no rule.
 SEE_RULES = ("decide", "emit", "check/audit", "cli")
+# Some schemes are called as their method is in transformers' configs. Who reads these may know the methods.
+METHODS = SCHEMES & {str(data["method"]) for data in scheme_files().values()}
+SEE_METHODS = "hf/"
+# The folders whose documents have no ids: what is fed to a model type, kernels and GPUs by the names that others have
+# for them (the latter are words that users say).
+NO_IDS = {"inputs", "kernels", "devices"}
 
 
-def ids_in(text: str, may_speak: bool) -> Iterator[str]:
-    """Rule ids among the string constants of a file. A room that sees no rules may use ids that are plain words."""
+def known_in(place: str) -> frozenset[str]:
+    """Ids that a file may know: plain words where no rules are seen, methods where configs are read."""
+    plain = frozenset(name for name in ROLES if "-" not in name)
+    return (frozenset() if place.startswith(SEE_RULES) else plain) | (
+        METHODS if place.startswith(SEE_METHODS) else frozenset()
+    )
+
+
+def ids_in(text: str, place: str) -> Iterator[str]:
+    """Ids among the string constants of a file."""
+    ids, allowed = ROLES | PLANS | SCHEMES, known_in(place)
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if node.value in IDS and (not may_speak or "-" in node.value):
-                yield f"{node.lineno}: {node.value!r}"
+            if node.value in ids:
+                if node.value not in allowed:
+                    yield f"{node.lineno}: {node.value!r}"
             else:
                 words = re.findall(r"(?<![\w-])[\w]+(?:-[\w]+)+(?![\w-])", node.value)
-                yield from (f"{node.lineno}: {word!r} in a text" for word in words if word in IDS)
+                yield from (f"{node.lineno}: {word!r} in a text" for word in words if word in ids)
 
 
 def test_no_python_file_names_a_rule() -> None:
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         place = path.relative_to(PACKAGE).as_posix()
-        found += [f"{place}:{line}" for line in ids_in(path.read_text("utf-8"), not place.startswith(SEE_RULES))]
+        found += [f"{place}:{line}" for line in ids_in(path.read_text("utf-8"), place)]
     assert found == []
 
 
+def test_every_folder_of_rules_is_looked_for() -> None:
+    folders = {path.name for path in rules_folder().iterdir() if path.is_dir()}
+    assert folders == {"roles", "plans", "quantised"} | NO_IDS
+
+
 @pytest.mark.parametrize(
-    ("text", "may_speak", "count"),
+    ("text", "place", "count"),
     [
-        ('_ENDS = ("lm-head", "tied-head")', False, 2),
-        ('_ENDS = ("lm-head", "tied-head")', True, 2),
-        ('hint = "the rule head-norm goes on"', False, 1),
-        ('if entry.rule == "attention":\n    pass', False, 1),
-        ('if call.reduce == "attention":\n    pass', True, 0),
-        ('hint = "a lm-head-like thing"', False, 0),
+        ('_ENDS = ("lm-head", "tied-head")', "emit/a.py", 2),
+        ('_ENDS = ("lm-head", "tied-head")', "ops/a.py", 2),
+        ('hint = "the rule head-norm goes on"', "emit/a.py", 1),
+        ('if entry.rule == "attention":\n    pass', "emit/a.py", 1),
+        ('if call.reduce == "attention":\n    pass', "ops/a.py", 0),
+        ('hint = "a lm-head-like thing"', "emit/a.py", 0),
+        ('if weight.scheme.id == "gptq":\n    pass', "execute/a.py", 1),
+        ('if data["quant_method"] == "gptq":\n    pass', "hf/quantised/a.py", 0),
+        ('_READ = {"fp8-blocks": 1}', "hf/quantised/a.py", 1),
+        ('if plan.id == "falcon-h1":\n    pass', "hf/a.py", 1),
     ],
 )
-def test_the_scan_can_fail(text: str, may_speak: bool, count: int) -> None:
-    assert len(list(ids_in(text, may_speak))) == count
+def test_the_scan_can_fail(text: str, place: str, count: int) -> None:
+    assert len(list(ids_in(text, place))) == count
 
 
 # What a rule is to other systems, and models that show all of it.
@@ -94,7 +130,22 @@ def renamed_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 def test_renaming_rules_changes_no_export(request: pytest.FixtureRequest) -> None:
     before = {model: exports_of(model) for model in MODELS}
     request.getfixturevalue("renamed_rules")
-    assert not IDS & {rule.id for rule in load_rules() if rule.exported_as}
+    assert not ROLES & {rule.id for rule in load_rules() if rule.exported_as}
     assert {model: exports_of(model) for model in MODELS} == before
     shown = {word for found in before.values() for word in found["roles"].split(" ")}
     assert shown >= {word for words in EXPORTS for word in words.split(" ")}
+
+
+def test_renaming_schemes_changes_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {name: weights_of(method_of(data), {"a.weight": (96, 64)})[0] for name, data in QUANTISED.items()}
+    parts = {name: random_parts(weight) for name, weight in known.items()}
+    before = {name: dequantise(weight, parts[name], weight.shape) for name, weight in known.items()}
+    for path in (rules_folder() / "quantised").glob("*.toml"):
+        (tmp_path / "quantised").mkdir(exist_ok=True)
+        shutil.copy(path, tmp_path / "quantised" / f"x-{path.name}")
+    monkeypatch.setattr(schemes, "rules_folder", lambda: tmp_path)
+    for name, data in QUANTISED.items():
+        (weight,) = weights_of(method_of(data), {"a.weight": (96, 64)})
+        assert weight.scheme.id == f"x-{known[name].scheme.id}"
+        assert weight.tensors == known[name].tensors
+        assert torch.equal(dequantise(weight, parts[name], weight.shape), before[name]), name

@@ -32,7 +32,9 @@ from autoplan.analyse.picture.weighted_boxes import (
     weighted,
 )
 from autoplan.ops import op_record
-from autoplan.ops.records.record import Drawn, Shows, writes_in_place
+from autoplan.ops.random import makes_anew
+from autoplan.ops.records.answers import Drawn, Shows
+from autoplan.ops.records.record import writes_in_place
 from autoplan.values import Op, Ref, Trace, refs
 
 __all__ = ["dataflow"]
@@ -78,7 +80,7 @@ class _Artist:
         """Index tensors that pick among stacked (3-D) weights: what they pick of smaller ones are their biases."""
         chosen: set[int] = set()
         for op in self.trace.ops:
-            if op.name in ("index", "index_select") and isinstance(op.args[0], Ref):
+            if op_record(op.name).drawn is Drawn.ROWS and isinstance(op.args[0], Ref):
                 source = self.trace.tensors[op.args[0].id]
                 if source.kind == "parameter" and len(source.shape) > 2:
                     chosen.update(refs(op.args[1:]))
@@ -89,7 +91,8 @@ class _Artist:
         canvas, outputs = self.canvas, list(refs(op.outputs))
         if not outputs:
             return
-        tensors = list(refs(op.args[1:2])) if op.name == "copy_" else list(dict.fromkeys(refs((op.args, op.kwargs))))
+        read = op.args[1:2] if op_record(op.name).overwrites else (op.args, op.kwargs)
+        tensors = list(dict.fromkeys(refs(read)))
         if op_record(op.name).shows in _SHOWN and tensors:
             for output in outputs:
                 canvas.bases[output] = canvas.bases.get(tensors[0], tensors[0])
@@ -128,7 +131,7 @@ class _Artist:
             found = lookup(canvas, op, tensors, self.choices)
             if found is not None:
                 return [found]
-        if op.name.endswith("_like") or op.name.startswith("new_"):
+        if makes_anew(op.name):
             return [CONSTANT] * len(outputs)
         if not data and not weights:
             reshaped = len(values) == 1 and values[0].from_input and op_record(op.name).shows in (*_SHOWN, Shows.COPIED)
@@ -167,7 +170,7 @@ class _Artist:
             return [fused_attention(self.canvas, op)] * len(outputs)
         if drawn is Drawn.SPLIT:
             return [self._split(op, data, output) for output in outputs]
-        if op.name == "glu":
+        if drawn is Drawn.GATED:
             source = self.canvas.value(data).node
             assert source is not None
             halves = [self.canvas.add(Node("split", op.module), (source,)) for _ in range(2)]
@@ -185,7 +188,7 @@ class _Artist:
         canvas, drawn = self.canvas, op_record(op.name).drawn
         boxes = self._sources(op, tensors)
         views: list[View] = [v for v in (canvas.value(tensor).weight for tensor in tensors) if v is not None]
-        if drawn is Drawn.CAT or op.name == "where" or (views and not boxes):
+        if drawn in (Drawn.CAT, Drawn.CHOICE) or (views and not boxes):
             boxes += [canvas.parameter_box(view) for view in views]
             views = []
         boxes = list(dict.fromkeys(boxes))

@@ -18,7 +18,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from autoplan.ops import op_record
-from autoplan.ops.records.record import Shows, writes_in_place
+from autoplan.ops.records.answers import Shows
+from autoplan.ops.records.record import writes_in_place
 from autoplan.values import Obstacle, Op, Ref, Symbolic, Trace, refs
 
 __all__ = ["obstacles"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autoplan.ops import op_record
-from autoplan.ops.records.record import Shows
+from autoplan.ops.records.answers import Shows
 from autoplan.values import Op
 
 __all__ = ["View", "as_lookup", "dequantised", "follow_view", "whole_view"]
@@ -54,23 +54,10 @@ def as_lookup(view: View, index_rank: int) -> View:
 def follow_view(op: Op, view: View, before: tuple[int, ...], after: tuple[int, ...]) -> View:
     """The view after one more op that reads nothing but it (and constants)."""
     dims: list[int | None] = list(view.dims)
-    rest = op.args[1:]
-    if op.name in ("t", "numpy_T"):
-        dims.reverse()
-    elif op.name == "transpose":
-        i, j = int(rest[0]), int(rest[1])
-        dims[i], dims[j] = dims[j], dims[i]
-    elif op.name == "permute":
-        dims = [dims[int(i)] for i in rest[0]]
-    elif op.name == "unsqueeze":
-        dims.insert(int(rest[0]) % (len(dims) + 1), None)
-    elif op.name == "select":
-        del dims[int(rest[0])]
-    elif op.name == "unbind":
-        del dims[int(rest[0]) if rest else 0]
-    elif op.name == "expand":
-        dims[:0] = [None] * (len(after) - len(dims))
-    elif len(before) != len(after) or (before != after and op_record(op.name).shows is Shows.RESHAPED):
+    known = op_record(op.name)
+    if known.moves is not None:
+        dims = known.moves(op, dims, None, len(after))
+    elif len(before) != len(after) or (before != after and known.shows is Shows.RESHAPED):
         dims = _by_size(dims, before, after)
     return replace(view, dims=tuple(dims)) if len(dims) == len(after) else replace(view, dims=(None,) * len(after))
 

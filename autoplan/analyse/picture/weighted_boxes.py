@@ -14,6 +14,8 @@ from autoplan.analyse.picture.flow import Node
 from autoplan.analyse.picture.regions import draw_attention
 from autoplan.analyse.picture.weight_views import View, as_lookup
 from autoplan.ops import op_record
+from autoplan.ops.convolutions import groups_of, transposed
+from autoplan.ops.records.answers import Drawn
 from autoplan.values import Op, Ref
 
 __all__ = ["contraction", "convolution", "fused_attention", "fused_norm", "lookup", "weighted"]
@@ -26,7 +28,7 @@ def lookup(canvas: Canvas, op: Op, tensors: Sequence[int], choices: set[int]) ->
     if view is None:
         return None
     stacked = len(canvas.shape(view.parameter)) > 2 or choices.intersection(index)
-    if op.name != "embedding" and (stacked or len(canvas.shape(table)) < 2):
+    if op_record(op.name).drawn is Drawn.ROWS and (stacked or len(canvas.shape(table)) < 2):
         chosen = next((canvas.value(t).node for t in index if canvas.value(t).node is not None), view.chosen)
         return Value(weight=replace(as_lookup(view, len(canvas.shape(index[0]))), chosen=chosen))
     dims = (("rows", canvas.dim(view.parameter, view.dims[0])), ("width", canvas.dim(view.parameter, view.dims[1])))
@@ -42,11 +44,11 @@ def contraction(canvas: Canvas, op: Op) -> Value:
     """A product that sums over a dim: of a value with a weight, or of two values."""
     operands = [argument.id for argument in op.args if isinstance(argument, Ref)]
     product = op_record(op.name).product
-    biased = product is not None and product.bias == 0
-    bias = canvas.value(operands.pop(0)) if biased else Value()
+    assert product is not None
+    bias = canvas.value(operands.pop(0)) if product.bias == 0 else Value()
     left, right = (canvas.value(operand) for operand in operands[:2])
     if right.weight is not None:
-        weight, data, transposed = right.weight, left, op.name == "linear"
+        weight, data, transposed = right.weight, left, product.of_rows
     elif left.weight is not None:
         weight, data, transposed = left.weight, right, True
     else:
@@ -90,11 +92,11 @@ def _product_of_values(canvas: Canvas, op: Op, left: Value, right: Value) -> Val
 
 def convolution(canvas: Canvas, op: Op) -> Value | None:
     """A convolution; grouped ones are "depthwise", whose only dim that counts is the channels."""
-    data, weight, bias, transposed, groups = op.args[0].id, op.args[1].id, op.args[2], bool(op.args[6]), int(op.args[8])
+    data, weight, bias, groups = op.args[0].id, op.args[1].id, op.args[2], groups_of(op)
     view, source = canvas.value(weight).weight, canvas.value(data).node
     if view is None or source is None:
         return None
-    out, inner = (1, 0) if transposed else (0, 1)
+    out, inner = (1, 0) if transposed(op) else (0, 1)
     dims = [("out", canvas.dim(view.parameter, view.dims[out]))]
     if groups == 1:
         dims.insert(0, ("in", canvas.dim(view.parameter, view.dims[inner])))
@@ -135,7 +137,7 @@ def weighted(canvas: Canvas, op: Op, box: int, views: list[View]) -> Value:
         return canvas.change(box, replace(known, parameters=known.parameters + names, dims=known.dims or dims))
     if any(_multiplies(canvas, name) for name in names):
         return Value(node=box)  # a weight that is adjusted, to be measured: no scale of what it is adjusted by
-    kind = "shift" if op.name.startswith(("add", "sub")) else "scale"
+    kind = "shift" if op_record(op.name).drawn is Drawn.ADD else "scale"
     if kind == "shift" and _is_bias(canvas, known, views):
         return canvas.change(box, replace(known, parameters=known.parameters + names))
     return Value(node=canvas.add(Node(kind, op.module, names, dims), (box,)))

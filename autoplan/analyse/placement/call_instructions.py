@@ -10,11 +10,10 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
-from autoplan.analyse.placement.reductions import gathered_dim, lengths_in
+from autoplan.analyse.placement.reductions import gathered_dim, reducing_op
 from autoplan.analyse.shards import Shards
-from autoplan.ops.norms import scaled_dims
-from autoplan.ops.records.record import Reduction
-from autoplan.ops.reductions import reduced_dims
+from autoplan.ops import call_record, op_record
+from autoplan.ops.records.answers import Reduction
 from autoplan.values import (
     AttentionCall,
     Call,
@@ -27,6 +26,7 @@ from autoplan.values import (
     LengthCall,
     MeanCall,
     NormCall,
+    Op,
     RewriteCall,
     RowCall,
     SumCall,
@@ -57,35 +57,41 @@ def _nothing(call: Call, shards: Shards) -> dict[str, Any]:
 
 
 def _norm(call: Call, shards: Shards) -> dict[str, Any]:
-    """Over how many numbers it runs, in how many dims."""
+    """Over how many numbers it runs, in how many dims, and how many statistics of them it takes."""
     dims = len(call.args[1] if len(call.args) > 1 else call.kwargs["normalized_shape"])
     shape = shards.trace.tensors[next(refs(call.args))].shape
-    return {"dims": dims, "count": prod(shape[len(shape) - dims :])}
+    return {"dims": dims, "count": prod(shape[len(shape) - dims :]), "statistics": call_record(call.name).statistics}
 
 
 def _variance(call: Call, shards: Shards) -> dict[str, Any]:
     """Its dims from the end, whether they stay as dims of 1, what is taken off the count, and how many positions each
     rank holds."""
-    op = next(op for op in shards.trace.ops[slice(*call.ops)] if op.name in ("var", "std"))
+    op = reducing_op(call, Reduction.VARIANCE, shards)
     source, correction = op.args[0].id, op.kwargs.get("correction")
     shape = shards.trace.tensors[source].shape
-    dims = sorted(dim % len(shape) - len(shape) for dim in reduced_dims(op, len(shape)))
+    dims = _from_end(op, len(shape))
     held = tuple(
         prod(n for dim, n in enumerate(shards.local_shape(source, rank)) if dim - len(shape) in dims)
         for rank in range(shards.tp)
     )
     kept = len(shards.trace.tensors[next(refs(op.outputs))].shape) == len(shape)
     correction = 1 if correction is None else correction
-    return {"dims": tuple(dims), "keepdim": kept, "correction": correction, "held": held}
+    return {"dims": dims, "keepdim": kept, "correction": correction, "held": held}
 
 
 def _length(call: Call, shards: Shards) -> dict[str, Any]:
-    """Its dims from the end, and whether they stay as dims of 1."""
-    op, _ = lengths_in(call, shards.trace)
+    """Its dims from the end, whether they stay as dims of 1, and whether it divides by the lengths."""
+    op = reducing_op(call, Reduction.LENGTH, shards)
     rank = len(shards.axes.of(op.args[0].id))
-    dims = (reduced_dims if op.name == "linalg_vector_norm" else scaled_dims)(op, rank)
     kept = len(shards.trace.tensors[next(refs(op.outputs))].shape) == rank
-    return {"dims": tuple(sorted(dim % rank - rank for dim in dims)), "keepdim": kept}
+    return {"dims": _from_end(op, rank), "keepdim": kept, "divides": call_record(call.name).divides}
+
+
+def _from_end(op: Op, rank: int) -> tuple[int, ...]:
+    """The dims that an op takes a statistic over."""
+    over = op_record(op.name).over
+    assert over is not None
+    return tuple(sorted(dim % rank - rank for dim in over(op, rank)))
 
 
 def _rows(call: Call, shards: Shards) -> dict[str, Any]:

@@ -10,14 +10,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from autoplan.ops import call_record
-from autoplan.ops.records.record import Shows
+from autoplan.ops import call_record, op_record
+from autoplan.ops.records.answers import Shows
 from autoplan.values import Call, ModuleVisit, Trace, refs, refs_with_paths
 
 __all__ = ["CallFlow", "Crossing"]
-
-_READ_BY_PYTHON = frozenset({"_local_scalar_dense", "nonzero"})
-_DETACHING = frozenset({"detach", "attr:data", "detach_"})
 
 
 class Crossing(NamedTuple):
@@ -54,7 +51,7 @@ class CallFlow:
         self.leaving: dict[int, list[Crossing]] = defaultdict(list)
         self.entering: dict[int, list[Crossing]] = defaultdict(list)
         self.final: set[int] = set()
-        self.branching = {op.module for op in trace.ops if op.name in _READ_BY_PYTHON}
+        self.branching = {op.module for op in trace.ops if op_record(op.name).tells}
         self._visits_of: dict[str, list[int]] = defaultdict(list)
         for index, visit in enumerate(trace.visits):
             self._visits_of[visit.module].append(index)
@@ -69,7 +66,7 @@ class CallFlow:
     def _add(self, index: int, call: Call) -> None:
         inputs = list(dict.fromkeys(refs((call.args, call.kwargs))))
         outputs = list(dict.fromkeys(refs(call.outputs)))
-        if call.name == "__setitem__":
+        if call_record(call.name).assigns:
             outputs = [call.args[0].id]
         self.inputs.append(inputs)
         self.outputs.append(outputs)
@@ -78,7 +75,7 @@ class CallFlow:
         for tensor in inputs:
             self.uses[tensor].append(index)
         flows = index in self.unseen or any(t in self.carries for t in inputs)  # where it is not seen, it may
-        flows = flows and call.grad_enabled and call.name not in _DETACHING
+        flows = flows and call.grad_enabled and not self._detaches(index)
         for tensor in outputs:
             if tensor in self.producer or tensor in inputs:
                 self.rewritten.add(tensor)
@@ -97,12 +94,14 @@ class CallFlow:
             if self._unread_shape(index):
                 detached.update(self.outputs[index])
             for tensor in self.outputs[index]:
-                uses = self.uses.get(tensor)
-                if uses and tensor not in self.final and tensor not in self.rewritten and all(
-                    self.trace.calls[use].name in _DETACHING or detached.issuperset(self.outputs[use]) for use in uses
-                ):  # fmt: skip
+                uses = self.uses.get(tensor, [])
+                within = bool(uses) and tensor not in self.final and tensor not in self.rewritten
+                if within and all(self._detaches(use) or detached.issuperset(self.outputs[use]) for use in uses):
                     detached.add(tensor)
         return detached
+
+    def _detaches(self, index: int) -> bool:
+        return call_record(self.trace.calls[index].name).detaches
 
     def _unread_shape(self, index: int) -> bool:
         call = self.trace.calls[index]

@@ -21,7 +21,7 @@ from autoplan.analyse.splits.integer_edits import Edits
 from autoplan.analyse.splits.literal_sizes import made_in_shards, made_whole
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.ops import call_record, op_record
-from autoplan.ops.records.record import Shows
+from autoplan.ops.records.answers import Shows
 from autoplan.ops.records.sizes import RepeatEach
 from autoplan.values import Call, CallRewrite, Cut, LiteralArgument, Ref, RewriteCall, Trace
 from autoplan.values.reasons import NotPlaced

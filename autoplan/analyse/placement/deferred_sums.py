@@ -14,7 +14,7 @@ from typing import Literal
 from autoplan.analyse.placement.callflow import CallFlow, Crossing
 from autoplan.analyse.shards import Shards
 from autoplan.ops import call_record
-from autoplan.ops.records.record import Linear, Shows
+from autoplan.ops.records.answers import Linear, Shows
 from autoplan.values import Call, Ref
 
 __all__ = ["Way", "adds", "follow_down", "is_linear", "step_of"]

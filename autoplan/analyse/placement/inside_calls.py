@@ -17,15 +17,15 @@ from autoplan.analyse.shards import Shards
 from autoplan.ops import call_record, op_record
 from autoplan.ops.elementwise import COUNTING
 from autoplan.ops.experts import BOX
-from autoplan.ops.records.record import Linear, OpRecord, Reduction, Shows
+from autoplan.ops.records.answers import Linear, Reduction, Shows
+from autoplan.ops.records.record import OpRecord
 from autoplan.ops.records.sizes import Filled, Groups, MadeWhole
+from autoplan.ops.views import stretches
 from autoplan.values import Call, Op, Ref, Symbolic, refs
 from autoplan.values.reasons import NotPlaced
 
 __all__ = ["axis_lost_in", "made_of", "why_no_partial_sum", "why_sizes_differ"]
 
-_OF_EACH_OTHER = ("broadcast_tensors", "meshgrid")  # calls that stretch several values to the sizes of all
-_AS_MANY_AS_LONG = ("vander", "linalg_vander")  # calls that make as many columns as a row is long
 _MOST_DIMS = 6
 _NEAR_SIZES = (0, 1, -1)
 
@@ -35,7 +35,7 @@ def why_no_partial_sum(
 ) -> NotPlaced | None:
     """Why the sums inside a call (op index -> kind) do not leave it as one partial sum; None if they do.
 
-    `bias`: what the call adds to its sum, and each rank adds its share of.
+    `bias`: what the call adds to its sum, of which each rank adds a part.
     """
     if len(set(kinds.values())) > 1:
         return NotPlaced("sums-of-several-kinds")
@@ -61,7 +61,7 @@ def why_no_partial_sum(
 
 
 def _adds_whole(op: Op, partial: set[int]) -> bool:
-    """Does a product add a bias that no rank takes a share of?"""
+    """Does a product add a bias that is not partial?"""
     product = op_record(op.name).product
     if product is None or product.bias is None or op.kwargs.get("beta", 1) == 0:
         return False
@@ -73,18 +73,18 @@ def _is_linear(op: Op, partial: set[int], shards: Shards) -> bool:
     """Is what an op makes of parts of a sum a part again?"""
     known = op_record(op.name)
     operands = [item for item in _flat(op.args) if isinstance(item, Ref)]
-    owed = [item.id in partial for item in operands]
+    partials = [item.id in partial for item in operands]
     if known.linear in (Linear.ADDS, Linear.SUBTRACTS):
-        return all(owed) and all(isinstance(item, Ref) for item in op.args[:2])
+        return all(partials) and all(isinstance(item, Ref) for item in op.args[:2])
     if known.linear is Linear.WITHIN:
         return all(item.id in partial for item in operands if "float" in shards.trace.tensors[item.id].dtype)
     if known.shows is not Shows.NOTHING:
-        return owed[0]
+        return partials[0]
     if known.product is not None:
-        return known.product.bias is None and sum(owed) == 1
+        return known.product.bias is None and sum(partials) == 1
     if known.linear is Linear.FIRST:
-        return owed[0] and sum(owed) == 1 and not op.kwargs.get("rounding_mode")
-    return known.linear is Linear.EACH and sum(owed) == 1
+        return partials[0] and sum(partials) == 1 and not op.kwargs.get("rounding_mode")
+    return known.linear is Linear.EACH and sum(partials) == 1
 
 
 def _count_in(call: Call, shards: Shards) -> float | None:
@@ -165,23 +165,23 @@ def why_sizes_differ(call: Call, shards: Shards) -> NotPlaced | None:
         return None
     known = call_record(call.name)
     like_another = known.linear is Linear.FIRST and known.shows in (Shows.RESHAPED, Shows.VIEWED)
-    like_another = like_another or call.name == "diff"  # what is put before or behind is as long as the rest
+    like_another = like_another or known.follows == "another"
     read = {tensor for op in ops for tensor in refs((op.args, op.kwargs))}
     outputs = [tensor for tensor in refs(call.outputs) if shards.is_split(tensor)]
     layouts = {shards.layouts(tensor) for tensor in outputs}
     for tensor in refs((call.args, call.kwargs)):
         if like_another and tensor not in read and layouts - {shards.layouts(tensor)}:
             return NotPlaced("sizes-of-another")
-        if call.name in _AS_MANY_AS_LONG and shards.layouts(tensor)[-1] is not None:
+        if known.follows == "long" and shards.layouts(tensor)[-1] is not None:
             return NotPlaced("length-is-read")
-    if call.name in _OF_EACH_OTHER and any(_stretched(op, call, shards) for op in ops):
+    if known.follows == "all" and any(_stretched(op, call, shards) for op in ops):
         return NotPlaced("stretched")
     return None
 
 
 def _stretched(op: Op, call: Call, shards: Shards) -> bool:
     """Does an op make a dim of 1 as long as a split dim of an input is, without knowing that it is the same?"""
-    if op.name != "expand":
+    if not stretches(op.name):
         return False
     (output,), (source,) = refs(op.outputs), list(refs(op.args))[:1]
     layouts, shape = shards.layouts(output), shards.trace.tensors[output].shape

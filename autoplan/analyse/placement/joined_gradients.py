@@ -18,6 +18,7 @@ from math import prod
 from autoplan.analyse.placement.callflow import Crossing
 from autoplan.analyse.placement.partial_gradients import PartialGradients
 from autoplan.analyse.splits.low_rank import thin_matrix
+from autoplan.ops import call_record
 
 __all__ = ["join_gradients"]
 
@@ -195,5 +196,5 @@ def _is_branch(index: int, gradients: PartialGradients) -> bool:
         return False
     (output,) = flow.outputs[index]
     uses = gradients.uses.get(output, set())
-    linear = all(gradients.trace.calls[use].name == "linear" for use in uses)
+    linear = all(call_record(gradients.trace.calls[use].name).is_layer for use in uses)
     return bool(uses) and linear and uses <= gradients.partial.get(output, set()) and output not in flow.final

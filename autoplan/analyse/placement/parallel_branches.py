@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from autoplan.analyse.placement.callflow import CallFlow, Crossing
 from autoplan.analyse.placement.deferred_sums import adds
 from autoplan.ops import call_record
-from autoplan.ops.records.record import Shows
+from autoplan.ops.records.answers import Shows
 from autoplan.values import Call
 
 __all__ = ["Pair", "pairs_of_branches"]

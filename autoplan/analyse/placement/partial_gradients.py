@@ -12,8 +12,9 @@ from collections import defaultdict
 from autoplan.analyse.placement.callflow import CallFlow, Crossing
 from autoplan.analyse.placement.hook_points import HookPoints
 from autoplan.analyse.shards import Shards
+from autoplan.ops import call_record
 from autoplan.ops.creation import fills
-from autoplan.ops.records.record import Reduction
+from autoplan.ops.records.answers import Reduction
 
 __all__ = ["PartialGradients"]
 
@@ -45,7 +46,7 @@ class PartialGradients:
         mixed = any(self.shards.is_mixed(t) for t in outputs)
         if call.module in self.flow.branching or fills(call.name):
             return False
-        if index in self.reductions or call.name == "__setitem__" or any(t in self.flow.rewritten for t in outputs):
+        if index in self.reductions or call_record(call.name).assigns or any(t in self.flow.rewritten for t in outputs):
             return False
         if not mixed and any(self.shards.is_split(t) and not self.shards.is_mixed(t) for t in self.flow.inputs[index]):
             return False

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from autoplan.analyse.placement.callflow import Crossing
-from autoplan.ops.records.record import Reduction
+from autoplan.ops.records.answers import Reduction
 from autoplan.values import Boundary
 from autoplan.values.reasons import NotPlaced
 

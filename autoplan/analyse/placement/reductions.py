@@ -14,13 +14,13 @@ from autoplan.analyse.placement.inside_calls import axis_lost_in, why_no_partial
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.tables import looked_up_in
 from autoplan.ops import call_record, op_record
+from autoplan.ops.records.answers import Reduction
 from autoplan.ops.records.on_shards import SplitOp
-from autoplan.ops.records.record import Reduction
-from autoplan.values import Call, Op, Ref, Trace, refs
+from autoplan.values import Call, Op, Ref, refs
 from autoplan.values.not_placed import Unplaceable
 from autoplan.values.reasons import NotPlaced
 
-__all__ = ["gathered_dim", "lengths_in", "reduction_of", "row_bias_of"]
+__all__ = ["gathered_dim", "lengths_in", "reducing_op", "reduction_of", "row_bias_of"]
 
 _SHARED = (Reduction.SUM, Reduction.MEAN, Reduction.NORM, Reduction.VARIANCE, Reduction.LENGTH)
 
@@ -88,10 +88,16 @@ def _counts_twice(call: Call, shards: Shards) -> bool:
     return bool(summed) and all(found.shared_rows(shards.tp) for found in summed)
 
 
-def lengths_in(call: Call, trace: Trace) -> tuple[Op, int]:
-    """The op within a call that takes lengths of vectors, and how many they are."""
-    op = next(op for op in trace.ops[slice(*call.ops)] if op.name in ("linalg_vector_norm", "_weight_norm_interface"))
-    return op, prod(trace.tensors[list(refs(op.outputs))[-1]].shape)
+def reducing_op(call: Call, kind: Reduction, shards: Shards) -> Op:
+    """The op within a call for which ranks do this together."""
+    ops = (shards.trace.ops[index] for index in range(*call.ops))
+    return next(op for op in ops if op_record(op.name).reduces(SplitOp(shards, op)) is kind)
+
+
+def lengths_in(call: Call, shards: Shards) -> int:
+    """How many lengths of vectors a call takes."""
+    op = reducing_op(call, Reduction.LENGTH, shards)
+    return prod(shards.trace.tensors[list(refs(op.outputs))[-1]].shape)
 
 
 def gathered_dim(call: Call, shards: Shards) -> tuple[str, int] | None:

@@ -31,7 +31,8 @@ from autoplan.analyse.placement.partial_gradients import PartialGradients
 from autoplan.analyse.placement.placement import Placement, Refusal
 from autoplan.analyse.placement.reductions import gathered_dim, reduction_of, row_bias_of
 from autoplan.analyse.shards import Shards
-from autoplan.ops.records.record import Reduction
+from autoplan.ops import op_record
+from autoplan.ops.records.answers import Drawn, Reduction
 from autoplan.values import (
     AllGather,
     AllReduce,
@@ -197,7 +198,7 @@ class _Placer:
         if way is not None and way.side == "output" and not way.biases:
             leaving = way.crossing
         if crossing is None or leaving is None or leaving.module != call.module or leaving.path != ():
-            if call.name == "embedding":
+            if op_record(call.name).drawn is Drawn.LOOKUP:
                 self.result.inside_reductions[index] = Reduction.EMBEDDING
             else:
                 self._refuse(index, NotPlaced("table-outside-module"))

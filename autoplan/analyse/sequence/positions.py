@@ -13,6 +13,8 @@ from typing import Any
 
 from autoplan.analyse.shards import Shards
 from autoplan.axes.terms import Term, find, leaves
+from autoplan.ops import call_record
+from autoplan.ops.records.sizes import Indexed
 from autoplan.values import Symbolic
 
 __all__ = ["Positions", "integers"]
@@ -81,7 +83,7 @@ class Positions:
 
     def picks(self, index: int, cut: list[int]) -> bool:
         call = self.trace.calls[index]
-        if call.name != "__getitem__":
+        if not isinstance(call_record(call.name).sizes, Indexed):
             return True
         items = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
         dims = self.dims_of(cut[0])

@@ -22,8 +22,10 @@ from autoplan.axes.events import FORBIDDING
 from autoplan.axes.terms import Term, factors, find, leaves
 from autoplan.common.layout import chunk
 from autoplan.ops import op_record
+from autoplan.ops.convolutions import groups_of
 from autoplan.ops.experts import BOX
-from autoplan.ops.records.record import Drawn, Linear, Shows, nothing
+from autoplan.ops.records.answers import Drawn, Linear, Shows
+from autoplan.ops.records.record import nothing
 from autoplan.values import Op, Trace, refs
 from autoplan.values.reasons import (
     AlreadySplit,
@@ -41,7 +43,7 @@ from autoplan.values.reasons import (
     TooFewRows,
 )
 
-__all__ = ["Choice", "Occurrences", "choose", "occurrences", "residual_leaves", "weights_of"]
+__all__ = ["SplitMarks", "Occurrences", "choose", "occurrences", "residual_leaves", "weights_of"]
 
 # Events that allow a split at a price: classes without them go first.
 PRICE = {"contract_a": 4, "reduce_lin": 2, "norm": 2, "variance": 4, "length": 4, "created": 1, "const": 1}
@@ -53,10 +55,11 @@ _EXPENSIVE = 3  # a class this expensive goes after all cheaper ones, whatever i
 _TOO_EXPENSIVE = (frozenset({"variance", "free_a"}), frozenset({"length", "free_a"}))
 
 Occurrences = dict[Term, dict[int, set[int]]]
+_Candidate = tuple[bool, int, int, Term]  # is it expensive, less what it holds, what it costs
 
 
 @dataclass
-class Choice:
+class SplitMarks:
     """The split leaves with their marks, and for every other candidate why not."""
 
     marks: dict[Term, str] = field(default_factory=dict)
@@ -94,7 +97,7 @@ def residual_leaves(trace: Trace, axes: Axes) -> set[Term]:
         mentioned = tuple(refs((op.args, tuple(op.kwargs.values()))))
         inputs = [same.root(t) for t in mentioned if t not in axes.weights]
         outputs = [same.root(t) for t in refs(op.outputs)]
-        if op.name in ("add", "add_") and len(inputs) >= 2:
+        if op_record(op.name).linear is Linear.ADDS and len(inputs) >= 2:
             left, right = inputs[0], inputs[1]
             if through[right] >> left & 1 or through[left] >> right & 1:
                 shared = {find(x) for t in axes.of(left) for x in leaves(t)}
@@ -125,7 +128,9 @@ class _Sameness:
             outputs = list(refs(op.outputs))
             if not _stays_itself(op) or len(active) != 1 or not outputs or outputs[0] == active[0]:
                 continue
-            if op.name == "mul" and any(prod(trace.tensors[t].shape) > 1 for t in mentioned if t in axes.weights):
+            if op_record(op.name).drawn is Drawn.MUL and any(
+                prod(trace.tensors[t].shape) > 1 for t in mentioned if t in axes.weights
+            ):
                 continue
             if trace.tensors[outputs[0]].shape == trace.tensors[active[0]].shape:
                 self._root.setdefault(outputs[0], self.root(active[0]))
@@ -144,9 +149,10 @@ def _stays_itself(op: Op) -> bool:
 
 def _contracts_weight(op: Op, tensors: tuple[int, ...], trace: Trace, axes: Axes) -> bool:
     """Does the op mix the features of a value? A convolution of each channel by itself does not."""
-    if op.name == "convolution" and trace.tensors[op.args[1].id].shape[1] == 1 and op.args[8] > 1:
+    record = op_record(op.name)
+    if record.drawn is Drawn.CONVOLUTION and trace.tensors[op.args[1].id].shape[1] == 1 and groups_of(op) > 1:
         return False
-    mixes = op.name == BOX or op_record(op.name).product is not None
+    mixes = op.name == BOX or record.product is not None
     return mixes and any(tensor in axes.weights for tensor in tensors)
 
 
@@ -158,29 +164,16 @@ def choose(
     refused: dict[Term, Reason],
     vocabularies: set[Term] | None = None,
     uneven: Mapping[Term, int] = MappingProxyType({}),
-) -> Choice:
+) -> SplitMarks:
     """Pick the classes to split at `tp`. `refused` are leaves an earlier round could not place, with reasons.
 
     `uneven`: those that may be cut unevenly, and how many of each stay together.
     """
-    choice = Choice()
+    choice = SplitMarks()
     found = occurrences(trace, axes)
-    residual = residual_leaves(trace, axes)
-    inside = _inside_blocks(axes)
     taken: set[int] = set()
-    candidates, rivalled = [], list[Term]()
-    for leaf, places in found.items():
-        reason = _why_not(leaf, places, trace, residual, refused)
-        if reason is not None:
-            choice.reasons[leaf] = reason
-            continue
-        if leaf in inside:
-            choice.reasons[leaf] = InsideScaledBlock()
-            continue
-        weights = [t for t in places if len(trace.tensors[t].shape) >= 2]
-        held = sum(prod(trace.tensors[t].shape) for t in weights)
-        price = sum(0 if e in FREE else PRICE.get(e, _OTHER_PRICE) for e in leaf.events)
-        candidates.append((price > _EXPENSIVE, -held, price, leaf))
+    candidates = _candidates(trace, axes, found, refused, choice)
+    rivalled = []
     for leaf in sorted(vocabularies or (), key=lambda x: -x.size):
         if leaf in refused:
             choice.reasons[leaf] = refused[leaf]
@@ -191,7 +184,6 @@ def choose(
         else:
             choice.mark_vocabulary(leaf)
             taken |= weights_of(leaf, found, trace)
-    candidates.sort(key=lambda c: c[:3])
     choice.order = tuple(leaf for _, _, _, leaf in candidates)
     for leaf in choice.order:
         own = weights_of(leaf, found, trace)
@@ -201,21 +193,7 @@ def choose(
             choice.reasons[leaf] = AlreadySplit()
             continue
         partner = _partner(leaf, found, candidates, taken, trace, axes)
-        if partner is not None:
-            choice.partners[leaf] = partner
-        groups = gcd(leaf.size, tp)
-        if partner is None and leaf in uneven:
-            choice.marks[leaf] = f"!~{uneven[leaf]}"
-            taken |= own
-        elif leaf.size % tp and groups > 1 and partner is not None and partner.size % (tp // groups) == 0:
-            choice.marks[leaf] = f"!{groups}@{tp // groups}"
-            choice.marks[partner] = f"!{tp // groups}@1"
-            taken |= own
-        elif leaf.size % tp:
-            choice.reasons[leaf] = DoesNotDivide(leaf.size, tp)
-            choice.indivisible[leaf] = leaf.size
-        else:
-            choice.marks[leaf] = "!"
+        if _mark(choice, leaf, partner, tp, uneven):
             taken |= own
     for leaf in rivalled:
         if not weights_of(leaf, found, trace) & taken:
@@ -225,9 +203,45 @@ def choose(
     return choice
 
 
-def _rivalled(
-    rows: Term, candidates: list[tuple[bool, int, int, Term]], found: Occurrences, trace: Trace, tp: int
-) -> bool:
+def _candidates(
+    trace: Trace, axes: Axes, found: Occurrences, refused: dict[Term, Reason], choice: SplitMarks
+) -> list[_Candidate]:
+    """What could be split, the cheapest and largest first; of the others, why not."""
+    residual = residual_leaves(trace, axes)
+    inside = _inside_blocks(axes)
+    candidates: list[_Candidate] = []
+    for leaf, places in found.items():
+        reason = _why_not(leaf, places, trace, residual, refused)
+        if reason is not None or leaf in inside:
+            choice.reasons[leaf] = reason if reason is not None else InsideScaledBlock()
+            continue
+        weights = [t for t in places if len(trace.tensors[t].shape) >= 2]
+        held = sum(prod(trace.tensors[t].shape) for t in weights)
+        price = sum(0 if e in FREE else PRICE.get(e, _OTHER_PRICE) for e in leaf.events)
+        candidates.append((price > _EXPENSIVE, -held, price, leaf))
+    return sorted(candidates, key=lambda c: c[:3])
+
+
+def _mark(choice: SplitMarks, leaf: Term, partner: Term | None, tp: int, uneven: Mapping[Term, int]) -> bool:
+    """Say how a class is split, or why it cannot be. Is it?"""
+    if partner is not None:
+        choice.partners[leaf] = partner
+    groups = gcd(leaf.size, tp)
+    if partner is None and leaf in uneven:
+        choice.marks[leaf] = f"!~{uneven[leaf]}"
+    elif leaf.size % tp and groups > 1 and partner is not None and partner.size % (tp // groups) == 0:
+        choice.marks[leaf] = f"!{groups}@{tp // groups}"
+        choice.marks[partner] = f"!{tp // groups}@1"
+    elif leaf.size % tp:
+        choice.reasons[leaf] = DoesNotDivide(leaf.size, tp)
+        choice.indivisible[leaf] = leaf.size
+        return False
+    else:
+        choice.marks[leaf] = "!"
+    return True
+
+
+def _rivalled(rows: Term, candidates: list[_Candidate], found: Occurrences, trace: Trace, tp: int) -> bool:
     """Is a head narrower than what it reads, which can be split? Then its sum is cheaper than its input's gradient."""
     held = sum(prod(trace.tensors[t].shape) for t in weights_of(rows, found, trace))
     return any(
@@ -254,7 +268,7 @@ def _inside_blocks(axes: Axes) -> set[Term]:
 def _partner(
     leaf: Term,
     found: Occurrences,
-    candidates: list[tuple[bool, int, int, Term]],
+    candidates: list[_Candidate],
     taken: set[int],
     trace: Trace,
     axes: Axes,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import gcd
 
 from autoplan.analyse.infer import Axes
-from autoplan.analyse.splits.choose import Choice, occurrences, weights_of
+from autoplan.analyse.splits.choose import SplitMarks, occurrences, weights_of
 from autoplan.analyse.splits.packed import Packed, fits_blocks, marks_at
 from autoplan.axes.terms import Term
 from autoplan.values import Trace
@@ -29,10 +29,10 @@ class Tried:
     why: Mapping[Term, InsideQuantisedBlock] = field(default_factory=dict)
 
 
-def legal_sizes(trace: Trace, axes: Axes, choice: Choice, tried: Tried, packed: Packed) -> tuple[int, ...]:
+def legal_sizes(trace: Trace, axes: Axes, choice: SplitMarks, tried: Tried, packed: Packed) -> tuple[int, ...]:
     """Sizes at which every class that can be split divides, between the blocks of quantised weights.
 
-    Key/value heads may be shared by groups of ranks, or held by all while the queries of each are dealt out.
+    Key/value heads may be shared by groups of ranks, or held by all while the queries of each are sharded.
     """
     vocabularies = choice.vocabularies
     partners = {**choice.partners, **{leaf: other for leaf, other in tried.blocked.items() if other is not None}}

@@ -14,7 +14,8 @@ from typing import Any
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.arguments import argument, is_integer, number
 from autoplan.analyse.splits.equal_pieces import parted_dim, pieces_given
-from autoplan.ops import call_record
+from autoplan.ops import call_record, op_record
+from autoplan.ops.records.answers import Drawn
 from autoplan.ops.records.sizes import (
     Bounds,
     Filled,
@@ -116,7 +117,7 @@ def _attributes(origin: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 def requirements(index: int, call: Call, shards: Shards) -> list[Requirement]:
     """Every literal of a call that follows a split dimension."""
     outputs = list(refs(call.outputs))
-    if call.name == "__setitem__":
+    if call_record(call.name).assigns:
         outputs = [call.args[0].id]
     inputs = list(refs((call.args, call.kwargs)))
     if not any(shards.is_split(tensor) for tensor in (*inputs, *outputs)):
@@ -168,7 +169,13 @@ def _sizes(call: Call, first: int, *names: str) -> list[tuple[Path, Any]]:
     path, value = argument(call, first, *names)
     if isinstance(value, tuple):
         return [((*path, i), item) for i, item in enumerate(value)]
-    return [(("args", i), item) for i, item in enumerate(call.args) if i >= first and is_integer(item)]
+    given = [(("args", i), item) for i, item in enumerate(call.args) if i >= first]
+    return [(path, item) for path, item in given if is_integer(item) or isinstance(item, Ref)]
+
+
+def _told(item: Any, size: int) -> Any:
+    """A number that is an element of a tensor is what the size was: no rank's shards change it."""
+    return size if isinstance(item, Ref) else item
 
 
 def _local(shards: Shards, tensor: int, dim: int) -> tuple[int, ...]:
@@ -194,9 +201,11 @@ def _reshape(told: OutputShape, call: Call, output: int, shards: Shards) -> Foun
     sizes = _sizes(call, told.first, *told.names)
     if not _covers(sizes, output, shards.trace):
         return []
+    made = zip(sizes, shards.trace.tensors[output].shape, strict=True)
+    given = [(path, _told(item, size)) for (path, item), size in made]
     return [
         (path, item, _local(shards, output, dim))
-        for dim, (path, item) in enumerate(sizes)
+        for dim, (path, item) in enumerate(given)
         if is_integer(item) and number(item) != -1
     ]
 
@@ -205,14 +214,18 @@ def _unflatten(told: Unflattened, call: Call, output: int, shards: Shards) -> Fo
     _, dim = argument(call, told.dim, "dim")
     path, sizes = argument(call, told.sizes, "sizes")
     start = number(dim) % len(shards.trace.tensors[call.args[0].id].shape)
-    return [((*path, i), item, _local(shards, output, start + i)) for i, item in enumerate(sizes) if number(item) != -1]
+    shape = shards.trace.tensors[output].shape
+    given = [_told(item, shape[start + i]) for i, item in enumerate(sizes)]
+    return [((*path, i), item, _local(shards, output, start + i)) for i, item in enumerate(given) if number(item) != -1]
 
 
 def _fill(told: Filled, call: Call, output: int, shards: Shards) -> Found:
     sizes = _sizes(call, told.first, "size")
     if len(sizes) != len(shards.trace.tensors[output].shape):
         return []
-    return [(path, item, _local(shards, output, dim)) for dim, (path, item) in enumerate(sizes) if is_integer(item)]
+    made = zip(sizes, shards.trace.tensors[output].shape, strict=True)
+    given = [(path, _told(item, size)) for (path, item), size in made]
+    return [(path, item, _local(shards, output, dim)) for dim, (path, item) in enumerate(given) if is_integer(item)]
 
 
 def _identity(told: Identity, call: Call, output: int, shards: Shards) -> Found:
@@ -224,10 +237,12 @@ def _identity(told: Identity, call: Call, output: int, shards: Shards) -> Found:
 
 def _split(told: Lengths, call: Call, outputs: list[int], shards: Shards) -> Found:
     path, sections = argument(call, told.at, "split_size_or_sections", "split_size", "split_sizes")
-    wanted = [_local(shards, output, parted_dim(call, shards)) for output in outputs]
+    dim = parted_dim(call, shards)
+    wanted = [_local(shards, output, dim) for output in outputs]
+    sizes = [shards.trace.tensors[output].shape[dim] for output in outputs]
     if isinstance(sections, tuple):
-        return [((*path, i), item, wanted[i]) for i, item in enumerate(sections)]
-    return [] if pieces_given(call, shards) else [(path, sections, wanted[0])]
+        return [((*path, i), _told(item, sizes[i]), wanted[i]) for i, item in enumerate(sections)]
+    return [] if pieces_given(call, shards) else [(path, _told(sections, sizes[0]), wanted[0])]
 
 
 def _bounded(told: Bounds, call: Call, shards: Shards) -> Found:
@@ -283,7 +298,7 @@ def _getitem(call: Call, shards: Shards) -> Found:
 
 def _is_list(index: tuple[Any, ...], call: Call, shards: Shards) -> bool:
     """Is it a list of positions along one dim? It is recorded like numbers for several dims, but looked up at once."""
-    looked_up = any(op.name == "index" for op in shards.trace.ops[slice(*call.ops)])
+    looked_up = any(op_record(op.name).drawn is Drawn.ROWS for op in shards.trace.ops[slice(*call.ops)])
     return looked_up and all(map(is_integer, index))
 
 
@@ -291,7 +306,7 @@ def _number_in(bound: Any, call: Call, shards: Shards) -> Any:
     """A bound that is a number in a tensor was read out of it on the way."""
     if not isinstance(bound, Ref):
         return bound
-    read = (op for op in shards.trace.ops[slice(*call.ops)] if op.name == "_local_scalar_dense" and op.args[0] == bound)
+    read = (op for op in shards.trace.ops[slice(*call.ops)] if op_record(op.name).tells and op.args[0] == bound)
     return next((value for op in read for value in op.outputs if is_integer(value)), None)
 
 

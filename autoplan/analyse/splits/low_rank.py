@@ -16,6 +16,7 @@ from autoplan.analyse.infer import Axes
 from autoplan.analyse.placement.callflow import CallFlow
 from autoplan.analyse.shards import Shards
 from autoplan.axes.terms import find, leaves
+from autoplan.ops import call_record
 from autoplan.values import Ref
 
 __all__ = ["branch_weights", "thin_matrix"]
@@ -45,7 +46,7 @@ def branch_weights(axes: Axes, read: Iterable[int]) -> set[int]:
 def thin_matrix(index: int, flow: CallFlow, shards: Shards) -> int | None:
     """The matrix of a linear call, if it is thin and every rank holds it whole."""
     call = flow.trace.calls[index]
-    weight = call.args[1] if call.name == "linear" and len(call.args) > 1 else None
+    weight = call.args[1] if call_record(call.name).is_layer and len(call.args) > 1 else None
     if not isinstance(weight, Ref) or len(flow.outputs[index]) != 1:
         return None
     info = flow.trace.tensors[weight.id]

@@ -23,11 +23,14 @@ from autoplan.axes.events import FORBIDDING
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.layout import Layout
 from autoplan.ops import call_record, op_record
-from autoplan.ops.records.record import Shows
+from autoplan.ops.convolutions import groups_of, transposed
+from autoplan.ops.records.answers import Drawn, Linear, Shows
+from autoplan.ops.records.record import writes_in_place
 from autoplan.values import AllGather, Op, OutputShape, Ref, SplitLogits, Trace, VocabularyTable, refs
 from autoplan.values.reasons import NotPlaced
 
 __all__ = [
+    "dim_of_result",
     "gathered_leaves",
     "gathered_product",
     "head_sites",
@@ -52,8 +55,8 @@ def vocabularies(trace: Trace, axes: Axes) -> set[Term]:
 
 def _table_rows(trace: Trace, axes: Axes) -> set[Term]:
     given = _given_ids(trace)
-    tables = [op.args[0].id for op in trace.ops if op.name == "embedding" and op.args[0].id in axes.weights
-              and op.args[1].id in given]  # fmt: skip
+    lookups = [op.args[:2] for op in trace.ops if op_record(op.name).drawn is Drawn.LOOKUP]
+    tables = [table.id for table, ids in lookups if table.id in axes.weights and ids.id in given]
     largest = max((prod(trace.tensors[t].shape) for t in tables), default=0)
     found = set()
     for table in tables:
@@ -136,7 +139,7 @@ def _ends_of_products(trace: Trace, axes: Axes, products: Container[int]) -> dic
         if product.out[1] > 0:  # a convolution: its op adds the bias
             found.update((index, index) for index in range(*call.ops))
         else:
-            added = [index for index in range(*call.ops) if trace.ops[index].name in ("add", "add_")]
+            added = [index for index in range(*call.ops) if op_record(trace.ops[index].name).linear is Linear.ADDS]
             alone = len(added) == 1 and added_bias(trace.ops[added[0]], axes) is not None
             for index in filter(products.__contains__, range(*call.ops)):
                 if alone and index < added[0]:
@@ -148,7 +151,8 @@ def _ends_of_products(trace: Trace, axes: Axes, products: Container[int]) -> dic
 
 def added_bias(op: Op, axes: Axes) -> int | None:
     """The parameter of one dim that an op adds to what is no parameter."""
-    if op.name != "add" or len(op.args) != 2 or not all(isinstance(arg, Ref) for arg in op.args):
+    adds = op_record(op.name).linear is Linear.ADDS and not writes_in_place(op.name)
+    if not adds or len(op.args) != 2 or not all(isinstance(arg, Ref) for arg in op.args):
         return None
     value, bias = (arg.id for arg in op.args)
     stored = axes.is_stored_weight(bias) and len(axes.of(bias)) == 1
@@ -157,17 +161,20 @@ def added_bias(op: Op, axes: Axes) -> int | None:
 
 def product_weight(op: Op, axes: Axes) -> tuple[int, int] | None:
     """The weight in a product with an activation (transposed, in a matrix product), and its dim that the result has."""
-    if op.name in ("mm", "addmm"):
-        (other, weight), out = op.args[-2:], 1
-    elif op.name == "bmm" and _stretched(op.args[1], axes):
-        (other, weight), out = op.args[:2], -1
-    elif op.name == "convolution" and not op.args[6] and op.args[8] == 1:  # not transposed, one group
-        (other, weight), out = op.args[:2], 0
-    else:
+    product = op_record(op.name).product
+    if product is None or product.out is None:
         return None
-    if not isinstance(weight, Ref) or not isinstance(other, Ref):
+    other, weight = op.args[product.value], op.args[product.weight]
+    if not isinstance(weight, Ref) or not isinstance(other, Ref) or _are_several(op, weight, axes):
         return None
-    return (weight.id, out) if weight.id in axes.weights and other.id not in axes.weights else None
+    return (weight.id, product.out[0]) if weight.id in axes.weights and other.id not in axes.weights else None
+
+
+def _are_several(op: Op, weight: Ref, axes: Axes) -> bool:
+    """Is it a convolution in groups (or a transposed one), or products with several matrices?"""
+    if op_record(op.name).drawn is Drawn.CONVOLUTION:
+        return transposed(op) or groups_of(op) > 1
+    return len(axes.of(weight.id)) > 2 and not _stretched(weight, axes)
 
 
 def gathered_product(op: Op, axes: Axes) -> tuple[int, int] | None:
@@ -178,6 +185,12 @@ def gathered_product(op: Op, axes: Axes) -> tuple[int, int] | None:
         return table, 1
     bias = added_bias(op, axes)
     return product_weight(op, axes) if bias is None else (bias, 0)
+
+
+def dim_of_result(op: Op) -> int:
+    """The dim of its result along which a product is gathered: the features, the channels."""
+    product = op_record(op.name).product
+    return -1 if product is None or product.out is None else product.out[1]
 
 
 def _stretched(weight: Any, axes: Axes) -> bool:
@@ -292,7 +305,7 @@ def output_shapes(trace: Trace, axes: Axes) -> tuple[OutputShape, ...]:
     made: set[Term] = set()
     for index, op in enumerate(trace.ops):
         if index in axes.gathered or product_weight(op, axes) is not None:
-            made.add(find(axes.of(next(refs(op.outputs)))[1 if op.name == "convolution" else -1]))
+            made.add(find(axes.of(next(refs(op.outputs)))[dim_of_result(op)]))
     shapes: dict[tuple[Any, ...], OutputShape] = {}
     for visit in trace.visits:
         for path, tensor in visit.outputs if visit.module == "" else ():

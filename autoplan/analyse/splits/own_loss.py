@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoplan.ops import call_record
-from autoplan.ops.records.record import REMOVED, Shows
+from autoplan.ops.records.answers import Shows
+from autoplan.ops.records.record import REMOVED
 from autoplan.values import Call, Ref, Trace, refs
 
 __all__ = ["without_own_loss"]

@@ -15,7 +15,7 @@ from autoplan.analyse.infer import Axes
 from autoplan.analyse.shards import Shards
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.blocks import in_blocks, joined
-from autoplan.common.layout import Layout, dealt
+from autoplan.common.layout import Layout, even_blocks
 from autoplan.values import Trace
 from autoplan.values.quantised import PackedTensor, PackedWeight
 from autoplan.values.reasons import InsideQuantisedBlock
@@ -60,7 +60,7 @@ def unevenly(trace: Trace, axes: Axes, packed: Packed, tp: int) -> dict[Term, in
 
 def _with_uneven(why: InsideQuantisedBlock, leaf: Term, block: int) -> InsideQuantisedBlock:
     """The reason with the most that a rank would hold of the dim, were it cut unevenly."""
-    most = len(dealt(leaf.size, why.ranks, 0, block)) if block else 0
+    most = len(even_blocks(leaf.size, why.ranks, 0, block)) if block else 0
     return replace(why, uneven=why.size * most // leaf.size)
 
 

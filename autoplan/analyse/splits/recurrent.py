@@ -20,7 +20,8 @@ from autoplan.analyse.placement.callflow import CallFlow
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.requests import Demands
 from autoplan.common.layout import chunk
-from autoplan.ops.products import CELLS, NETWORKS
+from autoplan.ops import call_record
+from autoplan.ops.records.answers import Recurrent as Network
 from autoplan.values import Call, CallRewrite, CallSite, CellCall, HeldRows, RecurrentCall, Trace, refs_with_paths
 from autoplan.values.reasons import CutOfRecurrent
 
@@ -57,7 +58,7 @@ def recurrent(shards: Shards, flow: CallFlow, scoped: Collection[CallRewrite], d
         calls = tuple(_instructions(place, indices, held[indices[0]], flow))
         found.calls += calls
         found.rows.update(pair for one in held.values() for pair in one.values())
-        found.how.update(dict.fromkeys(weights, CutOfRecurrent(at_each_step=place[1] in CELLS)))
+        found.how.update(dict.fromkeys(weights, CutOfRecurrent(at_each_step=_network(place[1]).one_step)))
     return found
 
 
@@ -65,7 +66,8 @@ def _places(trace: Trace) -> dict[tuple[str, str, str], list[int]]:
     """The calls of recurrent networks by module, function and place in the code."""
     places: dict[tuple[str, str, str], list[int]] = {}
     for index, call in enumerate(trace.calls):
-        if call.name in NETWORKS or call.name in CELLS and not call.kwargs:
+        network = call_record(call.name).recurrent
+        if network is not None and not (network.one_step and call.kwargs):
             places.setdefault((call.module, call.name, call.place), []).append(index)
     return places
 
@@ -76,14 +78,16 @@ def _asks_only(call: int, flow: CallFlow) -> bool:
     return not any(flow.uses[tensor] for tensor in made) and flow.final.isdisjoint(made)
 
 
-def _gates(call: Call) -> int:
-    return NETWORKS[call.name] if call.name in NETWORKS else CELLS[call.name]
+def _network(function: str) -> Network:
+    network = call_record(function).recurrent
+    assert network is not None
+    return network
 
 
 def _hidden(call: Call, trace: Trace) -> int:
     """How many hidden units it has: the widest of its weights has all gates of all of them as rows."""
     rows = [trace.tensors[t].shape[0] for _, t in refs_with_paths(call.args) if _is_matrix(t, trace)]
-    return max(rows, default=0) // _gates(call)
+    return max(rows, default=0) // _network(call.name).gates
 
 
 def _is_matrix(tensor: int, trace: Trace) -> bool:
@@ -95,12 +99,13 @@ def _held(call: Call, trace: Trace, tp: int) -> dict[tuple[object, ...], tuple[i
 
     Where the hidden units do not divide, rows are cut wherever a rank's part ends.
     """
-    hidden, gates = _hidden(call, trace), _gates(call)
+    hidden, network = _hidden(call, trace), _network(call.name)
+    gates = network.gates
     found: dict[tuple[object, ...], tuple[int, str]] = {}
     for path, tensor in refs_with_paths(call.args):
         info = trace.tensors[tensor]
-        cell_bias = call.name in CELLS and info.kind == "parameter" and len(info.shape) == 1 and path[0] in (4, 5)
-        if cell_bias or _is_matrix(tensor, trace) and (call.name in CELLS and path[0] in (2, 3) or len(path) == 2):
+        cell_bias = network.one_step and info.kind == "parameter" and len(info.shape) == 1 and path[0] in (4, 5)
+        if cell_bias or _is_matrix(tensor, trace) and (network.one_step and path[0] in (2, 3) or len(path) == 2):
             gated = info.shape[0] == gates * hidden and gates > 1 and hidden % tp == 0
             found["args", *path] = (tensor, f"{gates}*{hidden}!" if gated else f"{info.shape[0]}!")
     return found
@@ -116,8 +121,10 @@ def _instructions(
     runs = Counter(visit.module for visit in trace.visits)[module]
     sometimes = len({trace.calls[index].visit for index in indices}) < runs or module in flow.branching
     site = CallSite(function, where)
-    if function in NETWORKS:
+    network = _network(function)
+    if not network.one_step:
         weights = tuple(HeldRows(path, layout) for path, (_, layout) in held.items())
         yield RecurrentCall(module, site, weights=weights, sometimes=sometimes)
     else:
-        yield CellCall(module, site, layout=next(layout for _, layout in held.values()), sometimes=sometimes)
+        layout = next(layout for _, layout in held.values())
+        yield CellCall(module, site, layout, network.gates, network.states, sometimes=sometimes)

@@ -15,7 +15,7 @@ from autoplan.analyse.infer import Axes
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.splits.requests import Demands
 from autoplan.common.layout import chunk
-from autoplan.ops.indexing import TABLES
+from autoplan.ops.indexing import looks_up
 from autoplan.values import Op, Ref, Trace, refs
 
 __all__ = ["looked_up_in", "tables_to_gather"]
@@ -49,7 +49,7 @@ def tables_to_gather(
 
 def looked_up_in(op: Op, axes: Axes) -> int | None:
     """The stored table that an op looks rows up in."""
-    if op.name not in TABLES or not all(isinstance(arg, Ref) for arg in op.args[:2]):
+    if not looks_up(op.name) or not all(isinstance(arg, Ref) for arg in op.args[:2]):
         return None
     table: int = op.args[0].id
     return table if axes.is_stored_weight(table) and len(axes.of(table)) == 2 else None

@@ -101,6 +101,11 @@ class _Walk:
     def elements(self, tensor: int) -> int:
         return prod(self.trace.tensors[tensor].shape)
 
+    def _statistics(self, index: int) -> int:
+        """How many numbers a norm over split features sums: one or two a row."""
+        made, call = self.flow.outputs[index][0], self.trace.calls[index]
+        return self.elements(made) // self.trace.tensors[made].shape[-1] * call_record(call.name).statistics
+
     def has_whole_matrix(self, index: int) -> bool:
         inputs = self.flow.inputs[index]
         kinds = (self.trace.tensors[t] for t in inputs if not self.shards.is_split(t))
@@ -136,9 +141,9 @@ class _Forward(_Walk):
         elif kind == "gather":
             yield Payment(False, frozenset({index}), self.elements(outputs[0]), gathered=True)
         elif kind == "norm":
-            yield Payment(False, frozenset({index}), _statistics(self.trace.calls[index].name, self._rows(index)))
+            yield Payment(False, frozenset({index}), self._statistics(index))
         elif kind == "length":
-            yield Payment(False, frozenset({index}), lengths_in(self.trace.calls[index], self.trace)[1])
+            yield Payment(False, frozenset({index}), lengths_in(self.trace.calls[index], self.shards))
         elif kind == "variance":
             elements = self.elements(outputs[0]) * variance_numbers(self.shards.tp)
             yield Payment(False, frozenset({index}), elements, gathered=True)
@@ -167,9 +172,6 @@ class _Forward(_Walk):
         thin = thin_matrix(index, self.flow, self.shards) is not None
         return adds(call) or (len(partial_inputs) == 1 and (thin or is_linear(call, partial_inputs[0])))
 
-    def _rows(self, index: int) -> int:
-        return self.elements(self.flow.outputs[index][0]) // self.trace.tensors[self.flow.outputs[index][0]].shape[-1]
-
 
 class _Backward(_Walk):
     def __init__(
@@ -195,10 +197,9 @@ class _Backward(_Walk):
         for tensor in outputs:
             self.ledger.size(tensor, self.elements(tensor))
         if kind == "norm":
-            rows = self.elements(outputs[0]) // self.trace.tensors[outputs[0]].shape[-1]
-            yield Payment(True, frozenset({index}), _statistics(self.trace.calls[index].name, rows))
+            yield Payment(True, frozenset({index}), self._statistics(index))
         if kind == "length" and call_record(self.trace.calls[index].name).divides:
-            yield Payment(True, frozenset({index}), lengths_in(self.trace.calls[index], self.trace)[1])
+            yield Payment(True, frozenset({index}), lengths_in(self.trace.calls[index], self.shards))
         if kind is not None or (self.has_whole_matrix(index) and not self._is_branch(index)):
             for tensor in outputs:
                 yield from self.ledger.pay(tensor, self.elements(tensor), backward=True)
@@ -229,7 +230,7 @@ class _Backward(_Walk):
         if thin_matrix(index, self.flow, self.shards) is None:
             return False
         uses = self.flow.gradient_uses(self.flow.outputs[index][0])
-        return bool(uses) and all(self.trace.calls[use].name == "linear" for use in uses)
+        return bool(uses) and all(call_record(self.trace.calls[use].name).is_layer for use in uses)
 
     def _edges(self, index: int) -> set[int]:
         """The whole values of which each rank computes only a part of the gradient here."""
@@ -239,11 +240,6 @@ class _Backward(_Walk):
             return set() if is_sum else {t for t in self.factors.get(index, ()) if not self.shards.is_split(t)}
         bias = row_bias_of(self.trace.calls[index], reduction)
         return {t for t in self.flow.inputs[index] if not self.shards.is_split(t) and t != bias}
-
-
-def _statistics(name: str, rows: int) -> int:
-    """A norm over split features sums one number a row, a layer norm two."""
-    return rows * (2 if "layer_norm" in name else 1)
 
 
 def variance_numbers(tp: int) -> int:

@@ -19,7 +19,7 @@ from autoplan.analyse.placement.callflow import CallFlow
 from autoplan.analyse.placement.reductions import lengths_in
 from autoplan.analyse.shards import Shards
 from autoplan.analyse.traffic.lower_bound import Payment, least_payments, variance_numbers
-from autoplan.ops.records.record import Reduction
+from autoplan.ops.records.answers import Reduction
 from autoplan.values import (
     Amount,
     Boundary,
@@ -173,7 +173,7 @@ def _elements(of: Amount, index: int, made: int, shards: Shards) -> int:
     if of is Amount.ROWS:
         return prod(shape) // shape[-1]
     if of is Amount.LENGTHS:
-        return lengths_in(trace.calls[index], trace)[1]
+        return lengths_in(trace.calls[index], shards)
     if of is Amount.MEAN_AND_VARIANCE:
         return prod(shape) * variance_numbers(shards.tp)
     return prod(shape)
@@ -256,6 +256,7 @@ def _places(
 
 
 def _why(backward: bool, apart: list[str], moves: list[_Moved], block: str) -> str:
+    apart = list(dict.fromkeys(apart))  # several values may be summed at the same places
     if apart and backward:
         text = "the gradients at {} are summed apart, since what they flow back to gets a whole gradient besides"
         return "; ".join(map(text.format, apart))

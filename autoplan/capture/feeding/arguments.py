@@ -9,17 +9,20 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from autoplan.capture.feeding.failures.blame import is_nothing
+from autoplan.capture.feeding.names import usual_names
+from autoplan.capture.feeding.passed_on import passed_on
 from autoplan.capture.feeding.wants import State, Want
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import CaptureError
 
-__all__ = ["Arguments", "field_of", "first_layer_wants", "has_edges", "of_items", "of_nodes", "usual"]
+__all__ = ["Arguments", "field_of", "first_layer_wants", "of_items", "of_nodes", "usual"]
 
 _B, _L, _W, _S = "batch", "length", "width", "side"
 _PLAIN = {int: 0, float: 1.0, bool: False, "int": 0, "float": 1.0, "bool": False}
@@ -34,73 +37,7 @@ CLASSES = Want("ids", (_B,))
 MASK = Want("bool", (_B, _L))
 WAVE = Want("float", (_B, "samples"))
 NONE = Want("none")
-POINTS = Want("float", (_B, _L, 3))
 
-_POSITIONS = (Want("positions", (_L,)), Want("positions", (_B, _L)), POINTS)
-_SENDS = r"^_?(idx|index)_[ij]$|^_?(senders?|receivers?)$|^(src|dst)_idx$"
-_STATES = re.compile(r"^[hc]_?[0nx]$|^hx$|^cx$|^hidden$|^cell$|^(hidden|cell|lstm|gru|rnn)_?states?$")
-_ASKS_FOR_A_LOSS = r"^(return|compute|calc|with|get)_loss$|^loss$"
-_EDGES = r"edge.*ind|edge.*list|^edges$|^adj_t$"
-# By words in the name, the first that is found: what it usually is, the likeliest first.
-_BY_NAME: tuple[tuple[str, tuple[Want, ...]], ...] = (
-    (_EDGES, (Want("ids", (2, "edges"), "nodes"),)),
-    (_SENDS, (Want("ids", ("edges",), "nodes"),)),
-    (r"^_?idx_m$|^node_?(batch|graph)", (Want("groups", ("nodes",)),)),
-    (r"^_?r_?ij$|edge_?vec", (Want("float", ("edges", 3)),)),
-    (r"atom(ic)?_?(num|type)|^species$", (Want("ids", ("nodes",)), IDS)),
-    (r"node_?(attr|feat)", (Want("float", ("nodes", _W)), SEQUENCE)),
-    (r"adj", (Want("unit", (_B, _L, _L)), Want("unit", ("nodes", "nodes")), Want("ids", (2, "edges"), "nodes"))),
-    (r"edge", (Want("float", ("edges",)), Want("float", ("edges", _W)), Want("float", (_B, _L, _L, _W)))),
-    (r"pad(ding)?_?mask|is_?pad", (Want("nowhere", (_B, _L)), MASK, NONE)),
-    (
-        r"mask",
-        (
-            MASK,
-            Want("bool", (_B, 1, _L)),
-            Want("bool", (_B, _L, _L)),
-            Want("bool", (_B, 1, _S, _S)),
-            Want("bool", (_L, _L)),
-            Want("unit", (_B, _L)),
-            NONE,
-        ),
-    ),
-    (r"^ts?$|time|step|sigma|snr|noise_?level|guidance", (NUMBERS, CLASSES, Want("unit", (_B, 1)), Want("unit", ()))),
-    (r"^(pre_|post_)?rots?$|rotations?$|^intrin", (Want("float", (_B, "frames", 3, 3)), Want("float", (_B, 3, 3)))),
-    (r"^(pre_|post_)?trans(lations?)?$", (Want("float", (_B, "frames", 3)), Want("float", (_B, 3)))),
-    (r"msa_?mask", (Want("ones", (_B, "frames", _L)),)),
-    (r"pair_?mask", (Want("ones", (_B, _L, _L)),)),
-    (r"msa", (Want("float", (_B, "frames", _L, _W)), IDS)),
-    (r"pair|^z_|_z$", (Want("float", (_B, _L, _L, _W)), SEQUENCE, IDS)),
-    (r"trunk|single", (SEQUENCE, FLAT)),
-    (r"descriptor", (Want("float", (_B, _W, _L)), SEQUENCE)),
-    (r"hist|behav|click", (IDS, SEQUENCE)),
-    (r"^actions?$|^act$", (SEQUENCE, FLAT, CLASSES, IDS)),
-    (r"^states?$|^rewards?$|returns", (SEQUENCE, FLAT)),
-    (r"(cond|class|cls)_?(idx|ids?)$|^speaker", (CLASSES, IDS)),
-    (r"cu_?(seq)?_?len|indptr|^ptr$", (Want("borders"),)),
-    (r"^max_|_max_|max_len", (Want("size", value=_L),)),
-    (r"length|lens?$|_size", (Want("lengths", (_B,)), CLASSES)),
-    (r"^batch$", (Want("groups", ("nodes",)),)),
-    (r"^(im|ima?ge?|txt|latent|vid|video)_ids?$", (POINTS, Want("float", (_L, 3)), IDS)),
-    (r"position|_pos$|^pos_", _POSITIONS),
-    (r"label|class|^y$|target", (CLASSES, IDS, FLAT)),
-    (r"speaker|^spks?$|^sids?$|users?$|user_ids?|^items?$|^cat$|domain|task", (CLASSES, IDS, FLAT)),
-    (r"embed|emb$|hidden|memory|context|cond|enc|state", (SEQUENCE, FLAT, IDS)),
-    (r"pool|vec|style|dense|numer|cont", (FLAT, SEQUENCE)),
-    (r"video|clip|film", (FILM, Want("float", (_B, "frames", 3, _S, _S)))),
-    (r"ima?ge?|pix|pict|photo|sample|latent|noise|frame|view", (PICTURE, FILM, SEQUENCE, FLAT)),
-    (r"ids?$|tok|text|idx|ind|src|tgt|word|prompt|seq", (IDS, SEQUENCE, CLASSES)),
-    (
-        r"wav|audio|sound|signal|speech|mix",
-        (WAVE, Want("float", (_B, 1, "samples")), Want("float", (_B, 2, "samples"))),
-    ),
-    (r"mel|spec|fbank|feat", (SEQUENCE, Want("float", (_B, _W, _L)), Want("float", (_B, 1, _W, _L)), IDS)),
-    (
-        r"pos|coo|xyz|point|pts|pcd|kpts",
-        (Want("float", (_B, _L, 3)), Want("float", ("nodes", 3)), Want("float", (_B, 3, _L))),
-    ),
-    (r"sparse|categ|cat$", (Want("ids", (_B, _W)), IDS)),
-)
 _USUAL = (IDS, NUMBERS, CLASSES, SEQUENCE, FLAT, Want("float", (_B, _L)), PICTURE, MASK, NONE)
 
 
@@ -131,20 +68,21 @@ class Arguments:
                 hint="feeds are keyword arguments; wrap the model in a module whose forward names its arguments",
             )
         stars = [p.name for p in signature.parameters.values() if p.kind is p.VAR_POSITIONAL]
+        rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+        taken = {p.name for p in named}
+        more = {p.name: p for p in (*passed_on(model.forward, model), *_keywords(model, rest))} if rest else {}
+        named += [p for p in more.values() if p.name not in taken]
         if stars and not named:
             raise CaptureError(
                 f"{name}.forward takes *{stars[0]} only",
                 hint="wrap the model in a module whose forward names its arguments, or pass inputs={...}",
             )
-        rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
-        taken = {p.name for p in named}
-        named += [p for p in _keywords(model, rest) if p.name not in taken] if rest else []
         required = [p for p in named if p.default is p.empty or first and p is named[0]]
-        optional = [p for p in named if p not in required and p.default is None]
+        optional = [p for p in named if p not in required and is_nothing(p.default)]
         if not required and optional:
             required, optional = optional[:1], optional[1:]
         losses = [p for p in optional if any(word in p.name.lower() for word in conventions().target_words)]
-        losses += [p for p in named if p.default is False and re.search(_ASKS_FOR_A_LOSS, p.name)]
+        losses += [p for p in named if p.default is False and usual_names().loss_switches.search(p.name)]
         told = f"{name}.forward{signature}"
         return Arguments(tuple(required), tuple(optional), told, rest is not None, tuple(losses))
 
@@ -157,7 +95,7 @@ class Arguments:
 
     def usual(self, parameter: inspect.Parameter, model: nn.Module, first: bool = False) -> Iterator[Want]:
         """What such an argument usually is, the likeliest first. A graph has nodes, and no batch."""
-        if not has_edges(p.name for p in self.required):
+        if not usual_names().has_edges(p.name for p in self.required):
             yield from usual(parameter, model, first)
             return
         if first:
@@ -199,16 +137,19 @@ def _keywords(model: nn.Module, rest: str) -> list[inspect.Parameter]:
 
 def usual(parameter: inspect.Parameter, model: nn.Module, first: bool = False) -> Iterator[Want]:
     """What such an argument usually is, the likeliest first; `first`: the model's first layer says more than names."""
+    names = usual_names()
     annotated = _annotated(parameter.annotation) or _record(parameter.annotation, model)
     if annotated is not None:
-        if annotated.value is tuple and _STATES.search(parameter.name):
+        if annotated.value is tuple and names.states.search(parameter.name):
             yield from (_of_each(len(annotated.items), state) for state in _recurrent(model))
         yield annotated
         return
     seen = set()
-    if _STATES.search(parameter.name):
+    if isinstance(parameter.default, tuple):
+        yield from (_of_each(2, state) for state in _recurrent(model))
+    if names.states.search(parameter.name):
         yield from _recurrent(model)
-    named = next((wants for words, wants in _BY_NAME if re.search(words, parameter.name.lower())), ())
+    named = names.usual(parameter.name)
     layers = tuple(first_layer_wants(model))
     seen_first = layers[:1] if not named or named[0] in (PICTURE, FILM, WAVE) else named[:1]
     for want in (*seen_first, *layers, *named, *_USUAL) if first else (*named, *_USUAL, *layers):
@@ -231,13 +172,9 @@ def of_items(kind: Any, held: Mapping[str, inspect.Parameter], model: nn.Module,
         name: next(usual(parameter, model, number == 0 and kind == "record"))
         for number, (name, parameter) in enumerate(held.items())
     }
-    if has_edges(items):
+    if usual_names().has_edges(items):
         items = {name: of_nodes(want) for name, want in items.items()}
     return Want(kind, value=cls, items=tuple(items.items()))
-
-
-def has_edges(names: Iterable[str | int]) -> bool:
-    return any(re.search(f"{_EDGES}|{_SENDS}", str(name)) for name in names)
 
 
 def field_of(cls: Any, name: str) -> inspect.Parameter:

@@ -10,6 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from autoplan.capture.feeding.watch import FailedCall, origin
+from autoplan.ops import call_record
+from autoplan.ops.records.sizes import Groups
 
 __all__ = ["Demand", "demand_of"]
 
@@ -54,14 +56,14 @@ def _addmm(call: FailedCall) -> Demand:
     return Demand(call.get(1, "mat1"), "float", (2,), ((-1, call.get(2, "mat2").shape[0]),))
 
 
-def _convolution(spatial: int, transposed: bool = False) -> Callable[[FailedCall], Demand]:
-    def read(call: FailedCall) -> Demand:
-        weight = call.get(1, "weight")
-        groups = call.get(7 if transposed else 6, "groups") or 1
-        channels = weight.shape[0] if transposed else weight.shape[1] * groups
-        return Demand(call.get(0, "input"), "float", (spatial + 2,), ((1, channels),), spatial=spatial)
-
-    return read
+def _convolution(call: FailedCall) -> Demand:
+    known, weight = call_record(call.name), call.get(1, "weight")
+    assert known.product is not None and isinstance(known.sizes, Groups)
+    channels = weight.shape[known.product.inner]
+    if known.product.inner == 1:  # those of one group; transposed, it has them all
+        channels *= call.get(known.sizes.at, "groups") or 1
+    spatial = weight.dim() - 2
+    return Demand(call.get(0, "input"), "float", (spatial + 2,), ((1, channels),), spatial=spatial)
 
 
 def _normalised(call: FailedCall) -> Demand:
@@ -89,12 +91,12 @@ _READERS: dict[Any, Callable[[FailedCall], Demand | None]] = {
     F.embedding: _embedding,
     F.embedding_bag: _embedding,
     F.linear: _linear,
-    F.conv1d: _convolution(1),
-    F.conv2d: _convolution(2),
-    F.conv3d: _convolution(3),
-    F.conv_transpose1d: _convolution(1, True),
-    F.conv_transpose2d: _convolution(2, True),
-    F.conv_transpose3d: _convolution(3, True),
+    F.conv1d: _convolution,
+    F.conv2d: _convolution,
+    F.conv3d: _convolution,
+    F.conv_transpose1d: _convolution,
+    F.conv_transpose2d: _convolution,
+    F.conv_transpose3d: _convolution,
     F.layer_norm: _normalised,
     F.rms_norm: _normalised,
     F.batch_norm: _channels(1, "running_mean"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from math import gcd, isqrt, prod
 
 import torch
@@ -42,6 +43,9 @@ def resized(state: State, paths: Iterable[Path], have: int, want: int) -> Iterat
                 made.append((path, dim, size))
     for path in paths:
         yield from _patches(state, path, have, want)
+    features = [one for one in made if one[1] == len(_shape(state, one[0])) - 1]
+    if len(paths) == 1:  # what several made was joined
+        yield from _in_ratio(state, features, have, want, _refined)
     yield from _in_ratio(state, made, have, want, _made_of)
     for path in paths:
         yield from _areas(state, path, have, want)
@@ -82,6 +86,12 @@ def _made_of(size: int, have: int, want: int) -> Iterator[int]:
         yield size * want // have
     if size + want - have > 0:
         yield size + want - have
+
+
+def _refined(size: int, have: int, want: int) -> Iterator[int]:
+    """What went through windows and came out nearly as asked: a little more or less of it."""
+    if have and size >= _FEW and have < 2 * want < 4 * have and size * want % have:
+        yield from islice(_nearly_made_of(size, have, want), 1)
 
 
 def _nearly_made_of(size: int, have: int, want: int) -> Iterator[int]:
@@ -159,12 +169,18 @@ def of_rank(state: State, path: Path, rank: int, channels: int = 0) -> Iterator[
     kind = leaf.kind if leaf.kind != "ids" or rank < 4 else "float"
     shapes: list[Iterable[int | str]] = list(_shapes(rank, channels, leaf))
     if any(isinstance(key, int) and not state.is_tuple(path[:at]) for at, key in enumerate(path)):
-        # what is in a list comes one by one, without a batch
-        shapes = [*(shape[1:] for shape in _shapes(rank + 1, channels, leaf)), *shapes]
+        # what is in a list comes one by one, without a batch; pictures of a batch rather than one film
+        alone = [shape[1:] for shape in _shapes(rank + 1, channels, leaf)]
+        shapes = [*alone, *shapes] if rank < 4 else [*shapes, *alone]
         if rank == 1 and leaf.shape[:1] == (BATCH,):  # what is said of each of them
             shapes = [(BATCH,), *shapes]
-    if leaf.shape[:1] == ("nodes",):
-        shapes = [("nodes" if size == "batch" else size for size in shape) for shape in shapes]
+    if rank == 3 and leaf.kind in ("bool", "nowhere") and any("side" in one.shape for _, one in state.leaves()):
+        shapes = [(BATCH, "side", "side"), *shapes]  # a mask of pictures
+    lead = leaf.shape[0] if leaf.shape else ""
+    if lead in ("nodes", "edges"):  # of a graph there is no batch: one row for each, of features
+        widths: tuple[int | str, ...] = (channels,) if channels else ("width", 1)
+        shapes = [[lead if size == "batch" else size for size in shape] for shape in shapes]
+        shapes = [*([lead, size] for size in widths if rank == 2), *shapes]
     for shape in map(tuple, shapes):
         yield state.with_want(path, replace(leaf, kind=kind, shape=shape))
 

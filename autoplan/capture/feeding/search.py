@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoplan.capture.dry_run import SMALL, depends_on_data, own, quiet, with_storage, without_storage
 from autoplan.capture.feeding.arguments import Arguments
-from autoplan.capture.feeding.failure import Failure, NothingRead
-from autoplan.capture.feeding.failures import told, usually
+from autoplan.capture.feeding.failures.failure import Failure, NothingRead
+from autoplan.capture.feeding.failures.told import told, usually
 from autoplan.capture.feeding.wants import BATCH, Mark, Path, State, Want
 from autoplan.capture.feeding.watch import Watch
 from autoplan.capture.outside import refusing_outsiders
@@ -108,6 +108,7 @@ class Search:
         self.compared: dict[Path, int] = {}
         self.count = itertools.count()
         self._failure: Failure | None = None
+        self._last: Watch
         self._twin: tuple[FakeTensorMode | None, nn.Module] | None = None
 
     def run(self, start: State) -> State | None:
@@ -190,7 +191,7 @@ class Search:
         return time.process_time() - self.began < _MOST_SECONDS
 
     def _better(self, step: Step) -> State:
-        step = self._all_rows(step)
+        step = self._all_rows(self._without_idle(step))
         weights = {name: p.numel() for name, p in self.model.named_parameters()}
         for parameter in self.arguments.optional:
             unread = sum(size for name, size in weights.items() if name not in step.read)
@@ -199,6 +200,17 @@ class Search:
             if not step.state.holds(parameter.name):
                 step = self._with_more(step, parameter, unread, weights)
         return step.state
+
+    def _without_idle(self, step: Step) -> Step:
+        """Without arguments that may be left out, where as many weights are read then."""
+        for parameter in self.arguments.optional:
+            if step.state.holds(parameter.name):
+                seen, fewer = self._last, self._try(step.state.without(parameter.name), "it changes nothing")
+                if not fewer.failed and fewer.read >= step.read:
+                    step = replace(fewer, why=step.why)
+                else:
+                    self._last = seen
+        return step
 
     def _with_more(self, step: Step, parameter: Any, unread: int, weights: dict[str, int]) -> Step:
         """With an argument that may be left out, where with it more weights are read."""

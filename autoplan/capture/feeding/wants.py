@@ -207,6 +207,12 @@ class State:
     def without(self, name: str) -> State:
         return replace(self, wants=tuple(pair for pair in self.wants if pair[0] != name))
 
+    def with_alike_items(self, before: State) -> State:
+        """Items of a list that were alike stay so: levels of a pyramid, ends of edges. What one became, all become."""
+        known = dict(before.wants)
+        wants = tuple((name, _alike(known.get(name), want)) for name, want in self.wants)
+        return replace(self, wants=wants)
+
     def with_size(self, name: str, size: int) -> State:
         return replace(self, named=tuple({**self.sizes, name: size}.items()))
 
@@ -246,6 +252,17 @@ def _holding(path: Path, want: Want, kind: Kind) -> Iterator[tuple[Path, Want]]:
         yield path, want
     for key, item in want.items:
         yield from _holding((*path, key), item, kind)
+
+
+def _alike(before: Want | None, after: Want) -> Want:
+    if before is None or before.kind != after.kind or not after.items or before == after:
+        return after
+    known = dict(before.items)
+    items = tuple((key, _alike(known.get(key), item)) for key, item in after.items)
+    new = [item for key, item in items if item != known.get(key)]
+    if after.kind == "list" and len(known) == len(items) > 1 and len(set(known.values())) == len(set(new)) == 1:
+        items = tuple((key, new[0]) for key, _ in items)
+    return replace(after, items=items)
 
 
 def _changed(want: Want | None, path: Path, new: Want) -> Want:

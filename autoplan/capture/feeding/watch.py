@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from autoplan.capture.feeding.wants import Path
 from autoplan.common.nested import flatten_tensors
+from autoplan.ops import call_record
+from autoplan.ops.indexing import looks_up
 
 __all__ = ["FailedCall", "Watch", "is_direct", "origin", "outside_torch"]
 
@@ -60,6 +62,9 @@ def is_direct(tensor: torch.Tensor) -> bool:
     return bool(getattr(tensor, _DIRECT, False))
 
 
+_NO_NUMBERS = ("__get__", "__set__", "requires_grad_")  # calls that read none: a forward may freeze its own weights
+
+
 class Watch(TorchFunctionMode):
     """Marks tensors with where they come from. `steps` grows with every new thing that the run does. `rows`: of the
     tables that look ids up; `compared`: numbers that ids are compared with."""
@@ -90,7 +95,7 @@ class Watch(TorchFunctionMode):
         weights = [self.names[id(tensor)] for tensor in given if id(tensor) in self.names]
         paths = tuple(dict.fromkeys(path for tensor in given for path in origin(tensor)))
         name = str(getattr(func, "__name__", func))
-        if not name.startswith("__get__"):
+        if not name.startswith(_NO_NUMBERS):
             self.read.update(weights)
             self.last = paths or self.last
         try:
@@ -108,7 +113,7 @@ class Watch(TorchFunctionMode):
             if name == "unbind" and len(args) == 2 and args[1] == 0 and len(paths) == 1 and is_direct(args[0]):
                 self.iterated[paths[0]] = None
             direct = not weights and all(is_direct(tensor) for tensor in given if origin(tensor))
-            for _, tensor in flatten_tensors(args[:1] if name == "__setitem__" else result):
+            for _, tensor in flatten_tensors(args[:1] if call_record(name).assigns else result):
                 self._mark(tensor, paths, direct=direct)
         return result
 
@@ -118,7 +123,7 @@ class Watch(TorchFunctionMode):
 
     def _note_rows(self, name: str, args: Any, kwargs: Any) -> None:
         """Ids stay below the rows of every table that they look up."""
-        if name not in ("embedding", "embedding_bag"):
+        if not looks_up(call_record(name).becomes):
             return
         ids = args[0] if args else kwargs.get("input")
         table = args[1] if len(args) > 1 else kwargs.get("weight")

@@ -17,8 +17,8 @@ from typing import Any
 from autoplan.check.audit.checks import CHECKS
 from autoplan.check.audit.drawn import drawn_of
 from autoplan.check.audit.lines import ForeignPlan, foreign_of, read_foreign
-from autoplan.check.audit.subject import Settings, Subject
-from autoplan.check.audit.trial import Trial, try_on_ranks
+from autoplan.check.audit.subject import Audited, Settings
+from autoplan.check.audit.trial import AuditRun, try_on_ranks
 from autoplan.check.audit.verdicts import held_bytes, unsplit_share, verdicts
 from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.common.options import check_count
@@ -54,7 +54,7 @@ def audit(
     `gradient_norm` is a function (model, mesh) -> number that computes a norm for clipping on every rank. `dtype`
     ("bfloat16") shows how much of a difference is rounding.
 
-    `report.details["verdicts"]` says of each entry: same, dearer, different, wrong, or dead (it matches nothing).
+    `report.details["verdicts"]` says of each entry: same, costlier, different, wrong, or dead (it matches nothing).
     """
     from autoplan.hf.source import resolve
 
@@ -102,21 +102,21 @@ def audit_source(source: Any, plan: Any, tp_size: int, settings: Settings = DEFA
     )
 
 
-def _ran(subject: Subject) -> str:
+def _ran(subject: Audited) -> str:
     if subject.numbers is None:
         return f"not run: {subject.unproven}"
     by = "an imitation of DeepSpeed's layers" if subject.plan.dialect == "deepspeed" else subject.plan.dialect
     return f"{subject.outcome} on {subject.numbers.tp_size} simulated ranks, carried out by {by}"
 
 
-def _findings(subject: Subject) -> Iterable[Finding]:
+def _findings(subject: Audited) -> Iterable[Finding]:
     found: list[Finding] = []
     for check in CHECKS:
         found += check.run(subject, tuple(found))
     return found
 
 
-def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAULT, *, run: bool = True) -> Subject:
+def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAULT, *, run: bool = True) -> Audited:
     """Read the plan, analyse the model, run the plan."""
     from autoplan.analyse.picture.dataflow import dataflow
     from autoplan.analyse.solve_experts import solve_experts
@@ -131,8 +131,8 @@ def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAUL
     tp_size = ours.ranks
     solution = solve_experts(captured.trace, tp_size, experts=experts_of(ours.tp_size, ours.ep_size, Capabilities()))
     right = _right(source, foreign.plan, module) if foreign.plan is not None else None
-    trial = try_on_ranks(source, foreign, tp_size, right) if run else Trial(reason="not asked for")
-    return Subject(
+    trial = try_on_ranks(source, foreign, tp_size, right) if run else AuditRun(reason="not asked for")
+    return Audited(
         model=module,
         name=source.name,
         plan=foreign,

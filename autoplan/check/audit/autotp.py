@@ -23,14 +23,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autoplan.check.verify.sharded import Sharding
+from autoplan.check.verify.on_ranks import Sharding
 from autoplan.decide.written_plans.deepspeed import COUNTS, heads_of, kind_of, spec_for
 from autoplan.execute.collectives import RankGroup, all_reduce, copy_to_ranks, gather_over_ranks, sum_over_ranks
 
 __all__ = ["autotp_sharding", "not_imitated"]
 
 Rows = tuple[tuple[int, ...], ...]
-_HELD = "_dealt_out_by_autotp"
+_HELD = "_sharded_by_autotp"
 
 
 def autotp_sharding(config: Mapping[str, Any]) -> Sharding:

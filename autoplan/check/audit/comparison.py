@@ -6,7 +6,7 @@ from typing import Any
 
 from autoplan.check.audit.auditor import subject_of
 from autoplan.check.audit.drawn import cut_text, drawn_of, gathers
-from autoplan.check.audit.subject import Said, Subject, Weight
+from autoplan.check.audit.subject import Audited, Said, Weight
 from autoplan.check.audit.verdicts import held_bytes
 from autoplan.common.patterns import fold_names
 from autoplan.values import Finding, Report
@@ -46,16 +46,16 @@ def compare_plans(source: Any, a: Any, b: Any, tp_size: int) -> Report:
     )
 
 
-def _side(subject: Subject) -> dict[str, Any]:
+def _side(subject: Audited) -> dict[str, Any]:
     exact = "not run" if subject.numbers is None else "exact" if subject.numbers.ok else "wrong"
     return {"plan": subject.plan.name, "ran": exact, "bytes_per_rank": held_bytes(subject)[0]}
 
 
-def _wrong(subject: Subject) -> Finding:
+def _wrong(subject: Audited) -> Finding:
     return Finding("numbers", "error", "", f"{subject.plan.name} is wrong", proof=subject.proof())
 
 
-def _difference(cuts: tuple[str, str], weights: list[Weight], subject: Subject) -> Finding:
+def _difference(cuts: tuple[str, str], weights: list[Weight], subject: Audited) -> Finding:
     where = ", ".join(fold_names([weight.name for weight in weights], subject.parameters)[:4])
     size = sum(weight.bytes for weight in weights)
     return Finding("difference", "note", where, f"a: {cuts[0]}; b: {cuts[1]}", bytes=size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoplan.check.audit.subject import Said, Subject
+from autoplan.check.audit.subject import Audited, Said
 from autoplan.common.patterns import Universe, fold_names
 from autoplan.decide.plan.flow import flow_of
 from autoplan.decide.plan.folding import Names
@@ -11,14 +11,14 @@ from autoplan.values import CutsOf, Drawn
 __all__ = ["cut_text", "drawn_of", "gathers"]
 
 
-def drawn_of(*subjects: Subject) -> Drawn:
+def drawn_of(*subjects: Audited) -> Drawn:
     """All of one model."""
     trace = subjects[0].solution.trace
     flow = flow_of(trace, subjects[0].stacks, Names(trace))
     return Drawn(flow, tuple(_side(subject) for subject in subjects))
 
 
-def _side(subject: Subject) -> CutsOf:
+def _side(subject: Audited) -> CutsOf:
     groups: dict[tuple[int | None, str], list[str]] = {}
     for weight in subject.weights:
         groups.setdefault((weight.said.dim, cut_text(weight.said)), []).append(weight.name)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from autoplan.check.prove import proven_plan
+from autoplan.check.pipeline import proven_plan
 from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.common.options import Wish
 from autoplan.decide.plan.chosen import choices_of_plan

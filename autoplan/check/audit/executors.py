@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from autoplan.check.verify.sharded import Sharding
+from autoplan.check.verify.on_ranks import Sharding
 from autoplan.hf.own_sharding import refuse_old_sharding, shard_as_transformers, slice_of
 
 __all__ = ["torch_sharding", "transformers_sharding"]

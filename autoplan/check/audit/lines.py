@@ -16,7 +16,7 @@ from typing import Any, Literal
 from autoplan.common.conventions import conventions
 from autoplan.common.files.plain import NotPlain, is_file, read_plain
 from autoplan.common.patterns import matches
-from autoplan.decide.written_plans.choices import ChoiceError, check_key
+from autoplan.decide.written_plans.choices import WrittenPlanError, check_key
 from autoplan.decide.written_plans.deepspeed import is_deepspeed, read_deepspeed
 from autoplan.decide.written_plans.dotted import looks_dotted, plan_at
 from autoplan.decide.written_plans.handwritten import plan_by_id
@@ -101,7 +101,7 @@ def read_foreign(source: Any, model: Any, name: str) -> ForeignPlan | str:
     if plan_by_id(text) is not None:
         return text
     if not looks_dotted(text):
-        raise ChoiceError(
+        raise WrittenPlanError(
             f"plan {text!r} is no existing file, no plan id and no dotted path",
             hint="give 'hf', 'inferred', a plan file, package.module:attribute, or a dict",
         )
@@ -118,7 +118,7 @@ def foreign_of(plan: Plan, name: str = "") -> ForeignPlan:
 def _of_transformers(model: Any, name: str) -> ForeignPlan:
     plan = conventions().shipped_plan(model)
     if not plan:
-        raise ChoiceError(
+        raise WrittenPlanError(
             f"{name} has no transformers plan: neither its classes nor its configs have one",
             hint="audit plan='inferred', or write one: {pattern: style}",
         )
@@ -126,11 +126,11 @@ def _of_transformers(model: Any, name: str) -> ForeignPlan:
 
 
 def _of_file(path: Path, model: Any) -> ForeignPlan:
-    data = read_plain(path, NotPlain("plan file", ChoiceError))
+    data = read_plain(path, NotPlain("plan file", WrittenPlanError))
     if isinstance(data, Mapping) and "autoplan" in data:
         return foreign_of(load_plan(path), str(path))
     if not isinstance(data, Mapping):
-        raise ChoiceError(f"{path} holds no plan but a {type(data).__name__}", hint="write pattern: style")
+        raise WrittenPlanError(f"{path} holds no plan but a {type(data).__name__}", hint="write pattern: style")
     return _of_mapping(data, str(path), model)
 
 
@@ -142,7 +142,9 @@ def _of_mapping(data: Mapping[str, Any], name: str, model: Any) -> ForeignPlan:
     for key in data:
         check_key(key, name)
     if any(type(style).__name__ == "PlannedModel" for style in data.values()):
-        raise ChoiceError(f"{name} is the export of an autoplan Plan", hint="audit the Plan itself, or its plan file")
+        raise WrittenPlanError(
+            f"{name} is the export of an autoplan Plan", hint="audit the Plan itself, or its plan file"
+        )
     objects = any(not isinstance(style, str) for style in data.values())
     lines = tuple(_line(key, style, name) for key, style in data.items())
     return ForeignPlan(name, "torch" if objects else "transformers", lines, data)
@@ -151,7 +153,7 @@ def _of_mapping(data: Mapping[str, Any], name: str, model: Any) -> ForeignPlan:
 def _line(key: str, style: Any, name: str) -> Line:
     try:
         choice, *_ = read_strings({key: style}, name, by_position=True) + read_styles({key: style}, name)
-    except ChoiceError as error:
+    except WrittenPlanError as error:
         written = style if isinstance(style, str) else f"{type(style).__module__}.{type(style).__qualname__}"
         return Line(key, "", written, error.message)
     return Line(key, choice.style, choice.written)

@@ -1,4 +1,4 @@
-"""Every plan that the installed transformers ships, audited: which are exact, dearer, incomplete, dead, or wrong.
+"""Every plan that the installed transformers ships, audited: which are exact, costlier, incomplete, dead, or wrong.
 
 Each architecture is built as a tiny clone, so that all of its code runs; its plan is carried out by transformers on
 simulated ranks. One process does them in turn; one that brings it down, or takes too long, is a line of the table.
@@ -29,14 +29,14 @@ Progress = Callable[[int, int, "Wild"], None]
 class Wild:
     """One shipped plan, and what became of it.
 
-    `whole` is the share of splittable bytes that the plan leaves whole; `dearer`, `dead` count entries.
+    `whole` is the share of splittable bytes that the plan leaves whole; `costlier`, `dead` count entries.
     """
 
     mapping: str
     model_type: str
     class_name: str
     verdict: Shipped
-    dearer: int = 0
+    costlier: int = 0
     dead: int = 0
     whole: float = 0.0
     errors: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ def _row(blank: Wild, report: Report) -> Wild:
     return replace(
         blank,
         verdict=verdict,
-        dearer=sum(word == "dearer" for word in report.details["verdicts"].values()),
+        costlier=sum(word == "costlier" for word in report.details["verdicts"].values()),
         dead=sum(finding.check == "dead-keys" for finding in report.findings),
         whole=round(float(report.details["whole"]), 3),
         errors=tuple(dict.fromkeys(finding.check for finding in errors)),

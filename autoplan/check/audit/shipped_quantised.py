@@ -19,12 +19,6 @@ from autoplan.common.patterns import fold_names
 __all__ = ["SIZES", "Broken", "audit_quantised"]
 
 SIZES = (2, 4, 8, 16, 32, 64)
-_CONFIGS: dict[str, dict[str, Any]] = {
-    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
-    "mxfp8": {"quant_method": "mxfp8"},
-}
 
 
 @dataclass(frozen=True)
@@ -61,9 +55,12 @@ def audit_quantised(
 ) -> tuple[Broken, ...]:
     """All architectures that ship a plan, in transformers' order."""
     from autoplan.hf.catalogue import architectures
+    from autoplan.hf.quantised.methods import USUAL_CONFIGS
 
-    if method not in _CONFIGS:
-        raise AutoplanError(f"no default config for method {method!r}", hint=f"choose one of {', '.join(_CONFIGS)}")
+    if method not in USUAL_CONFIGS:
+        raise AutoplanError(
+            f"no default config for method {method!r}", hint=f"choose one of {', '.join(USUAL_CONFIGS)}"
+        )
     wanted = dict.fromkeys((t, c) for m in mappings for t, c in architectures(m) if not only or t in only)
     rows: list[Broken] = []
     for model_type, class_name in wanted:
@@ -77,12 +74,13 @@ def audit_quantised(
 
 def _audited(method: str, model_type: str, class_name: str) -> Broken | None:
     """None for one that ships no plan."""
+    from autoplan.hf.quantised.methods import USUAL_CONFIGS
     from autoplan.hf.source import resolve
 
     try:
         source = resolve(f"{model_type}:{class_name}")
         assert source.config is not None
-        source.config.quantization_config = dict(_CONFIGS[method])
+        source.config.quantization_config = dict(USUAL_CONFIGS[method])
         model = source.module()
         if not conventions().shipped_plan(model):
             return None

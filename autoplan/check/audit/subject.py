@@ -1,9 +1,9 @@
 """Everything a check may look at: the plan's lines, what analysis proved of the model, and what the ranks showed.
 
-The pieces are put together once (`auditor.py`), so that a check is a function from a `Subject` to findings. What a line
+The pieces are put together once (`auditor.py`), so that a check is a function from a `Audited` to findings. What a line
 does to a parameter is said in the terms of what analysis would do to it: which dim is cut, which rows a rank holds.
 
-Whether a suspicion is an error is not a check's to say. `Subject.suspect` gives the level: an error where the plan, run
+Whether a suspicion is an error is not a check's to say. `Audited.suspect` gives the level: an error where the plan, run
 by its own library on simulated ranks, is wrong or cannot run; a note where it ran and was exact; a warning where it
 could not be tried.
 """
@@ -25,7 +25,7 @@ from autoplan.decide.written_plans.choices import CUTS
 from autoplan.values import Finding, ParameterFact, Plan, Report, Stack
 from autoplan.values.quantised import PackedWeight
 
-__all__ = ["Level", "Said", "Settings", "Subject", "Weight", "plain_rows", "said_by"]
+__all__ = ["Level", "Said", "Settings", "Audited", "Weight", "plain_rows", "said_by"]
 
 Level = Literal["error", "warn", "note"]
 
@@ -73,7 +73,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Subject:
+class Audited:
     """See above. `solution` is what analysis does on its own; `numbers` what running the plan showed (None: not run).
 
     `made` is a plan of ours under audit, `right` what the same choices give when everything else is derived.

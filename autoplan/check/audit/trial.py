@@ -13,12 +13,12 @@ from autoplan.capture.dry_run import quiet
 from autoplan.check.audit.autotp import autotp_sharding, not_imitated
 from autoplan.check.audit.executors import torch_sharding, transformers_sharding
 from autoplan.check.audit.lines import ForeignPlan
-from autoplan.check.verify.sharded import Sharding
+from autoplan.check.verify.on_ranks import Sharding
 from autoplan.common.errors import AutoplanError
 from autoplan.decide.plan.folding import starred
 from autoplan.values import Plan, Report
 
-__all__ = ["Trial", "sharding_for", "try_on_ranks"]
+__all__ = ["AuditRun", "sharding_for", "try_on_ranks"]
 
 _LIBRARIES = {"torch": torch_sharding, "transformers": transformers_sharding, "deepspeed": autotp_sharding}
 _TINY_TP = 2
@@ -27,7 +27,7 @@ _CHECKS = ("forward",)
 
 
 @dataclass(frozen=True)
-class Trial:
+class AuditRun:
     """What the ranks showed; without a report, why there is none.
 
     `tiny` is the model that ran; `full_size`: it has the sizes of the model itself, so that units are the same too.
@@ -47,29 +47,29 @@ class Trial:
         return None if odd else self.report
 
 
-def try_on_ranks(source: Any, plan: ForeignPlan, tp_size: int, right: Plan | None = None) -> Trial:
+def try_on_ranks(source: Any, plan: ForeignPlan, tp_size: int, right: Plan | None = None) -> AuditRun:
     """Run the plan on a tiny clone, at `tp_size` where the clone is the model itself, else at 2."""
     from autoplan.check.verify.clone import clone_of
     from autoplan.check.verify.sharded import check_sharding
 
     if not plan.lines or tp_size == 1:
-        return Trial(reason="there is nothing to run")
+        return AuditRun(reason="there is nothing to run")
     try:
         clone = clone_of(source)
     except (AutoplanError, ImportError) as error:
-        return Trial(reason=f"no tiny clone: {str(error).splitlines()[0]}")
+        return AuditRun(reason=f"no tiny clone: {str(error).splitlines()[0]}")
     same = _shapes(clone.model) == _shapes(source.module())
     if plan.plan is not None:
         return _try_ours(clone, source, plan, same, right)
     size = tp_size if same and tp_size <= _LARGEST_TP else _TINY_TP
     if plan.dialect == "deepspeed" and (why := not_imitated(clone.model, plan.raw, size)):
-        return Trial(reason=why, tiny=clone)
+        return AuditRun(reason=why, tiny=clone)
     thawed: dict[str, None] = {}
     _freeze_alike(clone.model, source.module())
     sharding = _noticing(sharding_for(plan), thawed)
     with quiet():  # torch logs what cannot run with its traceback: here that is an answer
         report = check_sharding(clone.model, clone.feeds, sharding, size, checks=_CHECKS)
-    return Trial(report, tiny=clone, full_size=same and size == tp_size, thawed=tuple(thawed))
+    return AuditRun(report, tiny=clone, full_size=same and size == tp_size, thawed=tuple(thawed))
 
 
 def sharding_for(plan: ForeignPlan) -> Sharding:
@@ -103,7 +103,7 @@ def _noticing(sharding: Sharding, thawed: dict[str, None]) -> Sharding:
     return replace(sharding, shard=shard)
 
 
-def _try_ours(clone: Any, source: Any, foreign: ForeignPlan, same: bool, right: Plan | None) -> Trial:
+def _try_ours(clone: Any, source: Any, foreign: ForeignPlan, same: bool, right: Plan | None) -> AuditRun:
     from autoplan.check.verify.sharding import mesh_of
     from autoplan.check.verify.verify import verify_source
 
@@ -115,11 +115,11 @@ def _try_ours(clone: Any, source: Any, foreign: ForeignPlan, same: bool, right: 
         checks = ("parameters", *_CHECKS)
         how: Any = {"checks": checks, "dims": mesh_of(plan)}
         report = check_sharding(clone.model, clone.feeds, sharding_for(foreign), plan.ranks, **how)
-        return Trial(report, tiny=clone)
+        return AuditRun(report, tiny=clone)
     if right is not None and right.runtime != plan.runtime:
-        return Trial(reason="the clone has other sizes than the plan", tiny=clone)
+        return AuditRun(reason="the clone has other sizes than the plan", tiny=clone)
     report = verify_source(source, plan, _TINY_TP, checks=("parameters", *_CHECKS))
-    return Trial(report, tiny=clone)
+    return AuditRun(report, tiny=clone)
 
 
 def _shapes(model: Any) -> dict[str, tuple[int, ...]]:

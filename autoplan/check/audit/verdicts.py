@@ -1,8 +1,8 @@
-"""One word for each entry of a plan: same, dearer, different, wrong, or dead.
+"""One word for each entry of a plan: same, costlier, different, wrong, or dead.
 
-*same*: it cuts what analysis would cut, in the same rows. *dearer*: it is right, and holds or moves more (a weight left
-whole, an output gathered). *different*: right, and cut in another way. *wrong*: a finding at error level is about it.
-*dead*: it matches nothing, and so does nothing.
+*same*: it cuts what analysis would cut, in the same rows. *costlier*: it is right, and holds or moves more (a weight
+left whole, an output gathered). *different*: right, and cut in another way. *wrong*: a finding at error level is about
+it. *dead*: it matches nothing, and so does nothing.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autoplan.check.audit.lines import Line
-from autoplan.check.audit.subject import Subject, Weight
+from autoplan.check.audit.subject import Audited, Weight
 from autoplan.common.patterns import is_under, matches
 from autoplan.values import AllGather, Finding
 
 __all__ = ["held_bytes", "unsplit_share", "verdicts"]
 
 
-def verdicts(subject: Subject, findings: Iterable[Finding]) -> dict[str, str]:
+def verdicts(subject: Audited, findings: Iterable[Finding]) -> dict[str, str]:
     """The verdict of every line, by pattern."""
     errors = [place for finding in findings if finding.level == "error" for place in finding.about]
     dead = {finding.where for finding in findings if finding.check == "dead-keys"}
@@ -26,7 +26,7 @@ def verdicts(subject: Subject, findings: Iterable[Finding]) -> dict[str, str]:
     }
 
 
-def _verdict(subject: Subject, line: Line, errors: list[str]) -> str:
+def _verdict(subject: Audited, line: Line, errors: list[str]) -> str:
     weights = subject.of_line(line)
     names = [name for weight in weights for name in weight.names]
     if any(place == line.pattern or any(is_under(place, name) for name in names) for place in errors):
@@ -40,11 +40,11 @@ def _verdict(subject: Subject, line: Line, errors: list[str]) -> str:
         for gather in subject.solution.runtime.of(AllGather)
     )
     if kinds <= {"same"}:
-        return "dearer" if gathers else "same"
-    return "dearer" if kinds <= {"same", "whole"} else "different"
+        return "costlier" if gathers else "same"
+    return "costlier" if kinds <= {"same", "whole"} else "different"
 
 
-def _kind(subject: Subject, weight: Weight) -> str:
+def _kind(subject: Audited, weight: Weight) -> str:
     said, fact = weight.said, weight.fact
     if said.dim is None:
         return "same" if fact.dim is None else "whole"
@@ -53,7 +53,7 @@ def _kind(subject: Subject, weight: Weight) -> str:
     return "different"
 
 
-def held_bytes(subject: Subject) -> tuple[int, int]:
+def held_bytes(subject: Audited) -> tuple[int, int]:
     """Bytes of parameters that rank 0 holds: under this plan, and as analysis would split."""
     ours = theirs = 0
     for weight in subject.weights:
@@ -67,7 +67,7 @@ def held_bytes(subject: Subject) -> tuple[int, int]:
     return theirs, ours
 
 
-def unsplit_share(subject: Subject) -> float:
+def unsplit_share(subject: Audited) -> float:
     """Of the bytes of matrices that can be split, the share that this plan leaves whole."""
     able = [weight for weight in subject.weights if weight.is_matrix and weight.fact.dim is not None]
     total = sum(weight.bytes for weight in able)

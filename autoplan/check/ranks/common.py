@@ -1,20 +1,23 @@
 """What both engines share: how a rank fails, how long ranks may take, and one compute thread for each.
 
-In a file below both and their face.
+How processes are started is shared with the scoreboard, too. In a file below both and their face.
 """
 
 from __future__ import annotations
 
 import math
+import multiprocessing
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from autoplan.common.errors import AutoplanError
 
-__all__ = ["Budget", "BudgetSpent", "RankError", "RankLost", "RankNotStarted", "RankTimeout", "one_compute_thread"]
+__all__ = ["Budget", "BudgetSpent", "RankError", "RankLost", "RankNotStarted", "RankTimeout", "one_compute_thread",
+           "process_context"]  # fmt: skip
 
 
 class RankError(AutoplanError):
@@ -45,6 +48,15 @@ class RankNotStarted(AutoplanError):
 
 class RankTimeout(AutoplanError):
     """Simulated ranks did not finish: usually they wait in different collectives."""
+
+
+def process_context(preloaded: list[str]) -> Any:
+    """How processes are started: from a fork server that has loaded these modules, where the system has one."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(preloaded)
+    return context
 
 
 @contextmanager

@@ -8,7 +8,6 @@ copied, never moved into shared memory, and the caller's model is not touched. T
 from __future__ import annotations
 
 import io
-import multiprocessing
 import os
 import pickle
 import signal
@@ -27,14 +26,15 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-from autoplan.check.ranks.common import RankError, RankLost, RankNotStarted, RankTimeout
+from autoplan.check.ranks.common import RankError, RankLost, RankNotStarted, RankTimeout, process_context
 from autoplan.common.errors import AutoplanError
 from autoplan.common.importing import from_here
 from autoplan.hf.processes import PRELOADED
 from autoplan.patches.kernels import on_reference_path
 
-__all__ = ["start_and_collect"]
+__all__ = ["CANNOT_TRAVEL", "packed", "start_and_collect"]
 
+CANNOT_TRAVEL = (pickle.PicklingError, AttributeError, TypeError)  # what pickling raises: lambdas, local classes, locks
 _GRACE = 5.0  # seconds in which a rank may end by itself
 _LAST_WORDS = 1.0  # seconds after a failure in which another rank may turn out to have been lost
 _PRELOADED = ["torch", "torch.distributed.tensor", PRELOADED]
@@ -43,13 +43,13 @@ _PRELOADED = ["torch", "torch.distributed.tensor", PRELOADED]
 def start_and_collect(target: Callable[..., Any], args: tuple[Any, ...], world_size: int, timeout: float) -> list[Any]:
     """`run_processes`: start the ranks, wait for all or for the first failure, return their results."""
     try:
-        job = _packed((target, args))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        job = packed((target, args))
+    except CANNOT_TRAVEL as error:
         raise AutoplanError(
             f"{getattr(target, '__qualname__', target)!r} cannot be sent to other processes: {error}",
             hint="use functions at the top of a module (a lambda in a model cannot be sent), or engine='threads'",
         ) from error
-    context, places = _context(), from_here()
+    context, places = process_context(_PRELOADED), from_here()
     with tempfile.TemporaryDirectory(prefix="autoplan-ranks-") as folder:
         processes, pipes = [], []
         try:
@@ -71,14 +71,6 @@ def start_and_collect(target: Callable[..., Any], args: tuple[Any, ...], world_s
                 if process.is_alive():
                     process.kill()
                     process.join()
-
-
-def _context() -> Any:
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    return context
 
 
 def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> list[Any]:
@@ -147,9 +139,9 @@ def _rank_main(
     sys.path[:] = places
     try:
         result = _run(rank, world_size, folder, timeout, job)
-        message = _packed((True, time.monotonic(), result))
+        message = packed((True, time.monotonic(), result))
     except BaseException as error:  # the caller raises it
-        message = _packed((False, time.monotonic(), _sendable(error)))
+        message = packed((False, time.monotonic(), _sendable(error)))
     pipe.send_bytes(message)
     pipe.close()
     sys.stdout.flush()
@@ -158,7 +150,7 @@ def _rank_main(
         dist.destroy_process_group()
 
 
-def _packed(value: Any) -> bytes:
+def packed(value: Any) -> bytes:
     """Pickled by torch: plain pickle writes tensors in an old format that knows no 8-bit floats."""
     import torch
 

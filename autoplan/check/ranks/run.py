@@ -29,6 +29,7 @@ __all__ = [
     "one_compute_thread",
     "run_processes",
     "run_ranks",
+    "travels",
 ]
 
 Engine = Literal["threads", "gloo"]
@@ -63,6 +64,17 @@ def run_processes(
     from autoplan.check.ranks.processes import start_and_collect
 
     return start_and_collect(target, tuple(args), _checked(world_size), timeout)
+
+
+def travels(value: Any) -> bool:
+    """Can it be sent to ranks that are processes?"""
+    from autoplan.check.ranks.processes import CANNOT_TRAVEL, packed
+
+    try:
+        packed(value)
+    except CANNOT_TRAVEL:
+        return False
+    return True
 
 
 def count_collectives() -> AbstractContextManager[Counter[str]]:

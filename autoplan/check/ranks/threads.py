@@ -36,13 +36,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoplan.check.ranks.common import RankError, RankTimeout, one_compute_thread
 from autoplan.common.errors import AutoplanError
+from autoplan.patches import simulated_ranks
 from autoplan.patches.simulated_ranks import generator_per_thread, host_generators, world_per_thread
 
 __all__ = ["counted", "is_simulated", "listening", "run_threads"]
 
 Result = TypeVar("Result")
 
-BACKEND = "autoplan_threads"
 STUCK_AFTER = 5.0  # seconds in which every rank stays in the collective it waits in
 GRACE = 2.0  # seconds a woken rank has to leave
 
@@ -96,6 +96,7 @@ def run_threads(fn: Callable[[int], Result], world_size: int, timeout: float) ->
                 host_generators(lambda: _this.host),
             ):
                 stack.enter_context(context)
+            simulated_ranks.know_backend(_make_group)
             store = c10d.HashStore()
             for number in range(world_size):
                 body = _Body(fn, number, world_size, store, state, timeout, ranks)
@@ -136,7 +137,7 @@ class _Body:
         try:
             limit = timedelta(seconds=self.timeout)
             dist.init_process_group(
-                BACKEND, rank=self.number, world_size=self.world_size, store=self.store, timeout=limit
+                simulated_ranks.BACKEND, rank=self.number, world_size=self.world_size, store=self.store, timeout=limit
             )
             with _RankRandomness():
                 rank.result = self.fn(self.number)
@@ -296,9 +297,6 @@ for _method, _plain in list(vars(ProcessLocalGroup).items()):
 def _make_group(store: Any, rank: int, world_size: int, timeout: timedelta) -> ProcessLocalGroup:
     dist.distributed_c10d._store_based_barrier(rank, store, "", world_size, timeout)  # subgroups are made in any order
     return _CountingGroup(rank, world_size)
-
-
-dist.Backend.register_backend(BACKEND, _make_group, devices=["cpu"])
 
 
 class _DispatchCounter(TorchDispatchMode):

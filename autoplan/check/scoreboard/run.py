@@ -7,7 +7,6 @@ loaded torch and transformers once, and results are listed in transformers' orde
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 import sys
 import time
@@ -17,6 +16,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from autoplan.check.ranks.common import process_context
 from autoplan.check.ranks.run import Engine
 from autoplan.check.scoreboard.score import CHECK_SETS, How, score
 from autoplan.check.verify.mesh_sizes import parse_mesh
@@ -134,7 +134,7 @@ def _scores(
     wanted: list[tuple[str, str]], how: How, jobs: int, timeout: float, progress: Progress | None
 ) -> Iterator[tuple[int, Score]]:
     """Each architecture's number and score, as they end."""
-    context = _context()
+    context = process_context(_PRELOADED)
     waiting = list(enumerate(wanted))[::-1]
     running: list[_Running] = []
     done = 0
@@ -155,14 +155,6 @@ def _scores(
     finally:
         for one in running:
             _end(one.process)
-
-
-def _context() -> Any:
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    return context
 
 
 def _started(context: Any, number: int, pair: tuple[str, str], how: How) -> _Running:

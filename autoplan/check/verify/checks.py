@@ -16,17 +16,16 @@ import torch
 
 from autoplan.capture.called import calls_the_model
 from autoplan.check.verify.compare import Tolerance, compare
-from autoplan.check.verify.subject import Observation, Subject, plain, tensors_in
+from autoplan.check.verify.subject import Group, Observation, Subject, plain, tensors_in
 from autoplan.common.conventions import conventions
 from autoplan.hf.driving import attention_switched, decoded, generative_feed, has_attentions, other_attention
 from autoplan.values import Finding
 
 __all__ = ["CHECKS", "Check", "judge", "labels_for", "takes_labels"]
 
-NOISE = "drawn at random"  # a group with this name says that training draws random numbers
-AGREE = "agreement: "  # groups whose name begins so are compared between ranks only
+NOISE = Group("drawn at random")  # a group that says that training draws random numbers
 LOSS_LIMIT = 1e-4  # models compute their losses in float32, whatever their own dtype
-NORM = "norm of all gradients"
+NORM = Group("norm of all gradients")
 ADVICE = {NORM: "clip_grad_norm_ clips by another norm than unsharded: sharded parameters must be DTensors, rows once"}
 
 
@@ -46,7 +45,7 @@ class Check:
 
 
 def parameters(subject: Subject) -> Observation:
-    return {"parameter": subject.parameters()}
+    return {Group("parameter"): subject.parameters()}
 
 
 def forward(subject: Subject) -> Observation:
@@ -59,13 +58,15 @@ def second_shape(subject: Subject) -> Observation:
 
 def loss(subject: Subject) -> Observation:
     """Targets go in, a loss comes out; its gradients are the ones that training uses."""
-    known, found = conventions(), dict[str, dict[str, torch.Tensor]]()
+    known, found = conventions(), Observation()
     for feed, labels in subject.labels.items():
         subject.model.zero_grad(set_to_none=True)
         outputs = tensors_in(subject.forward({**subject.feeds[feed], known.targets: labels}))
         subject.backward(outputs[known.loss])
-        found[f"{feed} output"] = {name: tensor.detach().clone() for name, tensor in outputs.items()}
-        found[f"{feed} gradient"] = subject.gradients()
+        found[Group(f"{feed} output", output=True)] = {
+            name: tensor.detach().clone() for name, tensor in outputs.items()
+        }
+        found[Group(f"{feed} gradient", gradient=True)] = subject.gradients()
     return found
 
 
@@ -79,8 +80,8 @@ def cache(subject: Subject) -> Observation:
     """Read all but two tokens, then decode two, one at a time, from the cache."""
     feed, ids = generative_feed(subject.signature, subject.feeds)
     with torch.no_grad():
-        steps = decoded(subject.forward, subject.feeds[feed], ids)
-    return {"decoded output": {tokens: plain(logits) for tokens, logits in steps.items()}}
+        steps = decoded(subject.forward, subject.signature, subject.feeds[feed], ids)
+    return {Group("decoded output", output=True): {tokens: plain(logits) for tokens, logits in steps.items()}}
 
 
 def state_dict(subject: Subject) -> Observation:
@@ -91,7 +92,7 @@ def state_dict(subject: Subject) -> Observation:
             parameter.zero_()
     subject.model.load_state_dict(saved)
     again = {name: plain(tensor).clone() for name, tensor in subject.model.state_dict().items()}
-    return {"saved tensor": saved, "tensor loaded back": again}
+    return {Group("saved tensor"): saved, Group("tensor loaded back"): again}
 
 
 def dropout(subject: Subject) -> Observation:
@@ -99,7 +100,8 @@ def dropout(subject: Subject) -> Observation:
     found = _trained(subject)
     with _dropout_raised(subject.model) as raised:
         if raised and not found.get(NOISE):
-            found |= {f"{AGREE}{group} under dropout": seen for group, seen in _trained(subject).items()}
+            again = _trained(subject)
+            found |= {Group(f"{one.name} under dropout", between_ranks=True): seen for one, seen in again.items()}
     return found
 
 
@@ -120,7 +122,7 @@ def _trained(subject: Subject) -> Observation:
                 subject.seed(2)
                 second = _each(subject, feeds)
             first[NOISE] = {} if _same(first, second) else {"yes": torch.ones(1)}
-        return first | {"buffer after a step": left}
+        return first | {Group("buffer after a step"): left}
     finally:
         subject.model.eval()
 
@@ -180,9 +182,9 @@ def optimizer(subject: Subject) -> Observation:
     norm = torch.nn.utils.clip_grad_norm_(wanted, 0.1 * largest, foreach=True)
     torch.optim.AdamW(wanted, lr=1e-3, foreach=True).step()
     return {
-        "parameter after three steps": stepped,
+        Group("parameter after three steps"): stepped,
         NORM: {"": plain(norm)},
-        AGREE + "parameter after AdamW": subject.parameters(),
+        Group("parameter after AdamW", between_ranks=True): subject.parameters(),
     }
 
 
@@ -191,11 +193,11 @@ def _each(subject: Subject, feeds: Any, *, backward: bool = True) -> Observation
     for feed, inputs in feeds.items():
         if backward:
             seen = subject.forward_and_backward(inputs)
-            found[f"{feed} gradient"] = seen["gradients"]
-            found[f"{feed} output"] = seen["outputs"]
+            found[Group(f"{feed} gradient", gradient=True)] = seen["gradients"]
+            found[Group(f"{feed} output", output=True)] = seen["outputs"]
         else:
             with torch.no_grad():
-                found[f"{feed} output"] = tensors_in(subject.forward(inputs))
+                found[Group(f"{feed} output", output=True)] = tensors_in(subject.forward(inputs))
     return found
 
 
@@ -252,6 +254,11 @@ def _no_cache(subject: Subject) -> str:
     return ""
 
 
+def _sparse(subject: Subject) -> str:
+    tables = (module for module in subject.model.modules() if getattr(module, "sparse", False) is True)
+    return "its tables have sparse gradients, which AdamW does not take" if next(tables, None) is not None else ""
+
+
 # What is saved is looked at first: a forward may write into weights, and only ranks go on with what it wrote. The
 # checks that follow run on what was loaded back.
 CHECKS = (
@@ -263,7 +270,7 @@ CHECKS = (
     Check("attention", "the same with the other attention implementation", attention, _one_attention),
     Check("cache", "decoding token by token from a cache", cache, _no_cache),
     Check("dropout", "training mode with another seed on each rank", dropout, if_it_runs=True),
-    Check("optimizer", "parameters after three steps; AdamW over all of them", optimizer),
+    Check("optimizer", "parameters after three steps; AdamW over all of them", optimizer, _sparse),
 )
 
 
@@ -272,21 +279,20 @@ CHECKS = (
 
 def judge(
     check: Check, reference: Observation, ranks: list[Observation], tolerance: Tolerance
-) -> tuple[list[Finding], dict[str, dict[str, float]]]:
+) -> tuple[list[Finding], dict[Group, dict[str, float]]]:
     """Findings, and the worst error of every tensor by group."""
     findings: list[Finding] = []
-    errors: dict[str, dict[str, float]] = {}
+    errors: dict[Group, dict[str, float]] = {}
     random = bool(reference.get(NOISE))
     if check.name == "loss":
         tolerance = replace(tolerance, limit=max(tolerance.limit, LOSS_LIMIT))
     for group in ranks[0]:
-        between_ranks = random or group.startswith(AGREE)
+        between_ranks = random or group.between_ranks
         want = ranks[0][group] if between_ranks else reference.get(group, {})
-        what = group.removeprefix(AGREE) + (", compared with rank 0's," if between_ranks else "")
-        is_gradient = group.endswith("gradient")
-        name = "gradients" if is_gradient and check.name == "forward" else check.name
+        what = group.name + (", compared with rank 0's," if between_ranks else "")
+        name = "gradients" if group.gradient and check.name == "forward" else check.name
         got = [rank[group] for rank in ranks]
-        more, errors[group] = compare(name, what, want, got, tolerance, missing_is_zero=is_gradient)
+        more, errors[group] = compare(name, what, want, got, tolerance, missing_is_zero=group.gradient)
         if group in ADVICE:  # the model is exact, a tool next to it is not
             more = [replace(finding, level="warn", hint=ADVICE[group]) for finding in more]
         findings += more

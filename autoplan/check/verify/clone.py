@@ -1,17 +1,19 @@
 """What is verified in place of a model: a tiny clone with random weights, and calls that exercise it.
 
 In double precision wherever that can be had, so that what differs is a bug and not rounding. Code that asks for single
-precision inside is given double (`lifted.py`); only what cannot be traced so is checked in single precision.
+precision inside is given double (`patches/double_precision.py`); only what cannot be traced so is checked in single
+precision.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from autoplan.capture.copies import copied
 from autoplan.capture.feeding.other_paths import with_other_paths
+from autoplan.check.ranks.kept_outside import KeptOutside
 from autoplan.check.verify.sharded import CANNOT_RUN
 from autoplan.common.errors import AutoplanError
 
@@ -24,7 +26,8 @@ _OWN_CLONE = 3_000_000  # a module of so few parameters is verified itself
 class Clone:
     """What is verified: a tiny model, the calls to make, and the same calls with another batch and length.
 
-    `planned`: the calls that its plan is made from, those of the others among them that take another way.
+    `planned`: the calls that its plan is made from, those of the others among them that take another way. `outside`:
+    what a run changes in the modules of its code.
     """
 
     model: Any
@@ -32,6 +35,8 @@ class Clone:
     others: Mapping[str, Any]
     note: str
     planned: Mapping[str, Any]
+    outside: tuple[str, ...] = ()
+    recorded: dict[str, Any] = field(default_factory=dict, compare=False)  # its run, once for every plan that is tried
 
 
 def clone_of(source: Any) -> Clone:
@@ -57,7 +62,9 @@ def _clone_at_size(source: Any) -> Clone:
         model, note = _built(source, dtype)
         feeds = feeds_at(source, model, batch=2, length=10)
         try:
-            if _needs_lifting(model, feeds) and not _traced(source, model, feeds):
+            with KeptOutside(model) as outside:
+                lifted = _needs_lifting(model, feeds)
+            if lifted and not _traced(source, model, feeds):
                 raise TypeError("some of its paths can be traced in single precision only")
         except CANNOT_RUN as error:
             refusal = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
@@ -67,7 +74,7 @@ def _clone_at_size(source: Any) -> Clone:
             note += f"; in {str(dtype).removeprefix('torch.')}, because in others it does not run ({refusal})"
         unfamiliar = others if source.recipe is not None else {}
         planned = with_other_paths(model, feeds, unfamiliar).feeds
-        return Clone(model, feeds, others, note, planned)
+        return Clone(model, feeds, others, note, planned, outside.changed)
     raise AutoplanError(
         f"the tiny clone of {source.name} cannot run unsharded: {refusal}",
         hint="pass inputs= that the model accepts, and let its code take dtypes from its inputs or weights: clones "

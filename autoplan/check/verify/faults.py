@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from autoplan.check.verify.sharded import Sharding
+from autoplan.check.verify.on_ranks import Sharding
 from autoplan.common.layout import Layout
 from autoplan.values import (
     INSTRUCTIONS,

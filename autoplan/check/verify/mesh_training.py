@@ -24,7 +24,7 @@ from autoplan.check.verify.checks import Check, judge
 from autoplan.check.verify.compare import tolerance_for
 from autoplan.check.verify.mesh_sizes import MeshSizes
 from autoplan.check.verify.sharded import can_be_lifted
-from autoplan.check.verify.subject import Inputs, Observation, Subject, tensors_in, weighted_sum
+from autoplan.check.verify.subject import Group, Inputs, Observation, Subject, tensors_in, weighted_sum
 from autoplan.common.errors import AutoplanError
 from autoplan.execute.parameters.gather import full_tensors
 from autoplan.patches.kernels import on_reference_path
@@ -33,6 +33,8 @@ from autoplan.values import Finding, Plan
 __all__ = ["check_training"]
 
 STEPS, SAVED_AFTER = 3, 2
+_LOSS, _NORM, _FIRST = Group("loss"), Group("norm"), Group("first gradient", gradient=True)
+_AFTER, _RESUMED = Group("parameter after three steps"), Group("resumed parameter")
 KINDS = {"": False, " with checkpointing": True}  # what is appended to a check's name: activation checkpointing
 
 
@@ -107,19 +109,19 @@ def _reference(model: nn.Module, batches: Sequence[Inputs], lifted: bool) -> tup
         max_norm = 0.5 * first if first else 1.0
         rate = 0.05 / max_norm
         optimizer = _optimizer(subject.model, rate)
-        seen: Observation = {"loss": {}, "norm": {}}
+        seen: Observation = {_LOSS: {}, _NORM: {}}
         for step in range(STEPS):
             subject.model.zero_grad(set_to_none=True)
             loss = _mean_loss(subject, batches)
             subject.backward(loss)
             if step == 0:
-                seen["first gradient"] = subject.gradients()
+                seen[_FIRST] = subject.gradients()
             parameters = list(subject.model.parameters())
-            seen["norm"][f"step {step}"] = torch.nn.utils.clip_grad_norm_(parameters, max_norm).detach()
-            seen["loss"][f"step {step}"] = loss.detach()
+            seen[_NORM][f"step {step}"] = torch.nn.utils.clip_grad_norm_(parameters, max_norm).detach()
+            seen[_LOSS][f"step {step}"] = loss.detach()
             optimizer.step()
-    seen["parameter after three steps"] = subject.parameters()
-    seen["resumed parameter"] = seen["parameter after three steps"]
+    seen[_AFTER] = subject.parameters()
+    seen[_RESUMED] = seen[_AFTER]
     return seen, max_norm, rate
 
 
@@ -168,17 +170,17 @@ def _on_rank(rank: int, job: _Job) -> Observation:
     mesh = init_device_mesh("cpu", job.mesh.sizes, mesh_dim_names=job.mesh.names)
     batch = job.batches[rank // job.mesh.split_size]
     subject, optimizer = _sharded(job.model, job, mesh)
-    seen: Observation = {"loss": {}, "norm": {}}
+    seen: Observation = {_LOSS: {}, _NORM: {}}
     for step in range(STEPS):
         if step == SAVED_AFTER:
             _save(subject.model, optimizer, job.folder)
         _step(subject, optimizer, batch, job, mesh, step, seen)
-    seen["parameter after three steps"] = subject.parameters()
+    seen[_AFTER] = subject.parameters()
     assert job.other is not None
     subject, optimizer = _sharded(job.other, job, mesh)
     _load(subject.model, optimizer, job.folder)
-    _step(subject, optimizer, batch, job, mesh, STEPS, {"loss": {}, "norm": {}})
-    seen["resumed parameter"] = subject.parameters()
+    _step(subject, optimizer, batch, job, mesh, STEPS, {_LOSS: {}, _NORM: {}})
+    seen[_RESUMED] = subject.parameters()
     return seen
 
 
@@ -198,9 +200,9 @@ def _step(subject: Subject, optimizer: Any, batch: Inputs, job: _Job, mesh: Any,
     loss = _loss(subject, batch)
     subject.backward(loss)
     if step == 0:
-        seen["first gradient"] = subject.gradients()
-    seen["norm"][f"step {step}"] = clip_gradients(subject.model, job.max_norm)
-    seen["loss"][f"step {step}"] = _averaged(loss.detach(), mesh)
+        seen[_FIRST] = subject.gradients()
+    seen[_NORM][f"step {step}"] = clip_gradients(subject.model, job.max_norm)
+    seen[_LOSS][f"step {step}"] = _averaged(loss.detach(), mesh)
     optimizer.step()
 
 

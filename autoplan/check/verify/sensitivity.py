@@ -20,7 +20,7 @@ from autoplan.values import Finding
 
 if TYPE_CHECKING:
     from autoplan.check.verify.checks import Check
-    from autoplan.check.verify.subject import Observation, Subject
+    from autoplan.check.verify.subject import Group, Observation, Subject
 
 __all__ = ["tolerance_of"]
 
@@ -28,7 +28,7 @@ _SLIGHT = 1e3  # times the limit: what is further off is a mistake, whatever the
 _MARGIN = 10.0  # a sharded model rounds in more places than its weights
 _RUNS = 3
 
-Errors = Mapping[str, Mapping[str, float]]  # of each tensor, by group
+Errors = Mapping["Group", Mapping[str, float]]  # of each tensor
 
 
 def tolerance_of(

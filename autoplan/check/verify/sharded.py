@@ -1,31 +1,27 @@
 """Compare any module with itself sharded in any way: the machinery under `verify`.
 
 The unsharded model runs first and says what is right. Then every rank shards a copy and goes through the same checks
-(`checks.py`), and what it saw is judged. It does not matter here where the sharding comes from: a plan, a planted
-fault, a few hand-written lines in a test. A check that cannot run on the ranks is a finding, and the others go on
-without it.
+(`on_ranks.py`, `checks.py`), and what it saw is judged. It does not matter here where the sharding comes from: a plan,
+a planted fault, a few hand-written lines in a test.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from autoplan.capture.copies import copied
 from autoplan.check.ranks.common import Budget
-from autoplan.check.ranks.run import Engine, RankError, RankTimeout, one_compute_thread, run_processes, run_ranks
+from autoplan.check.ranks.run import Engine, one_compute_thread
+from autoplan.check.verify.on_ranks import CheckFailed, Job, Sharding, attentively, copy_of, observe_all, said
 from autoplan.common.errors import AutoplanError, OutsideError
 from autoplan.common.stages import stage
-from autoplan.hf.processes import note_what_is_collected
 from autoplan.patches.kernels import where_it_runs
-from autoplan.values import Finding, Report
+from autoplan.values import Report
 
-__all__ = ["CANNOT_RUN", "CHECK_NAMES", "Sharding", "can_be_lifted", "check_sharding"]
+__all__ = ["CANNOT_RUN", "CHECK_NAMES", "can_be_lifted", "check_sharding"]
 
 CHECK_NAMES = (
     "parameters",
@@ -39,46 +35,8 @@ CHECK_NAMES = (
     "optimizer",
 )
 
-_TIMEOUT = 120.0  # seconds for all that ranks do at one go
-
 # What a model's own code raises when it does not run on these inputs.
 CANNOT_RUN = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """How a model is sharded on a mesh, and how its parameters or gradients come back whole. Picklable for gloo."""
-
-    shard: Callable[[Any, Any], Any]  # (model, mesh) -> the model, sharded
-    gather: Callable[[Any, bool], Mapping[str, Any]]  # (model, gradients?) -> {name: whole tensor}
-    blocks: tuple[str, ...] = ()  # whose communication is measured, on ranks that are threads
-    noted: Callable[[Any], Any] | None = None  # what to know of the sharded model after a step; may raise AutoplanError
-
-
-class CheckFailed(AutoplanError):
-    """A check could not be carried out, on a rank or unsharded."""
-
-    def __init__(self, check: str, reason: str, hint: str = "") -> None:
-        super().__init__(reason, hint=hint)
-        self.check = check
-
-    def __reduce__(self) -> Any:
-        return CheckFailed, (self.check, self.message, self.hint)
-
-
-@dataclass(frozen=True)
-class _Job:
-    """Everything that a rank needs."""
-
-    subject: Any  # of the unsharded model
-    sharding: Sharding
-    tp_size: int
-    checks: tuple[str, ...]
-    dims: tuple[tuple[str, int], ...]  # of the simulated mesh: name and size
-
-    @property
-    def ranks(self) -> int:
-        return math.prod(size for _, size in self.dims)
 
 
 def check_sharding(
@@ -125,8 +83,8 @@ def _check(
     subject = _prepared(model, feeds, others)
     stage("running the tiny clone unsharded")
     subject, reference, absent = _observed_unsharded(subject, wanted)
-    job = _Job(subject, sharding, tp_size, tuple(reference), tuple((dims or {"tp": tp_size}).items()))
-    ranks, findings = _observe_all(job, engine, mesh, budget)
+    job = Job(subject, sharding, tp_size, tuple(reference), tuple((dims or {"tp": tp_size}).items()))
+    ranks, findings = observe_all(job, engine, mesh, budget)
     tolerance = tolerance_for(_dtype(model))
     gradients: dict[str, float] = {}
     forward: float | None = None
@@ -140,8 +98,8 @@ def _check(
                 findings += note
             findings += more
             if check.name == "forward":
-                gradients = _worst(errors, "gradient")
-                forward = max(_worst(errors, "output").values(), default=None)
+                gradients = _worst(found for group, found in errors.items() if group.gradient)
+                forward = max(_worst(found for group, found in errors.items() if group.output).values(), default=None)
     done = tuple(name for name in CHECK_NAMES if ranks and name in ranks[0][0])
     return Report(
         ok=not any(finding.level == "error" for finding in findings),
@@ -181,7 +139,7 @@ def _prepared(model: Any, feeds: Mapping[str, Any], others: Mapping[str, Any]) -
     subject = replace(subject, lifted=can_be_lifted(subject))
     if not takes_labels(subject):
         return subject
-    return replace(subject, labels=labels_for(_copy(subject)))  # a run may leave hooks behind
+    return replace(subject, labels=labels_for(copy_of(subject)))  # a run may leave hooks behind
 
 
 def can_be_lifted(subject: Any) -> bool:
@@ -238,22 +196,15 @@ def _reference(subject: Any, wanted: tuple[str, ...]) -> tuple[dict[str, Any], d
 
 
 def _run_unsharded(check: Any, subject: Any) -> Any:
-    fresh = _copy(subject)
+    fresh = copy_of(subject)
     try:
-        with _attentively(check, fresh.model):
+        with attentively(check, fresh.model):
             return check.run(fresh)
     except OutsideError:
         raise
     except CANNOT_RUN as error:
-        text = f"the unsharded model cannot go through check {check.name!r}: {_said(error)}"
+        text = f"the unsharded model cannot go through check {check.name!r}: {said(error)}"
         raise CheckFailed(check.name, text, "pass inputs= that it runs with, or leave the check out") from error
-
-
-def _attentively(check: Any, model: Any) -> AbstractContextManager[None]:
-    """Looks out for weights that are not the model's, once: other checks run the same code."""
-    from autoplan.capture.outside import refusing_outsiders
-
-    return refusing_outsiders(model) if check.name == "forward" else nullcontext()
 
 
 def _dtype(model: Any) -> Any:
@@ -262,128 +213,10 @@ def _dtype(model: Any) -> Any:
     return working_dtype(model)
 
 
-def _worst(errors: Mapping[str, Mapping[str, float]], kind: str) -> dict[str, float]:
-    """The worst error of each name over all groups of one kind (one group per feed)."""
+def _worst(errors: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The worst error of each name over some groups (one for each feed)."""
     worst: dict[str, float] = {}
-    for group, found in errors.items():
-        if group.endswith(kind):
-            for name, error in found.items():
-                worst[name] = max(error, worst.get(name, 0.0))
+    for found in errors:
+        for name, error in found.items():
+            worst[name] = max(error, worst.get(name, 0.0))
     return worst
-
-
-# ------------------------------------------------------------------------------------------------ on the ranks
-
-
-def _observe_all(job: _Job, engine: Engine, mesh: Any, budget: Budget) -> tuple[list[Any], list[Finding]]:
-    """What every rank saw. A check that raises becomes a finding and the others are run without it."""
-    findings: list[Finding] = []
-    while job.checks:
-        stage(f"running it on {job.ranks} simulated ranks: {', '.join(job.checks)}")
-        try:
-            return _run(job, engine, mesh, min(_TIMEOUT, budget.left)), findings
-        except (CheckFailed, RankError, RankTimeout) as error:
-            if isinstance(error, RankTimeout):
-                budget.check("on simulated ranks")
-            cause = getattr(error, "cause", error)
-            failed = cause.check if isinstance(cause, CheckFailed) else ""
-            text = str(cause) if isinstance(cause, CheckFailed) else str(error)
-            findings.append(Finding(failed or "sharding", "error", "", text))
-            if failed not in job.checks or failed in ("parameters", "forward"):
-                return [], findings  # where these fail, the others would only repeat it
-            job = replace(job, checks=tuple(name for name in job.checks if name != failed))
-    return [], findings
-
-
-def _run(job: _Job, engine: Engine, mesh: Any, timeout: float) -> list[Any]:
-    if mesh is not None:
-        return _on_live_mesh(job, mesh)
-    if engine == "gloo":
-        return run_processes(_on_rank, (job,), job.ranks, timeout=timeout)
-    # Copies are made here: deepcopy is Python code of the model's own, and threads would run it at the same time.
-    jobs = [replace(job, subject=_copy(job.subject)) for _ in range(job.ranks)]
-    return run_ranks(lambda rank: _on_rank(rank, jobs[rank]), job.ranks, engine=engine, timeout=timeout)
-
-
-def _copy(subject: Any) -> Any:
-    return replace(subject, model=copied(subject.model), collectives={})
-
-
-def _on_rank(rank: int, job: _Job) -> tuple[dict[str, Any], dict[str, Any]]:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    names, sizes = zip(*job.dims, strict=True)
-    note_what_is_collected(job.subject.model)
-    return _observe(rank, job, init_device_mesh("cpu", sizes, mesh_dim_names=names))
-
-
-def _on_live_mesh(job: _Job, mesh: Any) -> list[Any]:
-    """The ranks are real and every one of them is here: observe, then tell each other."""
-    import torch.distributed as dist
-
-    from autoplan.execute.randomness import streams as random_streams
-
-    ((name, _),) = job.dims
-    group = mesh[name].get_group()
-    subject = _copy(job.subject)
-    subject.model.to(mesh.device_type)
-    with random_streams.fork():
-        seen = _observe(dist.get_rank(group), replace(job, subject=subject), mesh)
-    everyone: list[Any] = [None] * job.tp_size
-    dist.all_gather_object(everyone, seen, group=group)
-    return everyone
-
-
-def _observe(rank: int, job: _Job, mesh: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Shard the model, run the checks one after the other: their observations, and the collectives of one step."""
-    from autoplan.capture.outside import replacing
-    from autoplan.check.verify.checks import CHECKS
-
-    try:
-        model = replacing(job.subject.model, lambda model: job.sharding.shard(model, mesh))
-    except Exception as error:  # whatever a plan does to a model is a finding about the plan
-        raise CheckFailed("sharding", _said(error)) from error
-    subject = replace(job.subject, model=model, gather=job.sharding.gather, rank=rank)
-    seen: dict[str, Any] = {}
-    collectives: dict[str, Any] = {}
-    for check in CHECKS:
-        if check.name in job.checks:
-            try:
-                with _attentively(check, model):
-                    seen[check.name] = check.run(subject)
-            except OutsideError as error:
-                raise CheckFailed(check.name, error.message) from error
-            except Exception as error:  # as above: what the sharded forward raises is the finding
-                raise CheckFailed(check.name, f"the sharded model cannot run: {_said(error)}") from error
-            if check.name == "forward":
-                collectives = {**subject.collectives, "blocks": _measured(job, subject), "noted": _noted(job, subject)}
-    return seen, collectives
-
-
-def _noted(job: _Job, subject: Any) -> Any:
-    try:
-        return job.sharding.noted(subject.model) if job.sharding.noted else None
-    except AutoplanError as error:
-        raise CheckFailed("forward", error.message) from error
-
-
-def _measured(job: _Job, subject: Any) -> dict[str, Any]:
-    """What each block moves, where that can be seen: on threads with a tp group alone."""
-    from autoplan.check.ranks.threads import is_simulated
-    from autoplan.check.verify.traffic import measured_traffic
-
-    if not job.sharding.blocks or not is_simulated() or len(job.dims) > 1:
-        return {}
-    return measured_traffic(subject, job.sharding.blocks)
-
-
-def _said(error: Exception) -> str:
-    """An error in one line, with the place where it arose: the last line of the model's code, else of ours."""
-    import traceback
-
-    ours = str(Path(__file__).parents[2])
-    steps = [step for step in traceback.extract_tb(error.__traceback__) if "/torch/" not in step.filename]
-    own = [step for step in steps if not step.filename.startswith(ours)] or steps
-    place = f" (at {own[-1].filename.rsplit('/', 1)[-1]}:{own[-1].lineno} in {own[-1].name})" if own else ""
-    text = (str(error).strip() or "no message").splitlines()[0]
-    return f"{type(error).__name__}: {text}{place}"

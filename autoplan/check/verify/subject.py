@@ -27,11 +27,27 @@ from autoplan.execute.parameters.state_dict import gathered
 from autoplan.execute.randomness import streams as random_streams
 from autoplan.patches.double_precision import Lifted
 
-__all__ = ["Inputs", "Observation", "Subject", "give_random_values", "plain", "tensors_in"]
+__all__ = ["Group", "Inputs", "Observation", "Subject", "give_random_values", "plain", "tensors_in"]
 
 Inputs = Mapping[str, Any]  # keyword arguments of one forward call
-Observation = dict[str, dict[str, torch.Tensor]]  # "outputs" | "gradients" | "parameters" | … -> name -> tensor
 Gather = Callable[[nn.Module, bool], Mapping[str, torch.Tensor]]  # (model, gradients?) -> whole tensors
+
+
+@dataclass(frozen=True)
+class Group:
+    """A kind of tensors that a check looks at: what it is called in reports, and how it is compared.
+
+    `between_ranks`: with what rank 0 has, since the unsharded model cannot say what is right. `gradient`: one that is
+    missing is zero. `output`: what a forward gives.
+    """
+
+    name: str
+    between_ranks: bool = False
+    gradient: bool = False
+    output: bool = False
+
+
+Observation = dict[Group, dict[str, torch.Tensor]]  # group -> name -> tensor
 
 
 @dataclass
@@ -62,7 +78,8 @@ class Subject:
         if self.gather is not None:
             found = {name: g for name, g in self.gather(self.model, True).items() if g is not None}
             return {name: plain(gradient).clone() for name, gradient in found.items()}
-        return {name: p.grad.detach().clone() for name, p in self._named() if p.grad is not None}
+        own = {name: p.grad.detach() for name, p in self._named() if p.grad is not None}
+        return {name: gradient.to_dense() if gradient.is_sparse else gradient.clone() for name, gradient in own.items()}
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.model.named_parameters(remove_duplicate=False)  # a tied parameter under each of its names
@@ -101,7 +118,7 @@ class Subject:
             self._seed_alike()
             yield
 
-    def forward_and_backward(self, inputs: Inputs) -> Observation:
+    def forward_and_backward(self, inputs: Inputs) -> dict[str, dict[str, torch.Tensor]]:
         """Outputs and every gradient of one call, under a loss in which each output element has its own weight.
 
         So are the gradients of inputs that ask for one. A part that is called alone gives all of them: within the model

@@ -20,7 +20,7 @@ from autoplan.execute.hooks.sequence_shards import is_shard
 from autoplan.execute.sequence.moves import deals_out
 from autoplan.values import Collective, Traffic
 
-__all__ = ["beside_the_least", "measured_traffic"]
+__all__ = ["against_the_least", "measured_traffic"]
 
 _CHAIN = 8  # nodes from a sum to the parameter whose gradient it is, at most
 
@@ -49,7 +49,7 @@ def measured_traffic(subject: Any, blocks: Iterable[str]) -> Measured:
     return recorder.found
 
 
-def beside_the_least(measured: Mapping[str, Any], planned: Iterable[Traffic]) -> tuple[Traffic, ...]:
+def against_the_least(measured: Mapping[str, Any], planned: Iterable[Traffic]) -> tuple[Traffic, ...]:
     """What was measured of each block, with the bound that its plan has. Equal blocks are said once."""
     found: dict[str, Traffic] = {}
     for block, moves in measured.items():

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from autoplan.check.ranks.common import Budget, BudgetSpent
-from autoplan.check.ranks.run import Engine
+from autoplan.check.ranks.run import Engine, travels
 from autoplan.check.verify.clone import Clone, clone_of
 from autoplan.check.verify.mesh_sizes import MeshSizes, parse_mesh
 from autoplan.check.verify.narrow import cut_together, wrong_cuts
@@ -30,7 +30,7 @@ from autoplan.common.patterns import best_match, matches
 from autoplan.common.random_values import untouched_randomness
 from autoplan.common.surroundings import plain_surroundings
 from autoplan.decide.plan.whole_blocks import whole_blocks
-from autoplan.decide.written_plans.choices import Choices
+from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.patches.process_group import alone
 from autoplan.values import Boundary, CallRewrite, Capabilities, Finding, Plan, Report, SplitLogits
 
@@ -108,7 +108,7 @@ def verify_source(
     engine: Engine = "threads",
     checks: Iterable[str] | None = None,
     rounding: bool = False,
-    choices: Choices | None = None,
+    choices: ChosenCuts | None = None,
     budget: Budget | None = None,
 ) -> Report:
     """`verify` for a source that is already resolved; without a plan, under the choices of a written one.
@@ -122,6 +122,8 @@ def verify_source(
     sizes = Sizes.of(tp_size, ep_size, plan) if mesh is None else Sizes.of_mesh(mesh, ep_size, plan)
     budget = Budget() if budget is None else budget
     clone = clone_of(source)
+    if clone.outside and mesh is None and travels(clone.model):
+        engine = "gloo"  # threads would share what its code keeps
     report: Report | None = None
     for wanted in capabilities_of(plan, sequence_parallel, sizes):
         budget.check("before a clone was run on ranks")
@@ -200,7 +202,7 @@ def verify_clone(
     budget: Budget | None = None,
 ) -> Report:
     """Compare a clone sharded by its own plan with itself unsharded; the sharded one checkpoints in the mode given."""
-    from autoplan.check.verify.traffic import beside_the_least
+    from autoplan.check.verify.traffic import against_the_least
 
     wanted = tuple(checks) if checks is not None else CHECK_NAMES
     budget = Budget() if budget is None else budget
@@ -214,7 +216,7 @@ def verify_clone(
         findings += [replace(found, message=f"with gathered logits: {found.message}") for found in again.findings]
     ok = not any(finding.level == "error" for finding in findings)
     details = {**report.details, "clone": clone.note}
-    details["communication"] = beside_the_least(details.pop("blocks"), plan.communication)
+    details["communication"] = against_the_least(details.pop("blocks"), plan.communication)
     return replace(report, ok=ok, findings=tuple(findings), details=details)
 
 
@@ -234,7 +236,7 @@ def _narrowed(
     mesh: Any,
     engine: Engine,
     checks: Iterable[str] | None,
-    choices: Choices | None,
+    choices: ChosenCuts | None,
     budget: Budget,
 ) -> tuple[Capabilities, Report, Plan]:
     """Keep what is cut wrongly whole (and with it all that shares its cut), so that the rest is right."""
@@ -293,7 +295,7 @@ def _plan_for(
     plan: Plan | None,
     sizes: Sizes,
     capabilities: Capabilities,
-    choices: Choices | None = None,
+    choices: ChosenCuts | None = None,
 ) -> tuple[Plan, list[Finding]]:
     """The plan to apply to the clone, and how it differs from the one to be verified."""
     if plan is not None and _fits(plan, clone.model, source, sizes):
@@ -301,7 +303,7 @@ def _plan_for(
     from autoplan.common.options import Wish
     from autoplan.decide.plan.chosen import choices_of_plan
     from autoplan.hf.source import resolve
-    from autoplan.planning import draft_plan
+    from autoplan.planning import capture_source, draft_plan
 
     # What somebody chose is chosen again; a plan that nobody wrote is derived by the same rules.
     written = choices if plan is None else choices_of_plan(plan)
@@ -309,7 +311,12 @@ def _plan_for(
 
     # the clone's own calls: a user's inputs have the dtype of the user's model, and the clone computes in another
     found = resolve(clone.model, inputs=dict(clone.planned))
-    derived = draft_plan(found, Wish(sizes.tp, sizes.ep), choices=choices, capabilities=capabilities).plan
+    captured = None
+    if choices is None:
+        captured = clone.recorded.get("run") or capture_source(found, clone.model)
+        clone.recorded["run"] = captured
+    wish = Wish(sizes.tp, sizes.ep)
+    derived = draft_plan(found, wish, choices=choices, capabilities=capabilities, captured=captured).plan
     return derived, [] if plan is None else _correspondence(plan, derived, clone.model)
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn
 import yaml
 
 from autoplan.common.errors import AutoplanError
-from autoplan.common.files.yaml_values import YamlReader
+from autoplan.common.files.yaml_values import YamlReader, stops_in_a_nest
 
 __all__ = ["BYTES", "NotPlain", "Notation", "is_file", "is_folder", "notation_of", "parse_plain", "read_plain"]
 __all__ += ["read_text"]
@@ -159,7 +159,14 @@ def _parse_toml(text: str, repeated: bool) -> Any:
 
 
 def _parse_yaml(text: str, repeated: bool) -> Any:
-    return YamlReader(MOST_DEPTH, MOST_DIGITS, repeated).read(text)
+    try:
+        return YamlReader(MOST_DEPTH, MOST_DIGITS, repeated).read(text)
+    except yaml.YAMLError as error:
+        place = getattr(error, "problem_mark", None)
+        if not stops_in_a_nest(text, place, MOST_DEPTH, MOST_DIGITS):
+            raise
+        where = f"line {place.line + 1}, column {place.column + 1}: " if place is not None else ""
+        raise _Odd(f"{where}nested deeper than {MOST_DEPTH} levels") from error
 
 
 _PARSERS = {"yaml": _parse_yaml, "json": _parse_json, "toml": _parse_toml}

@@ -12,9 +12,10 @@ from typing import Any, NoReturn
 
 import yaml
 
-__all__ = ["YamlReader"]
+__all__ = ["YamlReader", "stops_in_a_nest"]
 
 MOST_VALUES = 100_000  # aliases count as often as what they name
+_AHEAD = 4096  # characters, more than a parser looks ahead on a line
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _PLAIN = {f"tag:yaml.org,2002:{name}": name for name in ("str", "int", "float", "bool", "null")}
 
@@ -29,6 +30,10 @@ class _Open:
     key: str | None = None
 
 
+class TooDeep(yaml.MarkedYAMLError):
+    """Collections inside of collections, more than are read."""
+
+
 @dataclass
 class YamlReader:
     """Reads one document. `repeated`: a key may stand twice in a mapping."""
@@ -41,9 +46,9 @@ class YamlReader:
     values: int = 0
     result: Any = None
 
-    def read(self, text: str) -> Any:
+    def read(self, text: str, loader: Any = _LOADER) -> Any:
         documents = 0
-        for event in yaml.parse(text, Loader=_LOADER):
+        for event in yaml.parse(text, Loader=loader):
             if isinstance(event, yaml.DocumentStartEvent):
                 documents += 1
                 if documents > 1:
@@ -68,7 +73,7 @@ class YamlReader:
             self._place(self._scalar(event), 1, event.anchor, event)
             return
         if len(self.stack) >= self.most_depth:
-            _refuse(event, f"nested deeper than {self.most_depth} levels")
+            raise TooDeep(problem=f"nested deeper than {self.most_depth} levels", problem_mark=event.start_mark)
         if self.stack and isinstance(self.stack[-1].value, dict) and self.stack[-1].key is None:
             _refuse(event, "a key of a mapping must be text, not a list or a mapping")
         self.stack.append(_Open({} if isinstance(event, yaml.MappingStartEvent) else [], event.anchor))
@@ -114,6 +119,24 @@ class YamlReader:
             _refuse(event, f"a number of {len(event.value):,} digits: at most {self.most_digits} are read")
         node = yaml.ScalarNode(tag, event.value)
         return getattr(_CONSTRUCTOR, f"construct_yaml_{kind}")(node)
+
+
+def stops_in_a_nest(text: str, mark: yaml.Mark | None, most_depth: int, most_digits: int) -> bool:
+    """Did a parser give up at `mark` because of how deep the text is nested there, before it gave an event for it?
+
+    libyaml looks ahead on a line, and has a limit of its own (since 0.2.6). What the line holds is read once more by
+    Python's own parser, which has none, and counted here.
+    """
+    if mark is None:
+        return False
+    line = text[max(0, mark.index - _AHEAD) : mark.index].rpartition("\n")[2]
+    try:
+        YamlReader(most_depth, most_digits).read(line, yaml.SafeLoader)
+    except TooDeep:
+        return True
+    except (yaml.YAMLError, ValueError):
+        return False
+    return False
 
 
 _RESOLVER = yaml.resolver.Resolver()

@@ -6,6 +6,9 @@ dropped, and beats nothing itself. Where two rules claim one box and neither bea
 boxes has it, then the rule with more guards, then the id that comes first in the alphabet: each box has one rule at
 most, whatever the order of files.
 
+A weight that runs very often (a recurrence, step by step) is bound in its first and last runs only: those between have
+nothing to add to its name.
+
 Interior boxes are not read from outside: for a direct arrow `a -> b` every reader of a must be in the match, when the
 flow also says where a comes from. (`a ~> b` allows other readers: keys are read by the layers that share them.)
 """
@@ -29,6 +32,7 @@ CARRYING = {
     *("scale", "shift", "norm", "split", "cat", "mul", "add", "mix", "write", "pick", "scatter", "sum", "softmax"),
     *("statistic",),
 }
+ENDS = 4  # of a weight's runs, at each end: these are bound
 
 
 @dataclass(frozen=True)
@@ -195,9 +199,11 @@ class _Reach:
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
+        self.between = _between(flow)
         self.by_kind: dict[str, list[int]] = {}
         for box in flow:
-            self.by_kind.setdefault(node_of(flow, box).kind, []).append(box)
+            if box not in self.between:
+                self.by_kind.setdefault(node_of(flow, box).kind, []).append(box)
         self._forward: dict[tuple[int, bool], dict[int, frozenset[str]]] = {}
         self._backward: dict[tuple[int, bool], dict[int, frozenset[str]]] = {}
 
@@ -241,6 +247,16 @@ class _Reach:
                     seen.add((source, arriving))
                     waiting.append((source, arriving))
         return reached
+
+
+def _between(flow: Flow) -> frozenset[int]:
+    """Boxes that read the same parameters as many before them and many after."""
+    runs: dict[tuple[str, ...], list[int]] = {}
+    for box in flow:
+        node = node_of(flow, box)
+        if node.parameters:
+            runs.setdefault((node.kind, node.module, *node.parameters), []).append(box)
+    return frozenset(box for several in runs.values() for box in several[ENDS:-ENDS])
 
 
 def _bindings(
@@ -290,8 +306,10 @@ def _candidates(reach: _Reach, pattern: Pattern, name: str, bound: dict[str, int
         if found is not None:
             options = found if options is None else options & found
     if options is None:
-        return sorted(reach.flow if "any" in kinds else (b for kind in kinds for b in reach.by_kind.get(kind, ())))
-    return sorted(box for box in options if "any" in kinds or node_of(reach.flow, box).kind in kinds)
+        held = reach.by_kind if "any" in kinds else kinds
+        return sorted(box for kind in held for box in reach.by_kind.get(kind, ()))
+    free = options - reach.between
+    return sorted(box for box in free if "any" in kinds or node_of(reach.flow, box).kind in kinds)
 
 
 def _along(reach: _Reach, arrow: Arrow, name: str, bound: dict[str, int]) -> set[int] | None:

@@ -13,7 +13,7 @@ from autoplan.common.errors import IndivisibleError
 from autoplan.decide.plan.folding import Names
 from autoplan.decide.plan.packed import packed_in_trace
 from autoplan.decide.plan.planner import make_plan
-from autoplan.decide.written_plans.choices import CUTS, Choice, ChoiceError, Choices
+from autoplan.decide.written_plans.choices import CUTS, ChosenCut, ChosenCuts, WrittenPlanError
 from autoplan.decide.written_plans.constraints import check_choices, demands_of
 from autoplan.values import Finding, Plan, Stack, Trace
 from autoplan.values.quantised import PackedWeight
@@ -25,7 +25,7 @@ __all__ = ["choices_of_plan", "fitting", "plan_chosen", "solve_chosen"]
 def solve_chosen(
     trace: Trace,
     tp: int,
-    choices: Choices | None,
+    choices: ChosenCuts | None,
     sequence_stacks: tuple[tuple[str, ...], ...] | None = None,
     *,
     scoped: bool = True,
@@ -56,12 +56,12 @@ def solve_chosen(
 
 
 def fitting(
-    solved: Callable[..., Solution], choices: Choices | None
-) -> tuple[Solution, Choices | None, tuple[Finding, ...]]:
+    solved: Callable[..., Solution], choices: ChosenCuts | None
+) -> tuple[Solution, ChosenCuts | None, tuple[Finding, ...]]:
     """The solution under a written plan, or without its optional part where that does not fit; a finding says why."""
     try:
         return solved(choices=choices), choices, ()
-    except (ChoiceError, IndivisibleError) as error:
+    except (WrittenPlanError, IndivisibleError) as error:
         asked = choices.without_optional() if choices is not None else None
         if asked == choices:
             raise
@@ -70,12 +70,12 @@ def fitting(
     return solved(choices=asked), asked, (Finding("written plan", "warn", "", text),)
 
 
-def _refuse_tried(choices: Choices, tried: Demands) -> None:
+def _refuse_tried(choices: ChosenCuts, tried: Demands) -> None:
     """Raise where somebody's own line cuts what gave other numbers on ranks: leaving it whole is theirs to decide."""
     for name in () if choices.tolerant else dict.fromkeys(name for name, _ in tried.whole):
         choice = choices.of(name)
         if choice is not None and choice.cut not in ("whole", "nothing"):
-            raise ChoiceError(
+            raise WrittenPlanError(
                 f"{choices.name}: {choice} cuts {name}, and so the tiny clone did not give the same on simulated ranks",
                 hint=f"write {choice.pattern!r}: 'replicate'; prove='none' plans it untried",
             )
@@ -83,7 +83,7 @@ def _refuse_tried(choices: Choices, tried: Demands) -> None:
 
 def plan_chosen(
     solution: Solution,
-    choices: Choices | None,
+    choices: ChosenCuts | None,
     *,
     model: str,
     layers: Sequence[Stack],
@@ -103,14 +103,14 @@ def plan_chosen(
     return replace(made, source=_origin(choices), findings=made.findings + found)
 
 
-def _origin(choices: Choices) -> str:
+def _origin(choices: ChosenCuts) -> str:
     """Where a plan comes from as a whole: overrides do not change what they were laid over."""
     if choices.complete or choices.source == "handwritten":
         return choices.source
     return choices.under.source if choices.under is not None else "inferred"
 
 
-def choices_of_plan(plan: Plan, name: str = "") -> Choices | None:
+def choices_of_plan(plan: Plan, name: str = "") -> ChosenCuts | None:
     """A plan's own decisions as choices, to plan another size of the same model alike; None if nobody chose anything.
 
     With a `name` (of the file it came from) they are a user's choices, whoever made them.
@@ -119,5 +119,5 @@ def choices_of_plan(plan: Plan, name: str = "") -> Choices | None:
     if not sources and not name:
         return None
     source = "user" if name or "user" in sources else "handwritten" if "handwritten" in sources else "hf"
-    lines = [Choice(e.pattern, e.style if e.style in CUTS else "local", "the plan") for e in plan.entries]
-    return Choices(name or f"the plan of {plan.model}", source, tuple(lines), tolerant=True)  # type: ignore[arg-type]
+    lines = [ChosenCut(e.pattern, e.style if e.style in CUTS else "local", "the plan") for e in plan.entries]
+    return ChosenCuts(name or f"the plan of {plan.model}", source, tuple(lines), tolerant=True)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ Axes prove, rules decide names. Every parameter ends in an entry, or in the list
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -164,6 +164,7 @@ class _Desk:
     ) -> _Draft:
         leading = max(facts, key=lambda item: (self._is_decided(item[1]), item[1].dim is not None, item[1].bytes))
         naming = self.named.get(leading[0])
+        units, counted = units_text(leading[1], naming)
         own = [r for name, fact in facts for r in self.read.get(fact.names[0], ()) if r.name == name]
         entry = Entry(
             pattern=pattern,
@@ -173,11 +174,12 @@ class _Desk:
             rule=naming.rule.id if naming else GENERIC,
             source=source,
             reason=reason_text(leading[1], naming, self.tp),
-            units=units_text(leading[1], naming),
+            units=units,
             segments=tuple(_segment(fact) for _, fact in facts),
             reduces=self.costs.of(module, facts, own, ends_here=pattern == module or not style.endswith("colwise")),
             bytes=sum(fact.bytes for _, fact in facts),
             axes=tuple(sorted({axis for _, fact in facts for axis in fact.axes})),
+            counted=counted,
         )
         return _Draft(entry, naming.styles if naming else (), naming.rule if naming else None)
 
@@ -244,6 +246,8 @@ def _replicated(solution: Solution, named: dict[str, Naming], names: Names) -> I
         everywhere = {name: reason for member, reason in reasons.items() for name in names.expand(member)}
         for pattern in names.fold(list(reasons), parameters=True):
             said = [reason for name, reason in everywhere.items() if matches(pattern, name)]
+            if len(said) > 1:
+                said = [(role, _said_once(why)) for role, why in said]
             roles = tuple(dict.fromkeys(role for role, _ in said if role))
             why = tuple(dict.fromkeys(one for _, whys in said for one in whys))
             yield Replicated(pattern, size * len(said), whole_text(said), roles, why)
@@ -254,10 +258,18 @@ def _why_whole(fact: ParameterFact) -> tuple[Reason, ...]:
     return (*(fact.why or (NothingToSplit(),)), *summed)
 
 
+def _said_once(reasons: Iterable[Reason]) -> tuple[Reason, ...]:
+    """Reasons that differ only in the number of a block are one."""
+    return tuple(dict.fromkeys(reason.with_paths(starred) for reason in reasons))
+
+
 def _findings(solution: Solution, desk: _Desk, drafts: list[_Draft], names: Names) -> Iterator[Finding]:
     """Notes on what was refused, and warnings where rules and facts disagree (facts win)."""
+    like: dict[Reason, list[Reason]] = {}
     for refusal in solution.refusals:
-        yield Finding("refused", "note", "", str(refusal))
+        like.setdefault(refusal.with_paths(starred), []).append(refusal)
+    for once, refusals in like.items():
+        yield Finding("refused", "note", "", str(refusals[0] if len(refusals) == 1 else once))
     for note in solution.trace.notes:
         yield Finding("capture", "note", "", note)
     seen: dict[tuple[str, str], list[str]] = {}

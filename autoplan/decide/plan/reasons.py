@@ -17,16 +17,17 @@ _OF_HEADS = "feature of each head"
 _PLURALS = {_OF_HEADS: "features of each head"}
 
 
-def units_text(fact: ParameterFact, naming: Naming | None) -> str:
-    """What is sharded: "8 groups", "14336 features"; with what a unit holds, where it holds more than one row."""
+def units_text(fact: ParameterFact, naming: Naming | None) -> tuple[str, str]:
+    """What is sharded: "14336 features"; where a unit holds several rows with these, "8 groups × 16", and without."""
     if fact.layout is None:
-        return ""
+        return "", ""
     layout = Layout.parse(fact.layout)
     units = _first_sharded(layout).size
     rows = layout.size // units if layout.size % units == 0 and layout.kind == "product" else 1
     unit = "group" if naming is not None and naming.unit == "head" and _heads(naming, units) > units else None
     unit = _unit_of_gates(layout) if isinstance(fact.how, CutOfRecurrent) else unit
-    return _count(units, unit or _unit(naming, layout)) + (f" × {rows}" if rows > 1 else "")
+    counted = _count(units, unit or _unit(naming, layout))
+    return (f"{counted} × {rows}", counted) if rows > 1 else (counted, "")
 
 
 def reason_text(fact: ParameterFact, naming: Naming | None, tp: int) -> str:

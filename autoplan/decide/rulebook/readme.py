@@ -29,6 +29,11 @@ only as evidence (`seen_in`), as the subject of a plan written by hand, or to bu
 - `roles/`: what a weight is for, recognised in the dataflow.
 - `plans/`: plans written by hand for one model class each.
 - `inputs/`: how to build a small copy of a model type, and what to feed it, where that cannot be derived.
+- `quantised/`: how schemes of quantised weights are stored, and by which words code asks for them
+  ([more](quantised/README.md)).
+- `kernels/`: what fused kernels keep for backward ([more](kernels/README.md)).
+- `devices/`: what an estimate knows of a GPU.
+- `arguments.toml`: what an argument of a forward usually is, by words in its name.
 - `defaults.toml`: what the default config of a model type leaves open, for where a type alone is named.
 
 `autoplan rules list`, `autoplan rules show RULE` and `autoplan rules test [--strict]` read the same files.

@@ -1,8 +1,8 @@
 """A plan that somebody wrote, in one vocabulary: which weights of which modules are cut, and in which direction.
 
-Plans come as dicts of torch styles, as transformers' strings, as our own files, as DeepSpeed patterns. `dialects/`
-turns each of them into `Choices`. A choice says which side of a weight is cut, never how many heads there are or where
-ranks must sum: that is for the analysis, so that a written plan can be refused but not made wrong.
+Plans come as dicts of torch styles, as transformers' strings, as our own files, as DeepSpeed patterns. `read.py`
+turns each of them into `ChosenCuts`. A chosen cut says which side of a weight is cut, never how many heads there are or
+where ranks must sum: that is for the analysis, so that a written plan can be refused but not made wrong.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import fold_names, matches, nearest
 
-__all__ = ["CUTS", "Choice", "ChoiceError", "Choices", "Cut", "check_key", "check_style"]
+__all__ = ["CUTS", "ChosenCut", "WrittenPlanError", "ChosenCuts", "Cut", "check_key", "check_style"]
 
 Cut = Literal["out", "in", "rows", "width", "experts", "any", "whole", "nothing"]
 
@@ -47,12 +47,12 @@ CUTS: dict[str, Cut] = {
 }
 
 
-class ChoiceError(AutoplanError):
+class WrittenPlanError(AutoplanError):
     """A written plan that cannot be right: an unknown style, a dead key, half of a pair."""
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenCut:
     """One line of a written plan. `written` is the style as it stood there, `origin` where that was.
 
     `by_position`: in stacked (3-D) weights "out" means the last dim but one, as transformers counts, whatever the
@@ -79,7 +79,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Choices:
+class ChosenCuts:
     """A written plan. `complete`: weights it does not name stay whole; otherwise analysis decides them.
 
     `source` is what entries will say. `tolerant`: keys that match nothing and cuts that a model does not allow are
@@ -90,16 +90,16 @@ class Choices:
 
     name: str
     source: Literal["user", "handwritten", "hf"]
-    choices: tuple[Choice, ...]
+    choices: tuple[ChosenCut, ...]
     complete: bool = True
     tolerant: bool = False
     trial: bool = False
     optional: bool = False
     notes: tuple[str, ...] = ()
-    under: Choices | None = None
-    _cache: dict[str, Choice | None] = field(default_factory=dict, compare=False, repr=False)
+    under: ChosenCuts | None = None
+    _cache: dict[str, ChosenCut | None] = field(default_factory=dict, compare=False, repr=False)
 
-    def of(self, parameter: str) -> Choice | None:
+    def of(self, parameter: str) -> ChosenCut | None:
         """What the plan says of a parameter: by its own key, by its module's, else what the plan underneath says."""
         if parameter not in self._cache:
             self._cache[parameter] = self._find(parameter) or (self.under.of(parameter) if self.under else None)
@@ -111,12 +111,12 @@ class Choices:
             return self.source
         return self.under.source_of(parameter) if self.under else None
 
-    def for_clone(self) -> Choices:
+    def for_clone(self) -> ChosenCuts:
         """The same plan, to be tried on a clone of other sizes and fewer blocks."""
         under = self.under.for_clone() if self.under else None
         return replace(self, tolerant=True, trial=True, under=under, _cache={})
 
-    def without_optional(self) -> Choices | None:
+    def without_optional(self) -> ChosenCuts | None:
         """What somebody asked for; None if that is nothing."""
         under = self.under.without_optional() if self.under else None
         return None if self.optional else replace(self, under=under, _cache={})
@@ -126,7 +126,7 @@ class Choices:
         """Does a weight that no line names stay whole?"""
         return self.complete or (self.under is not None and self.under.decides_all)
 
-    def _find(self, parameter: str) -> Choice | None:
+    def _find(self, parameter: str) -> ChosenCut | None:
         module = parameter.rpartition(".")[0]
         for name in (parameter, module):
             found = [c for c in self.choices if matches(c.pattern, name) and (name == parameter or c.cut != "nothing")]
@@ -142,7 +142,7 @@ class Choices:
             first = dead[0]
             close = nearest(first.pattern, fold_names(known))
             more = f" (and {len(dead) - 1} more: {', '.join(c.pattern for c in dead[1:4])})" if len(dead) > 1 else ""
-            raise ChoiceError(
+            raise WrittenPlanError(
                 f"{self.name}: the key {first.pattern!r} matches no module and no parameter of the model{more}",
                 hint=f"nearest paths: {', '.join(close)}" if close else "autoplan plan MODEL shows the model's paths",
             )
@@ -150,12 +150,12 @@ class Choices:
         return tuple(f"{self.name}: {c.pattern!r} matches nothing and was left out" for c in dead) + below
 
 
-def _agreed(found: list[Choice], name: str, plan: str) -> Choice:
+def _agreed(found: list[ChosenCut], name: str, plan: str) -> ChosenCut:
     """Several patterns may mean one module if they say the same of it."""
     first = found[0]
     for other in found[1:]:
         if other.cut != first.cut:
-            raise ChoiceError(
+            raise WrittenPlanError(
                 f"{plan}: two keys with different styles match {name!r}: {first} and {other}",
                 hint="keep one of them, or narrow the other's pattern",
             )
@@ -168,22 +168,24 @@ _LONGEST_KEY = 500
 def check_key(key: object, plan: str) -> None:
     """Raise on a key of a plan that can be no path of a module."""
     if not isinstance(key, str):
-        raise ChoiceError(f"{plan} has the key {key!r}, which is no path", hint="keys are module paths with *")
+        raise WrittenPlanError(f"{plan} has the key {key!r}, which is no path", hint="keys are module paths with *")
     if len(key) > _LONGEST_KEY:
-        raise ChoiceError(f"{plan} has a key of {len(key):,} characters: {key[:60]}…", hint="keys are module paths")
+        raise WrittenPlanError(
+            f"{plan} has a key of {len(key):,} characters: {key[:60]}…", hint="keys are module paths"
+        )
 
 
 def check_style(style: str, pattern: str, plan: str, aliases: dict[str, str] | None = None) -> str:
     """The canonical name of a style. Raises with what is known."""
     if not isinstance(style, str):
-        raise ChoiceError(
+        raise WrittenPlanError(
             f"{plan}: {pattern!r} has the style {str(style)[:80]!r}, which is no style's name",
             hint=f"known styles: {', '.join(CUTS)}",
         )
     name = (aliases or {}).get(style, style)
     if name not in CUTS:
         close = nearest(style, (*CUTS, *(aliases or {})))
-        raise ChoiceError(
+        raise WrittenPlanError(
             f"{plan}: {pattern!r} has the style {style!r}, which is unknown",
             hint=f"did you mean {close[0]!r}?" if close else f"known styles: {', '.join(CUTS)}",
         )

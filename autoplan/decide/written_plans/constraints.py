@@ -17,7 +17,7 @@ from autoplan.analyse.splits.requests import Demands
 from autoplan.common.errors import IndivisibleError
 from autoplan.common.layout import Layout
 from autoplan.decide.plan.folding import Names
-from autoplan.decide.written_plans.choices import Choice, ChoiceError, Choices
+from autoplan.decide.written_plans.choices import ChosenCut, ChosenCuts, WrittenPlanError
 from autoplan.values import ParameterFact, TensorInfo, Trace
 from autoplan.values.reasons import CutElsewhere, DoesNotDivide, KeptWhole, NotNamed, Reason, sentence
 
@@ -30,7 +30,7 @@ _SAY_PACKING = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
 _MEANS = {"out": ("out", "width"), "in": ("in", "rows"), "rows": ("rows", "out"), "width": ("width", "in")}
 
 
-def demands_of(choices: Choices, trace: Trace) -> Demands:
+def demands_of(choices: ChosenCuts, trace: Trace) -> Demands:
     """What must stay whole under a written plan, and whose products may be gathered."""
     fields = weight_fields(dataflow(trace))
     whole: dict[tuple[str, int], Reason] = {}
@@ -47,13 +47,13 @@ def demands_of(choices: Choices, trace: Trace) -> Demands:
     return Demands(whole, frozenset(gathered), choices.decides_all)
 
 
-def _choice(choices: Choices, info: TensorInfo | ParameterFact) -> Choice | None:
+def _choice(choices: ChosenCuts, info: TensorInfo | ParameterFact) -> ChosenCut | None:
     """What is said of a parameter under any of its names: a tied one may be named by either, or by both alike."""
     said = {choice.cut: choice for name in info.names if (choice := choices.of(name)) is not None}
     cuts = {_as_rows(cut) for cut in said}
     if len(cuts) > 1:
         one, other = list(said.values())[:2]
-        raise ChoiceError(
+        raise WrittenPlanError(
             f"{choices.name}: {' and '.join(info.names)} are one tied parameter, but {one} and {other} differ",
             hint="give both the same cut: embedding_rowwise for the table is colwise for the head",
         )
@@ -65,7 +65,7 @@ def _as_rows(cut: str) -> str:
     return {"rows": "out", "width": "in"}.get(cut, cut)
 
 
-def _kept_dims(choice: Choice | None, choices: Choices, info: TensorInfo, fields: Fields) -> dict[int, Reason]:
+def _kept_dims(choice: ChosenCut | None, choices: ChosenCuts, info: TensorInfo, fields: Fields) -> dict[int, Reason]:
     """Dims that may not be cut, with the reason."""
     name, dims = info.names[0], range(len(info.shape))
     if choice is None or choice.cut == "nothing":
@@ -80,7 +80,7 @@ def _kept_dims(choice: Choice | None, choices: Choices, info: TensorInfo, fields
     return {d: CutElsewhere(choices.name, name, wanted, str(choice)) for d in dims if d != wanted}
 
 
-def _wanted_dim(choice: Choice, info: TensorInfo | ParameterFact, fields: Fields) -> int | None:
+def _wanted_dim(choice: ChosenCut, info: TensorInfo | ParameterFact, fields: Fields) -> int | None:
     """The dim that a choice cuts; None where it has nothing to cut (the bias of a row-wise projection)."""
     if choice.cut == "experts":
         return 0
@@ -104,7 +104,7 @@ def weight_fields(flow: Flow) -> Fields:
     return found
 
 
-def same_in_folded_blocks(choices: Choices, trace: Trace) -> bool:
+def same_in_folded_blocks(choices: ChosenCuts, trace: Trace) -> bool:
     """Does the plan say the same of every block that one traced block stands for?"""
     names = Names(trace)
     for info in trace.tensors:
@@ -120,7 +120,7 @@ def same_in_folded_blocks(choices: Choices, trace: Trace) -> bool:
 # ------------------------------------------------------------------------------------------------ what came of it
 
 
-def check_choices(choices: Choices, solution: Solution) -> tuple[str, ...]:
+def check_choices(choices: ChosenCuts, solution: Solution) -> tuple[str, ...]:
     """Raise where a line did not get its cut. Returns notes on what a tolerant plan had to leave whole."""
     fields = weight_fields(dataflow(solution.trace))
     notes = []
@@ -138,7 +138,7 @@ def check_choices(choices: Choices, solution: Solution) -> tuple[str, ...]:
     return tuple(dict.fromkeys(notes))
 
 
-def _missed(choices: Choices, choice: Choice, fact: ParameterFact, wanted: int, solution: Solution) -> str:
+def _missed(choices: ChosenCuts, choice: ChosenCut, fact: ParameterFact, wanted: int, solution: Solution) -> str:
     """A wanted cut that was not made: raise with the reason, or say it where the plan is tolerant."""
     name, size = fact.names[0], fact.shape[wanted]
     reasons = [c.reason for c in solution.classes if (name, wanted) in c.parameters and c.reason is not None]
@@ -154,13 +154,13 @@ def _missed(choices: Choices, choice: Choice, fact: ParameterFact, wanted: int, 
     free = solve(solution.trace, solution.tp_size)
     same = next((f for f in free.parameters if f.names == fact.names), None)
     if same is None or same.dim != wanted:
-        raise ChoiceError(problem, hint=_keep_whole(choice, same))
+        raise WrittenPlanError(problem, hint=_keep_whole(choice, same))
     others = ", ".join(dict.fromkeys(_lines_for(same, free)))
     hint = f"add {others}; or keep it whole: {choice.pattern!r}: 'replicate'"
-    raise ChoiceError(f"{problem} (half of a column/row pair)", hint=hint)
+    raise WrittenPlanError(f"{problem} (half of a column/row pair)", hint=hint)
 
 
-def _keep_whole(choice: Choice, free: ParameterFact | None) -> str:
+def _keep_whole(choice: ChosenCut, free: ParameterFact | None) -> str:
     """The line to write instead; and what analysis alone does with the parameter."""
     cut = free is not None and free.dim is not None
     other = f"; analysis would cut dim {free.dim} ({free.layout})" if free is not None and cut else ""
@@ -192,14 +192,14 @@ def _plain(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _check_packing(choices: Choices, choice: Choice, fact: ParameterFact, tp: int) -> None:
+def _check_packing(choices: ChosenCuts, choice: ChosenCut, fact: ParameterFact, tp: int) -> None:
     """A packed weight cut as if it were plain is scrambled silently; the other way round too."""
     assert fact.layout is not None
     says_packed = choice.style.startswith("packed_")
     if is_packed(fact.layout, tp) != says_packed and choice.style in _SAY_PACKING and not _grouped(fact.layout):
         right = choice.style.removeprefix("packed_") if says_packed else f"packed_{choice.style}"
         what = "one run of units" if says_packed else "several segments, each cut by itself"
-        raise ChoiceError(
+        raise WrittenPlanError(
             f"{choices.name}: {choice} cuts {fact.names[0]} as {'packed' if says_packed else 'plain'}, but dim "
             f"{fact.dim} holds {what}: {fact.layout}",
             hint=f"write {choice.pattern!r}: '{right}'",

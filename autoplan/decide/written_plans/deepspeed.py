@@ -15,7 +15,7 @@ from typing import Any
 
 from autoplan.common.files.shapes import misshapen
 from autoplan.common.patterns import fold_names
-from autoplan.decide.written_plans.choices import Choice, ChoiceError
+from autoplan.decide.written_plans.choices import ChosenCut, WrittenPlanError
 
 __all__ = ["COUNTS", "heads_of", "is_deepspeed", "kind_of", "read_deepspeed", "spec_for"]
 
@@ -67,10 +67,10 @@ def kind_of(spec: Mapping[str, Any]) -> str:
     return str(spec.get("partition_type", "column")).lower()
 
 
-def read_deepspeed(data: Any, name: str, parameters: Iterable[str]) -> tuple[Choice, ...]:
+def read_deepspeed(data: Any, name: str, parameters: Iterable[str]) -> tuple[ChosenCut, ...]:
     """The choices of a partition config, on the parameters of one model. The first spec that matches counts."""
     if problem := misshapen(data, _SHAPE):
-        raise ChoiceError(f"{name}: {problem}", hint="see DeepSpeed's partition_config")
+        raise WrittenPlanError(f"{name}: {problem}", hint="see DeepSpeed's partition_config")
     known = list(parameters)
     taken: set[str] = set()
     choices = []
@@ -79,20 +79,20 @@ def read_deepspeed(data: Any, name: str, parameters: Iterable[str]) -> tuple[Cho
         style = _style_of(spec, where)
         matched = [p for p in known if p not in taken and any(_matches(e, p, where) for e in spec.get("patterns", ()))]
         if not matched:
-            raise ChoiceError(
+            raise WrittenPlanError(
                 f"{where}: {spec.get('patterns')} match no parameter of the model that is still free",
                 hint="DeepSpeed matches from the start of a name (begin with '.*'); parameters look like "
                 f"{', '.join(fold_names(known)[:3])}",
             )
         taken.update(matched)
-        choices += [Choice(pattern, style, where, kind_of(spec)) for pattern in fold_names(matched, known)]
+        choices += [ChosenCut(pattern, style, where, kind_of(spec)) for pattern in fold_names(matched, known)]
     return tuple(choices)
 
 
 def _style_of(spec: Any, where: str) -> str:
     kind = kind_of(spec) if isinstance(spec, Mapping) else None
     if kind not in _STYLES:
-        raise ChoiceError(f"{where}: partition_type is {kind!r}", hint=f"DeepSpeed knows {', '.join(_STYLES)}")
+        raise WrittenPlanError(f"{where}: partition_type is {kind!r}", hint=f"DeepSpeed knows {', '.join(_STYLES)}")
     more = next((style for (of, option), style in _MORE.items() if of == kind and spec.get(option)), None)
     style = more or _STYLES[kind]
     return f"packed_{style}" if spec.get("shape") and more is None and kind != "skip" else style
@@ -108,10 +108,10 @@ _MOST_REPEATS = 6
 def _refuse_slow(expression: Any, where: str) -> None:
     """Raise on an expression that could take for ever on a name."""
     if not isinstance(expression, str):
-        raise ChoiceError(f"{where}: {expression!r} is no regular expression", hint="write the pattern as text")
+        raise WrittenPlanError(f"{where}: {expression!r} is no regular expression", hint="write the pattern as text")
     bare = re.sub(r"\\.|\[(?:\\.|[^\]])*\]", "x", expression)
     if len(expression) > 500 or _NESTED.search(bare) or len(re.findall(_REPEAT, bare)) > _MOST_REPEATS:
-        raise ChoiceError(
+        raise WrittenPlanError(
             f"{where}: {expression[:80]!r} may take for ever: it is long, or repeats within or after repeats",
             hint=f"use at most {_MOST_REPEATS} repeats, none inside another",
         )
@@ -123,4 +123,4 @@ def _matches(expression: str, parameter: str, where: str) -> bool:
         return re.match(expression, parameter) is not None
     except re.error as error:
         problem = f"{where}: {expression!r} is no regular expression: {error}"
-        raise ChoiceError(problem, hint="fix the pattern") from error
+        raise WrittenPlanError(problem, hint="fix the pattern") from error

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from autoplan.common.importing import importable_here
-from autoplan.decide.written_plans.choices import ChoiceError
+from autoplan.decide.written_plans.choices import WrittenPlanError
 from autoplan.values import Plan
 
 __all__ = ["looks_dotted", "plan_at"]
@@ -35,13 +35,13 @@ def plan_at(path: str, model: Any, sequence_parallel: bool = False) -> Mapping[s
     if callable(value) and not isinstance(value, Mapping):
         try:
             value, called = _called(value, path, model, sequence_parallel), "() returned"
-        except ChoiceError:
+        except WrittenPlanError:
             raise
         except (Exception, SystemExit) as error:
-            raise ChoiceError(f"{path} raises when it is called: {_said(error)}", hint="fix it first") from error
+            raise WrittenPlanError(f"{path} raises when it is called: {_said(error)}", hint="fix it first") from error
     if isinstance(value, (Mapping, Plan)):
         return value
-    raise ChoiceError(
+    raise WrittenPlanError(
         f"{path}{called or ' is'} {_described(value)}, which is no plan",
         hint="it must be a dict of pattern: style, an autoplan Plan, or a function that returns one",
     )
@@ -56,11 +56,11 @@ def _value_at(path: str) -> Any:
         try:
             value = import_module(name)
         except ImportError as error:
-            raise ChoiceError(f"{path}: importing {name} failed: {error}", hint="install what it needs") from error
+            raise WrittenPlanError(f"{path}: importing {name} failed: {error}", hint="install what it needs") from error
         except (Exception, SystemExit) as error:
-            raise ChoiceError(f"{path} raises on import: {_said(error)}", hint=f"fix {name} first") from error
+            raise WrittenPlanError(f"{path} raises on import: {_said(error)}", hint=f"fix {name} first") from error
         return _attribute(value, name, parts[length:], path)
-    raise ChoiceError(
+    raise WrittenPlanError(
         f"{path}: there is no module {parts[0]!r}",
         hint="check the spelling, and that its folder is on PYTHONPATH",
     )
@@ -79,7 +79,7 @@ def _attribute(value: Any, name: str, rest: list[str], path: str) -> Any:
     for part in rest:
         if not hasattr(value, part):
             public = [known for known in dir(value) if not known.startswith("_")]
-            raise ChoiceError(f"{path}: {name} has no {part!r}", hint=f"it has {', '.join(public[:12])}")
+            raise WrittenPlanError(f"{path}: {name} has no {part!r}", hint=f"it has {', '.join(public[:12])}")
         value, name = getattr(value, part), f"{name}.{part}"
     return value
 
@@ -88,7 +88,7 @@ def _called(function: Callable[..., Any], path: str, model: Any, sequence_parall
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
-        raise ChoiceError(f"{path} cannot be called: {error}", hint="give a plain function") from error
+        raise WrittenPlanError(f"{path} cannot be called: {error}", hint="give a plain function") from error
     offered = {"model": model, "sequence_parallel": sequence_parallel}
     places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if any(p.name in offered for p in places):
@@ -99,7 +99,7 @@ def _called(function: Callable[..., Any], path: str, model: Any, sequence_parall
     required = [p for p in places if p.default is p.empty]
     if len(required) > 2:
         names = ", ".join(p.name for p in required)
-        raise ChoiceError(f"{path} wants ({names})", hint="it may take (), (model) or (model, sequence_parallel)")
+        raise WrittenPlanError(f"{path} wants ({names})", hint="it may take (), (model) or (model, sequence_parallel)")
     return function(*list(offered.values())[: len(required)])
 
 

@@ -23,7 +23,7 @@ from autoplan.common.files.plain import NotPlain, read_plain
 from autoplan.common.files.shapes import misshapen
 from autoplan.common.options import check_argument
 from autoplan.common.rules_folder import rules_folders
-from autoplan.decide.written_plans.choices import Choice, ChoiceError, Choices, check_style
+from autoplan.decide.written_plans.choices import ChosenCut, ChosenCuts, WrittenPlanError, check_style
 
 __all__ = ["HandwrittenPlan", "find_plan", "load_plans", "plan_by_id", "read_plan", "register_plan"]
 
@@ -52,20 +52,20 @@ class HandwrittenPlan:
     aliases: tuple[str, ...] = ()
     where: str = ""
 
-    def choices(self, *, sequence_parallel: bool = False, matched: str = "") -> Choices:
+    def choices(self, *, sequence_parallel: bool = False, matched: str = "") -> ChosenCuts:
         """The plan as choices; `matched` says how it was found."""
         entries = dict(self.entries)
         notes = (matched,) if matched else ()
         if sequence_parallel:
             if isinstance(self.sequence_parallel, str):
-                raise ChoiceError(
+                raise WrittenPlanError(
                     f"the hand-written plan {self.id} has no sequence-parallel variant: {self.sequence_parallel}",
                     hint="plan without sequence_parallel, or use source='inferred'",
                 )
             entries.update(self.sequence_parallel)
         name = self.where or f"rules/plans/{self.id}.toml"
-        lines = tuple(Choice(pattern, style, name) for pattern, style in entries.items())
-        return Choices(name, "handwritten", lines, complete=False, tolerant=True, notes=notes)
+        lines = tuple(ChosenCut(pattern, style, name) for pattern, style in entries.items())
+        return ChosenCuts(name, "handwritten", lines, complete=False, tolerant=True, notes=notes)
 
 
 _registered: list[HandwrittenPlan] = []
@@ -89,9 +89,9 @@ def register_plan(
     for given in (entries, sequence_parallel):
         plain = isinstance(given, Mapping) and all(isinstance(text, str) for pair in given.items() for text in pair)
         if "." not in name or not plain and (given is entries or not isinstance(given, str)):
-            raise ChoiceError(f"{where} is {given!r}", hint='give "package.module.Class" and {"pattern": "style"}')
+            raise WrittenPlanError(f"{where} is {given!r}", hint='give "package.module.Class" and {"pattern": "style"}')
     if not entries:
-        raise ChoiceError(f"{where} is empty: it names no module", hint='give {"pattern": "style"}')
+        raise WrittenPlanError(f"{where} is empty: it names no module", hint='give {"pattern": "style"}')
     variant = sequence_parallel if isinstance(sequence_parallel, str) else _entries(sequence_parallel, where)
     made = HandwrittenPlan(name, (name,), "registered at run time", "", _entries(entries, where), variant, where=where)
     _registered[:] = [made, *(plan for plan in _registered if plan.id != name)]

@@ -39,6 +39,7 @@ from autoplan.common.files.decode import decode
 from autoplan.common.files.plain import NotPlain, is_folder, read_plain
 from autoplan.common.files.write import write_whole
 from autoplan.common.options import check_argument, check_expert_size, check_ranks
+from autoplan.ops import call_record
 from autoplan.values import UNKNOWN, Plan, replace
 from autoplan.values.plain import plain
 
@@ -96,6 +97,7 @@ def plan_from_dict(data: Any, where: str = "plan") -> Plan:
             f"{where} lacks {', '.join(f'`{key}`' for key in missing)}",
             hint="the file may be cut short; make the plan again, or take the file from its source once more",
         )
+    data = {**data, "runtime": _with_facts_of_calls(data.get("runtime", {}))}
     plan: Plan = decode(Plan, {key: value for key, value in data.items() if key != "autoplan"}, where)
     try:
         check_ranks("tp_size", plan.tp_size)
@@ -107,6 +109,28 @@ def plan_from_dict(data: Any, where: str = "plan") -> Plan:
         raise PlanFileError(f"{where}.{problem}", hint="edit it, or make the plan again")
     made_for = plan.made_for if plan.made_for.content else replace(plan.made_for, content=UNKNOWN)
     return replace(plan, made_for=made_for)
+
+
+def _with_facts_of_calls(runtime: Any) -> Any:
+    """A runtime whose calls say what is known of their functions: older files left that to the reader."""
+    instructions = runtime.get("instructions") if isinstance(runtime, dict) else None
+    if not isinstance(instructions, list):
+        return runtime
+    return {**runtime, "instructions": [_known_of(one) | one if isinstance(one, dict) else one for one in instructions]}
+
+
+def _known_of(instruction: dict[str, Any]) -> dict[str, Any]:
+    site = instruction.get("site")
+    function = site.get("function") if isinstance(site, dict) else None
+    known = call_record(function if isinstance(function, str) else "")
+    match instruction.get("do"):
+        case "LengthCall":
+            return {"divides": known.divides}
+        case "NormCall" if known.statistics:
+            return {"statistics": known.statistics}
+        case "CellCall" if known.recurrent is not None:
+            return {"gates": known.recurrent.gates, "states": known.recurrent.states}
+    return {}
 
 
 def _anew(data: dict[str, Any]) -> str:

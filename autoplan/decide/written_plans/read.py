@@ -17,7 +17,7 @@ from autoplan.common.errors import PlanMismatchError
 from autoplan.common.files.plain import NotPlain, is_file, read_plain
 from autoplan.common.patterns import matches
 from autoplan.decide.plan.chosen import choices_of_plan
-from autoplan.decide.written_plans.choices import Choice, ChoiceError, Choices, check_key
+from autoplan.decide.written_plans.choices import ChosenCut, ChosenCuts, WrittenPlanError, check_key
 from autoplan.decide.written_plans.deepspeed import is_deepspeed, read_deepspeed
 from autoplan.decide.written_plans.dotted import looks_dotted, plan_at
 from autoplan.decide.written_plans.handwritten import find_plan, load_plans, plan_by_id
@@ -45,20 +45,20 @@ def read_source(
     ep_size: int | None = 1,
     sequence_parallel: bool = False,
     unmatched: str = "error",
-) -> Choices | Plan | None:
+) -> ChosenCuts | Plan | None:
     """What a source says about a model: choices, a whole plan (from a file), or None, which leaves all to analysis.
 
     `ep_size` None is whatever a plan file says. `unmatched` "list": keys and styles that mean nothing are noted, not
     refused.
     """
     if unmatched not in ("error", "list"):
-        raise ChoiceError(f"unmatched={unmatched!r}", hint="choose 'error' or 'list'")
+        raise WrittenPlanError(f"unmatched={unmatched!r}", hint="choose 'error' or 'list'")
     reader = _Reader(model, name, tp_size, ep_size, sequence_parallel, lenient=unmatched == "list")
     found = reader.read(source)
     if overrides is None:
         return found
     if not isinstance(overrides, Mapping) or not overrides:
-        raise ChoiceError(f"overrides={overrides!r} say nothing", hint="give {pattern: style}, or leave them out")
+        raise WrittenPlanError(f"overrides={overrides!r} say nothing", hint="give {pattern: style}, or leave them out")
     under = choices_of_plan(found, f"the plan of {found.model}") if isinstance(found, Plan) else found
     return replace(reader.of_dict(overrides, "overrides", by_position=False), complete=False, under=under)
 
@@ -74,7 +74,7 @@ class _Reader:
     sequence_parallel: bool
     lenient: bool
 
-    def read(self, source: Any) -> Choices | Plan | None:
+    def read(self, source: Any) -> ChosenCuts | Plan | None:
         if isinstance(source, Plan):
             return self._for_size(source, "the plan given as source")
         if isinstance(source, Mapping):
@@ -93,48 +93,48 @@ class _Reader:
             return chosen.choices(sequence_parallel=self.sequence_parallel, matched=f"the plan {text} was named")
         if not looks_dotted(text) or text.endswith((".yaml", ".yml", ".json")):
             ids = ", ".join(plan.id for plan in load_plans())
-            raise ChoiceError(
+            raise WrittenPlanError(
                 f"source={text!r} is no reserved word, no existing plan file, no plan id and no dotted path",
                 hint=f"give {_NEXT}. Plan ids: {ids}",
             )
         value = plan_at(text, self.model, self.sequence_parallel)
         return self._for_size(value, text) if isinstance(value, Plan) else self._of_mapping(value, text)
 
-    def of_dict(self, data: Mapping[str, Any], name: str, *, by_position: bool) -> Choices:
+    def of_dict(self, data: Mapping[str, Any], name: str, *, by_position: bool) -> ChosenCuts:
         """A dict of styles, of names of styles, or of both."""
         for key in data:
             check_key(key, name)
-        lines: list[Choice] = []
+        lines: list[ChosenCut] = []
         unread: list[str] = []
         for key, style in data.items():
             try:
                 lines += read_strings({key: style}, name, by_position=by_position) + read_styles({key: style}, name)
-            except ChoiceError as error:
+            except WrittenPlanError as error:
                 if not self.lenient:
                     raise
                 unread.append(error.message)
-        found = Choices(name, "user", tuple(lines), notes=tuple(unread))
+        found = ChosenCuts(name, "user", tuple(lines), notes=tuple(unread))
         apart = next((line for line in lines if line.cut == "experts"), None)
         if apart is not None and self.ep_size == 1:
-            raise ChoiceError(
+            raise WrittenPlanError(
                 f"{name}: {apart} places whole experts on different ranks, and ep_size is 1",
                 hint="pass ep_size=, the number of ranks that experts go to: that of tp, or any with tp_size=1",
             )
         return self._as_asked(with_prefix(found, *_paths(self.model)))
 
-    def _as_asked(self, choices: Choices) -> Choices:
+    def _as_asked(self, choices: ChosenCuts) -> ChosenCuts:
         return replace(choices, tolerant=True, _cache={}) if self.lenient else choices
 
-    def _of_mapping(self, data: Mapping[str, Any], name: str) -> Choices:
+    def _of_mapping(self, data: Mapping[str, Any], name: str) -> ChosenCuts:
         if not data:
-            raise ChoiceError(f"{name} is an empty plan: it names no module", hint=f"use {_NEXT}")
+            raise WrittenPlanError(f"{name} is an empty plan: it names no module", hint=f"use {_NEXT}")
         if is_deepspeed(data):
-            return self._as_asked(Choices(name, "user", read_deepspeed(data, name, _paths(self.model)[1])))
+            return self._as_asked(ChosenCuts(name, "user", read_deepspeed(data, name, _paths(self.model)[1])))
         return self.of_dict(data, name, by_position=True)
 
-    def _of_file(self, path: Path) -> Choices | Plan:
+    def _of_file(self, path: Path) -> ChosenCuts | Plan:
         """One of our plan files, a DeepSpeed config, or a dict of style names in JSON or YAML."""
-        data = read_plain(path, NotPlain("plan file", ChoiceError))
+        data = read_plain(path, NotPlain("plan file", WrittenPlanError))
         if is_deepspeed(data) or (isinstance(data, dict) and data and all(isinstance(v, str) for v in data.values())):
             return self._of_mapping(data, str(path))
         return self._for_size(load_plan(path), str(path))
@@ -151,12 +151,12 @@ class _Reader:
             )
         return plan
 
-    def _handwritten(self, *, wanted: bool) -> Choices | None:
+    def _handwritten(self, *, wanted: bool) -> ChosenCuts | None:
         path, inner = unwrapped(self.model)
         found = find_plan(ancestors_of(type(inner)))
         if found is None:
             if wanted:
-                raise ChoiceError(
+                raise WrittenPlanError(
                     f"there is no hand-written plan for {type(inner).__module__}.{type(inner).__qualname__}",
                     hint=f"use {_NEXT}",
                 )

@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from autoplan.decide.written_plans.choices import Choice, ChoiceError
+from autoplan.decide.written_plans.choices import ChosenCut, WrittenPlanError
 
 __all__ = ["read_styles"]
 
 _LAYOUT_ONLY = ("PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput")
 
 
-def read_styles(plan: Mapping[str, Any], name: str) -> tuple[Choice, ...]:
-    """Choices of the style objects in a dict. Strings are another dialect's and are not looked at."""
+def read_styles(plan: Mapping[str, Any], name: str) -> tuple[ChosenCut, ...]:
+    """ChosenCuts of the style objects in a dict. Strings are another dialect's and are not looked at."""
     return tuple(
-        Choice(planned, chosen, name, _written(style))
+        ChosenCut(planned, chosen, name, _written(style))
         for pattern, style in plan.items()
         if not isinstance(style, str) and type(style).__name__ != "PlannedModel"
         for planned, chosen in _choices_of(style, pattern, name)
@@ -45,7 +45,7 @@ def _style_of(style: Any, pattern: str, name: str) -> str:
     if any(layout in ancestors for layout in _LAYOUT_ONLY):
         return "local_params"
     cls = type(style)
-    raise ChoiceError(
+    raise WrittenPlanError(
         f"{name}: {pattern!r} has a {cls.__module__}.{cls.__qualname__}, which is no style that autoplan knows",
         hint="use ColwiseParallel, RowwiseParallel or SequenceParallel, a subclass of them, or a style's name "
         "such as 'packed_colwise'",

@@ -12,7 +12,7 @@ from typing import Any
 
 from autoplan.common.conventions import conventions
 from autoplan.common.patterns import matches
-from autoplan.decide.written_plans.choices import Choice, ChoiceError, Choices, check_key, check_style
+from autoplan.decide.written_plans.choices import ChosenCut, ChosenCuts, WrittenPlanError, check_key, check_style
 
 __all__ = ["ALIASES", "hf_plan", "read_strings", "with_prefix"]
 
@@ -31,37 +31,37 @@ ALIASES = {
 }
 
 
-def read_strings(plan: Mapping[str, Any], name: str, *, by_position: bool) -> tuple[Choice, ...]:
-    """Choices of the style names in a dict. Style objects are another dialect's and are not looked at."""
+def read_strings(plan: Mapping[str, Any], name: str, *, by_position: bool) -> tuple[ChosenCut, ...]:
+    """ChosenCuts of the style names in a dict. Style objects are another dialect's and are not looked at."""
     return tuple(
-        Choice(pattern, check_style(style, pattern, name, ALIASES), name, style, by_position)
+        ChosenCut(pattern, check_style(style, pattern, name, ALIASES), name, style, by_position)
         for pattern, style in plan.items()
         if isinstance(style, str)
     )
 
 
-def hf_plan(model: object, name: str) -> Choices:
+def hf_plan(model: object, name: str) -> ChosenCuts:
     """The plan that transformers itself would apply to a model, every key with its origin."""
-    parts, beside = conventions().shipped_parts(model)
+    parts, parts_notes = conventions().shipped_parts(model)
     found: dict[str, tuple[str, str]] = {}
     for part in parts:
         for key, style in part.styles.items():
             check_key(key, part.origin)
             found[f"{part.prefix}.{key}" if part.prefix else key] = (style, part.origin)
     if not found:
-        raise ChoiceError(
+        raise WrittenPlanError(
             f"{name} has no transformers plan: neither its classes nor its configs have one",
             hint="use source='inferred' (analysis), source='auto', or write one: source={pattern: style}",
         )
     choices = tuple(
-        Choice(key, check_style(style, key, origin, ALIASES), origin, style, by_position=True)
+        ChosenCut(key, check_style(style, key, origin, ALIASES), origin, style, by_position=True)
         for key, (style, origin) in found.items()
     )
     notes = tuple(f"{c.pattern}: {c.written} comes from {c.origin}" for c in choices)
-    return Choices(f"transformers' plan of {name}", "hf", choices, notes=(*notes, *beside))
+    return ChosenCuts(f"transformers' plan of {name}", "hf", choices, notes=(*notes, *parts_notes))
 
 
-def with_prefix(choices: Choices, modules: Iterable[str], parameters: Iterable[str]) -> Choices:
+def with_prefix(choices: ChosenCuts, modules: Iterable[str], parameters: Iterable[str]) -> ChosenCuts:
     """Keys relative to an inner model (as configs write them), made absolute where one prefix fits all dead keys."""
     modules = list(modules)
     known = [*modules, *parameters]

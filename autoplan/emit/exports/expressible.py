@@ -5,8 +5,8 @@ plans may also edit integers, cut packed weights segment by segment, sum elsewhe
 attention, its MLP) are looked at one by one:
 
     plain     column and row layers, as everybody writes them
-    gathered  every layer computes its shard and gathers at once: exact too, and dearer; used where a plain cut would
-              need what the other system cannot do
+    gathered  every layer computes its shard and gathers at once: exact too, and costs more; used where a plain cut
+              would need what the other system cannot do
     refused   neither: the part stays whole there, and its bytes are named
 
 A part is written whole or not at all, so half a column/row pair never leaves this house.

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from autoplan.common.patterns import matches
 from autoplan.emit.pages.drawing import tone_of
-from autoplan.emit.pages.picture import Block, Box, Row, Scene
+from autoplan.emit.pages.picture import Block, Box, BoxRow, Scene
 from autoplan.values import CutsOf, Drawn, Finding
 
 __all__ = ["scene_of_side"]
 
 Cut = tuple[int | None, str]
-_TONES = {"wrong": "bad", "dearer": "a6", "dead": "whole"}
+_TONES = {"wrong": "bad", "costlier": "a6", "dead": "whole"}
 
 
 def scene_of_side(
@@ -22,11 +22,11 @@ def scene_of_side(
     """`other`: the side that it is held against; `words`: verdicts by pattern, as an audit gives them."""
     blocks = []
     for part in drawn.flow:
-        rows: list[Row] = []
+        rows: list[BoxRow] = []
         for step in part.steps:
             path = ".".join(filter(None, (part.block, step)))
             parent, _, leaf = step.rpartition(".")
-            rows.append(Row(parent, (_box(leaf or path, path, side, other, words or {}, findings),)))
+            rows.append(BoxRow(parent, (_box(leaf or path, path, side, other, words or {}, findings),)))
         blocks.append(Block(part.block or "outside of blocks", part.blocks, tuple(rows)))
     return Scene(tuple(blocks), ())
 

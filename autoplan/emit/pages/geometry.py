@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from autoplan.emit.pages.marks import Mark
-from autoplan.emit.pages.picture import Block, Box, Row
+from autoplan.emit.pages.picture import Block, Box, BoxRow
 
 __all__ = ["CELL", "Drawing", "Edge", "Shape", "Words", "cells", "draw_block", "wrapped"]
 
@@ -117,7 +117,7 @@ def draw_block(block: Block, width: float) -> Drawing:
     return drawing
 
 
-def _frame(drawing: Drawing, parent: str, rows: tuple[Row, ...], y: float) -> float:
+def _frame(drawing: Drawing, parent: str, rows: tuple[BoxRow, ...], y: float) -> float:
     inset = _MARGIN * 2 if parent else _MARGIN
     top = y
     if parent:
@@ -133,18 +133,18 @@ def _frame(drawing: Drawing, parent: str, rows: tuple[Row, ...], y: float) -> fl
     return y
 
 
-def _row(drawing: Drawing, row: Row, inset: float, y: float) -> float:
+def _row(drawing: Drawing, row: BoxRow, inset: float, y: float) -> float:
     y = _marks(drawing, [mark for mark in row.marks if mark.before], row, inset, y)
     room = drawing.width - 2 * inset
-    beside = max(1, min(len(row.boxes), int((room + _GAP) / (_NARROWEST + _GAP))))
-    for start in range(0, len(row.boxes), beside):
-        some = row.boxes[start : start + beside]
+    in_line = max(1, min(len(row.boxes), int((room + _GAP) / (_NARROWEST + _GAP))))
+    for start in range(0, len(row.boxes), in_line):
+        some = row.boxes[start : start + in_line]
         each = (room - _GAP * (len(some) - 1)) / len(some)
         heights = [_box(drawing, box, inset + n * (each + _GAP), y, each) for n, box in enumerate(some)]
         tallest = max(heights)
         for n, box in enumerate(some):
             drawing.shapes.append(Shape(inset + n * (each + _GAP), y, each, tallest, box))
-        y += tallest + (_GAP if start + beside < len(row.boxes) else 0)
+        y += tallest + (_GAP if start + in_line < len(row.boxes) else 0)
     return _marks(drawing, [mark for mark in row.marks if not mark.before], row, inset, y, leaves=True)
 
 
@@ -165,7 +165,7 @@ def _box(drawing: Drawing, box: Box, x: float, y: float, width: float) -> float:
     return below + _PAD - y
 
 
-def _marks(drawing: Drawing, marks: list[Mark], row: Row, inset: float, y: float, leaves: bool = False) -> float:
+def _marks(drawing: Drawing, marks: list[Mark], row: BoxRow, inset: float, y: float, leaves: bool = False) -> float:
     """The edge above or below a row, with what ranks do on it written beside."""
     if not marks and not leaves:
         return y

@@ -1,6 +1,6 @@
 """What the drawing of a model shows, before anything has a place: boxes in the order in which data flows.
 
-    Scene ── Block (one of a kind, ×N) ── Row (read one value, stand side by side) ── Box (a module)
+    Scene ── Block (one of a kind, ×N) ── BoxRow (read one value, stand side by side) ── Box (a module)
                                             └── Mark (what ranks do together before or after)
 
 A plan says in `flow` in which order modules run. Plan files of a time before that have none: there the order of
@@ -17,7 +17,7 @@ from autoplan.emit.pages.marks import Mark, marks_at
 from autoplan.emit.words import bytes_text
 from autoplan.values import Entry, Finding, FlowPart, Plan, Replicated
 
-__all__ = ["Axis", "Block", "Box", "Row", "Scene", "axes_of", "flow_parts", "scene_of"]
+__all__ = ["Axis", "Block", "Box", "BoxRow", "Scene", "axes_of", "flow_parts", "scene_of"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Row:
+class BoxRow:
     """Boxes side by side. `parent`: the module that holds them."""
 
     parent: str
@@ -59,7 +59,7 @@ class Row:
 class Block:
     title: str
     times: int
-    rows: tuple[Row, ...]
+    rows: tuple[BoxRow, ...]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def axes_of(entries: Iterable[Entry]) -> dict[str, Axis]:
     for entry in entries:
         if not any(":" in segment for segment in entry.segments):
             continue
-        units = entry.units.partition(" × ")[0]
+        units = entry.counted or entry.units
         key: object = entry.axes or (entry.pattern.rpartition(".")[0], units)
         axis = known.setdefault(key, Axis(len(known), _letter(len(known)), units))
         found[entry.pattern] = axis
@@ -120,15 +120,15 @@ class _Boxes:
     def __init__(self, plan: Plan, axes: dict[str, Axis], links: dict[str, str], findings: Sequence[Finding]) -> None:
         self.plan, self.axes, self.links, self.findings = plan, axes, links, findings
 
-    def rows(self, part: FlowPart) -> Iterator[Row]:
+    def rows(self, part: FlowPart) -> Iterator[BoxRow]:
         """Neighbours that read one value share a row; with what ranks do before and after."""
-        rows: list[tuple[Row, set[str]]] = []
+        rows: list[tuple[BoxRow, set[str]]] = []
         for step in part.steps:
             path = ".".join(filter(None, (part.block, step)))
             entries = self._entries(path)
             parent, _, leaf = step.rpartition(".")
             marks = tuple(dict.fromkeys((*marks_at(self.plan, path, entries), *self._around(part, step))))
-            row = Row(parent, (self._box(leaf or path, path, entries),), marks)
+            row = BoxRow(parent, (self._box(leaf or path, path, entries),), marks)
             shared = {name for entry in entries for cost in entry.reduces for name in cost.shared_with}
             if rows and rows[-1][0].parent == parent and leaf in rows[-1][1]:
                 last = rows[-1][0]

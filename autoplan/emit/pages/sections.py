@@ -111,7 +111,7 @@ def weights_section(plan: Plan) -> Safe:
 
 
 def messages_section(plans: Mapping[int, Plan], sizes: Sequence[int], own: int) -> Safe:
-    head = el("h2", "Messages of a block, beside the least owed", id="messages")
+    head = el("h2", "Messages of a block, and the least needed", id="messages")
     tables = {n: _messages(plan.communication) for n, plan in plans.items()}
     return el("section", head, cases(tables, sizes, own), aria_labelledby="messages")
 

@@ -23,7 +23,7 @@ from autoplan.version import __version__
 
 __all__ = ["audit_view", "markdown", "sarif"]
 
-_COLOURS = {"same": "green", "dearer": "yellow", "different": "cyan", "wrong": "bold red", "dead": "dim"}
+_COLOURS = {"same": "green", "costlier": "yellow", "different": "cyan", "wrong": "bold red", "dead": "dim"}
 _SARIF_LEVELS = {"error": "error", "warn": "warning", "note": "note"}
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 

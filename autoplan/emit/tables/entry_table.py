@@ -27,7 +27,7 @@ _STYLES = {"module": "cyan", "cut": "dim"}
 _HEADINGS = {"sums": "sums over ranks"}
 _LEGEND = "cut is dim:layout; ! is sharded over the ranks, * multiplies, | parts segments that are cut each by itself"
 
-Row = dict[str, str]
+Cells = dict[str, str]
 
 
 class EntryTable:
@@ -63,8 +63,8 @@ def _groups(entries: Iterable[Entry]) -> Iterator[tuple[str, list[Entry]]]:
         yield ("" if alone else parent), found
 
 
-def _rows(members: Iterable[Entry], parent: str) -> list[Row]:
-    rows: list[Row] = []
+def _rows(members: Iterable[Entry], parent: str) -> list[Cells]:
+    rows: list[Cells] = []
     above: list[str] = []
     for entry in members:
         leaf = entry.pattern.removeprefix(f"{parent}.") if parent else entry.pattern or "(root)"
@@ -73,7 +73,7 @@ def _rows(members: Iterable[Entry], parent: str) -> list[Row]:
     return rows
 
 
-def _row(entry: Entry, module: str, above: Sequence[str]) -> Row:
+def _row(entry: Entry, module: str, above: Sequence[str]) -> Cells:
     return {
         "module": module,
         "style": entry.style,
@@ -103,7 +103,7 @@ def _cut(entry: Entry) -> str:
     return "\n".join(f"{name} {segment}" for name, segment in zip(names, segments, strict=True))
 
 
-def _widths(columns: list[str], rows: list[Row], available: int) -> dict[str, int]:
+def _widths(columns: list[str], rows: list[Cells], available: int) -> dict[str, int]:
     """Each column as wide as its widest line; then the widest give way until the table fits."""
     lines = {
         column: [_HEADINGS.get(column, column), *(line for row in rows for line in row[column].split("\n"))]
@@ -122,7 +122,7 @@ def _widths(columns: list[str], rows: list[Row], available: int) -> dict[str, in
     return widths
 
 
-def _grid(columns: list[str], widths: dict[str, int], rows: list[Row], header: bool = False) -> Table:
+def _grid(columns: list[str], widths: dict[str, int], rows: list[Cells], header: bool = False) -> Table:
     table = Table.grid(padding=(0, _GAP, 0, 0), pad_edge=False)
     for column in columns:
         style = "dim" if header else _STYLES.get(column, "")

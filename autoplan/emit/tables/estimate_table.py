@@ -41,6 +41,11 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
+def _more(size: int) -> str:
+    """Never nothing: what is missing is more than that."""
+    return _gib(size) if size >= 0.01 * 2**30 else f"{max(1, size >> 20)} MiB"
+
+
 def mesh_text(mesh: Iterable[tuple[str, int]]) -> str:
     return " × ".join(f"{name} {size}" for name, size in mesh if size > 1) or "one rank"
 
@@ -58,6 +63,7 @@ def estimate_view(found: Estimate) -> RenderableType:
     head = (
         f"{found.model} on {mesh_text(found.mesh)}: micro-batch {found.batch} × {found.sequence} tokens, {found.train}"
     )
+    head += (f", weights in {found.dtype}" if found.dtype else "") + (f", {found.optimizer}" if found.optimizer else "")
     lines: list[RenderableType] = [Text(head), Text(""), table]
     lines.append(Text(f"the peak is in the {found.phase}, at {found.where}"))
     lines += [Text(""), sent_table(found.messages)]
@@ -103,7 +109,7 @@ def choice_view(choice: Any) -> RenderableType:
         found = row.estimate
         again = {True: "blocks", False: "none"}.get(row.checkpointing, str(row.checkpointing))
         kept = (", experts apart" if row.experts else "") + (", kept" if row.reshard is False else "")
-        speed = f"{found.tokens_per_second:,.0f}" if row.fits else "does not fit"
+        speed = f"{found.tokens_per_second:,.0f}{'?' * row.narrow(choice.memory)}" if row.fits else "does not fit"
         cells = (mesh_text(found.mesh) + kept, f"{found.batch} × {row.accumulate}", again)
         cut = "cut" if row.sequence_parallel else ""
         table.add_row(str(place), *cells, cut, f"{found.peak / 2**30:.1f}", speed, row.binds)
@@ -127,15 +133,18 @@ def choice_reasons(choice: Any) -> Iterable[str]:
     else:
         more = f"{choice.enough} such GPUs would do" if choice.enough else "no number of such GPUs would do"
         yield f"nothing fits; {more}"
+    if any(row.narrow(choice.memory) for row in choice.rows):
+        yield "?: it fits by less than what the estimate of its memory may be off"
     near = choice.nearest
     if near is not None:
-        yield f"nearest that does not fit: {near}; it needs {_gib(near.missing)} more ({near.binds})"
+        yield f"nearest that does not fit: {near}; it needs {_more(near.missing)} more ({near.binds})"
     yield from (f"left out: {text}" for text in choice.dropped)
+    yield from (f"note: {text}" for text in choice.notes)
     yield "memory is within 5 % of what torch tracks; seconds are a roofline, for the order of rows (± 40 %)"
 
 
 def row_view(row: Row) -> RenderableType:
-    fits = "it fits" if row.fits else f"it needs {_gib(row.missing)} more"
+    fits = "it fits" if row.fits else f"it needs {_more(row.missing)} more"
     return Group(Text(f"{row}: {fits}; {row.binds}"), Text(""), estimate_view(row.estimate))
 
 
@@ -151,14 +160,14 @@ def estimate_to_dict(found: Estimate) -> dict[str, Any]:
             "total": time.total, "compute": time.compute, "memory": time.memory, "optimizer": time.optimizer,
             "exposed": dict(time.exposed)},
         "bars": {name: {"relative": bar, "against": against} for name, bar, against in found.bars},
-        "notes": list(found.notes),
+        "notes": list(found.notes), "dtype": found.dtype, "optimizer": found.optimizer,
     }  # fmt: skip
 
 
 def row_to_dict(row: Row) -> dict[str, Any]:
     return {"mesh": row.mesh, "checkpointing": row.checkpointing, "sequence_parallel": row.sequence_parallel,
             "reshard_after_forward": row.reshard, "accumulate": row.accumulate, "fits": row.fits, "binds": row.binds,
-            "missing_bytes": row.missing, "experts_apart": row.ep > 1,
+            "missing_bytes": row.missing, "experts_apart": row.experts, "ep": row.ep,
             "estimate": estimate_to_dict(row.estimate)}  # fmt: skip
 
 
@@ -173,7 +182,9 @@ def dry_run_view(found: Any) -> RenderableType:
         table.add_row(kind, dim, module or "backward", f"{size:,}", str(times))
     shapes = ", ".join(f"{name} {list(shape)}" for name, shape in found.outputs)
     head = f"{found.model} as rank {found.rank} of {mesh_text(found.mesh)}: forward, backward and update ran"
-    held = f"parameters {_gib(found.parameters)}, gradients {_gib(found.gradients)}; outputs: {shapes}"
+    held = f"parameters {_gib(found.parameters)}, gradients {_gib(found.gradients)}, states {_gib(found.states)}"
+    held += "" if found.peak is None else f"; {_gib(found.peak)} at the peak, as estimated"
+    held += f"; outputs: {shapes}"
     return Group(Text(head), Text(held), Text(""), table, Text(""), sent_table(found.sent))
 
 
@@ -181,4 +192,5 @@ def dry_run_to_dict(found: Any) -> dict[str, Any]:
     messages = [{"kind": one.kind, "dim": one.dim, "module": one.module, "sent": one.sent, "received": one.received}
                 for one in found.messages]  # fmt: skip
     return {"model": found.model, "mesh": dict(found.mesh), "rank": found.rank, "outputs": dict(found.outputs),
-            "parameter_bytes": found.parameters, "gradient_bytes": found.gradients, "messages": messages}  # fmt: skip
+            "parameter_bytes": found.parameters, "gradient_bytes": found.gradients,
+            "optimizer_bytes": found.states, "peak_bytes": found.peak, "messages": messages}  # fmt: skip

@@ -16,15 +16,15 @@ from autoplan.values.findings import Shipped
 __all__ = ["wild_line", "wild_view"]
 
 _COLOURS = {Shipped.EXACT: "green", Shipped.WRONG: "bold red", Shipped.CANNOT_RUN: "red"}
-_TELLING = {"dearer": 0, "whole": 0.1, "dead": 0}  # what more than this counts: entries, share of bytes, keys
+_TELLING = {"costlier": 0, "whole": 0.1, "dead": 0}  # what more than this counts: entries, share of bytes, keys
 _WIDTH = 110
 
 
 def wild_line(row: Mapping[str, Any]) -> str:
     """One architecture, for a log."""
     facts = [f"{row['mapping']} {row['model_type']}: {row['verdict']}"]
-    if row["dearer"]:
-        facts.append(f"{row['dearer']} entries dearer")
+    if row["costlier"]:
+        facts.append(f"{row['costlier']} entries costlier")
     if row["whole"]:
         facts.append(f"{row['whole']:.0%} of splittable bytes whole")
     if row["dead"]:
@@ -37,8 +37,8 @@ def wild_line(row: Mapping[str, Any]) -> str:
 def wild_view(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Sums by mapping first, then every plan that is wrong or cannot run, with its proof, then all lines.
 
-    Of the plans that run: `dearer` have an entry that holds or moves more than it must, `incomplete` leave more than a
-    tenth of the bytes whole that can be split, `dead keys` have keys that match nothing.
+    Of the plans that run: `costlier` have an entry that holds or moves more than it must, `incomplete` leave more than
+    a tenth of the bytes whole that can be split, `dead keys` have keys that match nothing.
     """
     parts: list[RenderableType] = [_sums(rows)]
     bad = [row for row in rows if Shipped(row["verdict"]).is_bad]
@@ -49,7 +49,7 @@ def wild_view(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 
 def _sums(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("mapping", *Shipped, "dearer", "incomplete", "dead keys")
+    table = _table("mapping", *Shipped, "costlier", "incomplete", "dead keys")
     for mapping in dict.fromkeys(row["mapping"] for row in rows):
         mine = [row for row in rows if row["mapping"] == mapping]
         counts = Counter(row["verdict"] for row in mine)

@@ -16,7 +16,7 @@ __all__: list[str] = []
 
 @executes(NormCall)
 def _norm(planned: NormCall, at: At) -> Callable[[Any, Any, Any], torch.Tensor]:
-    group, count, layer = at.group, planned.count, planned.site.function == "layer_norm"
+    group, count, layer = at.group, planned.count, planned.statistics == 2
     dims = tuple(range(-planned.dims, 0))
 
     def run(func: Any, args: Any, kwargs: Any) -> torch.Tensor:

@@ -34,20 +34,19 @@ def _as_written(planned: RewriteCall, at: At) -> Run:
 
 @executes(SumCall, MeanCall)
 def _reduced(planned: SumCall | MeanCall, at: At) -> Run:
-    name, group, mean = planned.site.function, at.group, isinstance(planned, MeanCall)
-    product = call_record(name).product
-    biased = product is not None and product.bias == 2
+    group, mean = at.group, isinstance(planned, MeanCall)
+    product = call_record(planned.site.function).product
 
     def run(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         bias = None
-        if biased:
+        if product is not None and product.bias == 2:
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
             args, kwargs = (*args[:2], None, *args[3:]), {k: v for k, v in kwargs.items() if k != "bias"}
-            if bias is not None and name != "linear":
+            if bias is not None and not product.of_rows:  # of a convolution: along the channels
                 bias = bias.view(-1, *[1] * (args[0].dim() - 2))
-        elif name in ("addmm", "baddbmm"):
+        elif product is not None and product.bias == 0:
             bias, args = args[0] * kwargs.get("beta", 1), args[1:]
-            func, kwargs = (torch.mm if name == "addmm" else torch.bmm), {}
+            func, kwargs = (torch.mm if args[0].dim() == 2 else torch.bmm), {}
         result = sum_over_ranks(func(*args, **kwargs), group)
         if mean:
             result = result / group.size

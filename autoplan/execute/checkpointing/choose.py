@@ -20,11 +20,11 @@ from autoplan.execute.checkpointing.blocks import install_checkpoints
 from autoplan.execute.tensor_parallel import applied, record
 from autoplan.values import Stack
 
-__all__ = ["Choice", "checkpoint_blocks", "choose_checkpoints", "saved_bytes_per_token"]
+__all__ = ["Checkpoints", "checkpoint_blocks", "choose_checkpoints", "saved_bytes_per_token"]
 
 
 @dataclass(frozen=True)
-class Choice:
+class Checkpoints:
     """`wanted`: {module name: mode}. `saved_bytes`: an estimate, per token. `notes`: what was left out."""
 
     wanted: dict[str, str]
@@ -34,7 +34,7 @@ class Choice:
 
 def choose_checkpoints(
     model: nn.Module, stacks: tuple[Stack, ...], request: Request, scope: str | Iterable[str] = "all"
-) -> Choice:
+) -> Checkpoints:
     """The modules to checkpoint. Frozen blocks are skipped unless a callable asks for them."""
     modules = dict(model.named_modules(remove_duplicate=False))
     kinds = Checkpointing(request, scope).kinds()
@@ -64,7 +64,7 @@ def choose_checkpoints(
         )
     refuse_libraries_own(model)
     saved = sum(saved_bytes_per_token(modules[name], mode) for name, mode in wanted.items())
-    return Choice(wanted, saved, tuple(notes))
+    return Checkpoints(wanted, saved, tuple(notes))
 
 
 def checkpoint_blocks(

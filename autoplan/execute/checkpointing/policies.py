@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, _VersionWrapper, create_sel
 
 from autoplan.common.nested import flatten_tensors
 from autoplan.ops import op_record
-from autoplan.ops.records.record import Drawn
+from autoplan.ops.records.answers import Drawn
 
 __all__ = ["all_but_drawn", "intact_contexts", "selective_contexts"]
 

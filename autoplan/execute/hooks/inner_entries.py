@@ -57,7 +57,7 @@ class _InnerEntry(Root):
         if not self._is_outermost:
             return output
         with torch._C.DisableTorchFunction():
-            return columns_in(output, self.beside_a_loss)
+            return columns_in(output, self.next_to_a_loss)
 
     def clean_up(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._is_outermost:

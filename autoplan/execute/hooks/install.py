@@ -85,6 +85,7 @@ class Worker:
         self.leaving = [step.leave for _, step in sorted(steps, key=_turn) if step.leave is not None]
         self.beginning = [step.begin for _, step in steps if step.begin is not None]
         self.ending = [step.end for _, step in steps if step.end is not None]
+        self.kept = [step.kept for _, step in steps if step.kept is not None]
         calls: list[CallRewrite] = work.of(CallRewrite)
         self.calls = PlannedCalls(calls, at) if calls else None
         self.entered: list[ModuleMode] = []
@@ -288,7 +289,7 @@ class Root:
             for path, shard in shards_in(output):  # collected by the model on the way, behind our hooks
                 output = change_output(output, path, self._whole(shard), "the model")
             if self.running.loss:
-                return columns_in(output, self.beside_a_loss)
+                return columns_in(output, self.next_to_a_loss)
             if not self.running.whole_logits:
                 for head in self.heads:
                     for path in head.outputs:
@@ -311,7 +312,7 @@ class Root:
 
         return split
 
-    def beside_a_loss(self, local: torch.Tensor, kind: type[SplitLogits]) -> torch.Tensor:
+    def next_to_a_loss(self, local: torch.Tensor, kind: type[SplitLogits]) -> torch.Tensor:
         """Logits returned next to a loss. A compiled model wants a gradient for every DTensor that it returns with one,
         and fails where only the loss has a backward: there they carry none."""
         if torch.compiler.is_compiling() and not self.running.returns_whole_logits:

@@ -4,18 +4,16 @@ The problem: optimizers, norms, savers and loaders are given parameters and no m
 them. So each parameter says itself how it lies, and while one lives that does, those who would go wrong with it are
 followed: new optimizers (`optimizer_state.py`), norms of gradients (`counted.py`), assignments of data
 (`assigned.py`), whole state dicts that torch cuts, safetensors, which would look for memory, and the compiler where it
-calls losses.
+calls losses. And DTensor is told of the ops by which torch asks something of them.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor import DTensor
 
 from autoplan.common.errors import AutoplanError
 from autoplan.execute.parameters.assigned import assign_data
@@ -27,6 +25,7 @@ from autoplan.patches.full_state_dicts import left_whole
 from autoplan.patches.optimizers import told_of_new_optimizers
 from autoplan.patches.parameter_data import data_assigned
 from autoplan.patches.safetensors_storage import told_of_stored
+from autoplan.patches.sharding_rules import asked_of_all
 from autoplan.patches.total_norm import norm_of
 
 __all__ = ["mark_parameters", "stop_following"]
@@ -43,6 +42,7 @@ class _Following:
             left_whole(_lies_otherwise),
             told_of_stored(_refuse_stored),
             heard_by_classes(),
+            asked_of_all(),
         )
         for hold in self.holds:
             hold.until_gone(self)
@@ -55,23 +55,15 @@ class _Following:
         return _Following, ()
 
 
-@cache
-def _let_all_be_asked() -> None:
-    """Ops of which DTensor has not heard: `torch.autograd.detect_anomaly` asks each gradient for NaN, and what derives
-    forward asks how parameters lie in memory, before it calls the model (which says why it cannot)."""
-    register_sharding(torch.ops.aten._is_any_true.default)(lambda x: [([Replicate()], [Replicate()])])
-    for asked in (torch.ops.aten._has_same_storage_numel, torch.ops.aten._new_zeros_with_same_feature_meta):
-        register_sharding(asked.default)(lambda x, y, **_: [([Replicate()], [Replicate(), Replicate()])])
-
-
 def mark_parameters(model: nn.Module) -> None:
     """Let parameters on ranks say how they lie, to those who get parameters and no model: optimizers, norms."""
-    _let_all_be_asked()
     following: _Following | None = None
     for _, parameter, held in held_parameters(model):
         if held is not None:
             following = following or _Following()
             Mark(held, following).put(parameter)
+    if following is None and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        asked_of_all().until_gone(model)  # FSDP2 alone has cut it
     note_repeating(model)
 
 

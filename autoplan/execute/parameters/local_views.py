@@ -87,7 +87,10 @@ class _ToLocal(Recorded):
     def backward(ctx: Any, gradient: torch.Tensor | None) -> DTensor | None:
         if gradient is None:
             return None
-        spec = ctx.spec
+        gradient, spec = (
+            gradient.to_dense() if gradient.is_sparse else gradient,
+            ctx.spec,
+        )  # no DTensor holds a sparse one
         if recorded_again() or gradient.dtype != spec.tensor_meta.dtype:
             return DTensor.from_local(
                 gradient, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
@@ -212,7 +215,7 @@ def _reading_call(cls: type) -> Callable[..., Any]:
 
 
 def _keeping_attributes(cls: type) -> Callable[..., Any]:
-    """`to`, `float` and their kin swap a DTensor for a new one, and what was noted on a parameter would go with it."""
+    """`to`, `float` and their like swap a DTensor for a new one, and what was noted on a parameter would go with it."""
     base: Any = cls._apply  # type: ignore[attr-defined]
 
     def _apply(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

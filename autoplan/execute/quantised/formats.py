@@ -14,9 +14,10 @@ from functools import lru_cache
 import torch
 
 from autoplan.common.errors import AutoplanError
-from autoplan.values.quantised import PackedWeight
+from autoplan.common.files.schemes import scheme_files
+from autoplan.values.quantised import PackedWeight, Scheme
 
-__all__ = ["DEQUANTISED", "dequantise"]
+__all__ = ["can_dequantise", "dequantise"]
 
 Parts = Mapping[str, torch.Tensor]
 _FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -28,17 +29,27 @@ def dequantise(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> to
 
     `parts`: by the names that `weight` has for them.
     """
-    if weight.scheme.id not in DEQUANTISED:
+    decode = _decoder(weight.scheme)
+    if decode is None:
         raise AutoplanError(
             f"{weight.name}: there is no way yet to dequantise {weight.scheme.title}",
             hint="load it as it is stored",
         )
     own = {tensor.name: parts[tensor.name] for tensor in weight.tensors}
-    decode = DEQUANTISED[weight.scheme.id]
     if weight.rows < weight.contracted:
         return decode(weight, own, shape)
     turned = (*shape[:-2], shape[-1], shape[-2])  # stored with outputs before inputs, as all are
     return decode(_turned(weight), own, turned).transpose(-1, -2)
+
+
+def can_dequantise(scheme: Scheme) -> bool:
+    """Is it known what the stored tensors of a scheme stand for?"""
+    return _decoder(scheme) is not None
+
+
+def _decoder(scheme: Scheme) -> Callable[[PackedWeight, Parts, tuple[int, ...]], torch.Tensor] | None:
+    """By the word `dequantise` of its document. A plan may know a scheme that is described no more."""
+    return _DEQUANTISED.get(scheme_files().get(scheme.id, {}).get("dequantise", ""))
 
 
 @lru_cache(maxsize=4096)
@@ -196,7 +207,7 @@ def _gptq(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.T
     zeros = (zeros + 1) & (2 ** value("bits") - 1) if value("one_more") else zeros
     scales = parts[_named(weight, "scales")]
     groups = parts[_named(weight, "g_idx")].long()
-    if weight.scheme.id == "gptq":
+    if weight.contracted in _blocks(weight, _named(weight, "scales")):  # in order: of the groups of these inputs
         groups = torch.unique(groups, return_inverse=True)[1]
     if groups.dim() == 1:
         return (scales[groups] * (numbers - zeros[groups])).transpose(-1, -2)
@@ -248,24 +259,15 @@ def _torchao_int4(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) ->
     return numbers * scales + zeros
 
 
-DEQUANTISED: dict[str, Callable[[PackedWeight, Parts, tuple[int, ...]], torch.Tensor]] = {
-    "fp8-blocks": _plain_numbers,
-    "fp8-tensor": _plain_numbers,
-    "fp8-rows": _plain_numbers,
-    "mxfp8": _plain_numbers,
-    "ct-plain": _plain_numbers,
-    "ct-tensor": _plain_numbers,
-    "torchao-plain": _plain_numbers,
-    "torchao-int4": _torchao_int4,
-    "fp4-experts": _fp4,
-    "ct-mxfp4": _fp4,
-    "mxfp4": _mxfp4,
-    "ct-nvfp4": _nvfp4,
-    "awq": _awq,
-    "gptq": _gptq,
-    "gptq-act-order": _gptq,
-    "ct-packed": _packed_integers,
-    "ct-packed-act-order": _packed_integers,
-    "bnb-4bit": _bnb_4bit,
-    "bnb-8bit": _bnb_8bit,
+_DEQUANTISED: dict[str, Callable[[PackedWeight, Parts, tuple[int, ...]], torch.Tensor]] = {
+    "scaled numbers": _plain_numbers,
+    "pairs of float4": _fp4,
+    "blocks of float4": _mxfp4,
+    "pairs of float4, scaled twice": _nvfp4,
+    "integers packed along the outputs": _awq,
+    "integers packed along the inputs, by g_idx": _gptq,
+    "integers packed along the inputs": _packed_integers,
+    "codes in blocks": _bnb_4bit,
+    "integers by their largest": _bnb_8bit,
+    "pairs of integers": _torchao_int4,
 }

@@ -22,7 +22,7 @@ from autoplan.common.options import check_argument
 from autoplan.common.patterns import matches
 from autoplan.execute.parameters.held import plain_name, record_of
 from autoplan.execute.parameters.local_views import stored_tensor
-from autoplan.execute.quantised.formats import DEQUANTISED, dequantise
+from autoplan.execute.quantised.formats import can_dequantise, dequantise
 from autoplan.execute.quantised.twice import QuantisedTwice
 from autoplan.patches.classes import give_class
 from autoplan.values import Plan
@@ -96,7 +96,7 @@ def _chosen(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, list[PackedWe
     if not plan.packed:
         raise PlanMismatchError("the plan knows of no quantised weights", hint="plan a config with quantization_config")
     found = []
-    unknown = next((weight for weight in plan.packed if weight.scheme.id not in DEQUANTISED), None)
+    unknown = next((weight for weight in plan.packed if not can_dequantise(weight.scheme)), None)
     if unknown is not None:
         raise PlanMismatchError(
             f"{unknown.name} is stored as {unknown.scheme.title}, which only its own package computes with",

@@ -29,7 +29,7 @@ class SharedRandomness:
 
     def __init__(self, group: RankGroup, device: torch.device) -> None:
         self.group, self.device = group, device
-        self.shared: random_streams.State | None = None  # where the next forward goes on
+        self.shared: random_streams.Generators | None = None  # where the next forward goes on
         self.mark: int | None = None  # of the rank's own stream since ranks agreed
         self.outside: list[Any] = []
         self.switched: list[Any] = []  # states of the streams we left, innermost last
@@ -42,14 +42,14 @@ class SharedRandomness:
         known = random_streams.marked()  # another model's, which was seeded by the same hand
         self.mark = known if known not in (None, self.mark) else random_streams.mark()
 
-    def _of_the_first(self, mine: random_streams.State) -> random_streams.State:
+    def _of_the_first(self, mine: random_streams.Generators) -> random_streams.Generators:
         if self.device.type == "meta" or detect_fake_mode() is not None or _is_fake(self.group):
             return mine  # nothing is sent where tensors have no values
         parts = [mine.cpu] if mine.cuda is None else [mine.cpu, mine.cuda]
         state = torch.cat(parts) if self.group.rank == 0 else torch.zeros_like(torch.cat(parts))
         first = all_reduce(state.view(torch.int32).to(self.device), self.group).cpu().view(torch.uint8)
         cpu, *cuda = first.split([part.numel() for part in parts])
-        return random_streams.State(cpu.clone(), cuda[0].clone() if cuda else None)
+        return random_streams.Generators(cpu.clone(), cuda[0].clone() if cuda else None)
 
     @torch.compiler.disable
     def begin(self, training: bool = True) -> None:

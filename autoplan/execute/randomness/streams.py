@@ -27,13 +27,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["State", "Stream", "fork", "get_state", "manual_seed", "mark", "marked", "number_of", "set_state", "step"]
+__all__ = [
+    "Generators",
+    "Stream",
+    "fork",
+    "get_state",
+    "manual_seed",
+    "mark",
+    "marked",
+    "number_of",
+    "set_state",
+    "step",
+]
 
 _MARK = 0x6175746F << 31  # what the seed of a marked state begins with; nobody seeds with such numbers
 
 
 @dataclass(frozen=True)
-class State:
+class Generators:
     """This rank's generators at one moment: the CPU's, and the current CUDA device's if CUDA was in use."""
 
     cpu: torch.Tensor
@@ -46,14 +57,14 @@ def _cuda_in_use() -> bool:
     return bool(torch.cuda.is_available() and torch.cuda.is_initialized())
 
 
-def get_state() -> State:
+def get_state() -> Generators:
     """What this rank would draw from next."""
     import torch
 
-    return State(torch.get_rng_state(), torch.cuda.get_rng_state() if _cuda_in_use() else None)
+    return Generators(torch.get_rng_state(), torch.cuda.get_rng_state() if _cuda_in_use() else None)
 
 
-def set_state(state: State) -> None:
+def set_state(state: Generators) -> None:
     """Draw from `state` on."""
     import torch
 
@@ -71,7 +82,7 @@ def manual_seed(seed: int) -> None:
         torch.cuda.manual_seed(seed)
 
 
-def number_of(state: State) -> int:
+def number_of(state: Generators) -> int:
     """A seed that follows from a state: the same wherever the state is."""
     return zlib.crc32(_bytes(state.cpu) + (_bytes(state.cuda) if state.cuda is not None else b""))
 
@@ -125,8 +136,8 @@ class Stream:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self._own: State | None = None
-        self._outside: list[State] = []
+        self._own: Generators | None = None
+        self._outside: list[Generators] = []
 
     def __enter__(self) -> Stream:
         self._outside.append(get_state())

@@ -10,7 +10,10 @@ from autoplan.common.layout import chunk
 from autoplan.common.nested import change_input
 from autoplan.execute.collectives import gather_pieces, sum_over_ranks
 from autoplan.execute.executors import Around, At, executes
-from autoplan.execute.vocabulary.split_logits import can_stay_split, dressed, leave_untraced, split_class
+from autoplan.execute.vocabulary.leaving import LeavingLogits
+from autoplan.execute.vocabulary.split_logits import can_stay_split, dressed, moved, split_class
+from autoplan.patches.compiled_loss import left_untraced
+from autoplan.patches.patched import Kept
 from autoplan.values import SplitLogits, VocabularyTable
 
 __all__: list[str] = []
@@ -40,10 +43,13 @@ def _head(planned: SplitLogits, at: At) -> Around:
 
     Whole before a loss, too, if someone listens to the head's backward: torch then passes its output on by a function
     of autograd, which takes columns for what they show.
+
+    Compiled code that is given such logits from outside, where a graph was broken between head and loss, leaves them as
+    they are. (Inside of a graph they are traced: it begins before them.)
     """
     running, group, module = at.running, at.group, at.module
     columns = split_class(group, planned.columns, planned.dim)
-    leave_untraced(columns)
+    kept = Kept(left_untraced((LeavingLogits, *moved(columns))))
     stays = can_stay_split(planned.columns, group)
 
     def leave(output: torch.Tensor) -> torch.Tensor:
@@ -51,7 +57,7 @@ def _head(planned: SplitLogits, at: At) -> Around:
             return gather_pieces(output, group, planned.dim, planned.columns)
         return dressed(output, columns) if running.loss else output
 
-    return Around(leave=leave)
+    return Around(leave=leave, kept=kept)
 
 
 def _is_watched(module: nn.Module) -> bool:

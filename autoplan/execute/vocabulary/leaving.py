@@ -16,7 +16,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch._dynamo.config
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -27,7 +26,7 @@ from autoplan.execute.collectives import RankGroup
 from autoplan.execute.vocabulary.split_logits import can_stay_split, columns_in, dressed, split_class
 from autoplan.ops.records.record import writes_in_place
 
-__all__ = ["leaving"]
+__all__ = ["LeavingLogits", "leaving"]
 
 _T = torch.Tensor
 
@@ -59,7 +58,6 @@ class LeavingLogits(DTensor):
             return _kept(func(*args, **kwargs), args)
 
 
-torch._dynamo.config.nontraceable_tensor_subclasses.add(LeavingLogits)  # a compiled loss is given them from outside
 _NUMBERS = frozenset((_T.item, _T.tolist, _T.numpy, _T.__array__, _T.__float__, _T.__int__, _T.__bool__, _T.__index__))
 
 

@@ -18,7 +18,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch._dynamo.config
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -30,7 +29,7 @@ from autoplan.execute.vocabulary.losses import cross_entropy
 from autoplan.execute.vocabulary.shards import Columns
 from autoplan.ops.records.record import writes_in_place
 
-__all__ = ["SplitLogits", "can_stay_split", "columns_in", "dressed", "leave_untraced", "split_class"]
+__all__ = ["SplitLogits", "can_stay_split", "columns_in", "dressed", "moved", "split_class"]
 
 
 def can_stay_split(size: int, group: RankGroup) -> bool:
@@ -58,11 +57,11 @@ class SplitLogits(torch.Tensor):
         return func(*_gathered(cls, args), **_gathered(cls, kwargs))
 
 
-def leave_untraced(kind: type[SplitLogits]) -> None:
-    """Have compilers run as it is whatever is given such logits from outside: where a graph was broken between head and
-    loss. (Inside a graph they are traced: it begins before them.) Wherever the vocabulary is moved to."""
-    untraced = torch._dynamo.config.nontraceable_tensor_subclasses
-    untraced.update(split_class(kind.group, kind.vocabulary, dim) for dim in {kind.dim_from_end, -1, -2, -3})
+def moved(kind: type[SplitLogits]) -> tuple[type[SplitLogits], ...]:
+    """The classes of such logits, wherever the vocabulary is moved to."""
+    return tuple(
+        split_class(kind.group, kind.vocabulary, dim) for dim in dict.fromkeys((kind.dim_from_end, -1, -2, -3))
+    )
 
 
 def _are_real(args: Sequence[Any]) -> bool:

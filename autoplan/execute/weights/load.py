@@ -4,7 +4,7 @@ The problem: a planned model on the meta device has shapes and layouts but no nu
 weight. Everything is matched and measured first (`key_matching.py`), conversions and kinds of numbers too, so that a
 checkpoint of another model changes nothing; then each parameter's piece is read (`files.py`), moved to the mesh's
 device, cast to the parameter's dtype and put in place, under all the names it has. Buffers that no checkpoint holds are
-built again (`buffers.py`). No communication takes place.
+built again (`parameters/buffers.py`). No communication takes place.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The state of a sharded optimizer in a folder: what a run needs besides its weights to go on, at any number of ranks.
 
-Saved with torch.distributed.checkpoint, by names of parameters and in the checkpoint's order (`optimizer_state.py`), so
-that each rank writes its own shards and a run may go on at another tp size.
+Saved with torch.distributed.checkpoint, by names of parameters and in the checkpoint's order
+(`parameters/optimizer_state.py`), so that each rank writes its own shards and a run may go on at another tp size.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""One step, written down: a sharded copy without storage comes in, a Program of all that it does goes out.
+"""One step, written down.
 
     world (fake ranks) ── record (ops, storages, messages: a Tape) ── program (stretches) ── depth (all blocks)
 
-May import whatever forecast may, but nothing else of it.
+In: a sharded copy without storage. Out: a Program of all that it does. May import: all rooms below forecast, its own
+files.
 """

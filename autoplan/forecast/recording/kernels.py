@@ -62,6 +62,10 @@ KERNELS = (
         "aten/src/ATen/native/cuda/GroupedBlas.cpp: other dtypes fall back to a product for each group",
     ),
     Kernel(
+        "dropout in training, not in place", "native_dropout", "a mask of one byte for each number",
+        "aten/src/ATen/native/Dropout.cpp, is_fused_kernel_acceptable; cuda/Dropout.cu: a CPU keeps noise in the dtype",
+    ),
+    Kernel(
         "backward of an embedding of more than 3,072 indices", "embedding_dense_backward",
         "nothing; it holds a copy of a gradient that is not contiguous, sorted indices, and sums of parts in float32",
         "aten/src/ATen/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu: embedding_backward_cuda_kernel",
@@ -76,6 +80,10 @@ class _OnAGpu(TorchFunctionMode):
             fused = _fused(*args, **(kwargs or {}))
             if fused is not None:
                 return fused
+        if func in (F.dropout, torch.dropout):
+            dropped = _dropped(*args, **(kwargs or {}))
+            if dropped is not None:
+                return dropped
         return func(*args, **(kwargs or {}))
 
 
@@ -101,6 +109,18 @@ def _fused(
         )
     mixed: torch.Tensor = whole[0]
     return mixed
+
+
+def _dropped(
+    input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
+) -> torch.Tensor | None:
+    """As CUDA does it; None where that is what a CPU does. `train`: as torch.dropout calls `training`."""
+    if inplace or not (training and train) or not 0 < p < 1:
+        return None
+    if isinstance(input, DTensor) or not (input.is_meta or is_fake(input)) or not input.numel():
+        return None
+    dropped: torch.Tensor = torch.native_dropout(input, p, True)[0]
+    return dropped
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

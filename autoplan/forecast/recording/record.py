@@ -51,6 +51,7 @@ class _Living:
     collective: bool
     forward: bool
     gradient: bool = False
+    output: bool = False  # of a forward that nothing follows
     freed: bool | None = None  # in the forward?
 
 
@@ -109,6 +110,14 @@ class _Log:
             if number is not None:
                 self.storages[number].gradient = True
 
+    def returned(self, result: Any) -> None:
+        """Tensors that stand in the result themselves; what an object in it holds is a cache."""
+        values = result.values() if isinstance(result, Mapping) else result if isinstance(result, tuple) else (result,)
+        for tensor in (_local(value) for value in values if isinstance(value, torch.Tensor)):
+            number = self.known.get(tensor.untyped_storage()._cdata, -1)
+            if number >= 0:
+                self.storages[number].output = True
+
     def worked(self, flops: int, dtype: str) -> None:
         self.items.append(Worked(flops, 0, dtype, self.modules[-1]))
 
@@ -119,6 +128,8 @@ class _Log:
 def _storage(living: _Living) -> Storage:
     if living.gradient:
         return Storage(living.bytes, "gradient")
+    if living.output:
+        return Storage(living.bytes, "temporary")
     if living.forward and living.freed is not True:
         return Storage(living.bytes, "kept")
     return Storage(living.bytes, "communication" if living.collective else "temporary")
@@ -309,6 +320,8 @@ def record_step(
         log.at(LOSS)
         log.enter(LOSS)
         loss = None if loss_of is None else loss_of(result)
+        if loss_of is None:
+            log.returned(result)
         log.ended, log.forward = len(log.items), False
         if loss is not None:
             del log.modules[1:]

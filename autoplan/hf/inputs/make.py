@@ -1,12 +1,12 @@
 """Example inputs: what to call a model with so that its forward runs and touches what there is to plan.
 
-An *feed* is one way to call a model: keyword arguments for its forward, under a name. The text pass comes first;
+A *feed* is one way to call a model: keyword arguments for its forward, under a name. The text pass comes first;
 models with several towers get one feed more per tower, because a text pass never touches a vision tower. Inputs are
 real CPU tensors also for models on meta, ids are below the vocabulary and are no special tokens, no size is 1, and
 the same arguments give the same numbers without touching any global random state.
 
-Where the inputs come from, first that applies: the user's; a transformers config (`transformers_inputs.py`); the
-forward's own signature and code (`derive_inputs.py`).
+Where the inputs come from, first that applies: the user's; a transformers config (`from_config.py`); the
+forward's own signature and code (`capture/derive_inputs.py`).
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def users_feeds(inputs: Mapping[str, Any], arguments: Collection[str] = ()) -> d
     """`{argument: value}` is one feed; `{feed: {argument: value}}` is as many as it says. An argument of the forward
     that is a dict is an argument.
 
-    A feed with the key "@module" calls that part in place of the model (`called.py`).
+    A feed with the key "@module" calls that part in place of the model (`capture/called.py`).
     """
     if not isinstance(inputs, Mapping) or not inputs:
         raise CaptureError(

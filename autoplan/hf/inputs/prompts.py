@@ -21,10 +21,13 @@ from autoplan.capture.dry_run import Twin, depends_on_data, tried
 from autoplan.common.errors import CaptureError
 from autoplan.hf.shrink import all_configs
 
-__all__ = ["MODALITIES", "Modality", "prompt_feed", "together"]
+__all__ = ["MODALITIES", "Modality", "labels_of", "prompt_feed", "together"]
 
 _TOKEN_TYPES = ("mm_token_type_ids", "moe_mm_token_type_ids")
 _ALONG_TEXT = ("input_ids", *_TOKEN_TYPES)
+
+
+_NOT_LEARNED = -100  # what torch's cross entropy leaves out
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,16 @@ def together(model: nn.Module, feeds: Mapping[str, Mapping[str, Any]]) -> dict[s
             merged[name] = torch.cat([merged[name], value], dim=1) if joins else value
     found = tried(model, merged, *feeds.values())
     return {"_".join(feeds): merged} if found.failure is None and found.used else {}
+
+
+def labels_of(ids: torch.Tensor, config: PretrainedConfig | None) -> torch.Tensor:
+    """What is learned: each token, but for placeholders, which may stand outside of the vocabulary."""
+    tokens = [_token(modality, config) for modality in MODALITIES] if config is not None else []
+    labels = ids.clone()
+    for token in tokens:
+        if token is not None:
+            labels[ids == token] = _NOT_LEARNED
+    return labels
 
 
 def _token(modality: Modality, config: PretrainedConfig) -> int | None:

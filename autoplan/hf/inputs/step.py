@@ -11,11 +11,13 @@ from torch import nn
 
 from autoplan.common.conventions import conventions
 from autoplan.hf.inputs.make import make_inputs
+from autoplan.hf.inputs.prompts import labels_of
 from autoplan.hf.source import Source
 
 __all__ = ["step_inputs"]
 
-_IDS = ("decoder_input_ids", "input_ids")
+_DECODED = "decoder_input_ids"
+_IDS = (_DECODED, "input_ids")
 _OF_A_SEQUENCE = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
 _FIRST = ("image", "audio", "video")  # a prompt with a picture runs the text model as well
 
@@ -29,14 +31,19 @@ def step_inputs(
     )
     names = [name for name, feed in made.feeds.items() if "@module" not in feed]
     found = dict(made.feeds[next((name for name in _FIRST if name in names), names[0])])
+    decoded = found.get(_DECODED)
+    if users is None and isinstance(decoded, torch.Tensor) and 1 < decoded.shape[-1] == length - 1:
+        found[_DECODED] = torch.cat([decoded, decoded[:, -1:]], dim=1)  # planning tells two sequences apart; a step has
     known = conventions()
     takes = _taken(module)
-    if known.cache_switch in takes:
+    if known.cache_switch in takes or known.cache_switch in found:
         found[known.cache_switch] = not training
     if training and known.targets in takes and known.targets not in found:
         ids = next((found[name] for name in _IDS if name in found), None)
         if isinstance(ids, torch.Tensor):
-            found[known.targets] = ids.clone() if _tells_each_token(module) else ids.new_zeros(ids.shape[:1])
+            found[known.targets] = (
+                labels_of(ids, source.config) if _tells_each_token(module) else ids.new_zeros(ids.shape[:1])
+            )
     return found
 
 

@@ -51,15 +51,15 @@ def _scheme(said: Mapping[str, Any], given: str | None) -> Scheme:
             f"compressed-tensors in the format {format!r} is not described", hint=f"described are {', '.join(_KNOWN)}"
         )
     if format == "nvfp4-pack-quantized":
-        return scheme_of("ct-nvfp4", activations=bool(inputs))
+        return _of(format, activations=bool(inputs))
     if format == "mxfp4-pack-quantized":
-        return scheme_of("ct-mxfp4")
+        return _of(format)
     rows, columns = _blocks(strategy, weights)
     scale = str(weights.get("scale_dtype") or "bfloat16").removeprefix("torch.")
     if format == "pack-quantized":
         ordered = bool(weights.get("actorder")) and str(weights.get("actorder")) != "static" and columns > 0
-        kind = "ct-packed-act-order" if ordered else "ct-packed"
-        return scheme_of(kind, bits=bits, pack=32 // bits, columns=columns, zero_points=zero, scale=scale)
+        form = "groups in order of activation" if ordered else "groups in order"
+        return _of(form, bits=bits, pack=32 // bits, columns=columns, zero_points=zero, scale=scale)
     dtype = "float8_e4m3fn" if kind == "float" else "int8"
     values: dict[str, Any] = {
         "dtype": dtype,
@@ -69,8 +69,12 @@ def _scheme(said: Mapping[str, Any], given: str | None) -> Scheme:
         "strategy": strategy,
     }
     if strategy == "tensor":
-        return scheme_of("ct-tensor", **values)
-    return scheme_of("ct-plain", rows=rows, columns=columns, **values)
+        return _of("one scale", **values)
+    return _of("scales", rows=rows, columns=columns, **values)
+
+
+def _of(form: str, **values: int | str | bool) -> Scheme:
+    return scheme_of("compressed-tensors", form, **values)
 
 
 def _blocks(strategy: str, weights: Mapping[str, Any]) -> tuple[int, int]:

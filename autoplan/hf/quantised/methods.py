@@ -1,7 +1,8 @@
 """What a `quantization_config` says: which schemes there are, and which modules each of them is for.
 
-One function for each method. None of them needs the method's package: a config is plain data. Methods whose packed
-tensors nobody has described are refused by name, never read as unquantised.
+One function for each method, by the name that transformers' configs have for it. Which scheme a method and a form of it
+mean, the documents of rules/quantised say. No function needs the method's package: a config is plain data. Methods
+whose packed tensors nobody has described are refused by name, never read as unquantised.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from autoplan.hf.quantised.schemes import scheme_of
 from autoplan.hf.quantised.torchao import torchao
 from autoplan.values.quantised import Scheme
 
-__all__ = ["method_of", "quantization_config_of"]
+__all__ = ["USUAL_CONFIGS", "method_of", "quantization_config_of"]
+
+# What a checkpoint of a method usually says. Names of methods are transformers' words, not ids of our schemes, though
+# some schemes are called alike.
+USUAL_CONFIGS: dict[str, dict[str, Any]] = {
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    "mxfp8": {"quant_method": "mxfp8"},
+}
 
 _STORED = {"uint8": 1, "int8": 1, "float16": 2, "bfloat16": 2, "float32": 4}
 _BNB_BLOCK = 64
@@ -66,18 +76,18 @@ def _fp8(data: Mapping[str, Any]) -> Method:
     scale = "float8_e8m0fnu" if data.get("scale_fmt") == "ue8m0" else "float32"
     blocks = data.get("weight_block_size", (128, 128))
     if blocks is None:
-        scheme = scheme_of("fp8-tensor", static=static)
+        scheme = scheme_of("fp8", "tensor", static=static)
     else:
         rows, columns = (int(size) for size in blocks)
         if rows < 1 or columns < 1:
             raise SourceError(f"weight_block_size is {list(blocks)}", hint="blocks have at least one row and column")
-        scheme = scheme_of("fp8-blocks", rows=rows, columns=columns, scale=scale, static=static)
-    experts = scheme_of("fp4-experts", scale=scale) if data.get("expert_dtype") == "fp4" else scheme
+        scheme = scheme_of("fp8", "blocks", rows=rows, columns=columns, scale=scale, static=static)
+    experts = scheme_of("fp8", "fp4", scale=scale) if data.get("expert_dtype") == "fp4" else scheme
     return Method("fp8", (Group(scheme, experts=experts),), _names(skipped), default_skips=skipped is None)
 
 
 def _fbgemm(data: Mapping[str, Any]) -> Method:
-    return _everywhere("fbgemm_fp8", scheme_of("fp8-rows"), data)
+    return _everywhere("fbgemm_fp8", scheme_of("fbgemm_fp8"), data)
 
 
 def _mxfp8(data: Mapping[str, Any]) -> Method:
@@ -114,9 +124,9 @@ def _gptq(data: Mapping[str, Any]) -> Method:
         bits, group = _bits(said, (2, 3, 4, 8)), _group(said)
         pack, words = (32, 3) if bits == 3 else (32 // bits, 1)
         ordered = bool(said.get("desc_act")) and group > 0
-        kind = "gptq-act-order" if ordered else "gptq"
+        form = "groups in order of activation" if ordered else "groups in order"
         one_more = str(said.get("checkpoint_format", "gptq")).lower() != "gptq_v2"
-        return scheme_of(kind, bits=bits, group=group, pack=pack, words=words, one_more=one_more)
+        return scheme_of("gptq", form, bits=bits, group=group, pack=pack, words=words, one_more=one_more)
 
     own = tuple(
         Group(scheme({**data, **said}), names=(f"re:{pattern.removeprefix('+:')}",))
@@ -149,13 +159,13 @@ def _auto_round(data: Mapping[str, Any]) -> Method:
 def _bitsandbytes(data: Mapping[str, Any]) -> Method:
     skipped = data.get("llm_int8_skip_modules")
     if data.get("load_in_8bit") or data.get("_load_in_8bit"):
-        scheme = scheme_of("bnb-8bit")
+        scheme = scheme_of("bitsandbytes", "8 bits")
     else:
         storage = str(data.get("bnb_4bit_quant_storage") or "uint8").removeprefix("torch.")
         kind = str(data.get("bnb_4bit_quant_type", "fp4"))
         nested = bool(data.get("bnb_4bit_use_double_quant"))
         values: dict[str, Any] = {"kind": kind, "storage": storage, "numbers": 2 * _STORED[storage], "nested": nested}
-        scheme = scheme_of("bnb-4bit", block=_BNB_BLOCK, **values)
+        scheme = scheme_of("bitsandbytes", "4 bits", block=_BNB_BLOCK, **values)
     return Method("bitsandbytes", (Group(scheme, experts=None),), _names(skipped), default_skips=skipped is None)
 
 

@@ -9,23 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
-from pathlib import Path
 from typing import Any
 
-from autoplan.common.errors import SourceError
-from autoplan.common.files.plain import NotPlain, read_plain
-from autoplan.common.files.shapes import misshapen
-from autoplan.common.rules_folder import rules_folder
+from autoplan.common.files.schemes import scheme_files
 from autoplan.values.quantised import PackedDim, PackedTensor, PackedWeight, Scheme
 
-__all__ = ["Plain", "announced", "is_for_linears", "packed_weight", "plain_shape", "scheme_of", "stored_names"]
+__all__ = ["Plain", "announced", "is_for_linears", "packed_weight", "plain_shape", "scheme_of", "state_of",
+           "stored_names"]  # fmt: skip
 
 Values = Mapping[str, int | str | bool]
 _DIM = re.compile(r"(whole )?(out\*in|out|in)(?:/(\d+)(?:\*(\d+))?)?")
-_KEYS = {"title", "tensors", "transposed_stacks", "linears_only"}
-_TENSOR_KEYS = {"name", "dtype", "dims", "when", "stacked"}
 _SIZES = {"uint8": 1, "int8": 1, "int32": 4, "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4,
           "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1}  # fmt: skip
 
@@ -55,18 +49,20 @@ class Plain:
 _BESIDE, _AFTER = Plain("weight", ()), Plain("", ())
 
 
-def scheme_of(name: str, **values: int | str | bool) -> Scheme:
-    """A scheme with the numbers of a config."""
-    title = str(_files(rules_folder())[name]["title"])
+def scheme_of(method: str, form: str = "", **values: int | str | bool) -> Scheme:
+    """The scheme of a method (in a form, if it has several), with the numbers of a config."""
+    asked = method, form
+    ids = [id for id, data in scheme_files().items() if (data["method"], data.get("form", "")) == asked]
+    assert len(ids) == 1, f"rules/quantised: {len(ids)} documents for {method!r} in the form {form!r}"
     said = {key: value or "all" for key, value in values.items()}
-    return Scheme(name, title.format_map(said), tuple(sorted(values.items())))
+    return Scheme(ids[0], str(scheme_files()[ids[0]]["title"]).format_map(said), tuple(sorted(values.items())))
 
 
 def packed_weight(plain: Plain, scheme: Scheme) -> PackedWeight:
     """What a checkpoint holds in place of one weight."""
     values = dict(scheme.values)
     tensors = []
-    for one in _files(rules_folder())[scheme.id]["tensors"]:
+    for one in scheme_files()[scheme.id]["tensors"]:
         if "when" in one and not values.get(one["when"]):
             continue
         said = one.get("stacked", one["dims"]) if plain.stacked else one["dims"]
@@ -80,7 +76,7 @@ def packed_weight(plain: Plain, scheme: Scheme) -> PackedWeight:
 
 def announced(keys: Iterable[str], scheme: Scheme | None = None) -> Iterator[tuple[str, str, str]]:
     """(key, module, parameter) for each key that only packed weights have: those of a scheme, or of any."""
-    files, known = _files(rules_folder()), dict.fromkeys(keys)
+    files, known = scheme_files(), dict.fromkeys(keys)
     for data in [files[scheme.id]] if scheme is not None else list(files.values()):
         first = data["tensors"][0]["name"]
         pattern = _announcing(data)
@@ -101,12 +97,18 @@ def _announcing(data: Mapping[str, Any]) -> re.Pattern[str]:
 
 def is_for_linears(scheme: Scheme) -> bool:
     """Do the tools that write it know linear layers only, so that experts are stored one by one?"""
-    return bool(_files(rules_folder())[scheme.id].get("linears_only"))
+    return bool(scheme_files()[scheme.id].get("linears_only"))
+
+
+def state_of(weight: PackedWeight) -> str | None:
+    """The name, after that of the weight, of the tensor of bytes that says its shape; None where there is none."""
+    said = scheme_files()[weight.scheme.id].get("state")
+    return None if said is None else str(said).format_map(dict(weight.scheme.values))
 
 
 def stored_names() -> tuple[tuple[str, str], ...]:
     """How stored tensors are called beside a parameter "weight", and after the name of a parameter of another name."""
-    names = dict.fromkeys(one["name"] for data in _files(rules_folder()).values() for one in data["tensors"])
+    names = dict.fromkeys(one["name"] for data in scheme_files().values() for one in data["tensors"])
     kept = (name for name in names if name != "{weight}" and "." not in name)
     return tuple((_name(name, _BESIDE), _name(name, _AFTER)) for name in kept)
 
@@ -115,7 +117,7 @@ def plain_shape(
     name: str, scheme: Scheme, stacked: bool, shape: Callable[[str], tuple[int, ...]]
 ) -> tuple[tuple[int, ...], bool]:
     """The shape of the plain weight, by that of the first stored tensor; is what is contracted before the rest?"""
-    data, values = _files(rules_folder())[scheme.id], dict(scheme.values)
+    data, values = scheme_files()[scheme.id], dict(scheme.values)
     first = data["tensors"][0]
     stored = shape(_name(first["name"], Plain(name, ())))
     lead, sizes = (stored[:1], stored[1:]) if stacked else ((), stored)
@@ -153,19 +155,3 @@ def _dim(said: str | int, plain: Plain, values: Values) -> PackedDim:
     segments = plain.segments if of == (plain.rows,) else ()
     blocks = sum(-(-part // factor) for part in segments or (size,))
     return PackedDim(blocks * each) if match[1] else PackedDim(blocks * each, of, factor, each)
-
-
-@lru_cache(maxsize=4)
-def _files(folder: Path) -> dict[str, dict[str, Any]]:
-    """All schemes, by the names of their files."""
-    found: dict[str, dict[str, Any]] = {}
-    for path in sorted((folder / "quantised").glob("*.toml")):
-        data = read_plain(path, NotPlain(error=SourceError, hint="fix the TOML"), notation="toml")
-        if problem := misshapen(data, {"tensors": [{}]}):
-            raise SourceError(f"{path}: {problem}", hint="see rules/quantised")
-        missing = {"title", "tensors"} - set(data)
-        odd = missing | set(data) - _KEYS | {key for one in data.get("tensors", ()) for key in set(one) - _TENSOR_KEYS}
-        if odd:
-            raise SourceError(f"{path}: unknown or missing {', '.join(sorted(odd))}", hint="see rules/quantised")
-        found[path.stem] = data
-    return found

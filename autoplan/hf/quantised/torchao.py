@@ -50,7 +50,7 @@ def _scheme(said: Mapping[str, Any]) -> Scheme:
                 f"torchao's int4 in the packing {packing!r} is not described",
                 hint="that of one device's kernel is cut nowhere; save the checkpoint in the plain packing",
             )
-        return scheme_of("torchao-int4", group=int(fields.get("group_size", 128)), scale="bfloat16")
+        return scheme_of("torchao", "int4", group=int(fields.get("group_size", 128)), scale="bfloat16")
     if kind in ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"):
         rows, columns = _scaled(fields.get("granularity"), int(fields.get("group_size") or 0))
         return _integers(rows, columns, "float32")
@@ -67,7 +67,7 @@ def _scheme(said: Mapping[str, Any]) -> Scheme:
     if kind in ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig"):
         per_tensor = "PerTensor" in str(fields.get("granularity"))
         rows = 0 if per_tensor and kind.startswith("Float8Dynamic") else 1
-        return scheme_of("torchao-plain", dtype="float8_e4m3fn", scale="float32", rows=rows, columns=0)
+        return scheme_of("torchao", "plain", dtype="float8_e4m3fn", scale="float32", rows=rows, columns=0)
     raise SourceError(
         f"torchao's {kind} is not described",
         hint="described are Int4WeightOnlyConfig, and weights of int8, fewer bits in int8, or float8",
@@ -75,7 +75,7 @@ def _scheme(said: Mapping[str, Any]) -> Scheme:
 
 
 def _integers(rows: int, columns: int, scale: str) -> Scheme:
-    return scheme_of("torchao-plain", dtype="int8", scale=scale, rows=rows, columns=columns, zero_points=True)
+    return scheme_of("torchao", "plain", dtype="int8", scale=scale, rows=rows, columns=columns, zero_points=True)
 
 
 def _scaled(said: Any, group: int) -> tuple[int, int]:

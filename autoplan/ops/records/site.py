@@ -17,14 +17,19 @@ from autoplan.axes.events import Event
 from autoplan.axes.terms import Term, factors, find, is_data, leaf, product, show
 from autoplan.values import Op, Ref, TensorInfo, Trace
 
-__all__ = ["Answer", "Dims", "Site", "State"]
+__all__ = ["Answer", "Dims", "Inference", "Site", "told"]
 
 Dims = list[Term]
 Answer = list[Dims | None] | None  # dims per output tensor; None: this rule does not know
 
 
+def told(op: Op, index: int, name: str, default: Any = None) -> Any:
+    """An argument of an op by position, else by name, else its default."""
+    return op.args[index] if index < len(op.args) else op.kwargs.get(name, default)
+
+
 @dataclass
-class State:
+class Inference:
     """What is known so far while a trace is read from its first op to its last."""
 
     trace: Trace
@@ -53,7 +58,7 @@ class Site:
 
     __slots__ = ("algebra", "inputs", "op", "outputs", "state")
 
-    def __init__(self, op: Op, state: State, inputs: Sequence[Ref], outputs: Sequence[Ref]) -> None:
+    def __init__(self, op: Op, state: Inference, inputs: Sequence[Ref], outputs: Sequence[Ref]) -> None:
         self.op, self.state, self.algebra = op, state, state.algebra
         self.inputs, self.outputs = inputs, outputs
 
@@ -61,9 +66,7 @@ class Site:
 
     def arg(self, index: int, name: str = "", default: Any = None) -> Any:
         """An argument by position, else by name, else its default."""
-        if index < len(self.op.args):
-            return self.op.args[index]
-        return self.op.kwargs.get(name, default)
+        return told(self.op, index, name, default)
 
     def tensor(self, index: int, name: str = "") -> Ref | None:
         """An argument if it is a tensor."""

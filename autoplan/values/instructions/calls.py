@@ -28,8 +28,6 @@ __all__ = [
     "VarianceCall",
 ]
 
-_DIVIDING = ("normalize", "_weight_norm")  # functions that divide by the lengths that they take
-
 
 @dataclass(frozen=True)
 class CallSite:
@@ -175,11 +173,13 @@ class MeanCall(CallRewrite):
 class NormCall(CallRewrite):
     """layer_norm or rms_norm over the last `dims` dims, which are `count` numbers on all ranks together.
 
-    Its statistics are summed over ranks, forward and backward; a layer norm has two.
+    Its statistics are summed over ranks, forward and backward: the squares, and before them, where it takes two, the
+    mean.
     """
 
     dims: int
     count: int
+    statistics: int
 
     takes = Spread.SHARD
     gives = Spread.SHARD
@@ -189,8 +189,7 @@ class NormCall(CallRewrite):
 
     @property
     def own_moves(self) -> tuple[Move, ...]:
-        times = 2 if "layer" in self.site.function else 1
-        return tuple(Move(move.collective, move.of, move.backward, times) for move in self.collectives)
+        return tuple(Move(move.collective, move.of, move.backward, self.statistics) for move in self.collectives)
 
 
 @instruction
@@ -222,11 +221,12 @@ class VarianceCall(CallRewrite):
 class LengthCall(CallRewrite):
     """Lengths of vectors along `dims` (from the end), of which each rank holds a part: their squares are summed.
 
-    A function that divides by the lengths sums their gradient, too.
+    A function that `divides` by the lengths sums their gradient, too.
     """
 
     dims: tuple[int, ...]
     keepdim: bool
+    divides: bool
 
     takes = Spread.SHARD
     gives = Spread.REPLICATE
@@ -237,7 +237,7 @@ class LengthCall(CallRewrite):
     @property
     def own_moves(self) -> tuple[Move, ...]:
         back = Move(Collective.ALL_REDUCE, Amount.LENGTHS, backward=True)
-        return (*self.collectives, back) if self.site.function in _DIVIDING else self.collectives
+        return (*self.collectives, back) if self.divides else self.collectives
 
 
 @instruction

@@ -49,11 +49,14 @@ class RecurrentCall(CallRewrite):
 class CellCall(CallRewrite):
     """One step of a cell: each rank multiplies with the rows of the weights that it holds, which lie in `layout`.
 
-    Where a rank holds all gates of its hidden units ("4*48!"), the new state is gathered; else the gates are, and the
-    step goes on whole. Backward the gradients of the step's input and of the state before it are summed.
+    A cell has so many `gates` and `states`. Where a rank holds all gates of its hidden units ("4*48!"), the new states
+    are gathered; else the gates are, and the step goes on whole. Backward the gradients of the step's input and of the
+    states before it are summed.
     """
 
     layout: str
+    gates: int
+    states: int
 
     takes = Spread.PARTIAL_GRADIENT
     gives = Spread.REPLICATE
@@ -64,12 +67,12 @@ class CellCall(CallRewrite):
     @property
     def by_unit(self) -> bool:
         """Does a rank hold all gates of its hidden units?"""
-        return "*" in self.layout or self.site.function.startswith("rnn_")
+        return "*" in self.layout or self.gates == 1
 
     @property
     def own_moves(self) -> tuple[Move, ...]:
-        states = (("args", 1, 0), ("args", 1, 1)) if self.site.function == "lstm_cell" else (("args", 1),)
-        given = (("args", 0), *(states if self.by_unit else states[:1]))
-        gathered = len(states) if self.by_unit else 8 if self.site.function == "lstm_cell" else 6
+        states = tuple(("args", 1, at) for at in range(self.states)) if self.states > 1 else (("args", 1),)
+        given: tuple[tuple[Any, ...], ...] = (("args", 0), *(states if self.by_unit else states[:1]))
+        gathered = self.states if self.by_unit else 2 * self.gates  # of the input and of the state
         back = (Move(Collective.ALL_REDUCE, Amount.ARGUMENT, backward=True, path=path) for path in given)
         return (Move(Collective.ALL_GATHER, times=gathered), *back)

@@ -15,7 +15,7 @@ Kind = TypeVar("Kind", bound=Instruction)
 
 @dataclass(frozen=True)
 class ParameterRule:
-    """How parameters matching `pattern` lie on ranks. `layout` is the notation of `layout.py`; None: whole."""
+    """How parameters matching `pattern` lie on ranks. `layout` is the notation of `common/layout.py`; None: whole."""
 
     pattern: str
     dim: int | None = None

@@ -1,7 +1,9 @@
 """The checks of `autoplan audit`, in the order in which they run and are listed.
 
-Each file is one check: `NAME`, a docstring that is its documentation, and `run(subject, found)`, which yields findings
-(`found` are those of the checks before it).
+Each file in the folders here is one check: `NAME`, a docstring that is its documentation, and `run(subject, found)`,
+which yields findings (`found` are those of the checks before it).
+
+In: an Audited, which holds the plan against the model. Out: findings. May import: what check may.
 """
 
 from __future__ import annotations
@@ -10,63 +12,61 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
 
-from autoplan.check.audit.checks import (
+from autoplan.check.audit.checks.around import (
     adapters,
-    coverage,
-    dead_keys,
-    dialects,
-    edges,
     embeddings,
-    experts,
     frozen,
     gradient_norm,
-    gradients,
-    head_counts,
     heads_gather,
     layers,
-    layouts,
     mixed_parameters,
+    quantised,
+)
+from autoplan.check.audit.checks.cuts import (
+    edges,
+    experts,
+    gradients,
+    head_counts,
+    layouts,
     norms,
-    numbers,
-    overlaps,
     packed,
     pairing,
-    prefixes,
-    quantised,
-    rounding,
-    runtime,
     sequence,
     tied,
     units,
     wrapping,
 )
-from autoplan.check.audit.subject import Subject
+from autoplan.check.audit.checks.on_ranks import numbers, rounding, runtime
+from autoplan.check.audit.checks.reach import coverage, dead_keys, dialects, overlaps, prefixes
+from autoplan.check.audit.subject import Audited
 from autoplan.values import Finding
 
-__all__ = ["CHECKS", "Check"]
+__all__ = ["CHECKS", "AuditCheck"]
 
 
 @dataclass(frozen=True)
-class Check:
+class AuditCheck:
     """One check: its name in findings, its documentation, and what it does."""
 
     name: str
     about: str
-    run: Callable[[Subject, tuple[Finding, ...]], Iterable[Finding]]
+    run: Callable[[Audited, tuple[Finding, ...]], Iterable[Finding]]
 
     @staticmethod
-    def of(module: ModuleType) -> Check:
-        return Check(module.NAME, (module.__doc__ or "").strip(), module.run)
+    def of(module: ModuleType) -> AuditCheck:
+        return AuditCheck(module.NAME, (module.__doc__ or "").strip(), module.run)
 
 
 CHECKS = tuple(
-    Check.of(module)
+    AuditCheck.of(module)
     for module in (
-        dead_keys, prefixes, overlaps, dialects, coverage,  # does the plan reach the model?
-        pairing, edges, layouts, packed, units, head_counts, norms, gradients, tied, experts, sequence,
-        wrapping,  # is it right?
-        embeddings, heads_gather, adapters, frozen, quantised,  # and what is around it?
-        layers, mixed_parameters, gradient_norm,
-        runtime, numbers, rounding,  # what carrying it out shows
+        # reach: does the plan reach the model?
+        dead_keys, prefixes, overlaps, dialects, coverage,
+        # cuts: is it right?
+        pairing, edges, layouts, packed, units, head_counts, norms, gradients, tied, experts, sequence, wrapping,
+        # around: and what is around it?
+        embeddings, heads_gather, adapters, frozen, quantised, layers, mixed_parameters, gradient_norm,
+        # on_ranks: what carrying it out shows
+        runtime, numbers, rounding,
     )
 )  # fmt: skip

@@ -1,0 +1,154 @@
+"""Where in the model's own code a run failed: the frame, the expression, and the arguments that it is about."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+import torch
+
+from autoplan.capture.feeding.wants import Path
+from autoplan.capture.feeding.watch import origin, outside_torch
+from autoplan.common.nested import flatten_tensors
+
+__all__ = ["Place", "places_of"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """One frame on the way to a failure, with the code that was running in it."""
+
+    frame: FrameType
+    line: int
+    spot: tuple[int | None, int | None, int | None, int | None]
+
+    @property
+    def text(self) -> str:
+        return linecache.getline(self.frame.f_code.co_filename, self.line).strip()
+
+    @property
+    def where(self) -> str:
+        code = self.frame.f_code
+        return f"{'/'.join(code.co_filename.split('/')[-2:])}:{self.line}, in {code.co_qualname}"
+
+    def statement(self) -> ast.stmt | None:
+        """The innermost statement that was running."""
+        tree = _tree(self.frame.f_code)
+        if tree is None:
+            return None
+        inside = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.stmt) and node.lineno <= self.line <= (node.end_lineno or node.lineno)
+        ]
+        return max(inside, key=lambda node: (node.lineno, -(node.end_lineno or 0)), default=None)
+
+    def expression(self) -> ast.AST | None:
+        """The expression that was running, as exact as Python tells."""
+        tree = _tree(self.frame.f_code)
+        line, end, column, end_column = self.spot
+        if tree is None or line is None or column is None:
+            return self.statement()
+        cut = _indent(self.frame.f_code)
+        exact = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.expr | ast.stmt)
+            and (node.lineno, node.end_lineno, node.col_offset + cut, (node.end_col_offset or 0) + cut)
+            == (line, end, column, end_column)
+        ]
+        return exact[0] if exact else self.statement()
+
+    def condition(self) -> tuple[ast.expr, bool] | None:
+        """What was tested to come here, and how it came out: an assertion's, or that of the `if` around a raise."""
+        statement, tree = self.statement(), _tree(self.frame.f_code)
+        if isinstance(statement, ast.Assert):
+            return statement.test, False
+        called = statement.value if isinstance(statement, ast.Expr) else None
+        if isinstance(called, ast.Call) and called.args and "assert" in ast.unparse(called.func).lower():
+            return called.args[0], False
+        if not isinstance(statement, ast.Raise) or tree is None:
+            return None
+        around = [n for n in ast.walk(tree) if isinstance(n, ast.If) and _holds(n, statement)]
+        nearest = max(around, key=lambda node: node.lineno, default=None)
+        if nearest is None:
+            return None
+        return nearest.test, any(one is statement or _holds(one, statement) for one in nearest.body)
+
+    def names(self) -> list[str]:
+        """Names in the running expression, in the order they are written."""
+        node = self.expression()
+        found = [one for one in ast.walk(node) if isinstance(one, ast.Name)] if node is not None else []
+        return list(dict.fromkeys(one.id for one in sorted(found, key=lambda n: (n.lineno, n.col_offset))))
+
+    def value(self, name: str) -> Any:
+        return self.frame.f_locals.get(name, self.frame.f_globals.get(name))
+
+    def paths(self) -> tuple[Path, ...]:
+        """The arguments that the names in the running expression were made of."""
+        found = [path for name in self.names() for path in _origins(self.value(name))]
+        return tuple(dict.fromkeys(found))
+
+
+def _origins(value: Any) -> Iterator[Path]:
+    for _, tensor in flatten_tensors(value):
+        yield from origin(tensor)
+
+
+def places_of(error: BaseException) -> list[Place]:
+    """The frames of the model's own code, from its forward to where it failed."""
+    found = []
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if outside_torch(code.co_filename):
+            spots = list(code.co_positions())
+            at = trace.tb_lasti // 2
+            spot = spots[at] if 0 <= at < len(spots) else (None,) * 4
+            found.append(Place(trace.tb_frame, trace.tb_lineno, spot))
+        trace = trace.tb_next
+    return found
+
+
+def _holds(node: ast.AST, inside: ast.AST) -> bool:
+    return any(one is inside for one in ast.walk(node)) and node is not inside
+
+
+@lru_cache(maxsize=256)
+def _tree(code: CodeType) -> ast.Module | None:
+    try:
+        lines, start = inspect.getsourcelines(code)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    return ast.increment_lineno(tree, max(start, 1) - 1)
+
+
+@lru_cache(maxsize=256)
+def _indent(code: CodeType) -> int:
+    try:
+        first = inspect.getsourcelines(code)[0][0]
+    except (OSError, TypeError, IndexError):
+        return 0
+    return len(first) - len(first.lstrip())
+
+
+def none_names(place: Place) -> list[str]:
+    """Names in the running statement that are None, or an empty tuple."""
+    return [name for name in place.names() if name in place.frame.f_locals and is_nothing(place.value(name))]
+
+
+def is_nothing(value: Any) -> bool:
+    """What an argument is by default that need not be given."""
+    return value is None or isinstance(value, tuple) and not value
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and not isinstance(value, torch.SymInt)

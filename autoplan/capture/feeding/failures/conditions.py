@@ -1,0 +1,174 @@
+"""What a failed assertion asked for: its comparisons are read in the frame where it failed.
+
+Only names, attributes, sizes and arithmetic are evaluated, for nothing else is sure to be without effect.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import is_fake
+
+from autoplan.capture.feeding.failures.blame import Place, is_number
+from autoplan.capture.feeding.resize import larger, multiples, of_kind, of_rank, resized
+from autoplan.capture.feeding.wants import Path, State, Want
+from autoplan.capture.feeding.watch import origin
+
+__all__ = ["asked_by_condition", "keys_asked_for", "value_of"]
+
+_CALLS = {"len": len, "tuple": tuple, "list": list, "min": min, "max": max, "sum": sum, "int": int, "all": all}
+_METHODS = ("size", "dim", "numel", "ndimension", "min", "max", "amin", "amax", "sum", "item")
+_UNKNOWN = object()
+_MOST_PARTS = 16  # of a list
+
+
+def asked_by_condition(place: Place, state: State) -> Iterator[State]:
+    """States in which the failed condition may hold."""
+    found = place.condition()
+    if found is None:
+        return
+    test, outcome = found
+    for node in ast.walk(test):
+        if isinstance(node, ast.Compare) and len(node.ops) >= 1:
+            left = node.left
+            for op, right in zip(node.ops, node.comparators, strict=True):
+                yield from _compared(place, state, left, op, right, outcome)
+                left = right
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance" and len(node.args) == 2:
+            yield from _instance(place, state, node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("is_floating_point"):
+            for path in _paths(place, node):
+                leaf = state.at(path)
+                if leaf is not None:
+                    yield state.with_want(path, replace(leaf, kind="ids" if leaf.kind != "ids" else "float"))
+
+
+def keys_asked_for(place: Place) -> tuple[str, ...]:
+    """Keys that a dict was to have: `assert key in data`, `all(key in data for key in needed)`."""
+    found = place.condition()
+    asked: list[Any] = []
+    for node in ast.walk(found[0]) if found is not None else ():
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+            asked.append(value_of(place, node.left))
+        elif isinstance(node, ast.GeneratorExp | ast.ListComp) and isinstance(node.elt, ast.Compare):
+            several = value_of(place, node.generators[0].iter)
+            asked += several if isinstance(several, list | tuple | set) else []
+    return tuple(dict.fromkeys(key for key in asked if isinstance(key, str)))
+
+
+def _compared(
+    place: Place, state: State, left: ast.expr, op: ast.cmpop, right: ast.expr, outcome: bool
+) -> Iterator[State]:
+    one, other = value_of(place, left), value_of(place, right)
+    paths = (*_paths(place, left), *_paths(place, right)) or tuple(path for path, _ in state.leaves())
+    if _is_rank(left) or _is_rank(right):
+        ranks = other if _is_rank(left) else one
+        for rank in ranks if isinstance(ranks, tuple | list | set) else (ranks,):
+            for path in paths if is_number(rank) else ():
+                yield from of_rank(state, path, rank)
+        return
+    if any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in (one, other)):
+        for path in paths:
+            yield from of_kind(state, path, "unit")
+    lists = dict(state.holding("list"))
+    for side, wanted in ((left, other), (right, one)):
+        held = lists.get((ast.unparse(side)[4:-1],)) if ast.unparse(side).startswith("len(") else None
+        if held is not None and held.items and is_number(wanted) and 0 < wanted <= _MOST_PARTS:
+            items = tuple((at, dict(held.items).get(at, held.items[0][1])) for at in range(wanted))
+            yield state.with_want((ast.unparse(side)[4:-1],), replace(held, items=items))
+            return
+    if any(ast.unparse(side).startswith("len(") for side in (left, right)) and is_number(one) and is_number(other):
+        for path in paths:
+            leaf = state.at(path)
+            now = len(leaf.shape) if leaf is not None else 0
+            for more in (other - one, one - other):
+                yield from of_rank(state, path, now + more)
+        return
+    if isinstance(left, ast.BinOp) and isinstance(left.op, ast.Mod):
+        have, factor = value_of(place, left.left), value_of(place, left.right)
+        if is_number(have) and is_number(factor):
+            yield from multiples(state, paths, have, factor)
+        return
+    for side, wanted in ((left, other), (right, one)):
+        yield from _plain(place, state, side, wanted)
+    for have, want in _pairs(one, other):
+        yield from resized(state, paths, have, want)
+        yield from resized(state, paths, want, have)
+    if isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE) and is_number(one) and is_number(other):
+        yield from larger(state, paths)
+
+
+def _plain(place: Place, state: State, side: ast.expr, wanted: Any) -> Iterator[State]:
+    """An argument that is a plain number: the other side, or one more."""
+    want = dict(state.wants).get(side.id) if isinstance(side, ast.Name) else None
+    if want is not None and want.kind in ("size", "value") and is_number(wanted):
+        yield from (state.with_want((ast.unparse(side),), Want("value", value=wanted + more)) for more in (0, 1))
+
+
+def _pairs(one: Any, other: Any) -> Iterator[tuple[int, int]]:
+    """Numbers that should be equal."""
+    if is_number(one) and is_number(other):
+        yield int(one), int(other)
+    elif isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        for have, want in zip(one, other, strict=False):
+            yield from _pairs(have, want)
+    elif is_number(one) and isinstance(other, tuple | list | set | range):
+        for want in list(other)[:4]:
+            yield from _pairs(one, want)
+
+
+def _is_rank(node: ast.expr) -> bool:
+    text = ast.unparse(node)
+    return text.endswith((".ndim", ".dim()", ".ndimension()")) or (
+        text.startswith("len(") and text.endswith((".shape)", ".size())"))
+    )
+
+
+def _instance(place: Place, state: State, node: ast.Call) -> Iterator[State]:
+    text = ast.unparse(node.args[1]).lower()
+    for path in _paths(place, node.args[0]):
+        leaf = state.at(path)
+        if leaf is not None and len(path) == 1:
+            kind = tuple if "tuple" in text and "list" not in text else None
+            if "list" in text or "tuple" in text:
+                yield state.with_want(path, Want("list", value=kind, items=((0, leaf), (1, leaf))))
+                yield state.with_want(path, Want("list", value=kind, items=((0, leaf),)))
+            if "dict" in text or "mapping" in text:
+                yield state.with_want(path, Want("dict"))
+
+
+def _paths(place: Place, node: ast.AST) -> tuple[Path, ...]:
+    names = [one.id for one in ast.walk(node) if isinstance(one, ast.Name)]
+    values = [place.frame.f_locals.get(name) for name in names]
+    return tuple(dict.fromkeys(path for value in values for path in origin(value)))
+
+
+def value_of(place: Place, node: ast.expr) -> Any:
+    """The value of an expression that can be evaluated without effects."""
+    if not all(_is_harmless(one) for one in ast.walk(node)):
+        return _UNKNOWN
+    try:
+        code = compile(ast.Expression(body=node), "<condition>", "eval")
+        value = eval(code, {**place.frame.f_globals, "__builtins__": _CALLS}, dict(place.frame.f_locals))
+    except Exception:  # names may be gone, and attributes may do anything
+        return _UNKNOWN
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point():
+        return _UNKNOWN if value.is_meta or is_fake(value) else int(value)
+    return tuple(value) if isinstance(value, torch.Size) else value
+
+
+def _is_harmless(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        called = node.func
+        if isinstance(called, ast.Name):
+            return called.id in _CALLS
+        return isinstance(called, ast.Attribute) and called.attr in _METHODS
+    allowed = (
+        ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.BinOp, ast.UnaryOp, ast.Slice, ast.Tuple, ast.List,
+        ast.expr_context, ast.operator, ast.unaryop, ast.Compare, ast.BoolOp, ast.boolop, ast.cmpop,
+    )  # fmt: skip
+    return isinstance(node, allowed)

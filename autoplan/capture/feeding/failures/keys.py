@@ -1,0 +1,131 @@
+"""Dicts, lists and tuples of which a failure tells a key or the number of parts; what a failure tells of plain
+arguments is in failures.py.
+
+A dict may be an argument, part of one, or one that the model made of them: then its keys are those of what went in.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from autoplan.capture.feeding.arguments import Arguments, field_of, of_items, of_nodes, usual
+from autoplan.capture.feeding.failures.blame import Place
+from autoplan.capture.feeding.failures.conditions import keys_asked_for, value_of
+from autoplan.capture.feeding.failures.exact import unpacks_a_shape
+from autoplan.capture.feeding.failures.failure import Failure, NothingRead
+from autoplan.capture.feeding.failures.messages import unpacked
+from autoplan.capture.feeding.names import usual_names
+from autoplan.capture.feeding.wants import Path, State, Want
+from autoplan.capture.feeding.watch import is_direct, origin
+from autoplan.common.nested import flatten_tensors
+
+__all__ = ["keys"]
+
+_FEW = 6
+
+
+def keys(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    """A key that a dict lacks, or a dict where a tensor was given; as many parts as a list is taken apart into."""
+    held = [path for path, _ in failure.state.holding("dict")]
+    if isinstance(failure.error, KeyError) and failure.error.args:
+        yield from _missing(failure, arguments, model, failure.error.args[0], held)
+    for place in reversed(failure.places[-2:]):
+        for path in held:
+            yield from _asked(failure.state, path, keys_asked_for(place), model)
+    if isinstance(failure.error, NothingRead):  # a dict that is gone through, for parts that have names
+        for path in (path for path in held if not failure.state.inner(path).items):
+            for names in {tuple(m) for m in model.modules() if isinstance(m, torch.nn.ModuleDict)}:
+                yield failure.state.with_want(path, of_items("dict", {n: field_of(None, n) for n in names}, model))
+    for place in reversed(failure.places[-2:]):
+        yield from _subscripts(failure.state, place, model)
+        for path in [p for p in held if p[0] in place.names()]:
+            for want in list(_of_key("x", model))[:1]:
+                yield failure.state.with_want((*path, "x"), want)
+    yield from _parts(failure)
+
+
+def _missing(
+    failure: Failure, arguments: Arguments, model: torch.nn.Module, key: object, held: list[Path]
+) -> Iterator[State]:
+    state = failure.state
+    if not isinstance(key, str | int):
+        yield from _from_table(failure, key)
+        return
+    if arguments.open and isinstance(key, str) and key.isidentifier() and not state.holds(key):
+        yield from (state.with_want((key,), want) for want in itertools.islice(_of_key(key, model), _FEW))
+    for path in held:
+        if key in dict(state.inner(path).items):
+            continue
+        wants = list(_of_key(key, model))
+        if usual_names().has_edges(key for key, _ in state.inner(path).items):  # positions of nodes are points
+            wants = sorted(map(of_nodes, wants), key=lambda want: want.kind == "positions")
+        yield from (state.with_want((*path, key), want) for want in wants)
+
+
+def _from_table(failure: Failure, key: object) -> Iterator[State]:
+    """`table[v] for v in names`: the argument is a list of the table's own keys, all of them or one."""
+    paths = [path for _, tensor in flatten_tensors(key) for path in origin(tensor)]
+    for place in failure.places[-2:]:
+        node = place.expression()
+        for one in ast.walk(node) if node is not None else ():
+            table = value_of(place, one.value) if isinstance(one, ast.Subscript) else None
+            if isinstance(table, dict) and table and all(isinstance(key, str) for key in table):
+                for path in dict.fromkeys(paths):
+                    yield failure.state.with_want(path, Want("value", value=tuple(table)))
+                    yield failure.state.with_want(path, Want("value", value=tuple(table)[:1]))
+
+
+def _asked(state: State, path: Path, asked: tuple[str, ...], model: torch.nn.Module) -> Iterator[State]:
+    """All keys that a condition asks for, at once."""
+    known = dict(state.inner(path).items)
+    new = [key for key in asked if key not in known]
+    for together in itertools.islice(zip(*(_of_key(key, model) for key in new), strict=False), _FEW):
+        more = state
+        for key, want in zip(new, together, strict=True):
+            more = more.with_want((*path, key), want)
+        yield more
+
+
+def _subscripts(state: State, place: Place, model: torch.nn.Module) -> Iterator[State]:
+    """`x["key"]` where x is a tensor, or a dict inside of an argument."""
+    node = place.expression()
+    for one in ast.walk(node) if node is not None else ():
+        if not isinstance(one, ast.Subscript):
+            continue
+        key, found = value_of(place, one.slice), value_of(place, one.value)
+        if not isinstance(key, str):
+            continue
+        if isinstance(found, torch.Tensor):
+            for path in origin(found):
+                yield from (state.with_want(path, Want("dict", items=((key, want),))) for want in _of_key(key, model))
+        for path in _inner_dicts(found) if isinstance(found, dict) else ():
+            yield from (state.with_want((*path, key), want) for want in _of_key(key, model))
+
+
+def _inner_dicts(value: object) -> tuple[Path, ...]:
+    """Where in the arguments a dict lies that is part of one: by the tensors in it."""
+    inside = (path[:-1] for _, tensor in flatten_tensors(value) for path in origin(tensor) if is_direct(tensor))
+    return tuple(dict.fromkeys(path for path in inside if len(path) > 1))
+
+
+def _parts(failure: Failure) -> Iterator[State]:
+    got = unpacked(failure)
+    if failure.watch.failed is not None or any(unpacks_a_shape(place.statement()) for place in failure.places[-1:]):
+        return  # it is about dims, not about a list
+    for path, want in failure.state.holding("list"):
+        if isinstance(failure.error, IndexError) or got:
+            wanted = got[0] if got else len(want.items) + 1
+            more = tuple((at, want.items[0][1]) for at in range(wanted)) if want.items else ()
+            yield failure.state.with_want(path, replace(want, items=more))
+
+
+def _of_key(key: object, model: torch.nn.Module) -> Iterator[Want]:
+    parameter = inspect.Parameter(re.sub(r"\W", "_", f"{key}") or "x", inspect.Parameter.KEYWORD_ONLY)
+    yield from usual(parameter, model)

@@ -1,0 +1,318 @@
+"""What the text of an error tells: how many dims, which kind of numbers, which sizes.
+
+Libraries say these in so many ways that a number is taken for what it may be, and tried.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from math import isqrt, prod
+
+import torch
+
+from autoplan.capture.feeding.failures.failure import Failure
+from autoplan.capture.feeding.resize import larger, multiples, of_kind, of_rank, resized
+from autoplan.capture.feeding.wants import Path, State, Want
+
+__all__ = ["is_named", "lacks_a_value", "sizes_differ", "sizes_disagree", "told_by_message", "too_small", "unpacked"]
+
+_UNPACKED = re.compile(r"values to unpack \(expected (?:at least )?(\d+)(?:, got (\d+))?\)")
+_NONE = re.compile(r"NoneType|None\b")
+_RANKS = (
+    re.compile(r"len\(dims\) = (\d+)"),
+    re.compile(r"expected (\d) dims. Received"),
+    re.compile(r"[Ee]xpected (?:input to be |a |an? input of )?(\d)-?D(?:imensional)?\b"),
+    re.compile(r"(?:must be|be a|expects? a?|only supports?|needs|requires?) (\d)-?[dD]\b"),
+)
+_UNLIKE = re.compile(r"same number of dimensions: got (\d+) and (\d+)")
+_TURNED = re.compile(r"input\.dim\(\) = (\d+) is not equal to len\(dims\) = (\d+)")
+_EXPANDED = re.compile(r"number of sizes provided \((\d+)\) must be greater or equal .* \((\d+)\)")
+_DRAWN = re.compile(
+    r"broadcastable with batch_shape\+event_shape: torch.Size\(\[[\d, ]*\]\) vs torch.Size\(\[([\d, ]*)\]\)"
+)
+_SUPPORT = re.compile(r"within the support \((?:IntegerInterval\(lower_bound=0, upper_bound=(\d+)\)|(\w+))")
+_OUTSIDE = re.compile(r"index (-?\d+) is out of bounds for dimension \d+ with size (\d+)")
+_SPLIT = re.compile(r"sum exactly to (\d+) .*split_sizes=\[([\d, ]+)\]")
+_ASKED = re.compile(r"[Ee]xpected (\d+),? (?:but )?got (\d+)")
+_TOO_MANY = re.compile(r"not (?:supported|implemented) for (\d)D")
+_DIM_RANGE = re.compile(r"Dimension out of range \(expected to be in range of \[-?\d+, \d+\], but got (-?\d+)\)")
+_DTYPE = re.compile(
+    r"dtype|scalar type|Long|Int\b|Float|Double|floating|index tensor|data type|must be (?:long|int|float)"
+    r"|indices must be"
+)
+_NUMBER = re.compile(
+    r"cannot be interpreted as an integer|must be (?:tuple of ints|int), not Tensor|received an invalid combination"
+    r"|only integer tensors of a single element|an integer is required|must be int|Boolean value of Tensor"
+)
+_DISAGREE = re.compile(r"invalid for input of size|cannot be multiplied")
+_BELOW_NOTHING = re.compile(r"negative dimension (-\d+)")
+_VIEWED = re.compile(r"shape '\[([\d, ]+)\]' is invalid for input of size (\d+)")
+_SMALL = re.compile(
+    r"[Kk]ernel size|too small|Padding size|non-?empty|0 elements|zero-size|greater than|at least|[Ll]arger"
+    r"|Sizes of tensors|invalid for input of size|non-zero size|index k out of range|more than 1 value|non-negative"
+    r"|out of bounds"
+)
+
+
+def told_by_message(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
+    """Other states, the most telling first."""
+    yield from _rank(failure, model)
+    yield from _pattern(failure, model)
+    for found in (_masks, _broadcast, _plain_number, _support, _dtype, _range, _sizes, _larger):
+        yield from found(failure)
+
+
+def too_small(failure: Failure) -> bool:
+    """Does it say that a size is?"""
+    return "too small" in failure.text
+
+
+def sizes_differ(failure: Failure) -> bool:
+    """Do two sizes not go together?"""
+    return "must match" in failure.text
+
+
+def sizes_disagree(failure: Failure) -> bool:
+    """Do sizes not go together, in whatever an op makes of them?"""
+    return sizes_differ(failure) or _DISAGREE.search(failure.text) is not None
+
+
+def lacks_a_value(failure: Failure) -> bool:
+    """Is something None that is needed?"""
+    return _NONE.search(failure.text) is not None
+
+
+def is_named(failure: Failure, name: str) -> bool:
+    """Does it name an argument?"""
+    return name in failure.text
+
+
+def unpacked(failure: Failure) -> tuple[int, int | None] | None:
+    """Into how many parts something was to be taken apart, and how many it has, if that is said."""
+    found = _UNPACKED.search(failure.text)
+    return (int(found[1]), int(found[2]) if found[2] else None) if found else None
+
+
+def _rank(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
+    """How many dims: what was unpacked, a dim that is not there, a number in the message."""
+    text, state = failure.text, failure.state
+    parts = unpacked(failure)
+    for got in _UNLIKE.findall(text):  # concatenated: the one must be like the other
+        for path in failure.blamed:
+            for rank in map(int, got):
+                yield from of_rank(state, path, rank)
+    for path in failure.paths[:4]:
+        leaf = state.at(path)
+        if leaf is None:
+            continue
+        now, ranks = len(leaf.shape), []
+        if parts:
+            wanted, there = parts
+            ranks += [now + wanted - there] if there is not None else [wanted, now - 1]
+            ranks.append(wanted)
+        outside = _DIM_RANGE.search(text)
+        if outside:
+            dim = int(outside[1])
+            ranks += [dim + 1, now + 1] if dim >= 0 else [-dim, now + 1]
+        if "For unbatched 2-D input" in text:
+            ranks.append(3)
+        if re.search(r"too many indices|0-d tensor|0-dim", text):
+            ranks += [now + 1, now + 2]
+        turned = _TURNED.search(text)
+        if turned:
+            ranks.append(now + int(turned[2]) - int(turned[1]))
+        short = _EXPANDED.search(text)
+        if short:
+            ranks.append(now + int(short[1]) - int(short[2]))
+        drawn = _DRAWN.search(text)  # by a distribution
+        if drawn:
+            ranks.append(len(drawn[1].split()))
+        for pattern in _RANKS:
+            ranks += [int(found) for found in pattern.findall(text)]
+        if re.search(r"number of dimensions|must have .*dim", text):
+            ranks += [now + 1, now - 1]
+        if _TOO_MANY.search(text):
+            ranks += [now - 1, now + 1]
+        for rank in dict.fromkeys(ranks):
+            yield from _all_of_rank(state, failure.blamed, now, rank)
+            yield from of_rank(state, path, rank, _first_channels(model, rank))
+            yield from of_rank(state, path, rank)
+
+
+def _all_of_rank(state: State, paths: tuple[Path, ...], now: int, rank: int) -> Iterator[State]:
+    """Arguments that were joined before it failed get another rank together."""
+    alike = [path for path in paths if (leaf := state.at(path)) is not None and len(leaf.shape) == now]
+    if len(alike) > 1:
+        changed: State | None = state
+        for path in alike:
+            changed = next(of_rank(changed, path, rank), None) if changed is not None else None
+        if changed is not None:
+            yield changed
+
+
+def _first_channels(model: torch.nn.Module, rank: int) -> int:
+    kinds = {3: torch.nn.Conv1d, 4: torch.nn.Conv2d, 5: torch.nn.Conv3d}
+    layers = (m for m in model.modules() if rank in kinds and isinstance(m, kinds[rank]))
+    return next((m.in_channels for m in layers if isinstance(m.in_channels, int)), 0)
+
+
+def _pattern(failure: Failure, model: torch.nn.Module) -> Iterator[State]:
+    """Of einops: what its pattern divides must divide, and how many dims it names."""
+    text, state = failure.text, failure.state
+    pattern = re.search(r'pattern "([^"]+?)->', text)
+    shape = re.search(r"Input tensor shape: (?:torch\.Size\()?[\[(]([\d, ]*)[\])]", text)
+    if not pattern or not shape:
+        return
+    got = [int(n) for n in re.findall(r"\d+", shape[1])]
+    sizes = {name: int(n) for name, n in re.findall(r"'(\w+)': (\d+)", text)}
+    groups = re.findall(r"\([^)]*\)|\.\.\.|\S+", pattern[1])
+    if "..." not in groups and len(groups) != len(got):
+        for path in failure.paths[:3]:
+            leaf = state.at(path)
+            if leaf is not None:
+                rank = len(leaf.shape) + len(groups) - len(got)
+                yield from of_rank(state, path, rank, _first_channels(model, rank))
+                yield from of_rank(state, path, rank)
+        return
+    for group, have in zip(groups, got, strict=False):
+        words = re.findall(r"\w+", group)
+        product = 1
+        for word in words:
+            product *= sizes.get(word, int(word) if word.isdigit() else 1)
+        if all(word in sizes or word.isdigit() for word in words) and product != have:
+            yield from resized(state, failure.paths, have, product)
+        elif product > 1 and have % product:
+            yield from multiples(state, failure.paths, have, product)
+
+
+def _masks(failure: Failure) -> Iterator[State]:
+    """Masks of numbers where truth values were given: all of them, since one convention holds for all."""
+    if "bool tensor is not supported" in failure.text or "dtype bool" in failure.text.lower():
+        state = failure.state
+        for path, leaf in failure.state.leaves():
+            if leaf.kind == "bool":
+                state = state.with_want(path, replace(leaf, kind="ones"))
+        yield state
+
+
+def _broadcast(failure: Failure) -> Iterator[State]:
+    """A mask that does not go with the scores: of each sequence, each query, each head."""
+    if "must match the size of tensor" not in failure.text:
+        return
+    for path in failure.blamed:
+        leaf = failure.state.at(path)
+        if leaf is not None and leaf.kind in ("bool", "nowhere") and "length" in leaf.shape:
+            for shape in (("batch", 1, "length"), ("batch", "length", "length"), ("batch", 1, 1, "length")):
+                yield failure.state.with_want(path, replace(leaf, shape=shape))
+
+
+def _plain_number(failure: Failure) -> Iterator[State]:
+    """A plain number where a tensor was given: how many there are of something."""
+    if not _NUMBER.search(failure.text):
+        return
+    for path in failure.blamed or failure.paths[:2]:
+        yield failure.state.with_want(path, Want("size", value="length"))
+        yield failure.state.with_want(path, Want("value", value=0))
+
+
+def _support(failure: Failure) -> Iterator[State]:
+    """What a distribution may have drawn: so many kinds, or numbers between 0 and 1."""
+    support = _SUPPORT.search(failure.text)
+    for path in failure.paths[:3] if support else ():
+        if support and support[1]:
+            yield from of_kind(failure.state, path, "ids", int(support[1]) + 1)
+        else:
+            yield from of_kind(failure.state, path, "unit")
+            yield from of_kind(failure.state, path, "ids", 2)
+
+
+def _dtype(failure: Failure) -> Iterator[State]:
+    """Whole numbers where floats were given, or floats where whole numbers were."""
+    if not _DTYPE.search(failure.text):
+        return
+    asks_ids = re.search(
+        r"index tensor|indices|to have one of the following scalar types: Long|LongTensor", failure.text
+    )
+    order = ("ids", "float", "bool") if asks_ids else ("float", "ids", "bool", "complex")
+    for path in failure.paths[:3]:
+        for kind in order:
+            yield from of_kind(failure.state, path, kind)
+
+
+def _range(failure: Failure) -> Iterator[State]:
+    """Ids that are too large, or a sequence that is longer than a table of positions."""
+    if not isinstance(failure.error, IndexError | RuntimeError) or not re.search(
+        r"out of (?:range|bounds)|smaller than num_classes|must be .*less than|larger than|interval", failure.text
+    ):
+        return
+    state = failure.state
+    limits = [int(n) for n in re.findall(r"with size (\d+)", failure.text)]
+    for path in failure.paths[:3]:
+        leaf = state.at(path)
+        if leaf is not None and leaf.kind == "float":  # cast to whole numbers on the way
+            yield from of_kind(state, path, "unit")
+        for below in (*limits, 2, 1):
+            if leaf is not None and leaf.kind == "ids" and leaf.below != below:
+                yield from of_kind(state, path, "ids", below)
+    for limit in limits:
+        yield from resized(state, failure.paths, state.sizes["length"], limit)
+    for shorter in (8, 4):
+        yield state.with_size("length", shorter)
+
+
+def _sizes(failure: Failure) -> Iterator[State]:
+    """Numbers in the message that are sizes of arguments, and what stands beside them."""
+    yield from _shorter(failure)
+    numbers = list(dict.fromkeys(int(n) for n in re.findall(r"(?<![\w.])\d{1,6}(?![\w.]*\d)", failure.text)))[:10]
+    products = [(int(a), int(b)) for a, b in re.findall(r"\(\d+x(\d+) and (\d+)x\d+\)", failure.text)]
+    numbers = list(dict.fromkeys([*(n for pair in products for n in pair), *numbers]))[:12]
+    state, paths = failure.state, failure.paths
+    sizes = {n for path in paths if (leaf := state.at(path)) for n in leaf.sizes(state.sizes)[1:]}
+    outside = _OUTSIDE.search(failure.text)
+    if outside and int(outside[1]) >= 0:
+        yield from resized(state, paths, int(outside[2]), int(outside[1]) + 1)
+    asked = _ASKED.search(failure.text)
+    if asked:
+        yield from resized(state, failure.blamed, int(asked[2]), int(asked[1]))
+    split = _SPLIT.search(failure.text)
+    if split:
+        yield from resized(state, paths, int(split[1]), sum(map(int, split[2].split(","))))
+    yield from _viewed(failure)
+    pairs = [(have, want) for have in numbers for want in numbers if have != want and want > 1]
+    pairs.sort(key=lambda pair: (pair[0] not in sizes, numbers.index(pair[0])))
+    for have, want in pairs[:12]:
+        yield from resized(state, paths, have, want)
+
+
+def _shorter(failure: Failure) -> Iterator[State]:
+    """So much is left to fill up that it is less than nothing."""
+    less = _BELOW_NOTHING.search(failure.text)
+    if less is None:
+        return
+    for path in failure.blamed:
+        leaf = failure.state.at(path)
+        for size in leaf.sizes(failure.state.sizes)[1:] if leaf is not None else ():
+            yield from resized(failure.state, (path,), size, size + int(less[1]))
+
+
+def _viewed(failure: Failure) -> Iterator[State]:
+    """One size of a view is another, so that it holds what there is."""
+    viewed = _VIEWED.search(failure.text)
+    if viewed is None:
+        return
+    shape = [int(n) for n in viewed[1].split(",")]
+    for size in dict.fromkeys(shape) if min(shape) > 0 else ():
+        wanted, rest = divmod(int(viewed[2]) * size, prod(shape))
+        if not rest:
+            yield from resized(failure.state, failure.paths, size, wanted)
+    if len(shape) > 2 and shape[-1] == shape[-2] > 0 and min(shape) > 0:  # each position with each
+        have = isqrt(int(viewed[2]) // prod(shape[:-2]))
+        if have**2 * prod(shape[:-2]) == int(viewed[2]):
+            yield from resized(failure.state, failure.paths, have, shape[-1])
+
+
+def _larger(failure: Failure) -> Iterator[State]:
+    if _SMALL.search(failure.text) or isinstance(failure.error, ZeroDivisionError):
+        yield from larger(failure.state, failure.paths)

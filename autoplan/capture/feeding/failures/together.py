@@ -1,0 +1,142 @@
+"""What arguments are to each other and to what the model makes: joined, added, gone through together, looked up.
+
+Here the shape of one thing tells that of another, where the failed operation alone tells only that they differ.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+
+import torch
+
+from autoplan.capture.feeding.arguments import Arguments
+from autoplan.capture.feeding.consumers import Demand
+from autoplan.capture.feeding.failures.failure import Failure
+from autoplan.capture.feeding.failures.messages import sizes_differ, sizes_disagree
+from autoplan.capture.feeding.resize import of_rank, of_shape, resized
+from autoplan.capture.feeding.wants import State, Want
+from autoplan.capture.feeding.watch import FailedCall, is_direct, origin
+from autoplan.ops import call_record
+from autoplan.ops.indexing import takes_bags, takes_targets
+from autoplan.ops.records.answers import Shows
+from autoplan.ops.records.sizes import SHAPE
+from autoplan.ops.reductions import compares
+
+__all__ = ["as_many", "fitting", "iterated", "joined", "turned"]
+
+_MOST_PARTS = 12  # of a list
+_TABLES = (("batch", "length"), ("batch", "length", "length"), ("length", "length"))  # of positions, of their pairs
+_ELEMENTWISE = re.compile(r"^_*[ri]?(add|sub|mul|div|truediv|maximum|minimum|lerp|where)_*$")
+
+
+def iterated(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    """What is gone through one by one is a list: all of them that are, since they are gone through together."""
+    state = failure.state
+    for path in failure.watch.iterated:
+        leaf = state.at(path)
+        if leaf is not None and len(path) == 1 and len(leaf.shape) > 1:
+            state = state.with_want(path, Want("list", items=((0, leaf), (1, leaf))))
+    if state != failure.state:
+        yield state
+
+
+def as_many(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    """Of so many parts as a list has there were to be another number: levels of a pyramid. All lists are as long."""
+    state, call = failure.state, failure.watch.failed
+    shapes = [tuple(tensor.shape) for tensor in call.tensors()] if call is not None and sizes_differ(failure) else []
+    lists = [(path, want) for path, want in state.holding("list") if want.items and want.value is not tuple]
+    for ours, theirs in itertools.permutations(shapes, 2):
+        for have, want in zip(reversed(ours), reversed(theirs), strict=False):
+            if 1 < want <= _MOST_PARTS and have != want and any(len(one.items) == have for _, one in lists):
+                longer = state
+                for path, one in lists:
+                    items = tuple((place, dict(one.items).get(place, one.items[0][1])) for place in range(want))
+                    longer = longer.with_want(path, replace(one, items=items))
+                yield longer
+
+
+def joined(state: State, demand: Demand) -> Iterator[State]:
+    """Of several arguments that were joined, the one for which the numbers come out: first those whose width is a
+    guess, then those of which a layer has asked for it."""
+    tensor = demand.tensor
+    paths = sorted(origin(tensor), key=lambda path: (leaf := state.at(path)) is None or "width" not in leaf.shape)
+    for dim, size in demand.sizes if len(paths) > 1 else ():
+        if -tensor.dim() <= dim < tensor.dim() and tensor.shape[dim] != size:
+            yield from resized(state, paths, tensor.shape[dim], size)
+
+
+def fitting(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    """What is added to something has its shape; targets are one for each id; offsets are in order."""
+    call = failure.watch.failed
+    if call is None:
+        return
+    known = call_record(call.name)
+    if takes_targets(call.name):
+        yield from _targets(failure.state, call)
+    elif known.sizes == SHAPE and known.shows is Shows.RESHAPED:
+        yield from _viewed(failure.state, call)
+    elif takes_bags(known.becomes):
+        for path in origin(call.get(2, "offsets")):
+            if (leaf := failure.state.at(path)) is not None and leaf.kind != "positions":
+                yield failure.state.with_want(path, replace(leaf, kind="positions"))
+    elif _ELEMENTWISE.match(call.name) or compares(call.name):
+        given = [tensor for tensor in call.tensors() if tensor.dim()]
+        for tensor, made in itertools.permutations(given, 2):
+            yield from _fewer_dims(failure.state, tensor, made)
+        for tensor, made in itertools.permutations(given, 2):
+            yield from _alike(failure.state, tensor, made)
+
+
+def _targets(state: State, call: FailedCall) -> Iterator[State]:
+    ids = [leaf.shape for _, leaf in state.leaves() if leaf.kind == "ids"]
+    for path in origin(call.get(1, "target")):
+        leaf = state.at(path)
+        if leaf is not None:
+            for shape in dict.fromkeys(ids):
+                yield state.with_want(path, replace(leaf, kind="ids", shape=shape))
+
+
+def _viewed(state: State, call: FailedCall) -> Iterator[State]:
+    """An argument itself is viewed: it has as many numbers as the view, one for each position or each pair of them."""
+    tensor = call.get(0, "input")
+    sizes = [size for one in call.args[1:] for size in (one if isinstance(one, list | tuple) else (one,))]
+    path = next(iter(origin(tensor)), None)
+    leaf = state.at(path) if path is not None and is_direct(tensor) else None
+    if path is None or leaf is None or not sizes or any(type(size) is not int or size < 1 for size in sizes):
+        return
+    for shape in _TABLES:
+        if prod(state.sizes[name] for name in shape) == prod(sizes):
+            yield state.with_want(path, replace(leaf, shape=shape))
+
+
+def _fewer_dims(state: State, tensor: torch.Tensor, made: torch.Tensor) -> Iterator[State]:
+    """What layers made of an argument has more dims than what it is added to: so has the argument."""
+    for path in origin(tensor) if not is_direct(tensor) and tensor.dim() > made.dim() > 1 else ():
+        if (leaf := state.at(path)) is not None:
+            yield from of_rank(state, path, len(leaf.shape) + made.dim() - tensor.dim())
+
+
+def _alike(state: State, tensor: torch.Tensor, made: torch.Tensor) -> Iterator[State]:
+    """An argument beside what the model made: its dims are those there."""
+    if set(origin(tensor)) & set(origin(made)) or tensor.dim() > made.dim() and is_direct(made):
+        return
+    own = ([1] * made.dim() + list(tensor.shape))[-made.dim() :]
+    sizes = [size if size > 1 else mine for size, mine in zip(made.shape, own, strict=True)]
+    more = tensor.dim() - made.dim() if not origin(made) else 0  # what the model keeps is the same for all of a batch
+    yield from of_shape(state, tensor, [*tensor.shape[: max(more, 0)], *sizes])
+
+
+def turned(failure: Failure) -> Iterator[State]:
+    """All sequences with their length first, where sizes do not go together."""
+    if not sizes_disagree(failure):
+        return
+    state = failure.state
+    for path, leaf in state.leaves():
+        if leaf.shape[:2] == ("batch", "length") and len(leaf.shape) > 2:
+            state = state.with_want(path, replace(leaf, shape=("length", "batch", *leaf.shape[2:])))
+    if state != failure.state:
+        yield state

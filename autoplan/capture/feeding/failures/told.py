@@ -1,0 +1,310 @@
+"""What a failure tells: other beliefs about the arguments, the most telling first, each with the reason in words.
+
+Read are the operation that failed with what it was given, the condition that did not hold, the expression that was
+running with the values of its names, and the numbers in the message. Each proposal is tried: a wrong one costs a run.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from autoplan.capture.feeding.arguments import Arguments, field_of, of_items
+from autoplan.capture.feeding.consumers import Demand, demand_of
+from autoplan.capture.feeding.failures.blame import none_names
+from autoplan.capture.feeding.failures.conditions import asked_by_condition
+from autoplan.capture.feeding.failures.exact import exact
+from autoplan.capture.feeding.failures.failure import Failure
+from autoplan.capture.feeding.failures.joins import concatenated, one_each
+from autoplan.capture.feeding.failures.keys import keys
+from autoplan.capture.feeding.failures.messages import (
+    is_named,
+    lacks_a_value,
+    sizes_differ,
+    sizes_disagree,
+    told_by_message,
+    too_small,
+)
+from autoplan.capture.feeding.failures.together import as_many, fitting, iterated, joined, turned
+from autoplan.capture.feeding.resize import larger, of_kind, of_rank, resized
+from autoplan.capture.feeding.wants import Path, State, Want
+from autoplan.capture.feeding.watch import is_direct, origin
+from autoplan.common.nested import is_record
+
+__all__ = ["told", "usually"]
+
+Proposal = tuple[State, str]
+_OF_DICTS = ("items", "keys", "values", "get")
+_FEW = 6
+
+
+def told(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[Proposal]:
+    """What the failure tells, the most telling first."""
+    first = (
+        _exact,
+        _too_small,
+        as_many,
+        _other,
+        iterated,
+        one_each,
+        _of_fewer_dims,
+        concatenated,
+        _consumer,
+        fitting,
+        _parted,
+    )
+    for found in (*first, _condition, _none, keys, _left_out, _message, _alike, _other_ranks):
+        why = f"{type(failure.error).__name__}: {failure.first_line[:120]}"
+        for state in found(failure, arguments, model):
+            together = state.with_alike_items(failure.state)
+            if together != state:
+                yield together, why
+            yield state, why
+
+
+def _exact(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    yield from exact(failure)
+
+
+def _consumer(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    """What the operation with weights wants that failed."""
+    call = failure.watch.failed
+    demand = demand_of(call) if call is not None else None
+    if demand is None or not isinstance(demand.tensor, torch.Tensor):
+        return
+    state, tensor = failure.state, demand.tensor
+    yield from itertools.islice(joined(state, demand), _FEW)
+    for path in origin(tensor):
+        leaf = state.at(path)
+        if leaf is None:
+            continue
+        if demand.kind == "ids":
+            yield from _as_ids(state, path, leaf, demand)
+            continue
+        floating = [state] if tensor.is_floating_point() else list(of_kind(state, path, "float"))
+        for one in floating:
+            yield from _sized(one, path, demand)
+        if not tensor.is_floating_point():
+            yield from floating
+
+
+def _other(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    """A layer got what other layers made, and it does not fit: another argument may be meant for it."""
+    call = failure.watch.failed
+    demand = demand_of(call) if call is not None else None
+    if demand is None or not isinstance(demand.tensor, torch.Tensor) or is_direct(demand.tensor):
+        return
+    for parameter in arguments.optional[:4]:
+        if not failure.state.holds(parameter.name):
+            for want in arguments.usual(parameter, model):
+                if want.is_tensor:
+                    yield failure.state.with_want((parameter.name,), want)
+                    break
+
+
+def _too_small(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    """A size is too small, in words."""
+    if too_small(failure):
+        yield from larger(failure.state, failure.paths)
+
+
+def _of_fewer_dims(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    """What is added to something of more dims, and does not go with it, is of as many: a time for each state."""
+    call = failure.watch.failed
+    given = list(call.tensors()) if call is not None and sizes_differ(failure) else []
+    ranks = {tensor.dim() for tensor in given}
+    if len(given) != 2 or len(ranks) != 2 or 0 in ranks:
+        return
+    lower = min(given, key=torch.Tensor.dim)
+    for path in origin(lower):
+        leaf = failure.state.at(path)
+        if leaf is not None and leaf.kind == "ids":
+            yield from of_rank(failure.state, path, len(leaf.shape) + max(ranks) - min(ranks))
+
+
+def _as_ids(state: State, path: Path, leaf: Want, demand: Demand) -> Iterator[State]:
+    if leaf.kind == "ids" and leaf.below == demand.below and len(leaf.shape) < 3:
+        return
+    shapes = [leaf.shape] if len(leaf.shape) <= 2 else []
+    for shape in dict.fromkeys([*shapes, ("batch", "length"), ("batch",)]):
+        yield state.with_want(path, replace(leaf, kind="ids", below=demand.below, shape=shape))
+
+
+def _sized(state: State, path: Path, demand: Demand) -> Iterator[State]:
+    """The right number of dims first, then the right sizes at them."""
+    tensor, leaf = demand.tensor, state.at(path)
+    assert leaf is not None
+    channels = next((size for _, size in demand.sizes), 0)
+    if demand.ranks and tensor.dim() not in demand.ranks:
+        for rank in demand.ranks:
+            yield from of_rank(state, path, len(leaf.shape) + rank - tensor.dim(), channels)
+    if is_direct(tensor) and not tensor.is_floating_point():  # whole numbers were a guess, and so was their shape
+        for rank in demand.ranks[:1]:
+            yield from of_rank(state, path, rank, channels)
+    for dim, size in demand.sizes:
+        if -tensor.dim() <= dim < tensor.dim() and tensor.shape[dim] != size:
+            if is_direct(tensor) and tuple(tensor.shape) == leaf.sizes(state.sizes):
+                yield from state.with_dim(path, dim % tensor.dim(), size)
+            yield from resized(state, (path,), tensor.shape[dim], size)
+    if is_direct(tensor) and len(leaf.shape) < tensor.dim() in demand.ranks:  # what it met had more dims
+        yield from of_rank(state, path, tensor.dim(), channels)
+    if is_direct(tensor) and tuple(tensor.shape) != leaf.sizes(state.sizes):  # reshaped on the way: from fewer dims
+        for rank in (len(leaf.shape) - 1, len(leaf.shape) + 1):
+            if rank >= 2:
+                yield from of_rank(state, path, rank, channels)
+                yield from of_rank(state, path, rank)
+    if is_direct(tensor) and len(leaf.shape) in (2, 3) and demand.spatial is None:
+        for rank in demand.ranks:
+            yield from of_rank(state, path, rank, channels)
+
+
+def _condition(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    for place in reversed(failure.places[-3:]):
+        yield from asked_by_condition(place, failure.state)
+        found = place.condition()
+        if found is None:
+            continue
+        for name in [n.id for n in ast.walk(found[0]) if isinstance(n, ast.Name)]:
+            if name in place.frame.f_locals and place.value(name) is None:
+                yield from _given(failure, arguments, model, name)
+        if found is not None:
+            return
+
+
+def _none(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    """Something is None that is needed: the argument of that name, or one that may have become it."""
+    if not lacks_a_value(failure):
+        return
+    names = [name for place in reversed(failure.places) for name in none_names(place)]
+    names += [word for place in failure.places[-1:] for word in re.findall(r"\w+", place.text)]
+    for name in dict.fromkeys(names):
+        yield from _given(failure, arguments, model, name)
+    yield from _fields(failure, set(names), model)
+    for parameter in arguments.optional:
+        yield from _given(failure, arguments, model, parameter.name, most=2)
+
+
+def _fields(failure: Failure, names: set[str], model: torch.nn.Module) -> Iterator[State]:
+    """Fields of a record that were left out, and that the failed line names."""
+    words = {word for place in failure.places[-2:] for word in re.findall(r"\w+", place.text)} | names
+    for name, want in failure.state.wants:
+        if want.kind == "record" and want.value is not None:
+            for one in dataclasses.fields(want.value):
+                if one.name in words and one.name not in dict(want.items):
+                    yield _with_item(failure, (name,), one.name, want, model)
+
+
+def _given(failure: Failure, arguments: Arguments, model: torch.nn.Module, name: str, most: int = 6) -> Iterator[State]:
+    parameter = arguments.find(name)
+    if parameter is None:
+        return
+    for place, want in enumerate(arguments.usual(parameter, model)):
+        if place >= most:
+            return
+        now = dict(failure.state.wants).get(name)
+        if want.kind != "none" and (now is None or now.kind == "none"):
+            yield failure.state.with_want((name,), want)
+
+
+def _parted(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    """`a, b, c = batch`: the argument is a sequence of what the names say; `batch.x`: a record that holds an x."""
+    for place in failure.places[-1:]:
+        statement = place.statement()
+        if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Name):
+            continue
+        targets = statement.targets[0]
+        if isinstance(targets, ast.Tuple | ast.List) and not any(isinstance(n, ast.Starred) for n in targets.elts):
+            names = [re.sub(r"\W+", "_", ast.unparse(one)).strip("_") for one in targets.elts]
+            items = of_items("dict", {name: field_of(None, name or "x") for name in names}, model).items
+            for path in _held(failure, place.value(statement.value.id), statement.value.id):
+                want = Want("list", items=tuple((at, want) for at, (_, want) in enumerate(items)))
+                yield failure.state.with_want(path, want)
+    if isinstance(failure.error, AttributeError) and failure.error.name:
+        name = failure.error.name
+        for path in _held(failure, failure.error.obj, ""):
+            held = dict(failure.state.wants).get(str(path[0])) if len(path) == 1 else None
+            if name in _OF_DICTS:
+                yield failure.state.with_want(path, Want("dict"))
+            elif held is not None and held.kind == "record":
+                yield _with_item(failure, path, name, held, model)
+            elif isinstance(failure.error.obj, torch.Tensor | list):
+                yield failure.state.with_want(path, of_items("record", {name: field_of(None, name)}, model))
+
+
+def _with_item(failure: Failure, path: Path, name: str, held: Want, model: torch.nn.Module) -> State:
+    """A record with one item more. Beside edges there are nodes: the others are made anew."""
+    known = {key: want for key, want in held.items if isinstance(key, str)}
+    fields = {key: field_of(held.value, key) for key in (*known, name)}
+    made = of_items("record", fields, model, held.value)
+    if dict(made.items).keys() == known.keys():
+        return failure.state
+    kept = {} if "nodes" in str(made) and "nodes" not in str(held) else known
+    items = tuple((key, kept.get(str(key), want)) for key, want in made.items)
+    return failure.state.with_want(path, replace(made, items=items))
+
+
+def _held(failure: Failure, value: object, name: str) -> Iterator[Path]:
+    """Which arguments a value is: by where it comes from, by its name, or because no other is of that kind."""
+    wants = dict(failure.state.wants)
+    if isinstance(value, torch.Tensor):
+        yield from (path for path in origin(value) if is_direct(value) and failure.state.at(path) is not None)
+    elif name in wants:
+        yield (name,)
+    elif is_record(value) or isinstance(value, list):
+        yield from ((key,) for key, want in wants.items() if want.kind in ("record", "list"))
+
+
+def _alike(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    """What is named like another argument is often made like it: x_enc and x_dec, hidden_h and hidden_c."""
+    leaves = dict(failure.state.leaves())
+    for path in failure.paths[:3]:
+        words = set(re.findall(r"[a-z0-9]+", str(path[-1]).lower()))
+        near = [(len(words & set(re.findall(r"[a-z0-9]+", str(p[-1]).lower()))), p) for p in leaves if p != path]
+        for shared, other in sorted(near, key=lambda pair: -pair[0])[:2]:
+            if shared and leaves[other] != leaves[path]:
+                yield failure.state.with_want(path, leaves[other])
+
+
+def _other_ranks(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    """Sizes that do not go together may have another number of dims: one id for each, where a sequence was given."""
+    if sizes_disagree(failure):
+        for path in failure.blamed[: 4 if sizes_differ(failure) else 8]:
+            leaf = failure.state.at(path)
+            for rank in (len(leaf.shape) - 1, len(leaf.shape) + 1) if leaf is not None else ():
+                yield from itertools.islice(of_rank(failure.state, path, rank) if 1 <= rank < 4 else (), 2)
+
+
+def _left_out(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    """What the running lines name may be left out in the signature, and be needed all the same."""
+    names = [name for place in reversed(failure.places) for name in none_names(place)]
+    for name in dict.fromkeys(names):
+        yield from _given(failure, arguments, model, name, most=3)
+
+
+def _message(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[State]:
+    yield from told_by_message(failure, model)
+
+
+def usually(failure: Failure, arguments: Arguments, model: torch.nn.Module) -> Iterator[Proposal]:
+    """What such arguments usually are: of the blamed, of the others, and of those that may be left out."""
+    yield from ((state, "sequences come first") for state in turned(failure))
+    tops = list(dict.fromkeys(str(path[0]) for path in failure.paths))
+    names = (*tops, *(name for name, _ in failure.state.wants if name not in tops))
+    known = [arguments.find(name) or field_of(None, name) for name in names]
+    usual_of = [arguments.usual(parameter, model, parameter in arguments.required[:1]) for parameter in known]
+    for together in itertools.zip_longest(*usual_of):  # the likeliest of each, then the next
+        for number, (parameter, want) in enumerate(zip(known, together, strict=True)):
+            if want is not None and want != dict(failure.state.wants).get(parameter.name):
+                said = f"{'it' if number == 0 else 'such'} is usually so"
+                yield failure.state.with_want((parameter.name,), want), said
+    for parameter in arguments.optional:
+        if not failure.state.holds(parameter.name) and is_named(failure, parameter.name):
+            for want in list(arguments.usual(parameter, model))[:3]:
+                yield failure.state.with_want((parameter.name,), want), "the message names it"
+    yield from ((state, "larger") for state in larger(failure.state, failure.paths))

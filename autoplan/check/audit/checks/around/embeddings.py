@@ -1,0 +1,37 @@
+"""embeddings: a token table that stays whole, or a table of positions that is cut.
+
+The token table is looked up by index: cut by rows, a rank looks its own rows up and the results are summed. Left whole
+it costs its bytes on every rank. A position or type table is small and has no such axis: a cut there breaks the lookup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoplan.analyse.picture.flow import node_of
+from autoplan.check.audit.subject import Audited
+from autoplan.emit.words import bytes_text
+from autoplan.values import Finding
+
+NAME = "embeddings"
+
+
+def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+    if subject.tp_size == 1 or not subject.plan.lines:
+        return
+    tables = {
+        dim.parameter
+        for box in subject.flow
+        for field, dim in node_of(subject.flow, box).dims
+        if node_of(subject.flow, box).kind == "embedding" and field == "rows" and dim.parameter
+    }
+    for weight in subject.weights:
+        if not tables & set(weight.names):
+            continue
+        if weight.fact.dim is not None and weight.said.dim is None:
+            extra = weight.bytes * (subject.tp_size - 1) // subject.tp_size
+            text = f"the table stays whole: {bytes_text(weight.bytes)} on every rank"
+            yield Finding(NAME, "note", weight.module, text, f"{weight.module!r}: 'embedding_rowwise'", extra)
+        elif weight.fact.dim is None and weight.said.dim == 0 and weight.said.line is not None:
+            text = f"{weight.name} is cut by rows: {weight.fact.reason}"
+            yield subject.suspect(NAME, weight.said.line.pattern, text, "leave it out", names=weight.names)

@@ -1,0 +1,69 @@
+"""gradient-norm: a norm for clipping that counts replicated parameters once per rank.
+
+Summing squares over all ranks counts every replicated gradient tp times: the norm is inflated (1.4 times at tp 8), and
+clipping bites early. Given the function that computes the norm, it is called on simulated ranks with the plan applied
+and compared with the norm of the unsharded model's gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from autoplan.check.audit.subject import Audited
+from autoplan.values import Finding
+
+NAME = "gradient-norm"
+_ALLOWED = 1e-5
+
+
+def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+    function, clone = subject.settings.gradient_norm, subject.extra.get("clone")
+    if function is None:
+        return
+    if clone is None or subject.numbers is None:
+        yield Finding(NAME, "note", "", f"the norm was not tried: {subject.unproven}")
+        return
+    want, got = _norms(subject, clone, function)
+    if not all(math.isclose(norm, want, rel_tol=_ALLOWED) for norm in got):
+        worst = max(got, key=lambda norm: abs(norm - want))
+        text = f"the function gives {worst:.6g} on {len(got)} ranks, and the gradients' norm is {want:.6g} "
+        text += f"({worst / want:.3f} times)"
+        hint = "count each value once: autoplan.global_norm does, from placements"
+        proof = f"on {len(got)} simulated ranks: {', '.join(f'{norm:.6g}' for norm in got)}"
+        yield Finding(NAME, "error", "", text, hint, proof=proof)
+
+
+def _norms(subject: Audited, clone: Any, function: Any) -> tuple[float, list[float]]:
+    """The unsharded gradients' norm, and what the function says on each rank."""
+    from autoplan.capture.copies import copied
+    from autoplan.check.audit.trial import sharding_for
+    from autoplan.check.ranks.run import one_compute_thread, run_ranks
+    from autoplan.check.verify.subject import Subject as Running
+
+    assert subject.numbers is not None
+    size = subject.numbers.tp_size
+    sharding = sharding_for(subject.plan)
+    with one_compute_thread():
+        whole = Running(copied(clone.model), clone.feeds)
+        feed = next(iter(clone.feeds.values()))
+        whole.forward_and_backward(feed)
+        unique = {p for p in whole.model.parameters() if p.grad is not None}
+        want = math.sqrt(sum(float(p.grad.double().pow(2).sum()) for p in unique))
+        models = [copied(clone.model) for _ in range(size)]
+        got = run_ranks(partial(_on_rank, models=models, feed=feed, sharding=sharding, function=function), size)
+    return want, got
+
+
+def _on_rank(rank: int, *, models: list[Any], feed: Any, sharding: Any, function: Any) -> float:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from autoplan.check.verify.subject import Subject as Running
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    model = sharding.shard(models[rank], mesh)
+    Running(model, {"": feed}, gather=lambda model, grads: {}).forward_and_backward(feed)
+    return float(function(model, mesh))

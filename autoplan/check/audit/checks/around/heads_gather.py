@@ -1,0 +1,57 @@
+"""heads-gather: the vocabulary head gathers its logits on every rank, or stays whole.
+
+[tokens, vocabulary] is often the largest tensor of a step. Kept split, each rank holds 1/tp of it, and the loss can be
+computed so. Gathered, the head's forward alone costs two whole copies in the model's dtype, and a loss in float32 keeps
+about five more through backward: 16 GB at 8,192 tokens and 128,256 rows, in a report about a plan that was lost on the
+way. The count of copies depends on the loss, and is an estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoplan.check.audit.subject import Audited, Weight
+from autoplan.emit.words import bytes_text
+from autoplan.values import Finding, SplitLogits
+
+NAME = "heads-gather"
+_FP32_COPIES = 5  # [tokens, vocabulary] tensors that a float32 cross-entropy keeps, as measured on a public report
+
+
+def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+    if subject.tp_size == 1 or not subject.plan.lines:
+        return
+    for head in subject.solution.runtime.of(SplitLogits):
+        weight = next((w for w in subject.weights if f"{head.pattern}.weight" in w.names), None)
+        line = subject.plan.line_for(f"{head.pattern}.weight")
+        if weight is None or (subject.plan.plan is not None and weight.said.dim is not None):
+            continue
+        if line is not None and "gather" in line.style:
+            hint = "keep the logits split over the vocabulary: 'colwise', and a loss that takes them so"
+            text, more = _gathered(subject, head.columns), gather_bytes(subject, head.columns)[1]
+            yield Finding(NAME, "warn", line.pattern, text, hint, more)
+        elif weight.said.dim is None:
+            yield _whole(subject, head.pattern, weight)
+
+
+def gather_bytes(subject: Audited, rows: int) -> tuple[int, int]:
+    """What gathering costs a rank more than keeping split: in the head's forward, and by the end of backward."""
+    item = 2
+    whole = subject.settings.tokens * rows
+    saved = (subject.tp_size - 1) / subject.tp_size
+    return 2 * whole * item, round((whole * item + _FP32_COPIES * whole * 4) * saved)
+
+
+def _gathered(subject: Audited, rows: int) -> str:
+    forward, step = gather_bytes(subject, rows)
+    return (
+        f"logits [{subject.settings.tokens}, {rows}] are gathered on every rank: {bytes_text(forward)} more in the "
+        f"head's forward, about {bytes_text(step)} more by the end of a step with a float32 loss"
+    )
+
+
+def _whole(subject: Audited, pattern: str, weight: Weight) -> Finding:
+    text = f"the head stays whole: {bytes_text(weight.bytes)} on every rank, and logits of full width"
+    return Finding(
+        NAME, "warn", pattern, text, f"{pattern!r}: 'colwise'", weight.bytes * (subject.tp_size - 1) // subject.tp_size
+    )

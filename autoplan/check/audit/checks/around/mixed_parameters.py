@@ -1,0 +1,27 @@
+"""mixed-parameters: some parameters become DTensors and others stay plain tensors.
+
+torch's own styles shard what the plan names and leave the rest as it was. `clip_grad_norm_` and the foreach optimizers
+then refuse ("got mixed torch.Tensor and DTensor"), or count a replicated weight once per rank. Every parameter should
+end on the mesh, whole ones as replicated (autoplan.parallelize does that).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoplan.check.audit.subject import Audited
+from autoplan.values import Finding
+
+NAME = "mixed-parameters"
+
+
+def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+    if subject.plan.dialect not in ("torch", "transformers"):
+        return
+    plain = [w for w in subject.weights if w.said.dim is None and subject.parameters[w.name].requires_grad]
+    cut = [w for w in subject.weights if w.said.dim is not None]
+    if plain and cut:
+        text = f"{len(plain)} parameters ({subject.folded(w.name for w in plain)}) stay plain tensors next to "
+        text += f"{len(cut)} DTensors: clip_grad_norm_ and foreach optimizers refuse the mixture"
+        hint = "distribute the rest as Replicate(), or use autoplan.parallelize and autoplan.clip_gradients"
+        yield Finding(NAME, "warn", "", text, hint, sum(w.bytes for w in plain))

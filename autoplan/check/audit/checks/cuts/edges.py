@@ -1,0 +1,107 @@
+"""edges: what one layer hands on is not what the next one takes.
+
+Every style says how its input and its output lie on the ranks: whole, this rank's shard of the features, or this rank's
+positions of the sequence. Along the dataflow, from a weight to the next weights that contract the same axis, the two
+must agree: a column layer's shard read by a layer that takes it for whole, a whole output read by a row layer as if it
+were a shard, a reduce-scattered sequence read as a full one. Where shapes fit by chance nothing raises. The finding
+names both ends and both layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from autoplan.analyse.picture.flow import Node, node_of
+from autoplan.check.audit.subject import Audited, Weight
+from autoplan.decide.plan.folding import starred
+from autoplan.values import Finding
+
+NAME = "edges"
+Lies = Literal["whole", "a shard", "a part of the sequence", ""]
+_CONTRACTIONS = ("linear", "stacked", "conv")
+_SHARDED_OUT, _SHARDED_IN = ("colwise", "packed_colwise"), ("rowwise", "packed_rowwise")
+_KNOWN = (*_SHARDED_OUT, *_SHARDED_IN, "colwise_gather_output", "rowwise_split_input", "replicate")
+
+
+def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+    if subject.plan.plan is not None or subject.level == "note":
+        return  # what a plan of ours hands on is derived, not said; and what is exact agrees
+    groups: dict[tuple[str, str, Lies, Lies], list[tuple[Weight, Weight]]] = {}
+    for giver, taker in _edges(subject):
+        gives, takes = _gives(subject, giver), _takes(subject, taker)
+        if gives and takes and gives != takes:
+            groups.setdefault((starred(giver.module), starred(taker.module), gives, takes), []).append((giver, taker))
+    for (_, _, gives, takes), pairs in groups.items():
+        givers, takers = zip(*pairs, strict=True)
+        text = f"hands on {gives}, and {takers[0].module} takes it for {takes}"
+        hint = f"cut both, or none: {subject.folded(t.module for t in takers)} reads it"
+        where = subject.patterns(giver.module for giver in givers)
+        yield subject.suspect(NAME, where, text, hint, names=[w.name for w in (*givers, *takers)])
+
+
+def _edges(subject: Audited) -> Iterator[tuple[Weight, Weight]]:
+    """Weights of which the second contracts the very axis that the first makes."""
+    flow, seen = subject.flow, set()
+    for box in flow:
+        taken = _weight(subject, node_of(flow, box), "in")
+        if taken is None:
+            continue
+        for other in _makers(flow, box):
+            given = _weight(subject, node_of(flow, other), "out")
+            if given is None or not given[1] & taken[1] or (given[0].name, taken[0].name) in seen:
+                continue
+            seen.add((given[0].name, taken[0].name))
+            yield given[0], taken[0]
+
+
+def _makers(flow: Any, box: int) -> Iterator[int]:
+    """The contractions that a box's data come from, through whatever has no weights to contract."""
+    todo, seen = list(flow.predecessors(box)), set()
+    while todo:
+        current = todo.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if node_of(flow, current).kind in _CONTRACTIONS:
+            yield current
+        else:
+            todo += flow.predecessors(current)
+
+
+def _weight(subject: Audited, node: Node, side: str) -> tuple[Weight, set[int]] | None:
+    """The weight that a box contracts, and the axes of its input or output dim."""
+    dim = node.dim(side) if node.kind in _CONTRACTIONS else None
+    if dim is None or dim.dim is None or dim.parameter not in subject.by_name:
+        return None
+    place = (subject.by_name[dim.parameter].fact.names[0], dim.dim)
+    return subject.by_name[dim.parameter], {fact.id for fact in subject.solution.classes if place in fact.parameters}
+
+
+def _gives(subject: Audited, weight: Weight) -> Lies:
+    line = weight.said.line
+    if line is None:
+        return "whole"
+    if line.style not in _KNOWN:
+        return ""
+    return _stated(subject, weight, "output_layouts") or ("a shard" if line.style in _SHARDED_OUT else "whole")
+
+
+def _takes(subject: Audited, weight: Weight) -> Lies:
+    line = weight.said.line
+    if line is None:
+        return "whole"
+    if line.style not in _KNOWN:
+        return ""
+    return _stated(subject, weight, "input_layouts") or ("a shard" if line.style in _SHARDED_IN else "whole")
+
+
+def _stated(subject: Audited, weight: Weight, side: str) -> Lies:
+    """What a style object of torch says of one side itself."""
+    assert weight.said.line is not None
+    layouts = getattr(subject.plan.raw.get(weight.said.line.pattern), side, None)
+    layout = layouts[0] if isinstance(layouts, (list, tuple)) and layouts else layouts
+    dim = getattr(layout, "dim", None)
+    if dim is None:
+        return "whole" if type(layout).__name__ == "Replicate" else ""
+    return "a shard" if dim in (-1, 2) else "a part of the sequence"

@@ -1,0 +1,57 @@
+"""experts: partial sums of experts, router and shared expert must each be summed once.
+
+Experts that are cut inside give every rank a part of the output; the router's weights, applied to parts, get partial
+gradients; a shared expert next to them is summed on its own path. A plan that cuts expert weights must say what sums
+their output (in transformers' words: `moe_tp_experts` on the module that holds them), and leave the router whole: which
+expert is taken must be decided from all scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoplan.check.audit.subject import Audited, Weight
+from autoplan.values import Finding
+
+NAME = "experts"
+_SUMS = ("moe_tp_experts", "all_reduce")
+
+
+def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+    if subject.plan.plan is not None:
+        return
+    yield from _routers(subject)
+    if subject.plan.dialect != "transformers":
+        return
+    holders: dict[str, list[Weight]] = {}
+    for weight in subject.weights:
+        if len(weight.fact.shape) == 3 and weight.said.dim is not None:
+            holders.setdefault(weight.module, []).append(weight)
+    silent = {
+        module: weights
+        for module, weights in holders.items()
+        if not any(line.style in _SUMS and _holds(subject, line, module) for line in subject.plan.lines)
+    }
+    if silent:
+        names = [weight.name for weights in silent.values() for weight in weights]
+        where = tuple(dict.fromkeys(w.said.line.pattern for ws in silent.values() for w in ws if w.said.line))
+        text = f"{names[0]} is cut, and nothing sums the parts of the experts' output"
+        hint = f"{subject.folded(silent)!r}: 'moe_tp_experts'"
+        yield subject.suspect(NAME, where, text, hint, names=names)
+
+
+def _holds(subject: Audited, line: object, module: str) -> bool:
+    """Is a line about the module itself, or one that holds it?"""
+    parts = module.split(".")
+    return any(subject.plan.reaches(line, ".".join(parts[:n])) for n in range(1, len(parts) + 1))  # type: ignore[arg-type]
+
+
+def _routers(subject: Audited) -> Iterator[Finding]:
+    for axis in subject.solution.classes:
+        if not any("topk" in event for event in axis.events):
+            continue
+        for name, dim in axis.parameters:
+            weight = subject.by_name.get(name)
+            if weight is not None and weight.is_matrix and weight.said.dim == dim and weight.said.line is not None:
+                text = f"{name} scores {axis.size} choices, and each rank would see a part of the scores"
+                yield subject.suspect(NAME, weight.said.line.pattern, text, "leave the router whole", names=[name])

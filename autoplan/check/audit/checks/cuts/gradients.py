@@ -1,0 +1,49 @@
+"""gradients: a gradient that ranks must sum and do not, or sum twice.
+
+A weight that every rank holds whole but that meets only this rank's heads (query and key norms, per-head scalars,
+activation parameters) gets a part of its gradient on each rank. Forward is exact, and training drifts in silence. A sum
+that is paid although each rank has the whole gradient already is as wrong: the gradient is tp times too large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoplan.check.audit.subject import Audited, Weight
+from autoplan.decide.plan.folding import starred
+from autoplan.values import Finding
+
+NAME = "gradients"
+_PAYS = "replicated_with_grad_allreduce"
+
+
+def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+    if subject.plan.plan is not None or subject.level == "note":
+        return
+    wrong = {starred(name) for name in subject.wrong_names}
+    missing: dict[str, list[Weight]] = {}
+    twice: dict[str, list[Weight]] = {}
+    for weight in subject.weights:
+        style = weight.said.line.style if weight.said.line else ""
+        pays = style == _PAYS
+        showed = subject.numbers is None or any(starred(name) in wrong for name in weight.names)
+        if not showed or weight.said.dim is not None:
+            continue
+        if weight.fact.gradient != "local" and not pays:
+            missing.setdefault(starred(weight.name), []).append(weight)
+        elif weight.fact.gradient == "local" and pays and weight.fact.dim is None:
+            twice.setdefault(starred(weight.name), []).append(weight)
+    for weights in missing.values():
+        yield _finding(subject, weights, "is whole on every rank, sees only this rank's part, and nobody sums its "
+                       "gradient", f"give it the style {_PAYS!r}")  # fmt: skip
+    for weights in twice.values():
+        yield _finding(subject, weights, "has its whole gradient on every rank, and the plan sums it again",
+                       "give it the style 'replicate', or leave it out")  # fmt: skip
+
+
+def _finding(subject: Audited, weights: list[Weight], text: str, hint: str) -> Finding:
+    names = [weight.name for weight in weights]
+    wrong = {starred(name): name for name in subject.wrong_names}
+    names += [wrong[starred(name)] for name in names if starred(name) in wrong]
+    where = subject.patterns(weight.name for weight in weights)
+    return subject.suspect(NAME, where, f"{weights[0].name} {text}", hint, names=names)

@@ -1,0 +1,62 @@
+"""head-counts: an integer in the model's own code and the split disagree.
+
+`view(b, t, self.num_heads, head_dim)` on a rank that holds half of the heads raises, or runs and is wrong. The other
+way round is as bad: heads halved although the fused projection stayed whole. The integer and the split are one
+decision. The finding names the module, the attribute, and both numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoplan.check.audit.subject import Audited, Weight
+from autoplan.common.patterns import matches
+from autoplan.values import Finding, IntegerEdit
+
+NAME = "head-counts"
+_WHOLE_AFTERWARDS = ("colwise_gather_output", "embedding_rowwise", "embedding_colwise")
+
+
+def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+    if subject.plan.plan is not None:
+        yield from _ours(subject)
+        return
+    groups: dict[tuple[str, str, int, int], list[Weight]] = {}
+    for edit in subject.solution.runtime.of(IntegerEdit):
+        for weight in subject.weights:
+            line = weight.said.line
+            near = edit.pattern in (weight.module, weight.module.rpartition(".")[0])
+            if near and line is not None and weight.said.dim is not None and line.style not in _WHOLE_AFTERWARDS:
+                groups.setdefault((line.pattern, edit.name, edit.old, edit.new), []).append(weight)
+    told: set[tuple[str, int]] = set()
+    for (pattern, attribute, old, new), weights in groups.items():
+        if (attribute, old) not in told:  # once, at the first line that splits what the number counts
+            told.add((attribute, old))
+            module = weights[0].module.rpartition(".")[0]
+            text = f"{module} computes with {attribute}={old}, while a rank holds {new}"
+            hint = f"set {attribute} to {new} on this module when it is split"
+            yield subject.suspect(NAME, pattern, text, hint, names=[weight.name for weight in weights])
+
+
+def _ours(subject: Audited) -> Iterator[Finding]:
+    """A plan of ours carries its edits: they must be those that its own choices need."""
+    if subject.right is None or subject.plan.plan is None:
+        return
+    have, need = (_by_place(subject, plan.runtime.of(IntegerEdit)) for plan in (subject.plan.plan, subject.right))
+    for place in dict.fromkeys([*have, *need]):
+        mine, right = have.get(place), need.get(place)
+        if mine == right:
+            continue
+        module, attribute, _ = place
+        says = "leaves it as it is" if mine is None else f"makes it {mine}"
+        must = "it must stay" if right is None else f"it must be {right}"
+        yield subject.suspect(NAME, module, f"{attribute} of {module}: the plan {says}; {must}", "plan again")
+
+
+def _by_place(subject: Audited, edits: tuple[IntegerEdit, ...]) -> dict[tuple[str, str, int | None], object]:
+    return {
+        (module, edit.name, edit.index): edit.per_rank or edit.new
+        for edit in edits
+        for module in subject.modules
+        if matches(edit.pattern, module)
+    }

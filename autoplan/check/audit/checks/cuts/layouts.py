@@ -1,0 +1,49 @@
+"""layouts: a weight is cut along a dim that cannot be cut, or into other rows than its neighbours.
+
+Each dim of a weight is an axis that other tensors share: the residual stream, which every rank holds whole; the heads;
+the features inside an MLP. A cut along the wrong one meets its neighbours with other rows, or with a part where all was
+expected. The finding says what analysis knows about the dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoplan.check.audit.subject import Audited, Weight
+from autoplan.common.layout import Layout
+from autoplan.values import Finding
+from autoplan.values.reasons import sentence
+
+NAME = "layouts"
+_AT_THE_BOUNDARY = ("colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_colwise")
+
+
+def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+    groups: dict[tuple[str, str], list[Weight]] = {}
+    for weight in subject.weights:
+        line, reason = weight.said.line, _wrong_cut(subject, weight)
+        if line is not None and reason and line.style not in _AT_THE_BOUNDARY:
+            groups.setdefault((line.pattern, reason), []).append(weight)
+    for (pattern, reason), weights in groups.items():
+        names = [weight.name for weight in weights]
+        yield subject.suspect(NAME, pattern, f"cuts dim {weights[0].said.dim} of {names[0]}: {reason}",
+                              _fix(weights[0]), names=names)  # fmt: skip
+
+
+def _wrong_cut(subject: Audited, weight: Weight) -> str:
+    said, fact = weight.said, weight.fact
+    if said.dim is None or not weight.is_matrix:
+        return ""
+    if said.dim != fact.dim:
+        held = [c for c in subject.solution.classes if (fact.names[0], said.dim) in c.parameters]
+        whys = sentence(c.reason for c in held if c.reason is not None)
+        other = f"its neighbours are cut along dim {fact.dim} ({fact.layout})" if fact.dim is not None else ""
+        return "; ".join(filter(None, [whys, other])) or "nothing shares that cut"
+    if subject.wanted_rows(weight) != said.rows and Layout.parse(fact.layout or "1").contiguous(subject.tp_size):
+        return f"rank 0 holds other rows than its neighbours, which lie as {fact.layout}"
+    return ""
+
+
+def _fix(weight: Weight) -> str:
+    fact = weight.fact
+    return f"cut dim {fact.dim}: {fact.layout}" if fact.dim is not None else "keep it whole"

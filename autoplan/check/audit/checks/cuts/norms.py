@@ -1,0 +1,51 @@
+"""norms: a statistic (norm, softmax, top-k, mean) over an axis that is split.
+
+Each rank then normalises by its own shard. OLMo2's query and key norms run over all heads at once: cut by heads, a rank
+knows only half of the mean square. Shapes fit, and the numbers are wrong. The statistic must be summed over ranks, or
+the axis gathered before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoplan.check.audit.subject import Audited, Weight
+from autoplan.values import Finding, refs
+
+NAME = "norms"
+_MATCHED = "sum"  # partial sums of products: pairing speaks of those
+
+
+def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+    if subject.plan.plan is not None:
+        return
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for call, kind in subject.solution.reductions.items():
+        if kind != _MATCHED:
+            cut = tuple(weight.name for weight in _cut_along(subject, call))
+            if cut:
+                groups.setdefault(cut, []).append(subject.solution.trace.calls[call].module)
+    for cut, modules in groups.items():
+        text = (
+            f"{modules[0]} takes a statistic over an axis that {cut[0]} is cut along: each rank takes it of its shard"
+        )
+        hint = "sum the statistic over ranks (autoplan does), or gather the output first (colwise_gather_output)"
+        names = [*cut, *(name for name in subject.parameters if name.rpartition(".")[0] in modules)]
+        yield subject.suspect(NAME, subject.patterns(modules), text, hint, names=names)
+
+
+def _cut_along(subject: Audited, call: int) -> Iterator[Weight]:
+    """Weights that the plan cuts along the axes which a call sums over, and whose output it keeps cut."""
+    shards, trace = subject.solution.shards, subject.solution.trace
+    assert shards is not None
+    made = trace.calls[call]
+    axes = {leaf for tensor in refs((made.args, tuple(made.kwargs.values()))) for leaf in shards.split_leaves(tensor)}
+    for name, tensor in trace.by_name.items():
+        weight = subject.by_name.get(name)
+        if weight is None or not weight.is_matrix or not axes & shards.split_leaves(tensor):
+            continue
+        line = weight.said.line
+        if line is not None and weight.said.dim is not None and weight.said.dim == weight.fact.dim:
+            keeps = "gather" not in line.style and not line.style.startswith(("rowwise", "embedding"))
+            if keeps:
+                yield weight

@@ -1,0 +1,37 @@
+"""packed: a fused weight is cut as if it were one.
+
+Query, key and value (or gate and up) in one weight: a plain cut gives rank 0 all of the queries and no value, shapes
+stay legal, and the local `split` or `chunk` pairs gate with gate. The output is wrong by more than 100 %. Each segment
+must be cut by itself; the finding shows the segments as the forward reads them. (transformers' packed styles know two
+equal segments, no more.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoplan.check.audit.subject import Audited, Weight
+from autoplan.common.layout import Layout
+from autoplan.values import Finding
+
+NAME = "packed"
+
+
+def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+    groups: dict[tuple[str, str], list[Weight]] = {}
+    for weight in subject.weights:
+        said, fact = weight.said, weight.fact
+        if said.line is None or said.dim is None or said.dim != fact.dim or fact.layout is None:
+            continue
+        packed = not Layout.parse(fact.layout).one_run(subject.tp_size) and "@" not in fact.layout
+        if (packed or said.parts > 1) and subject.wanted_rows(weight) != said.rows and weight.is_matrix:
+            groups.setdefault((said.line.pattern, fact.layout), []).append(weight)
+    for (pattern, layout), weights in groups.items():
+        first = weights[0]
+        how = "in two equal halves" if first.said.parts > 1 else "as one run of rows"
+        names = [weight.name for weight in weights]
+        text = f"{first.name} holds segments {layout} along dim {first.fact.dim} and is cut {how}"
+        hint = "cut segment by segment (autoplan's packed_colwise does), or keep it whole"
+        if first.said.line is not None and first.said.line.style == "colwise_gather_output":
+            continue
+        yield subject.suspect(NAME, pattern, text, hint, names=names)

@@ -1,0 +1,38 @@
+"""pairing: one side of a column/row pair is cut and the other is not.
+
+A column-wise projection leaves each rank with a part of its features; whoever reads them must hold the matching part.
+So all weights along one axis are cut, or none (or the output is gathered, or the input split first, which costs a
+collective). The finding names the axis' weights that were forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoplan.check.audit.subject import Audited, Weight
+from autoplan.values import Finding, SplitLogits, VocabularyTable
+
+NAME = "pairing"
+_WHOLE_AT_THE_BOUNDARY = ("colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_colwise")
+
+
+def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+    logits = {end.pattern for kind in (VocabularyTable, SplitLogits) for end in subject.solution.runtime.of(kind)}
+    for axis in subject.solution.classes:
+        places = dict(axis.parameters)
+        weights = [subject.by_name[name] for name in places if name in subject.by_name]
+        weights = [w for w in weights if w.is_matrix and w.module not in logits]
+        if not axis.split or len(weights) < 2:
+            continue
+        cut = [w for w in weights if w.said.dim == places.get(w.name, w.fact.dim) and _keeps_split(w)]
+        whole = [w for w in weights if w.said.dim is None]
+        if cut and whole:
+            text = f"cuts an axis of {axis.size} that {', '.join(w.name for w in whole[:3])} keeps whole"
+            names = [w.name for w in (*cut, *whole)]
+            hint = f"cut {subject.folded(w.module for w in whole)} too, or gather the output"
+            yield subject.suspect(NAME, subject.patterns(w.module for w in cut), text, hint, names=names)
+
+
+def _keeps_split(weight: Weight) -> bool:
+    line = weight.said.line
+    return line is not None and line.style not in _WHOLE_AT_THE_BOUNDARY

@@ -1,0 +1,47 @@
+"""sequence: sequence-parallel styles, and who reads the sequence that they cut.
+
+Under sequence parallelism the stream between split regions holds this rank's positions only. Everyone who reads it must
+know: rotary tables and masks derive their length from it, a norm in the middle of a region gets heads, not positions. A
+plan that marks some norms and forgets a consumer runs on sequences of two lengths. The findings list what would have
+to see the whole sequence, and a plan of ours that promises sequence parallelism and does not do it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoplan.check.audit.subject import Audited
+from autoplan.values import Finding, SequenceBoundary
+
+NAME = "sequence"
+
+
+def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+    plan = subject.plan.plan
+    if plan is not None:
+        cuts = bool(plan.runtime.of(SequenceBoundary))
+        if plan.sequence_parallel and not cuts:
+            text = "the plan promises sequence parallelism and cuts no sequence"
+            yield Finding(NAME, "warn", "", text, "plan again with sequence_parallel=True")
+        return
+    lines = list(subject.lines_with("sequence_parallel"))
+    if not lines:
+        return
+    reached = [name for line in lines for name in subject.modules if subject.plan.reaches(line, name)]
+    reason = _whole_sequence(subject)
+    text = f"{len(reached)} modules take their input for a part of the sequence"
+    if reason:
+        text += f"; the whole sequence is needed: {reason}"
+    where = tuple(line.pattern for line in lines)
+    hint = "autoplan.plan(sequence_parallel=True) cuts the stream only where every consumer is known"
+    names = [name for line in lines for weight in subject.of_line(line) for name in weight.names]
+    yield subject.suspect(NAME, where, text, hint, names=names)
+
+
+def _whole_sequence(subject: Audited) -> str:
+    """What analysis says of cutting this model's stream."""
+    from autoplan.analyse.solve import solve
+
+    stacks = tuple(stack.fqns for stack in subject.stacks)
+    solution = solve(subject.solution.trace, subject.tp_size, sequence_stacks=stacks)
+    return "; ".join(map(str, solution.whole_sequence[:2]))

@@ -1,0 +1,42 @@
+"""tied: one parameter under two names, and the two are treated differently.
+
+A table and the head that shares it are one tensor: cut by rows for one, it is cut by rows for the other. Plans that
+name both with different cuts shard it twice, and torch's `parallelize_module` unties the two without a word: forward
+stays right, the gradient does not, and the weights drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoplan.check.audit.subject import Audited
+from autoplan.decide.written_plans.choices import CUTS
+from autoplan.values import Finding
+
+NAME = "tied"
+_AS_ROWS = {"rows": "out", "width": "in"}  # a table's rows are its head's columns
+
+
+def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+    for weight in subject.weights:
+        if len(weight.names) < 2 or subject.plan.plan is not None:
+            continue
+        lines = {name: line for name in weight.names if (line := subject.plan.line_for(name)) is not None}
+        cuts = {_cut(line.style) for line in lines.values()}
+        whole = len(lines) < len(weight.names)
+        both = " and ".join(weight.names[:2])
+        where = tuple(dict.fromkeys(line.pattern for line in lines.values()))
+        if lines and subject.plan.dialect == "torch":
+            text = f"{both} are one parameter, and parallelize_module makes two of it"
+            yield subject.suspect(
+                NAME, where, text, "tie them again after it, before the optimizer", names=weight.names
+            )
+        elif len(cuts) > 1 or (cuts - {"whole", "nothing"} and whole):
+            text = f"{both} are one parameter, and the plan says {', '.join(map(str, lines.values()))}"
+            hint = "give both one cut: embedding_rowwise for the table is colwise for the head"
+            yield subject.suspect(NAME, where, text, hint, names=weight.names)
+
+
+def _cut(style: str) -> str:
+    cut = CUTS.get(style, "whole")
+    return _AS_ROWS.get(cut, cut)

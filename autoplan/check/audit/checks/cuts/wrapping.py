@@ -1,0 +1,44 @@
+"""wrapping: the code around a layer forbids to wrap it.
+
+torch's and transformers' styles wrap the call of a layer: its weight becomes a DTensor, and what it returns is a view
+of one. Code that changes the output in place, or reads the weight by itself (`F.linear(x, self.proj.weight)`), then
+raises in training, and a convolution has no `in_features` to cut by. Nothing in the plan shows it; the finding names
+the line, and the module whose code is to blame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autoplan.analyse.picture.obstacles import obstacles
+from autoplan.check.audit.subject import Audited
+from autoplan.decide.plan.folding import starred
+from autoplan.decide.written_plans.choices import CUTS
+from autoplan.values import Finding, Obstacle
+
+NAME = "wrapping"
+_WRAPPING = ("edited", "read", "shape")
+
+
+def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+    if subject.plan.dialect not in ("torch", "transformers") or subject.level == "note":
+        return
+    lines = {
+        weight.module: weight.said.line
+        for weight in subject.weights
+        if weight.said.line is not None and weight.said.dim is not None and weight.name.endswith(".weight")
+    }
+    lines = {
+        name: line for name, line in lines.items() if CUTS.get(line.style) not in (None, "any", "nothing", "whole")
+    }
+    groups: dict[Obstacle, list[str]] = {}
+    for obstacle in obstacles(subject.solution.trace, lines):
+        if obstacle.kind in _WRAPPING:
+            same = replace(obstacle, pattern=lines[obstacle.pattern].pattern, by=starred(obstacle.by))
+            groups.setdefault(same, []).append(obstacle.pattern)
+    for same, modules in groups.items():
+        hint = f"leave {subject.folded(modules)} whole, or let autoplan.parallelize carry the plan out: its hooks can"
+        names = [f"{module}.weight" for module in modules]
+        why = f"{modules[0]} cannot be wrapped: {same.why}"
+        yield subject.suspect(NAME, same.pattern, why, hint, names=names)

@@ -1,0 +1,46 @@
+"""numbers: the plan, run on simulated ranks, does not compute what the model computes.
+
+Whatever the other checks recognise, this is the measure: outputs and every gradient of a tiny clone under the plan, by
+the plan's own library, against the unsharded model in double precision. One finding for what cannot run, for outputs
+that are wrong, or for gradients that are wrong while every output is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoplan.check.audit.subject import Audited
+from autoplan.common.patterns import fold_names
+from autoplan.values import Finding
+
+NAME = "numbers"
+
+
+def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+    if subject.numbers is None:
+        if subject.plan.lines and subject.tp_size > 1:
+            yield Finding(NAME, "note", "", f"the plan was not run on ranks: {subject.unproven}")
+        return
+    errors = [finding for finding in subject.numbers.findings if finding.level == "error"]
+    if not errors:
+        return
+    ranks = f"on {subject.numbers.tp_size} simulated ranks"
+    broken = [finding for finding in errors if not finding.where]
+    outputs = [finding for finding in errors if finding.where and finding.check != "gradients"]
+    if broken:
+        said, hint = f"cannot run {ranks}", "see the other findings"
+        yield Finding(NAME, "error", "", said, hint, proof=broken[0].message, kind="cannot-run")
+    elif outputs:
+        text = f"outputs are wrong {ranks} ({', '.join(f.where for f in outputs[:3])})"
+        yield Finding(NAME, "error", "", text, "see the other findings", proof=_worst(outputs), kind="wrong-numbers")
+    else:
+        names = [finding.where for finding in errors]
+        places = tuple(fold_names(names))
+        text = f"outputs are exact and {len(names)} gradients are wrong {ranks}"
+        hint, proof = "see the other findings", _worst(errors)
+        where = ", ".join(places[:6])
+        yield Finding(NAME, "error", where, text, hint, proof=proof, kind="wrong-numbers", places=places)
+
+
+def _worst(errors: list[Finding]) -> str:
+    return "; ".join(f"{finding.where}: {finding.message}" for finding in errors[:3])

@@ -1,0 +1,54 @@
+"""rounding: is a difference between sizes a bug, or the order of sums?
+
+A sum over ranks adds in another order than one rank does, and in bfloat16 that alone moves logits in the third digit. A
+bug looks the same from outside. The plan is run in double precision, where a right one is exact, and then in the dtype
+asked for: exact there and different here is rounding, and its size is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from autoplan.capture.copies import copied
+from autoplan.check.audit.subject import Audited
+from autoplan.common.errors import AutoplanError
+from autoplan.values import Finding
+
+NAME = "rounding"
+
+
+def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+    dtype, clone = subject.settings.dtype, subject.extra.get("clone")
+    if dtype is None:
+        return
+    if clone is None or subject.numbers is None:
+        yield Finding(NAME, "note", "", f"not tried in {dtype}: {subject.unproven}")
+        return
+    forward, gradient = _spread(subject, clone, dtype)
+    seen = f"in {dtype} outputs differ by up to {forward:.1e} and gradients by up to {gradient:.1e}"
+    if subject.is_wrong:
+        text = f"{seen}, and that is not rounding: the plan is wrong in double precision too"
+        yield Finding(NAME, "error", "", text, "see the other findings", proof=subject.proof())
+    else:
+        text = f"{seen}: that is rounding, for in double precision the plan is exact"
+        yield Finding(NAME, "note", "", text)
+
+
+def _spread(subject: Audited, clone: Any, dtype: str) -> tuple[float, float]:
+    """The largest errors of outputs and gradients in another precision."""
+    import torch
+
+    from autoplan.check.audit.trial import sharding_for
+    from autoplan.check.verify.sharded import check_sharding
+    from autoplan.common.dtypes import cast_numbers, inputs_in
+
+    wanted = getattr(torch, dtype, None)
+    if not isinstance(wanted, torch.dtype):
+        raise AutoplanError(f"dtype={dtype!r} is no torch dtype", hint="give 'bfloat16' or 'float16'")
+    assert subject.numbers is not None
+    model = copied(clone.model)
+    cast_numbers(model, wanted)
+    feeds = inputs_in(wanted, clone.feeds)
+    report = check_sharding(model, feeds, sharding_for(subject.plan), subject.numbers.tp_size, checks=("forward",))
+    return report.forward or 0.0, max(report.gradients.values(), default=0.0)

@@ -1,0 +1,95 @@
+"""runtime: a plan of ours does something else than its choices need.
+
+A Plan carries all that is done on a rank: how each parameter lies, which sums happen where, which integers are edited.
+All of it follows from which weights are cut. It is derived again from the plan's own choices and compared piece by
+piece; what is missing, added or changed (an edited file, a plan for another release of the model) is listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from autoplan.check.audit.subject import Audited
+from autoplan.common.patterns import matches
+from autoplan.values import (
+    Boundary,
+    CallRewrite,
+    Finding,
+    ParallelBlock,
+    ParameterRule,
+    Runtime,
+    SplitLogits,
+    VocabularyTable,
+)
+
+NAME = "runtime"
+_SAID: dict[type[Any], str] = {
+    ParameterRule: "lies on ranks otherwise than its choices need",
+    Boundary: "sums at module boundaries differ",
+    ParallelBlock: "branches of a block are summed otherwise",
+    VocabularyTable: "the vocabulary's table or head is treated otherwise",
+    SplitLogits: "the vocabulary's table or head is treated otherwise",
+    CallRewrite: "calls inside the module are treated otherwise",
+}  # integers have a check of their own (head_counts.py)
+
+
+def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+    plan, right = subject.plan.plan, subject.right
+    if plan is None:
+        return
+    if right is None:
+        yield Finding(NAME, "warn", "", "the plan's own choices cannot be planned again on this model", "plan again")
+        return
+    for kind, text in _SAID.items():
+        names = subject.parameters if kind is ParameterRule else subject.modules
+        have, need = (_expanded(_items(p.runtime, kind), {**names, **_buffers(subject)}) for p in (plan, right))
+        groups: dict[str, list[str]] = {}
+        for name in dict.fromkeys([*have, *need]):
+            extra, missing = (
+                have.get(name, set()) - need.get(name, set()),
+                need.get(name, set()) - have.get(name, set()),
+            )
+            if extra or missing:
+                groups.setdefault(_difference(extra, missing), []).append(name)
+        for difference, places in groups.items():
+            yield subject.suspect(NAME, subject.patterns(places), f"{text}: {difference}", "plan again", names=places)
+    for field in ("random", "random_whole", "draws"):
+        have, need = getattr(plan.runtime, field), getattr(right.runtime, field)
+        if have != need and (field == "draws" or _modules(subject, have) != _modules(subject, need)):
+            yield subject.suspect(NAME, "", "random numbers are drawn otherwise than the split needs", "plan again")
+
+
+def _items(runtime: Runtime, kind: type[Any]) -> tuple[Any, ...]:
+    return runtime.parameters if kind is ParameterRule else runtime.of(kind)
+
+
+def _buffers(subject: Audited) -> dict[str, Any]:
+    return dict(subject.model.named_buffers(remove_duplicate=False))
+
+
+def _expanded(items: tuple[Any, ...], names: dict[str, Any]) -> dict[str, set[Any]]:
+    """What is said of each name, by whatever pattern."""
+    said: dict[str, set[Any]] = {}
+    for item in items:
+        for name in names if "*" in item.pattern else (item.pattern,):
+            if matches(item.pattern, name):
+                text, known = repr(replace(item, pattern="")), said.setdefault(name, set())
+                known.add(f"{text} twice" if text in known else text)
+    return said
+
+
+def _modules(subject: Audited, patterns: tuple[str, ...]) -> set[str]:
+    return {name for name in subject.modules for pattern in patterns if matches(pattern, name)}
+
+
+def _difference(extra: set[Any], missing: set[Any]) -> str:
+    parts = [f"it has {_short(item)}" for item in sorted(extra)] + [
+        f"it lacks {_short(item)}" for item in sorted(missing)
+    ]
+    return "; ".join(parts[:3])
+
+
+def _short(text: str) -> str:
+    return text.replace("pattern='', ", "")

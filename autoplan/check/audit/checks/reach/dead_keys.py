@@ -1,0 +1,31 @@
+"""dead-keys: a key that matches nothing in the model.
+
+Libraries skip such a key with a log line at best, and the weights it was written for stay whole on every rank: a model
+that fits on paper runs out of memory (Mixtral's experts under `tp_plan="auto"`; a whole custom pattern set in
+DeepSpeed). The hint names the nearest path that exists, and the bytes are those that this path holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoplan.check.audit.subject import Audited
+from autoplan.common.patterns import fold_names, matches, nearest
+from autoplan.values import Finding
+
+NAME = "dead-keys"
+
+
+def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
+    known = [*subject.modules, *subject.parameters]
+    folded = fold_names(known)
+    for line in subject.plan.lines:
+        if not any(subject.plan.reaches(line, name) for name in known):
+            close = nearest(line.pattern, folded)
+            hint = f"did you mean {close[0]!r}?" if close else "remove it, or look the path up in `autoplan plan MODEL`"
+            size = sum(w.bytes for w in subject.weights if close and _under(close[0], w.name))
+            yield Finding(NAME, "warn", line.pattern, f"{line} matches no module and no parameter", hint, size)
+
+
+def _under(pattern: str, name: str) -> bool:
+    return matches(pattern, name) or matches(pattern, name.rpartition(".")[0])

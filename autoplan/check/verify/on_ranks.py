@@ -1,0 +1,183 @@
+"""What every rank sees of a sharded model: a copy is sharded there, and goes through the checks one after the other.
+
+Ranks are threads, processes, or real ones that are all here. A check that raises on one of them is a finding, and the
+others are run without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from autoplan.capture.copies import copied
+from autoplan.check.ranks.common import Budget
+from autoplan.check.ranks.run import Engine, RankError, RankTimeout, run_processes, run_ranks
+from autoplan.common.errors import AutoplanError, OutsideError
+from autoplan.common.stages import stage
+from autoplan.hf.processes import note_what_is_collected
+from autoplan.values import Finding
+
+__all__ = ["CheckFailed", "Job", "Sharding", "attentively", "copy_of", "observe_all", "said"]
+
+_TIMEOUT = 120.0  # seconds for all that ranks do at one go
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is sharded on a mesh, and how its parameters or gradients come back whole. Picklable for gloo."""
+
+    shard: Callable[[Any, Any], Any]  # (model, mesh) -> the model, sharded
+    gather: Callable[[Any, bool], Mapping[str, Any]]  # (model, gradients?) -> {name: whole tensor}
+    blocks: tuple[str, ...] = ()  # whose communication is measured, on ranks that are threads
+    noted: Callable[[Any], Any] | None = None  # what to know of the sharded model after a step; may raise AutoplanError
+
+
+class CheckFailed(AutoplanError):
+    """A check could not be carried out, on a rank or unsharded."""
+
+    def __init__(self, check: str, reason: str, hint: str = "") -> None:
+        super().__init__(reason, hint=hint)
+        self.check = check
+
+    def __reduce__(self) -> Any:
+        return CheckFailed, (self.check, self.message, self.hint)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a rank needs."""
+
+    subject: Any  # of the unsharded model
+    sharding: Sharding
+    tp_size: int
+    checks: tuple[str, ...]
+    dims: tuple[tuple[str, int], ...]  # of the simulated mesh: name and size
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(size for _, size in self.dims)
+
+
+def observe_all(job: Job, engine: Engine, mesh: Any, budget: Budget) -> tuple[list[Any], list[Finding]]:
+    """What every rank saw. A check that raises becomes a finding and the others are run without it."""
+    findings: list[Finding] = []
+    while job.checks:
+        stage(f"running it on {job.ranks} simulated ranks: {', '.join(job.checks)}")
+        try:
+            return _run(job, engine, mesh, min(_TIMEOUT, budget.left)), findings
+        except (CheckFailed, RankError, RankTimeout) as error:
+            if isinstance(error, RankTimeout):
+                budget.check("on simulated ranks")
+            cause = getattr(error, "cause", error)
+            failed = cause.check if isinstance(cause, CheckFailed) else ""
+            text = str(cause) if isinstance(cause, CheckFailed) else str(error)
+            findings.append(Finding(failed or "sharding", "error", "", text))
+            if failed not in job.checks or failed in ("parameters", "forward"):
+                return [], findings  # where these fail, the others would only repeat it
+            job = replace(job, checks=tuple(name for name in job.checks if name != failed))
+    return [], findings
+
+
+def _run(job: Job, engine: Engine, mesh: Any, timeout: float) -> list[Any]:
+    if mesh is not None:
+        return _on_live_mesh(job, mesh)
+    if engine == "gloo":
+        return run_processes(_on_rank, (job,), job.ranks, timeout=timeout)
+    # Copies are made here: deepcopy is Python code of the model's own, and threads would run it at the same time.
+    jobs = [replace(job, subject=copy_of(job.subject)) for _ in range(job.ranks)]
+    return run_ranks(lambda rank: _on_rank(rank, jobs[rank]), job.ranks, engine=engine, timeout=timeout)
+
+
+def copy_of(subject: Any) -> Any:
+    return replace(subject, model=copied(subject.model), collectives={})
+
+
+def _on_rank(rank: int, job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    names, sizes = zip(*job.dims, strict=True)
+    note_what_is_collected(job.subject.model)
+    return _observe(rank, job, init_device_mesh("cpu", sizes, mesh_dim_names=names))
+
+
+def _on_live_mesh(job: Job, mesh: Any) -> list[Any]:
+    """The ranks are real and every one of them is here: observe, then tell each other."""
+    import torch.distributed as dist
+
+    from autoplan.execute.randomness import streams as random_streams
+
+    ((name, _),) = job.dims
+    group = mesh[name].get_group()
+    subject = copy_of(job.subject)
+    subject.model.to(mesh.device_type)
+    with random_streams.fork():
+        seen = _observe(dist.get_rank(group), replace(job, subject=subject), mesh)
+    everyone: list[Any] = [None] * job.tp_size
+    dist.all_gather_object(everyone, seen, group=group)
+    return everyone
+
+
+def _observe(rank: int, job: Job, mesh: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Shard the model, run the checks one after the other: their observations, and the collectives of one step."""
+    from autoplan.capture.outside import replacing
+    from autoplan.check.verify.checks import CHECKS
+
+    try:
+        model = replacing(job.subject.model, lambda model: job.sharding.shard(model, mesh))
+    except Exception as error:  # whatever a plan does to a model is a finding about the plan
+        raise CheckFailed("sharding", said(error)) from error
+    subject = replace(job.subject, model=model, gather=job.sharding.gather, rank=rank)
+    seen: dict[str, Any] = {}
+    collectives: dict[str, Any] = {}
+    for check in CHECKS:
+        if check.name in job.checks:
+            try:
+                with attentively(check, model):
+                    seen[check.name] = check.run(subject)
+            except OutsideError as error:
+                raise CheckFailed(check.name, error.message) from error
+            except Exception as error:  # as above: what the sharded forward raises is the finding
+                raise CheckFailed(check.name, f"the sharded model cannot run: {said(error)}") from error
+            if check.name == "forward":
+                collectives = {**subject.collectives, "blocks": _measured(job, subject), "noted": _noted(job, subject)}
+    return seen, collectives
+
+
+def _noted(job: Job, subject: Any) -> Any:
+    try:
+        return job.sharding.noted(subject.model) if job.sharding.noted else None
+    except AutoplanError as error:
+        raise CheckFailed("forward", error.message) from error
+
+
+def _measured(job: Job, subject: Any) -> dict[str, Any]:
+    """What each block moves, where that can be seen: on threads with a tp group alone."""
+    from autoplan.check.ranks.threads import is_simulated
+    from autoplan.check.verify.traffic import measured_traffic
+
+    if not job.sharding.blocks or not is_simulated() or len(job.dims) > 1:
+        return {}
+    return measured_traffic(subject, job.sharding.blocks)
+
+
+def said(error: Exception) -> str:
+    """An error in one line, with the place where it arose: the last line of the model's code, else of ours."""
+    import traceback
+
+    ours = str(Path(__file__).parents[2])
+    steps = [step for step in traceback.extract_tb(error.__traceback__) if "/torch/" not in step.filename]
+    own = [step for step in steps if not step.filename.startswith(ours)] or steps
+    place = f" (at {own[-1].filename.rsplit('/', 1)[-1]}:{own[-1].lineno} in {own[-1].name})" if own else ""
+    text = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {text}{place}"
+
+
+def attentively(check: Any, model: Any) -> AbstractContextManager[None]:
+    """Looks out for weights that are not the model's, once: other checks run the same code."""
+    from autoplan.capture.outside import refusing_outsiders
+
+    return refusing_outsiders(model) if check.name == "forward" else nullcontext()

@@ -1,0 +1,43 @@
+"""The documents of `rules/quantised`: how each scheme stores a weight, and by which words others ask for it.
+
+No code names a scheme by its id. Who reads a config asks for a method and a form of it; who computes with stored
+tensors asks by which way they are read. Both stand in the document, so that one can be renamed, or added, alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from autoplan.common.errors import SourceError
+from autoplan.common.files.plain import NotPlain, read_plain
+from autoplan.common.files.shapes import misshapen
+from autoplan.common.rules_folder import rules_folder
+
+__all__ = ["scheme_files"]
+
+_NEEDED = {"title", "method", "tensors"}
+_KEYS = _NEEDED | {"form", "dequantise", "state", "transposed_stacks", "linears_only"}
+_TENSOR_KEYS = {"name", "dtype", "dims", "when", "stacked"}
+
+
+def scheme_files() -> Mapping[str, Mapping[str, Any]]:
+    """All schemes, by their ids: the names of their files."""
+    return _files(rules_folder())
+
+
+@lru_cache(maxsize=4)
+def _files(folder: Path) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted((folder / "quantised").glob("*.toml")):
+        data = read_plain(path, NotPlain(error=SourceError, hint="fix the TOML"), notation="toml")
+        if problem := misshapen(data, {"tensors": [{}]}):
+            raise SourceError(f"{path}: {problem}", hint="see rules/quantised")
+        missing = _NEEDED - set(data)
+        odd = missing | set(data) - _KEYS | {key for one in data.get("tensors", ()) for key in set(one) - _TENSOR_KEYS}
+        if odd:
+            raise SourceError(f"{path}: unknown or missing {', '.join(sorted(odd))}", hint="see rules/quantised")
+        found[path.stem] = data
+    return found

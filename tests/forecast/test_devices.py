@@ -1,0 +1,62 @@
+"""A device file is read whole, or refused in one line that names what is wrong with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import autoplan
+from autoplan.common.rules_folder import rules_folder
+from autoplan.forecast.calibrate import Measured, device_text
+from autoplan.forecast.devices import device_names, load_device
+
+H100 = (rules_folder() / "devices" / "h100.toml").read_text(encoding="utf-8")
+
+
+def _with(key: str, value: str) -> str:
+    """The file of the H100 with another value of `key`."""
+    lines = [f"{key} = {value}" if line.split(" = ")[0] == key else line for line in H100.splitlines()]
+    assert lines != H100.splitlines(), key
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (_with("memory", "inf"), "memory = inf, which is no whole number"),
+        (_with("memory", "nan"), "memory = nan"),
+        (_with("memory", "1.5"), "memory = 1.5, which is no whole number"),
+        (_with("context", "-1"), "overhead.context = -1, which is below 0"),
+        (_with("context", "inf"), "overhead.context = inf"),
+        (_with("latency_inside", "-1e-6"), "links.latency_inside = -1e-06, which is below 0"),
+        (_with("latency_between", "nan"), "links.latency_between = nan"),
+        (_with("bandwidth", "0"), "bandwidth = 0, which is not above 0"),
+        (_with("per_node", "true"), "per_node = True, which is no whole number"),
+        (_with("bfloat16", '"fast"'), "flops.bfloat16 = 'fast'"),
+        (_with("name", '["a"]'), r"name = \['a'\], which is no text"),
+        (H100.replace("latency_between", "latency_betwen"), "links.latency_betwen, which nothing reads"),
+        (H100.replace("per_node", "per_nodes"), "per_nodes, which nothing reads; known are name, memory"),
+        (H100.replace("[overhead]", "[overheads]"), r"says nothing of \[overhead\]"),
+    ],
+)
+def test_what_is_no_device_file(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(autoplan.AutoplanError, match=why):
+        load_device(str(path))
+
+
+def test_ours_are_read() -> None:
+    assert {load_device(name).per_node for name in device_names()} == {8}
+
+
+@pytest.mark.parametrize(("ranks", "measured", "copied"), [(8, "inside", "between"), (16, "between", "inside")])
+def test_a_calibrated_file_says_what_was_measured(tmp_path: Path, ranks: int, measured: str, copied: str) -> None:
+    like = load_device("h100")
+    path = tmp_path / "mine.toml"
+    path.write_text(device_text(Measured("X", 10**10, 7e14, 3e14, 2e12, 2e11, ranks, 8), like), encoding="utf-8")
+    found = load_device(str(path))
+    assert found.per_node == 8 and getattr(found, measured) == (2e11 if ranks == 8 else 2e11 / 8)
+    assert getattr(found, copied) == getattr(like, copied)
+    assert f"links.{measured}" in found.sources[0] and f"links.{copied}, latencies" in found.sources[1]
