@@ -2,13 +2,15 @@
 # Nothing is installed twice: the stamps inside .venv remember. `make clean` forgets.
 
 PYTHON ?= python3
-# What to install where torch is missing. Any version that pyproject.toml allows will do, a CPU build too:
+# Exact versions of all that the environment of the tests holds; `make relock` writes them anew.
+LOCK   := requirements/locked.txt
+# What to install where torch is missing; another version takes the place of the locked one, a CPU build too:
 #   make demo TORCH="torch==2.12.1"
-TORCH  ?= torch==2.13.0
+TORCH  ?= $(shell grep '^torch==' $(LOCK))
 
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt
 SHAPES := examples/shapes
 DEMO   ?= $(SHAPES)/llama-3.1-8b
 
@@ -29,30 +31,41 @@ DEEPSPEED_NEEDS ?= hjson msgpack ninja psutil py-cpuinfo pydantic einops wheel s
 # stays as it is.
 WILD   ?= $(shell sed 's/\#.*//' tests/outside/wild/packages.txt)
 
-.PHONY: help demo test test-long test-all test-hosts test-wild lint format types docs fuzz bench bench-gpu wheel clean
+.PHONY: help demo test test-long test-all test-hosts test-wild lint format types docs fuzz bench bench-gpu wheel relock clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+: .*## ' Makefile | sed 's/:.*## /\t/' | expand -t 14
 
-$(VENV)/base: pyproject.toml
+$(VENV)/base: pyproject.toml $(LOCK)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -c 'import torch' 2>/dev/null || { echo "installing $(TORCH)"; $(PIP) $(TORCH); }
+	@{ grep -v '^torch==' $(LOCK); echo "$(TORCH)"; } > $(VENV)/constraints.txt
+	@echo "installing $(TORCH)"
+	@$(PIP) "$(TORCH)"
 	@echo "installing autoplan"
-	@$(PIP) --editable .
+	@$(PIP) hatchling && $(PIP) --no-build-isolation --editable .
 	@touch $@
 
 $(VENV)/dev: $(VENV)/base
 	@echo "installing the test tools"
-	@$(PIP) --editable '.[dev]'
+	@$(PIP) --no-build-isolation --editable '.[dev]'
 	@touch $@
 
 $(VENV)/hosts: $(VENV)/dev
 	@echo "installing peft, accelerate and $(HOSTS)"
-	@$(PIP) --editable '.[peft]' accelerate || echo "NOT TRIED: peft and accelerate could not be installed, their tests are skipped"
+	@$(PIP) --no-build-isolation --editable '.[peft]' accelerate || echo "NOT TRIED: peft and accelerate could not be installed, their tests are skipped"
 	@$(PIP) --no-deps $(HOSTS) || echo "NOT TRIED: $(HOSTS) could not be installed, their tests are skipped"
 	@$(PIP) $(DEEPSPEED_NEEDS) && DS_BUILD_OPS=0 $(PIP) --no-deps --no-build-isolation deepspeed || \
 		echo "NOT TRIED: deepspeed could not be installed, its test is skipped"
 	@touch $@
+
+# What torch pins itself (nvidia's packages, triton) is left out, and so is the local part of a version (+cpu).
+relock:  ## install the newest versions that pyproject.toml allows, and commit them as requirements/locked.txt
+	rm -rf build/relock && mkdir -p build
+	printf '# Written by `make relock`: versions under which everything is tested.\n%s\n' "$(TORCH)" > build/newest.txt
+	$(MAKE) build/relock/hosts VENV=build/relock LOCK=build/newest.txt TORCH="$(TORCH)"
+	{ head -1 build/newest.txt; build/relock/bin/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//' | \
+		grep -Ev '^(nvidia|cuda|triton)'; } > $(LOCK)
+	git commit --quiet --message "Lock: versions of $$(date +%Y-%m-%d)" -- $(LOCK) || echo "nothing moved"
 
 demo: $(VENV)/base  ## plan Llama-3.1-8B's shape at tp 8, then prove it on 2 simulated ranks
 	$(BIN)/autoplan plan $(DEMO) --tp 8
