@@ -23,6 +23,7 @@ from autoplan.check.ranks.common import Budget
 from autoplan.common.options import Wish
 from autoplan.common.stages import stage
 from autoplan.decide.written_plans.choices import ChosenCuts
+from autoplan.hf.names import version_findings
 from autoplan.hf.source import Source
 from autoplan.patches.process_group import alone
 from autoplan.planning import draft_plan, wanted_capabilities
@@ -35,6 +36,8 @@ def proven_plan(source: Source, wish: Wish, choices: ChosenCuts | None = None, m
     """A plan with its proof. `wish.prove` "ranks" adds all that verify does; "none" leaves a draft."""
     with alone() as asked:
         made = _steps(source, wish, choices, source.module() if module is None else module)
+    if versions := version_findings():
+        made = replace(made, findings=(*made.findings, *versions))
     if not asked or not dist.is_initialized():
         return made
     text = f"the model calls torch.distributed itself ({', '.join(sorted(asked))}): planned as if it were alone"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from autoplan.cli.audit import audit, compare
+from autoplan.cli.doctor import doctor
 from autoplan.cli.estimate import Estimated, Gpu, calibrate, choose, dryrun, estimate, sizes_of
 from autoplan.cli.report import report
 from autoplan.cli.rules import rules_app
@@ -259,6 +260,7 @@ app.command()(choose)
 app.command()(estimate)
 app.command()(dryrun)
 app.command()(calibrate)
+app.command()(doctor)
 
 
 # ------------------------------------------------------------------------------------------------ what commands share

@@ -129,7 +129,8 @@ class Conventions:
     quantised weights in a folder, asked with its keys, what tells the shape of one, and what reads one. `saves`: is
     a module a model of the library, which saves itself? `adapters_of`: the names of the adapters in a model that
     wraps another for them. `parts_to_save`: the names of the tensors to which `saving` keeps, with such options;
-    None where it writes all.
+    None where it writes all. `no_plan_because`: why a model has no plan that ships with it, or why that is not known of
+    the installed version.
     """
 
     targets: str
@@ -166,6 +167,7 @@ class Conventions:
     saves: Callable[[nn.Module], bool]
     adapters_of: Callable[[nn.Module], tuple[str, ...]]
     parts_to_save: Callable[[nn.Module, Mapping[str, Any]], tuple[str, ...] | None]
+    no_plan_because: Callable[[], str]
 
     def is_rate(self, name: str) -> bool:
         """Does a number of this name turn random draws on?"""

@@ -1,18 +1,21 @@
-"""Which torch and transformers the project was made for: others are refused, not tried."""
+"""The versions of torch and transformers that were tested: older ones are refused, newer ones tried with a warning."""
 
 from __future__ import annotations
 
 import re
+import warnings
+from functools import cache
 
 from autoplan.common.errors import AutoplanError
 
-__all__ = ["check_versions", "installed_versions"]
+__all__ = ["TESTED", "check_versions", "installed_versions", "untested"]
 
-_RANGES = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 10), (6, 0))}
+# Oldest and newest release that the tests ran with. pyproject.toml states the oldest too, README both; tests compare.
+TESTED = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 10), (5, 24))}
 
 
 def installed_versions() -> dict[str, str]:
-    """By library."""
+    """Return the installed version of each library."""
     import torch
     import transformers
 
@@ -20,13 +23,38 @@ def installed_versions() -> dict[str, str]:
 
 
 def check_versions(installed: dict[str, str] | None = None) -> None:
-    """Raise when an installed library is outside the range."""
+    """Raise for a version older than any that was tested, and warn once of each that is newer."""
     installed = installed_versions() if installed is None else installed
-    for library, (low, high) in _RANGES.items():
-        numbers = re.match(r"(\d+)\.(\d+)", installed[library])
-        found = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
-        if not low <= found < high:
-            wanted = f">={low[0]}.{low[1]},<{high[0]}.{high[1]}"
+    for library, (oldest, _) in TESTED.items():
+        if _release(installed[library]) < oldest:
             raise AutoplanError(
-                f"{library} {installed[library]} is not supported", hint=f"pip install '{library}{wanted}'"
+                f"{library} {installed[library]} is not supported",
+                hint=f"pip install '{library}>={_dotted(oldest)}'",
             )
+    for text in untested(installed):
+        _warn_once(text)
+
+
+def untested(installed: dict[str, str] | None = None) -> tuple[str, ...]:
+    """Return one sentence for each library that is newer than any version that was tested."""
+    installed = installed_versions() if installed is None else installed
+    return tuple(
+        f"{library} {installed[library]} is newer than {_dotted(newest)}, the newest that autoplan was tested with; "
+        "`autoplan doctor` says what moved and what does not work here"
+        for library, (_, newest) in TESTED.items()
+        if _release(installed[library]) > newest
+    )
+
+
+@cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, UserWarning, stacklevel=4)
+
+
+def _release(version: str) -> tuple[int, int]:
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+
+
+def _dotted(release: tuple[int, int]) -> str:
+    return ".".join(map(str, release))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from autoplan.common.conventions import CheckpointNames, CheckpointWriter, Conventions, PlanPart
-from autoplan.hf.own_sharding import plan_parts, shipped_plan
+from autoplan.hf.own_sharding import no_plan_because, plan_parts, shipped_plan
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -150,4 +150,5 @@ TRANSFORMERS = Conventions(
     saves=_saves,
     adapters_of=_adapters_of,
     parts_to_save=_parts_to_save,
+    no_plan_because=no_plan_because,
 )

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from autoplan.common.conventions import conventions
+from autoplan.hf.names import ATTENTION, CACHE, TARGETS, ForeignName, not_known
 
-__all__ = ["attention_switched", "decoded", "generative_feed", "has_attentions", "other_attention"]
+__all__ = ["attention_switched", "decoded", "generative_feed", "has_attentions", "no_attentions",
+           "no_cache", "no_targets", "other_attention"]  # fmt: skip
 
-_CACHES = ("cache", "past_key_values", "cache_params")  # one word since 5.24, two before
 _DECODER = "decoder_"  # begins the names of what the second of two stacks is given
 _IDS = ("decoder_input_ids", "input_ids")
 _MASK = "attention_mask"
@@ -21,7 +22,12 @@ _MASK = "attention_mask"
 
 def has_attentions(model: nn.Module) -> bool:
     """Can its attention implementation be chosen?"""
-    return conventions().config_of(model) is not None and hasattr(model, "set_attn_implementation")
+    return conventions().config_of(model) is not None and hasattr(model, ATTENTION.words[0])
+
+
+def no_attentions(model: nn.Module) -> str:
+    """Say why the attention implementation of a model cannot be chosen."""
+    return _absence(model, ATTENTION) or "the model has one attention implementation"
 
 
 def other_attention(model: nn.Module) -> str:
@@ -54,7 +60,22 @@ def generative_feed(signature: Collection[str], feeds: Mapping[str, Mapping[str,
 
 def _cache_argument(signature: Collection[str]) -> str:
     """What the forward calls the cache that it is given and returns; "" where it takes none."""
-    return next((name for name in _CACHES if name in signature), "")
+    return next((name for name in CACHE.words if name in signature), "")
+
+
+def no_cache(model: nn.Module) -> str:
+    """Say why a model that takes no cache takes none."""
+    return _absence(model, CACHE) or "the model takes no cache"
+
+
+def no_targets(model: nn.Module) -> str:
+    """Say why a model that takes no labels takes none."""
+    return _absence(model, TARGETS) or "the model takes no labels"
+
+
+def _absence(model: nn.Module, name: ForeignName) -> str:
+    """Whether the library may call it otherwise is asked of its own models only."""
+    return not_known(name) if conventions().config_of(model) is not None else ""
 
 
 def decoded(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan.common.conventions import PlanPart
 from autoplan.common.errors import AutoplanError
+from autoplan.hf.names import SHIPPED_PLAN, not_known
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "known_styles",
+    "no_plan_because",
     "plan_parts",
     "refuse_old_sharding",
     "shard_as_transformers",
@@ -34,6 +36,11 @@ _OTHER_MESHES = ("_ep_plan", "_fsdp_plan")
 def shipped_plan(model: object) -> Mapping[str, str]:
     """All its keys, as transformers puts them together for a model."""
     return dict(getattr(model, "_tp_plan", None) or {})
+
+
+def no_plan_because() -> str:
+    """Say why a model ships no plan, or that the installed version may keep plans elsewhere."""
+    return not_known(SHIPPED_PLAN) or "neither its classes nor its configs have one"
 
 
 def plan_parts(

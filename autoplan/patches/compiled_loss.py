@@ -10,17 +10,12 @@ classes that it does not trace then (as with all settings of its compiler, one f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch._dynamo.config
 import torch.nn.functional as F
-from torch._dynamo.variables import LambdaVariable
-from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.torch_function import can_dispatch_torch_function
-from torch._dynamo.variables.user_defined import UserDefinedClassVariable
 
 from autoplan.patches.patched import Hold, Patch, Place, Registered, hold
 
@@ -29,6 +24,14 @@ __all__ = ["COMPILED_LOSS", "UNTRACED_LOGITS", "heard_by_classes", "left_untrace
 
 def heard_by_classes(patch: Patch | None = None) -> Hold:
     """Until the hold is released, compiled losses of this class ask the classes of their tensors, as others do."""
+    return hold(patch or COMPILED_LOSS, _places())
+
+
+def _places() -> Iterator[Place]:
+    from torch._dynamo.variables import LambdaVariable
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.torch_function import can_dispatch_torch_function
+    from torch._dynamo.variables.user_defined import UserDefinedClassVariable
 
     def asking(plain: Any) -> Any:
         def _call_cross_entropy_loss(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -44,7 +47,7 @@ def heard_by_classes(patch: Patch | None = None) -> Hold:
 
         return _call_cross_entropy_loss
 
-    return hold(patch or COMPILED_LOSS, [Place(UserDefinedClassVariable, "_call_cross_entropy_loss", asking)])
+    yield Place(UserDefinedClassVariable, "_call_cross_entropy_loss", asking)
 
 
 class _Heard(torch.Tensor):
@@ -80,6 +83,7 @@ COMPILED_LOSS = Patch(
     undone="torch's own comes back when the last such model is collected or undone",
     where="autoplan/execute/parameters/following.py",
     canary=_canary,
+    without="a compiled model needs whole logits: gather_logits=True",
 )
 
 
@@ -88,8 +92,13 @@ COMPILED_LOSS = Patch(
 
 def left_untraced(classes: Iterable[type], patch: Patch | None = None) -> Hold:
     """Until the hold is released, compilers run as it is whatever is given tensors of these classes from outside."""
-    untraced: Any = torch._dynamo.config.nontraceable_tensor_subclasses
-    return hold(patch or UNTRACED_LOGITS, [Registered(untraced, one) for one in classes])
+    return hold(patch or UNTRACED_LOGITS, (Registered(_untraced(), one) for one in classes))
+
+
+def _untraced() -> Any:
+    import torch._dynamo.config
+
+    return torch._dynamo.config.nontraceable_tensor_subclasses
 
 
 def _untraced_canary() -> bool:
@@ -126,4 +135,5 @@ UNTRACED_LOGITS = Patch(
     undone="each class is taken out when the last such model is collected or undone",
     where="autoplan/execute/vocabulary/ends.py",
     canary=_untraced_canary,
+    without="a compiled model needs whole logits: gather_logits=True",
 )

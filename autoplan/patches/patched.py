@@ -11,6 +11,7 @@ without a word.
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,7 @@ from types import CellType
 from typing import Any, NamedTuple, Protocol
 
 from autoplan.common.errors import AutoplanError
+from autoplan.common.requirements import untested
 from autoplan.patches.alone import Alone
 
 __all__ = ["Registered", "Hold", "Kept", "Patch", "Place", "hold", "note_holds", "patched"]
@@ -30,7 +32,9 @@ class Patch:
     """A thing of another package that autoplan replaces.
 
     `replaces`: its dotted path, or what it is. `scope`: how long. `undone`: how it comes back. `where`: our file.
-    `canary`: False, or an error, where the installed version has moved or changed it.
+    `canary`: False, or an error, where the installed version has moved or changed it. `without`: what does not work
+    where it is left out. Under versions that nobody tested, such a patch is left out, with a warning, if its canary
+    fails; one that says nothing here is needed for right numbers, and fails.
     """
 
     name: str
@@ -40,6 +44,7 @@ class Patch:
     undone: str
     where: str
     canary: Callable[[], bool]
+    without: str = ""
 
 
 # ---------------------------------------------------------------------------------------------------- what stands where
@@ -194,7 +199,29 @@ def note_holds(notes: Notes) -> None:
     _noted.by.add(notes)
 
 
+_asked: dict[Callable[[], bool], bool] = {}  # canaries of patches that can be left out, by what they answered
+
+
+def _is_left_out(patch: Patch) -> bool:
+    """Ask the canary of a patch that can be left out, once, under versions that nobody tested."""
+    if not patch.without or not untested():
+        return False
+    if patch.canary not in _asked:
+        _asked[patch.canary] = True  # the canary itself uses the patch
+        try:
+            _asked[patch.canary] = patch.canary()
+        except Exception:  # whatever has moved: it is left out, and said
+            _asked[patch.canary] = False
+        if not _asked[patch.canary]:
+            text = f"left out, since the installed version has moved {patch.replaces}: {patch.without}"
+            warnings.warn(f"{patch.name}: {text}; see `autoplan doctor`", UserWarning, stacklevel=2)
+    return not _asked[patch.canary]
+
+
 def _fill(mine: Hold, patch: Patch, places: Iterable[Place | Registered], together: bool) -> None:
+    if _is_left_out(patch):
+        return
+
     def fill() -> None:
         try:
             for one in list(_standing.values()) if together else ():
@@ -223,7 +250,7 @@ def _stand(mine: Hold, patch: Patch, place: Place | Registered) -> None:
     except KeyError as error:
         raise AutoplanError(
             f"{patch.name}: {place.holder!r} has no {place.name!r}, which stands for {patch.replaces}",
-            hint="install versions that pyproject.toml allows",
+            hint="`autoplan doctor` says what the installed versions have moved",
         ) from error
     made = _Standing(key, place, original, place.make(original))
     _join(mine, made)

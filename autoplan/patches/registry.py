@@ -2,7 +2,7 @@
 
 The problem: a new version of torch or transformers may move any of it without a word. So each entry has a canary, which
 the tests run (`tests/patches/test_canaries.py`), and `docs/limits.md` lists them all, next to the undocumented names
-that are used (`tests/helpers/canaries/`). What replaces something outside this folder fails a test.
+that are used (autoplan/doctor/). What replaces something outside this folder fails a test.
 """
 
 from __future__ import annotations

@@ -66,4 +66,5 @@ SAFETENSORS_STORAGE = Patch(
     undone="safetensors' own comes back when the last such model is collected or undone",
     where="autoplan/execute/parameters/following.py",
     canary=_canary,
+    without="safetensors refuses a sharded model in its own words",
 )

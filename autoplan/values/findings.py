@@ -80,6 +80,14 @@ class Report:
     details: dict[str, Any] = field(default_factory=dict)
     drawn: Drawn | None = field(default=None, compare=False, repr=False)
 
+    @property
+    def verdict(self) -> str:
+        """Return the outcome in one line, with the checks that did not run."""
+        said = str(self.details.get("verdict") or ("passed" if self.ok else "failed"))
+        left_out = self.details.get("not_checked") or {}
+        number = len(left_out) + len(self.details.get("checked") or ())
+        return f"{said}; {len(left_out)} of {number} checks not run: {', '.join(left_out)}" if left_out else said
+
     def __str__(self) -> str:
         """The verdict, what was compared, and the findings, for a terminal."""
         return str(done_above("Report.__str__", self))
@@ -135,6 +143,7 @@ class Score:
     uncut: str = ""
     communication: tuple[Traffic, ...] = ()  # measured, block by block
     recomputed: tuple[int, int] | None = None
+    not_checked: tuple[str, ...] = ()  # checks that this model does not go through
 
     @property
     def ratio(self) -> float | None:

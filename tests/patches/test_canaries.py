@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from canaries.entries import ENTRIES
 from canaries.limits import entry_of, generated, with_generated
-from canaries.private import Private, require
 from canaries.uses import files, private_uses
 
 from autoplan.common.errors import AutoplanError
+from autoplan.doctor.entries import ENTRIES
+from autoplan.doctor.private import Private, require
 
 ROOT = Path(__file__).resolve().parents[2]
 

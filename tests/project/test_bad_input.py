@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +16,10 @@ import autoplan
 from autoplan.check.ranks.run import RankError, run_ranks
 from autoplan.cli.app import app
 from autoplan.common.errors import AutoplanError
-from autoplan.common.requirements import check_versions
+from autoplan.common.requirements import TESTED, check_versions
 from autoplan.hf.source import resolve
 
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4}
 
 
@@ -127,12 +130,30 @@ def test_ranks_with_different_weights_are_refused():
         run_ranks(run, 2)
 
 
-@pytest.mark.parametrize(("library", "version"), [("torch", "2.10.0"), ("torch", "2.14.0"), ("transformers", "6.0.1")])
-def test_unsupported_versions(library, version):
-    fine = {"torch": "2.13.0+cpu", "transformers": "5.23.0"}
-    check_versions(fine)
-    with pytest.raises(AutoplanError, match=f"{library} {version}".replace(".", r"\.")):
-        check_versions({**fine, library: version})
+FINE = {"torch": "2.13.0+cpu", "transformers": "5.23.0"}
+
+
+@pytest.mark.parametrize(("library", "version"), [("torch", "2.10.0"), ("transformers", "5.9.1"), ("torch", "x")])
+def test_versions_older_than_any_that_was_tested_are_refused(library, version):
+    check_versions(FINE)
+    with pytest.raises(AutoplanError, match=f"{library} {version} is not supported".replace(".", r"\.")):
+        check_versions({**FINE, library: version})
+
+
+def test_a_newer_version_is_warned_of_once():
+    newer = {**FINE, "torch": "2.99.0.dev20270101+cpu"}
+    with pytest.warns(UserWarning, match=r"torch 2\.99\.0.* is newer than 2\.\d+, .*`autoplan doctor` says"):
+        check_versions(newer)
+    check_versions(newer)  # a second warning would be an error
+
+
+def test_the_range_of_versions_stands_in_one_place():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    readme = (ROOT / "README.md").read_text()
+    for library, (oldest, newest) in TESTED.items():
+        low, high = (".".join(map(str, release)) for release in (oldest, newest))
+        assert f"{library}>={low}" in project["dependencies"], "no upper bound: it would downgrade the user's"
+        assert f"{library} {low} to {high}" in " ".join(readme.split())
 
 
 def test_json_of_a_plan_is_what_files_hold(tmp_path):

@@ -2,9 +2,10 @@
 
 The problem: a name in the middle of the engine (of an argument, a config's field, a mask builder, a submodule) makes it
 right for the models that use the name and silently wrong for copies and other code bases. Rooms below hf/ see what a
-model does, or read `autoplan.common.conventions`. So the names are collected here from the installed transformers, by
-reading its files, and looked for in every file of ours: in text, in attributes that are read, in keywords, and in
-imports. Each kind is shown able to be found.
+model does, or read `autoplan.common.conventions`. So the names are collected here: those of the table that the code
+rests on (hf/names.py), in every spelling, and beside them those of the installed transformers, by reading its files.
+They are looked for in every file of ours: in text, in attributes that are read, in keywords, and in imports. Each kind
+is shown able to be found.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from autoplan.hf.names import NAMES
+
 PACKAGE = Path(__file__).resolve().parents[2] / "autoplan"
 LIBRARY = Path(transformers.__file__).parent
 COMMON = 10  # what so many configs, forwards or modules have is a convention
@@ -36,6 +39,7 @@ DIALECTS = {
     "decide/written_plans/deepspeed.py": "reads DeepSpeed's plans, which go by names of attributes and submodules",
     "patches/kernels.py": "patches transformers: swaps kernels that it puts into models for their references",
     "decide/written_plans/wrappers.py": "looks through what PEFT, torch, accelerate and DeepSpeed wrap around a model",
+    "doctor/private_others.py": "canaries of what transformers does not document",
     "common/requirements.py": "asks which version is installed",
 }
 
@@ -153,7 +157,20 @@ def _theirs() -> dict[str, frozenset[str]]:
             for name in _interface(node)
         },
     }
+    for entry in NAMES:  # what the code rests on is forbidden in every spelling, whatever is installed
+        if entry.kind in _KINDS:
+            found[_KINDS[entry.kind]].update(entry.words)
     return {kind: frozenset(name for name in held if not name.startswith("__")) for kind, held in found.items()}
+
+
+# Kinds of the table in hf/names.py, by ours.
+_KINDS = {
+    "argument": "arguments",
+    "output": "interfaces",
+    "member": "interfaces",
+    "field": "config fields",
+    "function": "mask builders",
+}
 
 
 @cache
@@ -283,7 +300,7 @@ def test_only_hf_and_the_dialects_know_the_names() -> None:
         ("width = getattr(config, 'num_hidden_layers')", "config fields", "num_hidden_layers"),
         ("model(input_ids=ids)", "arguments", "input_ids"),
         ("targets = given.get('labels')", "arguments", "labels"),
-        ("outputs.past_key_values", "interfaces", "past_key_values"),
+        ("outputs.past_key_values", "arguments", "past_key_values"),
         ("hint = 'train without a cache (use_cache=False)'", "config fields", "use_cache"),
         ("head = f'{prefix}.lm_head'", "submodules", "lm_head"),
         ("ends = 'model.layers.*.self_attn.q_proj'", "submodules", "q_proj"),

@@ -127,8 +127,8 @@ PUBLIC = (
     "vocab_parallel_topk",
 )
 COMMANDS = (
-    "audit", "calibrate", "choose", "compare", "dryrun", "estimate", "explain", "export", "layers", "plan", "report",
-    "rules", "scoreboard", "verify",
+    "audit", "calibrate", "choose", "compare", "doctor", "dryrun", "estimate", "explain", "export", "layers", "plan",
+    "report", "rules", "scoreboard", "verify",
 )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ ROOMS: dict[str, tuple[str, ...] | None] = {
     "check": None,
     "api": None,
     "once": None,
+    "doctor": ("common", "patches", "hf"),
     "frameworks": None,
     "forecast": None,  # plans for a mesh, and shards a copy without storage as parallelize does
     "deprecated": (),

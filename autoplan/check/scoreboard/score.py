@@ -128,6 +128,7 @@ def score_clone(clone: Clone, blank: Score, how: How, runs: Mapping[str, Any] | 
         error=_largest_error(report),
         communication=report.details["communication"],
         recomputed=report.details["noted"],
+        not_checked=tuple(report.details["not_checked"]),
     )
 
 

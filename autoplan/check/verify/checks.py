@@ -18,7 +18,16 @@ from autoplan.capture.called import calls_the_model
 from autoplan.check.verify.compare import Tolerance, compare
 from autoplan.check.verify.subject import Group, Observation, Subject, plain, tensors_in
 from autoplan.common.conventions import conventions
-from autoplan.hf.driving import attention_switched, decoded, generative_feed, has_attentions, other_attention
+from autoplan.hf.driving import (
+    attention_switched,
+    decoded,
+    generative_feed,
+    has_attentions,
+    no_attentions,
+    no_cache,
+    no_targets,
+    other_attention,
+)
 from autoplan.values import Finding
 
 __all__ = ["CHECKS", "Check", "judge", "labels_for", "takes_labels"]
@@ -225,7 +234,7 @@ def labels_for(subject: Subject) -> dict[str, torch.Tensor]:
 
 
 def _no_labels(subject: Subject) -> str:
-    return "" if subject.labels else "the model takes no labels"
+    return "" if subject.labels else no_targets(subject.model)
 
 
 def _no_second_shape(subject: Subject) -> str:
@@ -234,7 +243,7 @@ def _no_second_shape(subject: Subject) -> str:
 
 def _one_attention(subject: Subject) -> str:
     if not has_attentions(subject.model):
-        return "the model has one attention implementation"
+        return no_attentions(subject.model)
     try:
         with attention_switched(subject.model):
             _each(subject, subject.feeds, backward=False)
@@ -246,7 +255,7 @@ def _one_attention(subject: Subject) -> str:
 
 def _no_cache(subject: Subject) -> str:
     if not generative_feed(subject.signature, subject.feeds)[0]:
-        return "the model takes no cache"
+        return no_cache(subject.model)
     try:
         cache(subject)
     except (AttributeError, ValueError, RuntimeError, TypeError, IndexError, NotImplementedError) as error:

@@ -50,7 +50,7 @@ def hf_plan(model: object, name: str) -> ChosenCuts:
             found[f"{part.prefix}.{key}" if part.prefix else key] = (style, part.origin)
     if not found:
         raise WrittenPlanError(
-            f"{name} has no transformers plan: neither its classes nor its configs have one",
+            f"{name} has no transformers plan: {conventions().no_plan_because()}",
             hint="use source='inferred' (analysis), source='auto', or write one: source={pattern: style}",
         )
     choices = tuple(

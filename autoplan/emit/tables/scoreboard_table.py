@@ -50,7 +50,7 @@ def _scores(board: Scoreboard) -> RenderableType:
     cut = ("regions",) if board.sequence_parallel else ()
     again = ("blocks again",) if board.checkpointing else ()
     columns = ("type", "class", "verdict", "share", "split", "unused", "forward", "backward")
-    table = _table(*columns, *cut, *again, "moved/least", "error", "seconds")
+    table = _table(*columns, *cut, *again, "moved/least", "error", "not checked", "seconds")
     for score in board.scores:
         share = score.share
         table.add_row(
@@ -66,6 +66,7 @@ def _scores(board: Scoreboard) -> RenderableType:
             *(["{1}/{0}".format(*score.recomputed) if score.recomputed else ""] if again else []),
             "" if score.ratio is None else f"{score.ratio:.2f}",
             "" if score.error is None else f"{score.error:.0e}",
+            ", ".join(score.not_checked),
             f"{score.seconds:.1f}",
         )
     return table

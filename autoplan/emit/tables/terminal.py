@@ -60,8 +60,7 @@ def plan_view(plan: Plan) -> RenderableType:
 def report_view(report: Report, title: str = "") -> RenderableType:
     """The outcome of a check: verdict first, then what was compared, then the findings."""
     title = title or str(report.details.get("model", "report"))
-    said = str(report.details.get("verdict") or ("passed" if report.ok else "failed"))
-    verdict = (said, "bold green" if report.ok else "bold red")
+    verdict = (report.verdict, "bold green" if report.ok else "bold red")
     facts = _table("what", "value", header=False)
     if report.forward is not None:
         facts.add_row("forward", f"off by {report.forward:.1e}")

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.execute.hooks.install import Worker, listen
 from autoplan.execute.hooks.running import cannot_be_pickled
@@ -98,8 +99,8 @@ def _replaced(where: str, old: nn.Module, new: nn.Module) -> None:
         if any(id(parameter) not in known for parameter in new.parameters()):
             raise AutoplanError(
                 f"{where} is wrapped in a {type(new).__name__} with weights of its own, after the model was sharded",
-                hint="wrap it first (get_peft_model, add_adapter), then autoplan.plan and autoplan.parallelize: "
-                "adapters are cut as the layers that they belong to",
+                hint=f"wrap it first (get_peft_model, {conventions().adding[0][0]}), then autoplan.plan and "
+                "autoplan.parallelize: adapters are cut as the layers that they belong to",
             )
         return
     if any(module is new for module in old.modules()):

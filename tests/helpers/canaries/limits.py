@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
+from autoplan.doctor.entries import PATCHES, PRIVATE
+from autoplan.doctor.private import Private
 from autoplan.patches.patched import Patch
-from canaries.entries import PATCHES, PRIVATE
-from canaries.private import Private
 from canaries.uses import files, private_uses
 
 __all__ = ["entry_of", "generated", "with_generated"]

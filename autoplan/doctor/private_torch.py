@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from canaries.private import Private
+from autoplan.doctor.private import Private
 
 __all__ = ["TORCH"]
 
@@ -85,7 +85,12 @@ def _no_transforms() -> bool:
 
     seen: list[bool] = []
     active = torch._C._are_functorch_transforms_active
-    torch.func.vmap(lambda x: seen.append(active()) or x)(torch.ones(2))
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(active())
+        return x
+
+    torch.func.vmap(look)(torch.ones(2))
     x = torch.ones(1, requires_grad=True)
     called: Any = super(torch.autograd.Function, Twice)
     called.apply(x).backward()
@@ -203,8 +208,8 @@ def _asserted() -> bool:
     torch._assert_async(torch.tensor(True), "said")
     try:
         torch._assert_async(torch.tensor(False), "said")
-    except RuntimeError as error:
-        return "said" in str(error)
+    except RuntimeError:
+        return True
     return False
 
 

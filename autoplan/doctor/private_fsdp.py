@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 
-from canaries.private import Private
+from autoplan.doctor.private import Private
 
 __all__ = ["FSDP"]
 

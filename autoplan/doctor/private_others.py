@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from canaries.private import Private
+from autoplan.doctor.private import Private
 
 __all__ = ["OTHERS"]
 
@@ -48,7 +48,7 @@ def _config_keeps(name: str, value: str) -> Callable[[], bool]:
 
 def _owned() -> bool:
     """Only the thread that has it says so."""
-    lock = threading.RLock()
+    lock: Any = threading.RLock()
     free = lock._is_owned()
     with lock:
         return (free, lock._is_owned()) == (False, True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from autoplan.doctor.private import Private
+from autoplan.doctor.private_engines import ENGINES
+from autoplan.doctor.private_fsdp import FSDP
+from autoplan.doctor.private_others import OTHERS
+from autoplan.doctor.private_torch import TORCH
 from autoplan.patches.patched import Patch
 from autoplan.patches.registry import PATCHES
-from canaries.private import Private
-from canaries.private_engines import ENGINES
-from canaries.private_fsdp import FSDP
-from canaries.private_others import OTHERS
-from canaries.private_torch import TORCH
 
 __all__ = ["ENTRIES", "PATCHES", "PRIVATE"]
 

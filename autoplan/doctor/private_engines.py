@@ -17,7 +17,7 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _python_dispatch as dispatch
 
-from canaries.private import Private
+from autoplan.doctor.private import Private
 
 __all__ = ["ENGINES"]
 

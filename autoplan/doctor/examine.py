@@ -1,0 +1,86 @@
+"""Hold every foreign name against the installed versions: `autoplan doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from autoplan.common.errors import AutoplanError
+from autoplan.common.requirements import TESTED, installed_versions, untested
+from autoplan.doctor.private import Private, require
+from autoplan.hf.names import NAMES, vanished
+from autoplan.patches.patched import Patch
+
+__all__ = ["Diagnosis", "Moved", "examine"]
+
+# Each table is imported by itself: a name that moved must not hide the others.
+_TABLES = (
+    ("autoplan.patches.registry", "PATCHES"),
+    ("autoplan.doctor.private_torch", "TORCH"),
+    ("autoplan.doctor.private_fsdp", "FSDP"),
+    ("autoplan.doctor.private_engines", "ENGINES"),
+    ("autoplan.doctor.private_others", "OTHERS"),
+)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A foreign name that the installed version has moved or changed, and what does not work here therefore."""
+
+    name: str
+    what: str
+    consequence: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """`untested`: a sentence for each library that is newer than any version that was tested."""
+
+    versions: dict[str, str]
+    tested: dict[str, str]
+    untested: tuple[str, ...]
+    checked: int
+    moved: tuple[Moved, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.moved
+
+
+def examine() -> Diagnosis:
+    """Run every canary and look up every public name."""
+    entries, moved = 0, list[Moved]()
+    for module, table in _TABLES:
+        try:
+            held = getattr(import_module(module), table)
+        except (ImportError, AttributeError) as error:
+            moved.append(Moved(module, str(error), "nothing works before the place that imports it is changed"))
+            continue
+        entries += len(held)
+        moved += _failing(held)
+    for name in vanished():
+        where = f"no class of {name.mapping} has it" if name.mapping else "the installed transformers lacks it"
+        moved.append(Moved(str(name), where, "what reads it takes it for absent; verify says `not known`"))
+    tested = {library: "{}.{} to {}.{}".format(*oldest, *newest) for library, (oldest, newest) in TESTED.items()}
+    return Diagnosis(installed_versions(), tested, untested(), entries + len(NAMES), tuple(moved))
+
+
+def _failing(entries: tuple[Patch | Private, ...]) -> Iterator[Moved]:
+    for entry in entries:
+        try:
+            require(entry)
+        except AutoplanError as error:
+            yield Moved(entry.name, _cause(error), _consequence(entry))
+
+
+def _cause(error: AutoplanError) -> str:
+    cause: Any = error.__cause__
+    return f"{type(cause).__name__}: {cause}" if cause is not None else "its canary fails: it is not what it was"
+
+
+def _consequence(entry: Patch | Private) -> str:
+    if isinstance(entry, Patch) and entry.without:
+        return f"switched off: {entry.without}"
+    return f"does not work: {entry.why}"
