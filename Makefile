@@ -31,7 +31,7 @@ DEEPSPEED_NEEDS ?= hjson msgpack ninja psutil py-cpuinfo pydantic einops wheel s
 # stays as it is.
 WILD   ?= $(shell sed 's/\#.*//' tests/outside/wild/packages.txt)
 
-.PHONY: help demo test test-long test-all test-hosts test-wild lint format types docs fuzz bench bench-gpu wheel relock clean
+.PHONY: help demo test test-long test-all test-hosts test-newest test-oldest test-wild lint format types docs fuzz bench bench-gpu wheel relock clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+: .*## ' Makefile | sed 's/:.*## /\t/' | expand -t 14
@@ -83,6 +83,24 @@ test-all: $(VENV)/dev  ## run every test
 test-hosts: $(VENV)/hosts  ## run what needs other libraries: models under PEFT, plans in Automodel's hands
 	$(BIN)/python -m pytest -m hosts
 
+# Other versions than the locked ones, each in an environment of its own; docs/versions.md is written. They gate nothing.
+BUDGET ?= 1500
+WATCH  := tests/versions/watch.py
+BARE   := -m pip install --quiet --disable-pip-version-check
+
+test-newest: $(VENV)/dev  ## run tests under the newest versions of everything: BUDGET= seconds
+	@test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest
+	@echo "installing the newest versions"
+	@.venv-newest/bin/python $(BARE) --upgrade --upgrade-strategy eager --editable '.[dev]'
+	.venv-newest/bin/python $(WATCH) newest --locked $(BIN)/python --budget $(BUDGET)
+
+test-oldest: $(VENV)/dev  ## run tests at the lower bounds of pyproject.toml: BUDGET= seconds
+	@test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
+	@$(BIN)/python $(WATCH) bounds > .venv-oldest/constraints.txt
+	@echo "installing the lower bounds"
+	@.venv-oldest/bin/python $(BARE) --constraint .venv-oldest/constraints.txt --editable '.[dev]'
+	.venv-oldest/bin/python $(WATCH) oldest --locked $(BIN)/python --budget $(BUDGET)
+
 test-wild: $(VENV)/dev  ## plan and verify models of other code bases, without inputs; build/wild.jsonl keeps the lines
 	@for one in $(WILD); do $(PIP) --no-deps $$one || echo "NOT INSTALLED: $$one; its models are listed so"; done
 	$(BIN)/python tests/outside/wild/sweep.py
@@ -114,4 +132,4 @@ wheel: $(VENV)/dev  ## build dist/*.whl
 	$(BIN)/python -m build --wheel
 
 clean:  ## remove the virtual environment and all caches
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-newest .venv-oldest build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

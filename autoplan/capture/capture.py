@@ -20,7 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoplan.capture.called import PART, TRAINING
-from autoplan.capture.dry_run import SMALL, Twin, quiet
+from autoplan.capture.dry_run import SMALL, Twin, fake_mode, quiet
 from autoplan.capture.fold import fold
 from autoplan.capture.idle_experts import with_idle_members
 from autoplan.capture.known_values import KnownValues
@@ -156,7 +156,7 @@ def capture_fake(
     for folding, knowing in product(_MODEL_COPIES if folded else (False,), (True,) if supposing else (False, True)):
         if folding and counted:
             continue
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = fake_mode()
         copy = fold(model, _faker(mode), fold=folding)
         if folding and not copy.folds:
             unfolded = True

@@ -1,12 +1,21 @@
-"""Running a copy of a model to see what happens: without storage where possible, with zeros where values are read."""
+"""Running a copy of a model to see what happens: without storage where possible, with zeros where values are read.
+
+Modes of fake tensors are made here, and in threads that end too. torch 2.11 built for CUDA, on a machine without a GPU:
+the first FakeTensorMode of a process registers a stand-in for CUDA's device guard, once for the process, but the thread
+that entered the mode owns it. When that thread ends, the registry points to freed memory, and the next mode ends Python
+with a segmentation fault (pytorch/pytorch#178950). So a thread that lives as long as the process enters first. torch
+2.13 and 2.14, and builds for CPUs, are not affected.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,7 +41,9 @@ __all__ = [
     "Tried",
     "Twin",
     "depends_on_data",
+    "enter_first_in_a_lasting_thread",
     "failure_of",
+    "fake_mode",
     "own",
     "quiet",
     "tried",
@@ -44,9 +55,41 @@ __all__ = [
 SMALL = 30_000_000  # parameters up to which a copy may be run for real
 
 
+def fake_mode() -> FakeTensorMode:
+    """Make a mode in which tensors have no storage; tensors with storage may come in."""
+    enter_first_in_a_lasting_thread()
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@cache
+def enter_first_in_a_lasting_thread() -> None:
+    """Call this before any thread that may end enters a FakeTensorMode, DTensor's own included."""
+    if not torch.backends.cuda.is_built() or torch.cuda.is_available():
+        return  # torch registers no stand-in
+    if threading.current_thread() is threading.main_thread():
+        _enter()
+        return
+    entered = threading.Event()
+    threading.Thread(target=_stay, args=(entered,), daemon=True, name="autoplan first fake mode").start()
+    entered.wait()
+
+
+def _stay(entered: threading.Event) -> None:
+    try:
+        _enter()
+    finally:
+        entered.set()
+    threading.Event().wait()  # nobody sets it: the thread ends with the process
+
+
+def _enter() -> None:
+    with FakeTensorMode():
+        pass
+
+
 def without_storage(model: nn.Module, *, folded: bool = True) -> tuple[FakeTensorMode, nn.Module]:
     """A mode, and a copy of the model that is to be run in it."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode()
     with mode:
         return mode, fold(model, _fake, fold=folded).module
 
@@ -67,7 +110,7 @@ class Twin:
         if sum(p.numel() for p in model.parameters()) <= SMALL:
             copy = fold(model, _values, fold=folded)
         else:
-            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            mode = fake_mode()
             with mode:
                 copy = fold(model, _fake, fold=folded)
             self.known = KnownValues(mode, supposing=supposing)

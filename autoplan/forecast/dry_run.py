@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoplan.api import parallelize
-from autoplan.capture.dry_run import quiet
+from autoplan.capture.dry_run import fake_mode, quiet
 from autoplan.capture.fold import fold
 from autoplan.capture.known_values import KnownValues
 from autoplan.common.errors import AutoplanError, CaptureError
@@ -119,9 +119,7 @@ def _run(
     steps: Steps, plan: Plan, sizes: dict[str, int], rank: int, keywords: dict[str, Any], options: dict[str, Any],
     knowing: bool,
 ) -> DryRun:  # fmt: skip
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode()
     shapes: dict[str, tuple[int, ...]] = {}
 
     def loss(result: Any) -> torch.Tensor | None:

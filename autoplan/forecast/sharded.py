@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autoplan.capture.dry_run import fake_mode
 from autoplan.capture.fold import fold
 from autoplan.common.conventions import conventions
 from autoplan.common.options import Checkpointing, Options, TensorParallel
@@ -90,7 +91,7 @@ def sharded_copy(
     folded: bool = True,
 ) -> Copy:
     """Copy `model` without storage and shard the copy; `model` stays as it is."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode()
     copy = fold(model, faker(mode, compute_dtype), fold=folded)
     module = copy.module
     stored = {name: p.element_size() for name, p in model.named_parameters()}

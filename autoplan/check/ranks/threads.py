@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoplan.capture.dry_run import enter_first_in_a_lasting_thread
 from autoplan.check.ranks.common import RankError, RankTimeout, one_compute_thread
 from autoplan.common.errors import AutoplanError
 from autoplan.patches import simulated_ranks
@@ -82,6 +83,7 @@ def run_threads(fn: Callable[[int], Result], world_size: int, timeout: float) ->
     """`run_ranks` with one thread per rank."""
     if _this.generator is not None:
         raise AutoplanError("run_ranks was called from inside a simulated rank", hint="call it outside")
+    enter_first_in_a_lasting_thread()  # DTensor enters fake modes in ranks' threads
     with _one_run:
         _unstoppable[:] = [thread for thread in _unstoppable if thread.is_alive()]
         if _unstoppable:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from autoplan.capture.dry_run import enter_first_in_a_lasting_thread
 from autoplan.common.errors import AutoplanError
 from autoplan.patches.simulated_ranks import world_per_thread
 
@@ -28,6 +29,7 @@ def fake_mesh(dims: Mapping[str, int], rank: int = 0, device_type: str = "cpu") 
         ranks *= size
     if not 0 <= rank < ranks:
         raise AutoplanError(f"there is no rank {rank}: the mesh has {ranks}", hint=f"choose 0 to {ranks - 1}")
+    enter_first_in_a_lasting_thread()
     said = sys.excepthook  # each process group makes uncaught errors say one rank more
     with world_per_thread():
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)

@@ -54,7 +54,7 @@ def texts(rank: int, wanted: dict[tuple[str, str, bool], list[int]]) -> list[tup
     """The cases in which a sharded model writes something else."""
     torch.set_num_threads(1)
     mesh, wrong, models = mesh_of(tp=2), [], {}
-    for case in CASES:
+    for case in wanted:
         kind, mode, sequence_parallel = case
         if kind not in models:
             plan = autoplan.plan(built(kind), 2, prove="none", sequence_parallel=sequence_parallel)
@@ -67,7 +67,13 @@ def texts(rank: int, wanted: dict[tuple[str, str, bool], list[int]]) -> list[tup
 @pytest.mark.gloo
 def test_a_sharded_model_writes_the_same() -> None:
     """With the defaults of both; greedy, drawn from one seed, beams, every kind of cache, with an assistant."""
-    wanted = {case: text(built(case[0]), case[1]) for case in CASES}
+    wanted = {}
+    for case in CASES:
+        try:
+            wanted[case] = text(built(case[0]), case[1])
+        except TypeError as error:  # transformers 5.10's prompt lookup needs a token that ends the text
+            print(f"left out {case}: the unsharded model raises {error}")
+    assert {mode for _, mode, _ in CASES if mode not in {known for _, known, _ in wanted}} <= {"prompt lookup"}
     assert len({tuple(tokens) for tokens in wanted.values()}) > 6  # the modes differ
     assert run_processes(texts, (wanted,), 2) == [[], []]
 
