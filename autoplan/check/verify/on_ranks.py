@@ -124,7 +124,7 @@ def _on_live_mesh(job: Job, mesh: Any) -> list[Any]:
 def _observe(rank: int, job: Job, mesh: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Shard the model, run the checks one after the other: their observations, and the collectives of one step."""
     from autoplan.capture.outside import replacing
-    from autoplan.check.verify.checks import CHECKS
+    from autoplan.check.verify.checks import CHECKS, buffers_kept
 
     try:
         model = replacing(job.subject.model, lambda model: job.sharding.shard(model, mesh))
@@ -136,7 +136,7 @@ def _observe(rank: int, job: Job, mesh: Any) -> tuple[dict[str, Any], dict[str, 
     for check in CHECKS:
         if check.name in job.checks:
             try:
-                with attentively(check, model):
+                with attentively(check, model), buffers_kept(model):  # unsharded, each check has a fresh copy
                     seen[check.name] = check.run(subject)
             except OutsideError as error:
                 raise CheckFailed(check.name, error.message) from error

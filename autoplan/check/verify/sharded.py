@@ -21,19 +21,22 @@ from autoplan.common.stages import stage
 from autoplan.patches.kernels import where_it_runs
 from autoplan.values import Report
 
-__all__ = ["CANNOT_RUN", "CHECK_NAMES", "can_be_lifted", "check_sharding"]
+__all__ = ["CANNOT_RUN", "CHECK_NAMES", "SAME", "can_be_lifted", "check_sharding"]
 
 CHECK_NAMES = (
     "parameters",
     "state_dict",
     "forward",
     "second_shape",
+    "training",
     "loss",
     "attention",
     "cache",
     "dropout",
     "optimizer",
 )
+
+SAME = "in training mode it computes the same as in eval mode"  # why there is nothing to check
 
 # What a model's own code raises when it does not run on these inputs.
 CANNOT_RUN = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)
