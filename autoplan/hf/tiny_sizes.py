@@ -166,7 +166,7 @@ def fitted(sizes: Sizes, fields: Mapping[str, object], ranks: int, tried: int) -
     if counts.get("experts", ranks) < ranks:
         chosen["experts"] = sizes.experts  # they are cut inside
     for unit, leading in _LEADING.items():
-        if counts.get(unit, 1) < counts.get(leading, 0) and chosen[leading] % (2 * chosen[unit]):
+        if unit in counts and counts[unit] < counts.get(leading, 0) and chosen[leading] % (2 * chosen[unit]):
             chosen[leading] = 2 * chosen[unit]
     heads = chosen.get("heads", sizes.heads)
     hidden = sizes.hidden if heads < sizes.heads and sizes.hidden % heads == 0 else heads * sizes.head_dim

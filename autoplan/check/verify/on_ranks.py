@@ -24,6 +24,7 @@ from autoplan.values import Finding
 __all__ = ["CheckFailed", "Job", "Sharding", "attentively", "copy_of", "observe_all", "said"]
 
 _TIMEOUT = 120.0  # seconds for all that ranks do at one go
+_VARIANTS = ("attention",)  # of the model that was planned: to refuse one by name is no mistake
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,12 @@ class Sharding:
 class CheckFailed(AutoplanError):
     """A check could not be carried out, on a rank or unsharded."""
 
-    def __init__(self, check: str, reason: str, hint: str = "") -> None:
+    def __init__(self, check: str, reason: str, hint: str = "", refused: bool = False) -> None:
         super().__init__(reason, hint=hint)
-        self.check = check
+        self.check, self.refused = check, refused
 
     def __reduce__(self) -> Any:
-        return CheckFailed, (self.check, self.message, self.hint)
+        return CheckFailed, (self.check, self.message, self.hint, self.refused)
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ def observe_all(job: Job, engine: Engine, mesh: Any, budget: Budget) -> tuple[li
             cause = getattr(error, "cause", error)
             failed = cause.check if isinstance(cause, CheckFailed) else ""
             text = str(cause) if isinstance(cause, CheckFailed) else str(error)
-            findings.append(Finding(failed or "sharding", "error", "", text))
+            variant = failed in _VARIANTS and isinstance(cause, CheckFailed) and cause.refused
+            findings.append(Finding(failed or "sharding", "warn" if variant else "error", "", text))
             if failed not in job.checks or failed in ("parameters", "forward"):
                 return [], findings  # where these fail, the others would only repeat it
             job = replace(job, checks=tuple(name for name in job.checks if name != failed))
@@ -141,7 +143,8 @@ def _observe(rank: int, job: Job, mesh: Any) -> tuple[dict[str, Any], dict[str, 
             except OutsideError as error:
                 raise CheckFailed(check.name, error.message) from error
             except Exception as error:  # as above: what the sharded forward raises is the finding
-                raise CheckFailed(check.name, f"the sharded model cannot run: {said(error)}") from error
+                text = f"the sharded model cannot run: {said(error)}"
+                raise CheckFailed(check.name, text, refused=isinstance(error, AutoplanError)) from error
             if check.name == "forward":
                 collectives = {**subject.collectives, "blocks": _measured(job, subject), "noted": _noted(job, subject)}
     return seen, collectives
