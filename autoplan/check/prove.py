@@ -210,6 +210,10 @@ def settle_capabilities(
         for check, why in report.details["not_checked"].items()
         if check in _NOT_TRIED and why != SAME
     ]
+    left_out += [
+        Finding("proof", "note", name, f"no gradient reached the part of {_ranks(ranks)} in the trial: it was not read")
+        for name, ranks in report.details["unread"].items()
+    ]
     if wanted.sequence and not capabilities.sequence:
         left_out.append(_left_out("sequence", "sequence parallelism was asked for and is not applied"))
     if capabilities.whole:
@@ -222,6 +226,10 @@ def settle_capabilities(
     if wanted.scoped and not capabilities.scoped:
         left_out.append(_left_out("scoped", "calls in the middle of a module's Python are not rewritten"))
     return Settled(capabilities, Trial("passed", ranks=tried.ranks), tuple(left_out))
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _left_out(check: str, what: str) -> Finding:

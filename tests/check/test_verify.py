@@ -41,8 +41,8 @@ def test_right_sharding_is_exact(engine) -> None:
     assert advice.level == "warn" and "clip_grad_norm_" in advice.hint
     assert set(report.gradients) == {name for name, _ in toy().named_parameters()}
     assert max(report.gradients.values()) < 1e-12 and report.forward < 1e-12
-    assert set(report.details["checked"]) == set(CHECK_NAMES) - {"attention", "cache", "training", "dropout"}
-    assert set(report.details["not_checked"]) == {"attention", "cache", "training", "dropout"}
+    assert set(report.details["checked"]) == set(CHECK_NAMES) - {"attention", "cache", "training"}
+    assert set(report.details["not_checked"]) == {"attention", "cache", "training"}
     assert report.details["collectives"] == {"forward": {"all_reduce": 1}, "backward": {"all_reduce": 2}}
 
 

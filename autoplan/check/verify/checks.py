@@ -301,7 +301,7 @@ CHECKS = (
     Check("loss", "the loss that the model computes from labels, and its gradients", loss, _no_labels),
     Check("attention", "the same with the other attention implementation", attention, _one_attention),
     Check("cache", "decoding token by token from a cache", cache, _no_cache),
-    Check("dropout", "training mode with dropout, and another seed on each rank", dropout, _no_dropout, if_it_runs=True),
+    Check("dropout", "training mode with dropout and a seed for each rank", dropout, _no_dropout, if_it_runs=True),
     Check("optimizer", "parameters after three steps; AdamW over all of them", optimizer, _sparse),
 )
 

@@ -35,6 +35,7 @@ class Sharding:
     gather: Callable[[Any, bool], Mapping[str, Any]]  # (model, gradients?) -> {name: whole tensor}
     blocks: tuple[str, ...] = ()  # whose communication is measured, on ranks that are threads
     noted: Callable[[Any], Any] | None = None  # what to know of the sharded model after a step; may raise AutoplanError
+    unread: Callable[[Any], dict[str, tuple[int, ...]]] | None = None  # ranks whose part no gradient reaches, by weight
 
 
 class CheckFailed(AutoplanError):

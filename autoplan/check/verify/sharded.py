@@ -119,6 +119,7 @@ def _check(
             "collectives": {k: v for k, v in ranks[0][1].items() if k not in ("blocks", "noted")} if ranks else {},
             "blocks": ranks[0][1].get("blocks", {}) if ranks else {},
             "noted": ranks[0][1].get("noted") if ranks else None,
+            "unread": sharding.unread(_gradients(reference)) if sharding.unread is not None else {},
             "seconds": round(time.perf_counter() - start, 3),
         },
     )
@@ -208,6 +209,11 @@ def _run_unsharded(check: Any, subject: Any) -> Any:
     except CANNOT_RUN as error:
         text = f"the unsharded model cannot go through check {check.name!r}: {said(error)}"
         raise CheckFailed(check.name, text, "pass inputs= that it runs with, or leave the check out") from error
+
+
+def _gradients(reference: Mapping[str, Any]) -> list[Any]:
+    """Of every run of the unsharded model."""
+    return [tensors for seen in reference.values() for group, tensors in seen.items() if group.gradient]
 
 
 def _dtype(model: Any) -> Any:
