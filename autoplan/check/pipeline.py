@@ -17,7 +17,6 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch import nn
 
-from autoplan.capture.training_paths import has_training_paths
 from autoplan.check.prove import prove_graph, prove_ranks, settle_capabilities
 from autoplan.check.ranks.common import Budget
 from autoplan.common.options import Wish
@@ -50,8 +49,7 @@ def _steps(source: Source, wish: Wish, choices: ChosenCuts | None, module: nn.Mo
 
     stage("trying a tiny clone on simulated ranks")
     wanted, budget = wanted_capabilities(wish), Budget(wish.trial_seconds)
-    modes = has_training_paths(module)
-    settled = settle_capabilities(source, wanted, wish.tp_size, wish.ep_size, choices, budget, modes=modes)
+    settled = settle_capabilities(source, wanted, wish.tp_size, wish.ep_size, choices, budget)
 
     draft = draft_plan(source, wish, choices=choices, capabilities=settled.capabilities, module=module)
     made = replace(draft.plan, findings=draft.plan.findings + settled.findings)

@@ -19,6 +19,7 @@ from autoplan.capture.capture import Captured, capture_real
 from autoplan.capture.copies import copied
 from autoplan.capture.feeding.other_paths import with_other_paths
 from autoplan.check.ranks.common import Budget
+from autoplan.check.verify.sharded import SAME
 from autoplan.common.dtypes import inputs_in, tried_dtypes, working_dtype
 from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import is_under, matches
@@ -35,7 +36,8 @@ __all__ = ["TRIED", "GraphProof", "Settled", "prove_graph", "prove_ranks", "sett
 TRIED = "proof"  # the check under which findings tell how a plan did on simulated ranks
 _TINY_TP = 2
 _UNPROVEN = "unproven"
-_NOT_TRIED = {"dropout": "training mode"}  # what a trial goes without where the unsharded model cannot do it
+_NOT_TRIED = {"training": "training mode"}  # what a trial goes without where the unsharded model cannot do it
+_TRIED_BY = ("forward", "second_shape", "training")
 _TO_PASS = "pass inputs= with which the model runs forward and backward in float64, float32 or its own dtype"
 
 
@@ -180,25 +182,18 @@ def settle_capabilities(
     ep_size: int = 1,
     choices: ChosenCuts | None = None,
     budget: Budget | None = None,
-    modes: bool = False,
 ) -> Settled:
     """Shard the tiny clone on simulated ranks, as somebody chose; keep the first capabilities with the same numbers.
 
     Findings say what had to be left out, or that nothing would do. Where no clone can be tried, what is wanted stays,
-    and the outcome says why and what to pass. `modes`: training runs code of its own, and is tried too.
+    and the outcome says why and what to pass.
     """
-    from autoplan.check.verify.verify import verify_source
+    from autoplan.check.verify.sizes import Sizes, tried_sizes
+    from autoplan.check.verify.verify import verify_tried
 
+    how: Any = {"sequence_parallel": wanted.sequence, "checks": _TRIED_BY, "choices": choices, "budget": budget}
     try:
-        report = verify_source(
-            source,
-            tp_size=min(tp_size, _TINY_TP),
-            ep_size=min(ep_size, _TINY_TP),
-            sequence_parallel=wanted.sequence,
-            checks=("forward", "second_shape", *(["dropout"] if modes else [])),
-            choices=choices,
-            budget=budget,
-        )
+        report, tried = verify_tried(tried_sizes(source, Sizes(tp_size, ep_size)), None, **how)
     except AutoplanError as error:
         trial = Trial("skipped", error.message, error.hint or _TO_PASS)
         text = f"derived, not tried on simulated ranks: {trial.why}"
@@ -208,11 +203,16 @@ def settle_capabilities(
     if first is not None:
         text = f"on simulated ranks the sharded tiny clone differs: {first.where} {first.message}"
         hint = "keep the modules named here whole"
-        return Settled(capabilities, Trial("wrong", text, hint), (Finding(TRIED, "error", first.where, text, hint),))
+        trial = Trial("wrong", text, hint, tried.ranks)
+        return Settled(capabilities, trial, (Finding(TRIED, "error", first.where, text, hint),))
     left_out = [
         Finding("proof", "note", "", f"not tried on simulated ranks, {_NOT_TRIED[check]}: {why}")
         for check, why in report.details["not_checked"].items()
-        if check in _NOT_TRIED
+        if check in _NOT_TRIED and why != SAME
+    ]
+    left_out += [
+        Finding("proof", "note", name, f"no gradient reached the part of {_ranks(ranks)} in the trial: it was not read")
+        for name, ranks in report.details["unread"].items()
     ]
     if wanted.sequence and not capabilities.sequence:
         left_out.append(_left_out("sequence", "sequence parallelism was asked for and is not applied"))
@@ -225,7 +225,11 @@ def settle_capabilities(
         left_out.append(_left_out("experts", "expert parallelism was asked for and is not applied"))
     if wanted.scoped and not capabilities.scoped:
         left_out.append(_left_out("scoped", "calls in the middle of a module's Python are not rewritten"))
-    return Settled(capabilities, Trial("passed"), tuple(left_out))
+    return Settled(capabilities, Trial("passed", ranks=tried.ranks), tuple(left_out))
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _left_out(check: str, what: str) -> Finding:
@@ -235,13 +239,13 @@ def _left_out(check: str, what: str) -> Finding:
 
 def prove_ranks(source: Source, plan: Plan) -> Plan:
     """Run the sharded tiny clone on simulated ranks and write the outcome into the plan."""
-    from autoplan.check.verify.verify import verify_source
+    from autoplan.check.verify.sizes import Sizes, tried_sizes
+    from autoplan.check.verify.verify import verify_tried
 
     written = plan if choices_of_plan(plan) is not None else None
-    tp_size, ep_size = (min(size, _TINY_TP) for size in (plan.tp_size, plan.ep_size))
     how: Any = {"sequence_parallel": plan.sequence_parallel}
     try:
-        report = verify_source(source, written, tp_size=tp_size, ep_size=ep_size, **how)
+        report, tried = verify_tried(tried_sizes(source, Sizes(plan.tp_size, plan.ep_size)), written, **how)
     except AutoplanError as error:  # no clone runs: the trial has said so already, and the plan is not proven
         text = f"verify could not run: {error.message}"
         proof = replace(plan.proof, ok=False, text=text)
@@ -251,8 +255,9 @@ def prove_ranks(source: Source, plan: Plan) -> Plan:
     text = f"largest gradient error {max(report.gradients.values(), default=0.0):.1e}"
     wrong = tuple(dict.fromkeys(plan.proof.wrong + _found_wrong(Trial(), report.findings)))
     trial = plan.proof.trial if plan.proof.trial.outcome == "wrong" else Trial("passed" if report.ok else "wrong")
-    proof = Proof("ranks", _TINY_TP, not wrong, checked, text, trial, wrong)
-    stamp = f"ranks at tp={_TINY_TP}" if proof.ok else _UNPROVEN
+    trial = replace(trial, ranks=tried.ranks)
+    proof = Proof("ranks", tried.ranks, not wrong, checked, text, trial, wrong)
+    stamp = f"ranks at tp={tried.ranks}" if proof.ok else _UNPROVEN
     unseen = [entry for entry in plan.entries if plan.proof.ok and entry.proof == _UNPROVEN]
     entries = tuple(entry if entry in unseen else replace(entry, proof=stamp) for entry in plan.entries)
     return replace(plan, proof=proof, findings=plan.findings + found, entries=entries)

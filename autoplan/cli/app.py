@@ -158,7 +158,9 @@ def explain(
 @app.command()
 def verify(
     model: Model,
-    tp: TpSize = 2,
+    tp: Annotated[
+        int | None, typer.Option("--tp", min=1, help="Ranks of tensor parallelism; without it those of the plan, or 2.")
+    ] = None,
     written: Annotated[
         str | None, typer.Option("--plan", metavar="PLAN", help="Check this plan instead of making one.")
     ] = None,
@@ -190,12 +192,12 @@ def verify(
         loaded = load_plan(written)
     else:
         loaded = _make_plan(
-            model, tp, written, "none", trust_remote_code, ep=ep or 1, sequence_parallel=sequence_parallel
+            model, tp or 2, written, "none", trust_remote_code, ep=ep or 1, sequence_parallel=sequence_parallel
         )
     options: dict[str, Any] = {"tp_size": tp} if mesh is None else {"mesh": mesh}
     options |= {"engine": engine.value, "trust_remote_code": trust_remote_code, "rounding": rounding}
     options |= {"sequence_parallel": sequence_parallel} | ({} if ep is None else {"ep_size": ep})
-    with progress(f"verifying {model} on {mesh or tp} simulated ranks"):
+    with progress(f"verifying {model} on {mesh or tp or (2 if loaded is None else loaded.ranks)} simulated ranks"):
         report = autoplan.verify(model, loaded, **options)
     emit(report_view(report, model), report.to_dict(), as_json, output)
     raise typer.Exit(_exit_code(report.findings) if report.ok else FINDINGS)

@@ -29,7 +29,7 @@ from autoplan.hf.relations import (
     related_width,
     vision_layers,
 )
-from autoplan.hf.tiny_sizes import VARIANTS, Sizes, amount, field_rule, is_layer_count, is_token_id
+from autoplan.hf.tiny_sizes import VARIANTS, Sizes, amount, field_rule, fitted, is_layer_count, is_token_id
 from autoplan.hf.type_rules import type_rules
 
 __all__ = ["all_configs", "sub_configs", "tiny_config"]
@@ -63,6 +63,7 @@ class _Shrinking:
     widths_stay: bool = False
     related: tuple[int, ...] = ()  # the real model's widths, where other widths stay multiples of them
     token_ids: dict[int, int] = field(default_factory=dict)
+    ranks: tuple[int, int] | None = None  # of the plan, and those on which it is tried
 
     def token(self, value: int) -> int:
         """An id below the tiny vocabulary; small ids stay, large ones move to the top, equal ones stay equal."""
@@ -71,8 +72,11 @@ class _Shrinking:
         return self.token_ids.setdefault(value, self.sizes.vocab - 1 - len(self.token_ids) % (self.sizes.vocab // 3))
 
 
-def tiny_config(config: PretrainedConfig, variant: int = 0, shrink: str = "all") -> PretrainedConfig:
-    """A tiny config of the same class that makes the same choices. `config` is not touched.
+def tiny_config(
+    config: PretrainedConfig, variant: int = 0, shrink: str = "all", ranks: tuple[int, int] | None = None
+) -> PretrainedConfig:
+    """A tiny config of the same class that makes the same choices. `config` is not touched. `ranks`: those of the plan,
+    and those on which the clone is tried: it leaves on each of them what the plan leaves (`tiny_sizes.fitted`).
 
     `shrink="related"` leaves widths multiples of each other (see relations.py), "depth" leaves every width as it is,
     "nothing" the layers too: for models whose sizes depend on each other in ways that no field tells. Raises
@@ -83,7 +87,7 @@ def tiny_config(config: PretrainedConfig, variant: int = 0, shrink: str = "all")
     if not 0 <= variant < len(VARIANTS):
         raise SourceError(f"there is no tiny variant {variant}", hint=f"use 0 to {len(VARIANTS) - 1}")
     widths = _widths(config) if shrink == "related" else ()
-    tiny = _shrunk(copy.deepcopy(config), _Shrinking(VARIANTS[variant], shrink == "depth", widths), {})
+    tiny = _shrunk(copy.deepcopy(config), _Shrinking(VARIANTS[variant], shrink == "depth", widths, ranks=ranks), {})
     for one in all_configs(tiny):
         fit_rotary_lists(vars(one), type(one))
         _fit_vision_layers(tiny, one)
@@ -100,6 +104,8 @@ def _shrunk(config: PretrainedConfig, work: _Shrinking, overrides: dict[str, Any
     """Shrink one config and the ones inside it, then build it anew."""
     overrides = _merged(type_rules(config.model_type or "").tiny, overrides)
     inner = sub_configs(config)
+    if work.ranks is not None:
+        work = dataclasses.replace(work, sizes=fitted(work.sizes, vars(config), *work.ranks))
     keywords = _chosen_fields(config)
     layers = _layers_needed(config)
     keywords = {name: _small(name, value, config, layers, work) for name, value in keywords.items()}

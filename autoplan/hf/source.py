@@ -33,6 +33,7 @@ from autoplan.hf.inputs.make import arguments_of, core_of, users_feeds
 from autoplan.hf.model_string import from_string, transformers_class
 from autoplan.hf.quantised.weights import quantised_weights, refuse_packed_by_others
 from autoplan.hf.shrink import all_configs, tiny_config
+from autoplan.hf.tiny_sizes import leaves_single_units
 from autoplan.values.quantised import PackedWeight
 
 __all__ = ["Model", "Source", "resolve"]
@@ -60,6 +61,7 @@ class Source:
     model_class: type[nn.Module] | None = None
     given: nn.Module | None = None
     shrink: str = "all"  # what of the config a tiny clone makes smaller (see shrink.tiny_config)
+    ranks: tuple[int, int] | None = None  # of the plan, and those on which a tiny clone is tried
 
     def module(self) -> nn.Module:
         """The given module untouched, or one built on meta from the config, in eval mode."""
@@ -82,6 +84,17 @@ class Source:
     def can_shrink(self) -> bool:
         """Is there a tiny clone? Yes with a config that describes the module, and for a module that is small."""
         return self._described_by_config or self._small or self._adapted
+
+    @property
+    def own_clone(self) -> bool:
+        """Is the tiny clone the module itself, since no config describes it?"""
+        return not self._described_by_config and self._small
+
+    def leaves_single_units(self, ranks: int) -> bool:
+        """Does one of so many ranks hold a single head or expert, as far as configs tell, or hold it with others?"""
+        given: Any = self.given
+        config = given.get_base_model().config if self.config is None and self._adapted else self.config
+        return config is not None and any(leaves_single_units(vars(one), ranks) for one in all_configs(config))
 
     def tiny(
         self,
@@ -117,7 +130,7 @@ class Source:
         self, variant: int, dtype: torch.dtype, experts: str | None, attention: str | None
     ) -> PreTrainedModel:
         assert self.config is not None and self.model_class is not None
-        config = tiny_config(self.config, variant, self.shrink)
+        config = tiny_config(self.config, variant, self.shrink, self.ranks)
         for one in all_configs(config):
             if experts is not None:
                 one._experts_implementation = experts
@@ -137,7 +150,8 @@ class Source:
         given: Any = self.given
         inside = given.get_base_model()
         settings = settings_of(self.given) or {}
-        base = Source(_qualname(type(inside)), self.model_type, inside.config, model_class=type(inside))
+        kind = type(inside)
+        base = Source(_qualname(kind), self.model_type, inside.config, model_class=kind, ranks=self.ranks)
         model = wrap(base._tiny_from_config(variant, dtype, experts, attention), settings)
         cast_numbers(model, dtype)
         return model

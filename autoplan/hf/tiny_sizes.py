@@ -11,9 +11,20 @@ matches a field decides; what no pattern names keeps its value.
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 
-__all__ = ["FIELDS", "VARIANTS", "Sizes", "amount", "field_rule", "is_layer_count", "is_token_id"]
+__all__ = [
+    "FIELDS",
+    "VARIANTS",
+    "Sizes",
+    "amount",
+    "field_rule",
+    "fitted",
+    "is_layer_count",
+    "is_token_id",
+    "leaves_single_units",
+]
 
 
 @dataclass(frozen=True)
@@ -128,6 +139,56 @@ _TOKEN_ID = re.compile(
     r"(_token_ids?|token_index|_token_idx|_tokens?_id|_start_id|_end_id|_newline_id|pad_index|bos_index|eos_index|"
     r"unk_index|mask_index|_patch_id)$"
 )
+
+
+_UNITS = ("heads", "kv_heads", "linear_key_heads", "linear_value_heads", "experts")  # that are never cut
+_LEADING = {"kv_heads": "heads", "linear_key_heads": "linear_value_heads"}  # of the second there are more
+
+
+def leaves_single_units(fields: Mapping[str, object], ranks: int) -> bool:
+    """Does one of so many ranks hold a single head or expert of a config, or hold it together with others?
+
+    >>> leaves_single_units({"num_attention_heads": 32, "num_key_value_heads": 8}, 8)
+    True
+    """
+    return any(count == ranks or unit != "experts" and ranks % count == 0 for unit, count in _counts(fields).items())
+
+
+def fitted(sizes: Sizes, fields: Mapping[str, object], ranks: int, tried: int) -> Sizes:
+    """Sizes that leave on each of `tried` ranks what the fields of a config leave on each of `ranks`: one unit, or
+    several, or one that it holds together with others.
+
+    >>> fitted(VARIANTS[0], {"num_attention_heads": 32}, 32, 4).heads
+    4
+    """
+    counts = _counts(fields)
+    chosen = {unit: _alike(real, getattr(sizes, unit), ranks, tried) for unit, real in counts.items()}
+    if counts.get("experts", ranks) < ranks:
+        chosen["experts"] = sizes.experts  # they are cut inside
+    for unit, leading in _LEADING.items():
+        if unit in counts and counts[unit] < counts.get(leading, 0) and chosen[leading] % (2 * chosen[unit]):
+            chosen[leading] = 2 * chosen[unit]
+    heads = chosen.get("heads", sizes.heads)
+    hidden = sizes.hidden if heads < sizes.heads and sizes.hidden % heads == 0 else heads * sizes.head_dim
+    if heads != sizes.heads:
+        wide = sizes.wide_head_dim // sizes.head_dim * (hidden // heads)
+        chosen |= {"hidden": hidden, "head_dim": hidden // heads, "wide_head_dim": wide, "state_heads": 2 * heads}
+    return replace(sizes, **chosen)
+
+
+def _counts(fields: Mapping[str, object]) -> dict[str, int]:
+    numbers = {name: value for name, value in fields.items() if isinstance(value, int) and value > 1}
+    return {unit: value for name, value in numbers.items() if (unit := field_rule(name)[0]) in _UNITS}
+
+
+def _alike(real: int, tiny: int, ranks: int, tried: int) -> int:
+    if real % ranks and ranks % real:
+        return tiny  # nothing is split
+    if real == ranks:
+        return tried
+    if real < ranks:
+        return max(tried // 2, 1)
+    return tiny if tiny % tried == 0 and tiny > tried else 2 * tried
 
 
 def field_rule(name: str) -> tuple[str, str]:

@@ -117,23 +117,16 @@ def group_norm(site: Site) -> Answer:
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,
     drawn=Drawn.NORM)  # fmt: skip
 def batch_norm(site: Site) -> Answer:
-    """Each channel for itself. In training the statistics run over everything else."""
+    """Each channel for itself. In training, which this may be a recording in eval mode of, the statistics run over
+    everything else."""
     dims = site.terms(site.inputs[0])
     _scale(site, dims, [site.tensor(position) for position in range(1, 5)])
-    if _in_training(site):
-        for term in (dims[0], *dims[2:]):
-            site.contract(term, Event.REDUCE_VAR)
+    for term in (dims[0], *dims[2:]):
+        site.contract(term, Event.REDUCE_VAR)
     extras: list[Dims | None] = []
     for output in site.outputs[1:]:
         extras.append([find(dims[1])] if site.shape(output) == (dims[1].size,) else None)
     return [[find(term) for term in dims], *extras]
-
-
-def _in_training(site: Site) -> bool:
-    """Are statistics taken of what comes in? Ops differ in where they are told."""
-    if site.op.name in ("_native_batch_norm_legit_no_training", "_batch_norm_with_update"):
-        return site.op.name == "_batch_norm_with_update"
-    return site.arg(3 if site.op.overload == "no_stats" else 5, "training") is True
 
 
 def _scale(site: Site, dims: Dims, parameters: Sequence[object]) -> None:

@@ -25,13 +25,15 @@ __all__ = ["Change", "Entry", "Obstacle", "Plan", "Proof", "Replicated", "Stack"
 class Trial:
     """How the sharded tiny clone did on simulated ranks: the one step that runs the model's own code on shards.
 
-    `why`: what came out wrong, or why it was not tried; `hint`: what to do, or to pass, so that it can be.
+    `why`: what came out wrong, or why it was not tried; `hint`: what to do, or to pass, so that it can be. `ranks`: on
+    how many it was tried, where one is known.
     "unasked": nobody wanted one, or the plan is of a time when plans did not say.
     """
 
     outcome: Literal["unasked", "passed", "wrong", "skipped"] = "unasked"
     why: str = ""
     hint: str = ""
+    ranks: int = 0
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def test_what_cannot_train_on_these_inputs_is_proven_without_and_says_so() -> No
     assert plan.proof.ok, plan.proof
     assert any("training mode" in finding.message for finding in plan.findings), plan.findings
     report = autoplan.verify(model, plan, tp_size=2)
-    assert report.ok and "targets should be passed" in report.details["not_checked"]["dropout"]
+    assert report.ok and "targets should be passed" in report.details["not_checked"]["training"]
 
 
 class Stages(nn.Module):

@@ -33,7 +33,7 @@ class Draws(nn.Module):
 def test_what_python_and_numpy_draw_is_the_same_on_every_rank(source: str) -> None:
     before = random.getstate(), numpy.random.get_state()[1].copy()
     report = autoplan.verify(Draws(source), tp_size=2, inputs={"x": torch.randn(2, 6, 16)})
-    assert report.ok and {"forward", "dropout", "optimizer"} <= set(report.details["checked"])
+    assert report.ok and {"forward", "training", "optimizer"} <= set(report.details["checked"])
     assert random.getstate() == before[0] and (numpy.random.get_state()[1] == before[1]).all()
 
 
@@ -69,4 +69,4 @@ def test_spectral_norms_train_alike(kind: str) -> None:
     assert any("in training" in str(left.reason) for left in plan.replicated)
     report = autoplan.verify(model, plan, 2, inputs=inputs)
     assert report.ok, [str(finding) for finding in report.findings]
-    assert "dropout" in report.details["checked"]
+    assert "training" in report.details["checked"]

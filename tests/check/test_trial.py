@@ -214,7 +214,7 @@ def test_a_plan_that_was_not_tried_is_applied_with_a_warning() -> None:
 def test_the_other_ways_to_prove(tmp_path: Any) -> None:
     assert planned(Single(), prove="none").proof == Proof("none", 1, False)
     plan = planned(Single(), prove="ranks")
-    assert plan.proof.ok and plan.proof.method == "ranks" and plan.proof.trial == Trial("passed")
+    assert plan.proof.ok and plan.proof.method == "ranks" and plan.proof.trial == Trial("passed", ranks=2)
     wrong = planned(Aware(), prove="ranks")
     assert wrong.proof.failed and "forward" in wrong.proof.wrong and wrong.proof.trial.outcome == "wrong"
     for made in (plan, wrong, planned(Torn())):

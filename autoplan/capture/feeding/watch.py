@@ -62,6 +62,7 @@ def is_direct(tensor: torch.Tensor) -> bool:
     return bool(getattr(tensor, _DIRECT, False))
 
 
+_OTHER_NUMBERS = ("_like", "new_zeros", "new_ones", "new_full", "new_empty", "eq", "ne", "gt", "ge", "lt", "le")
 _NO_NUMBERS = ("__get__", "__set__", "requires_grad_")  # calls that read none: a forward may freeze its own weights
 
 
@@ -112,7 +113,9 @@ class Watch(TorchFunctionMode):
             self._note_compared(name, args)
             if name == "unbind" and len(args) == 2 and args[1] == 0 and len(paths) == 1 and is_direct(args[0]):
                 self.iterated[paths[0]] = None
-            direct = not weights and all(is_direct(tensor) for tensor in given if origin(tensor))
+            direct = not (weights or name.rstrip("_").endswith(_OTHER_NUMBERS)) and all(
+                is_direct(tensor) for tensor in given if origin(tensor)
+            )
             for _, tensor in flatten_tensors(args[:1] if call_record(name).assigns else result):
                 self._mark(tensor, paths, direct=direct)
         return result

@@ -15,7 +15,10 @@ from typing import Any
 import torch
 
 from autoplan.capture.called import calls_the_model
+from autoplan.capture.copies import copied
+from autoplan.capture.training_paths import has_training_paths
 from autoplan.check.verify.compare import Tolerance, compare
+from autoplan.check.verify.sharded import CANNOT_RUN, SAME
 from autoplan.check.verify.subject import Group, Observation, Subject, plain, tensors_in
 from autoplan.common.conventions import conventions
 from autoplan.hf.driving import (
@@ -30,10 +33,11 @@ from autoplan.hf.driving import (
 )
 from autoplan.values import Finding
 
-__all__ = ["CHECKS", "Check", "judge", "labels_for", "takes_labels"]
+__all__ = ["CHECKS", "Check", "buffers_kept", "judge", "labels_for", "takes_labels"]
 
 NOISE = Group("drawn at random")  # a group that says that training draws random numbers
 LOSS_LIMIT = 1e-4  # models compute their losses in float32, whatever their own dtype
+_RAISED = 0.2  # rate of dropout
 NORM = Group("norm of all gradients")
 ADVICE = {NORM: "clip_grad_norm_ clips by another norm than unsharded: sharded parameters must be DTensors, rows once"}
 
@@ -104,34 +108,36 @@ def state_dict(subject: Subject) -> Observation:
     return {Group("saved tensor"): saved, Group("tensor loaded back"): again}
 
 
+def training(subject: Subject) -> Observation:
+    """Training mode with no dropout, so that there is a right answer, and what it leaves in buffers."""
+    with _dropout_at(subject.model, 0.0):
+        return _trained(subject)
+
+
 def dropout(subject: Subject) -> Observation:
-    """Training mode, each rank with another seed: as the model is, and with every dropout turned up."""
-    found = _trained(subject)
-    with _dropout_raised(subject.model) as raised:
-        if raised and not found.get(NOISE):
-            again = _trained(subject)
-            found |= {Group(f"{one.name} under dropout", between_ranks=True): seen for one, seen in again.items()}
-    return found
+    """Training mode with every dropout turned up, each rank with another seed."""
+    with _dropout_at(subject.model, _RAISED):
+        return _trained(subject)
 
 
 def _trained(subject: Subject) -> Observation:
-    """One step in training mode, and what it leaves in buffers (running statistics), which are then put back.
+    """One step in training mode, and what it leaves in buffers (running statistics).
 
     Unsharded, a second one with another seed tells whether it draws random numbers.
     """
     subject.model.train()
     try:
         feeds = calls_the_model(subject.feeds)  # a part draws its random numbers within the model's run
-        with _buffers_kept(subject.model):
+        with buffers_kept(subject.model):
             subject.seed(1)
             first = _each(subject, feeds)
             left = _buffers(subject.model)
         if subject.gather is None:
-            with _buffers_kept(subject.model):
+            with buffers_kept(subject.model):
                 subject.seed(2)
                 second = _each(subject, feeds)
             first[NOISE] = {} if _same(first, second) else {"yes": torch.ones(1)}
-        return first | {Group("buffer after a step"): left}
+        return first | {Group(f"buffer {name} after a step"): {name: value} for name, value in left.items()}
     finally:
         subject.model.eval()
 
@@ -139,13 +145,12 @@ def _trained(subject: Subject) -> Observation:
 def _buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Buffers as a checkpoint holds them, whole."""
     names = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    saved = {name: plain(tensor) for name, tensor in model.state_dict().items() if name in names}
-    return {name: tensor.clone() for name, tensor in saved.items() if tensor.is_floating_point()}
+    return {name: plain(tensor).clone() for name, tensor in model.state_dict().items() if name in names}
 
 
 @contextmanager
-def _buffers_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Undo what a run writes into buffers: the model goes on to other checks, its unsharded twin does not."""
+def buffers_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Undo what a run writes into buffers: a rank's model goes on to other checks, its unsharded twin does not."""
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         yield
@@ -156,20 +161,25 @@ def _buffers_kept(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _dropout_raised(model: Any, rate: float = 0.2) -> Iterator[int]:
-    """Tiny configs have no dropout, users do: raise it in dropout modules and in numbers called so on modules."""
+def _dropout_at(model: Any, rate: float) -> Iterator[None]:
+    """Set the rate of all dropout: in its modules, and numbers called so on others. (Tiny configs have none.)"""
+    places = _rates(model)
+    for state, name, _ in places:
+        state[name] = rate
+    try:
+        yield
+    finally:
+        for state, name, before in places:
+            state[name] = before
+
+
+def _rates(model: Any) -> list[tuple[dict[str, Any], str, float]]:
     places: list[tuple[dict[str, Any], str, float]] = []
     for module in model.modules():
         names = ["p"] if isinstance(module, torch.nn.modules.dropout._DropoutNd) else []
         names += [name for name in vars(module) if name.endswith(conventions().rate_suffix)]
         places += [(vars(module), name, vars(module)[name]) for name in names if _is_rate(vars(module).get(name))]
-    for state, name, _ in places:
-        state[name] = rate
-    try:
-        yield len(places)
-    finally:
-        for state, name, before in places:
-            state[name] = before
+    return places
 
 
 def _is_rate(value: Any) -> bool:
@@ -263,6 +273,27 @@ def _no_cache(subject: Subject) -> str:
     return ""
 
 
+def _trains_alike(subject: Subject) -> str:
+    """Has the model no code of its own for training, and gives the same in that mode, and leaves the same behind?"""
+    if has_training_paths(subject.model):
+        return ""
+    runs: list[list[torch.Tensor]] = []
+    for mode in (False, True):
+        one = replace(subject, model=copied(subject.model).train(mode))
+        try:
+            with _dropout_at(one.model, 0.0):
+                subject.seed(1)
+                given = [tensors_in(one.forward(inputs)) for inputs in calls_the_model(one.feeds).values()]
+        except CANNOT_RUN:  # the check itself says why
+            return ""
+        runs.append([tensor for found in given for tensor in found.values()] + list(one.model.buffers()))
+    return SAME if len(runs[0]) == len(runs[1]) and all(map(torch.equal, *runs)) else ""
+
+
+def _no_dropout(subject: Subject) -> str:
+    return "" if _rates(subject.model) else "the model has no dropout that can be turned up"
+
+
 def _sparse(subject: Subject) -> str:
     tables = (module for module in subject.model.modules() if getattr(module, "sparse", False) is True)
     return "its tables have sparse gradients, which AdamW does not take" if next(tables, None) is not None else ""
@@ -275,10 +306,11 @@ CHECKS = (
     Check("state_dict", "saved names, shapes and values; a plain checkpoint loads back", state_dict),
     Check("forward", "outputs and every gradient, in eval mode", forward),
     Check("second_shape", "the same with another batch and length", second_shape, _no_second_shape),
+    Check("training", "training mode without dropout, and buffers after it", training, _trains_alike, if_it_runs=True),
     Check("loss", "the loss that the model computes from labels, and its gradients", loss, _no_labels),
     Check("attention", "the same with the other attention implementation", attention, _one_attention),
     Check("cache", "decoding token by token from a cache", cache, _no_cache),
-    Check("dropout", "training mode with another seed on each rank", dropout, if_it_runs=True),
+    Check("dropout", "training mode with dropout and a seed for each rank", dropout, _no_dropout, if_it_runs=True),
     Check("optimizer", "parameters after three steps; AdamW over all of them", optimizer, _sparse),
 )
 

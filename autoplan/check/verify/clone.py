@@ -17,7 +17,7 @@ from autoplan.check.ranks.kept_outside import KeptOutside
 from autoplan.check.verify.sharded import CANNOT_RUN
 from autoplan.common.errors import AutoplanError
 
-__all__ = ["Clone", "clone_of", "feeds_at"]
+__all__ = ["Clone", "clone_of", "feeds_at", "is_small_and_real"]
 
 _OWN_CLONE = 3_000_000  # a module of so few parameters is verified itself
 
@@ -120,7 +120,7 @@ def _built(source: Any, dtype: Any) -> tuple[Any, str]:
     from autoplan.common.random_values import randomise
 
     given = source.given
-    if given is not None and _is_small_and_real(given):
+    if given is not None and is_small_and_real(given):
         model = copied(given).cpu()
         cast_numbers(model, dtype)
         randomise(model)
@@ -129,7 +129,8 @@ def _built(source: Any, dtype: Any) -> tuple[Any, str]:
     return model, f"a clone of {sum(parameter.numel() for parameter in model.parameters()):,} parameters"
 
 
-def _is_small_and_real(model: Any) -> bool:
+def is_small_and_real(model: Any) -> bool:
+    """Is it verified itself?"""
     parameters = list(model.parameters())
     return sum(p.numel() for p in parameters) <= _OWN_CLONE and not any(p.is_meta for p in parameters)
 

@@ -24,6 +24,7 @@ from autoplan.values import Finding
 __all__ = ["CheckFailed", "Job", "Sharding", "attentively", "copy_of", "observe_all", "said"]
 
 _TIMEOUT = 120.0  # seconds for all that ranks do at one go
+_VARIANTS = ("attention",)  # of the model that was planned: to refuse one by name is no mistake
 
 
 @dataclass(frozen=True)
@@ -34,17 +35,18 @@ class Sharding:
     gather: Callable[[Any, bool], Mapping[str, Any]]  # (model, gradients?) -> {name: whole tensor}
     blocks: tuple[str, ...] = ()  # whose communication is measured, on ranks that are threads
     noted: Callable[[Any], Any] | None = None  # what to know of the sharded model after a step; may raise AutoplanError
+    unread: Callable[[Any], dict[str, tuple[int, ...]]] | None = None  # ranks whose part no gradient reaches, by weight
 
 
 class CheckFailed(AutoplanError):
     """A check could not be carried out, on a rank or unsharded."""
 
-    def __init__(self, check: str, reason: str, hint: str = "") -> None:
+    def __init__(self, check: str, reason: str, hint: str = "", refused: bool = False) -> None:
         super().__init__(reason, hint=hint)
-        self.check = check
+        self.check, self.refused = check, refused
 
     def __reduce__(self) -> Any:
-        return CheckFailed, (self.check, self.message, self.hint)
+        return CheckFailed, (self.check, self.message, self.hint, self.refused)
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ def observe_all(job: Job, engine: Engine, mesh: Any, budget: Budget) -> tuple[li
             cause = getattr(error, "cause", error)
             failed = cause.check if isinstance(cause, CheckFailed) else ""
             text = str(cause) if isinstance(cause, CheckFailed) else str(error)
-            findings.append(Finding(failed or "sharding", "error", "", text))
+            variant = failed in _VARIANTS and isinstance(cause, CheckFailed) and cause.refused
+            findings.append(Finding(failed or "sharding", "warn" if variant else "error", "", text))
             if failed not in job.checks or failed in ("parameters", "forward"):
                 return [], findings  # where these fail, the others would only repeat it
             job = replace(job, checks=tuple(name for name in job.checks if name != failed))
@@ -124,7 +127,7 @@ def _on_live_mesh(job: Job, mesh: Any) -> list[Any]:
 def _observe(rank: int, job: Job, mesh: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Shard the model, run the checks one after the other: their observations, and the collectives of one step."""
     from autoplan.capture.outside import replacing
-    from autoplan.check.verify.checks import CHECKS
+    from autoplan.check.verify.checks import CHECKS, buffers_kept
 
     try:
         model = replacing(job.subject.model, lambda model: job.sharding.shard(model, mesh))
@@ -136,12 +139,13 @@ def _observe(rank: int, job: Job, mesh: Any) -> tuple[dict[str, Any], dict[str, 
     for check in CHECKS:
         if check.name in job.checks:
             try:
-                with attentively(check, model):
+                with attentively(check, model), buffers_kept(model):  # unsharded, each check has a fresh copy
                     seen[check.name] = check.run(subject)
             except OutsideError as error:
                 raise CheckFailed(check.name, error.message) from error
             except Exception as error:  # as above: what the sharded forward raises is the finding
-                raise CheckFailed(check.name, f"the sharded model cannot run: {said(error)}") from error
+                text = f"the sharded model cannot run: {said(error)}"
+                raise CheckFailed(check.name, text, refused=isinstance(error, AutoplanError)) from error
             if check.name == "forward":
                 collectives = {**subject.collectives, "blocks": _measured(job, subject), "noted": _noted(job, subject)}
     return seen, collectives

@@ -21,19 +21,22 @@ from autoplan.common.stages import stage
 from autoplan.patches.kernels import where_it_runs
 from autoplan.values import Report
 
-__all__ = ["CANNOT_RUN", "CHECK_NAMES", "can_be_lifted", "check_sharding"]
+__all__ = ["CANNOT_RUN", "CHECK_NAMES", "SAME", "can_be_lifted", "check_sharding"]
 
 CHECK_NAMES = (
     "parameters",
     "state_dict",
     "forward",
     "second_shape",
+    "training",
     "loss",
     "attention",
     "cache",
     "dropout",
     "optimizer",
 )
+
+SAME = "in training mode it computes the same as in eval mode"  # why there is nothing to check
 
 # What a model's own code raises when it does not run on these inputs.
 CANNOT_RUN = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)
@@ -116,6 +119,7 @@ def _check(
             "collectives": {k: v for k, v in ranks[0][1].items() if k not in ("blocks", "noted")} if ranks else {},
             "blocks": ranks[0][1].get("blocks", {}) if ranks else {},
             "noted": ranks[0][1].get("noted") if ranks else None,
+            "unread": sharding.unread(_gradients(reference)) if sharding.unread is not None else {},
             "seconds": round(time.perf_counter() - start, 3),
         },
     )
@@ -205,6 +209,11 @@ def _run_unsharded(check: Any, subject: Any) -> Any:
     except CANNOT_RUN as error:
         text = f"the unsharded model cannot go through check {check.name!r}: {said(error)}"
         raise CheckFailed(check.name, text, "pass inputs= that it runs with, or leave the check out") from error
+
+
+def _gradients(reference: Mapping[str, Any]) -> list[Any]:
+    """Of every run of the unsharded model."""
+    return [tensors for seen in reference.values() for group, tensors in seen.items() if group.gradient]
 
 
 def _dtype(model: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 from autoplan.check.verify.on_ranks import Sharding
 from autoplan.check.verify.recomputed import recomputed
+from autoplan.check.verify.unread import unread_parts
 from autoplan.common.options import Checkpointing, Options, TensorParallel
 from autoplan.execute.parallelize import shard_model
 from autoplan.execute.parameters.gather import full_tensors
@@ -26,7 +27,7 @@ def sharding_of(plan: Plan, *, gather_logits: bool = False, checkpointing: str =
     if checkpointing:
         return Sharding(shard, full_tensors, noted=partial(recomputed, stacks=plan.layers))
     shown = {fqn: None for stack in plan.layers for fqn in stack.fqns} if plan.communication else {}
-    return Sharding(shard, full_tensors, tuple(shown))
+    return Sharding(shard, full_tensors, tuple(shown), unread=partial(unread_parts, plan=plan))
 
 
 def _apply(model: Any, mesh: Any, *, plan: Plan, gather_logits: bool, checkpointing: str) -> Any:

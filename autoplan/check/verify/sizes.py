@@ -1,14 +1,26 @@
-"""At which sizes a tiny clone is verified: its own, or those of a plan for more ranks than are simulated."""
+"""At which sizes a tiny clone is tried: those of the plan, or others that leave as much on a rank.
+
+A plan for 64 ranks is tried on few. Code may branch on what a rank holds: on one head where the plan leaves one, on
+several where it leaves several. So a model that is its own clone is tried on as many ranks as its plan is for, up to a
+bound. A clone that is made from a config gets as many heads and experts as leave on a rank what the plan leaves.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+from autoplan.check.verify.clone import is_small_and_real
 from autoplan.common.options import check_count, check_expert_size
 from autoplan.values import Plan
 
-__all__ = ["Sizes"]
+if TYPE_CHECKING:
+    from autoplan.hf.source import Source
+
+__all__ = ["Sizes", "tried_sizes"]
+
+_FEW, _MOST = 4, 8  # ranks on which a clone is tried where one of them holds a single unit; and at most
+_LARGEST = 60_000_000  # numbers in the copies of all ranks, of a model that is its own clone
 
 
 @dataclass(frozen=True)
@@ -39,3 +51,33 @@ class Sizes:
     @property
     def ranks(self) -> int:
         return max(self.tp, self.ep)
+
+    def __str__(self) -> str:
+        return f"tp={self.tp}" + (f", ep={self.ep}" if self.ep > 1 else "")
+
+    def at(self, ranks: int) -> Sizes:
+        """The same kinds of ranks, and so many of them."""
+        return Sizes(self.tp if self.tp == 1 else ranks, self.ep if self.ep == 1 else ranks)
+
+
+def tried_sizes(source: Source, sizes: Sizes, *, own: bool = False) -> tuple[tuple[Source, Sizes], ...]:
+    """On how many ranks a plan of these sizes is tried, and with which clone; the next where that cannot be done.
+
+    `own`: on as many as it is for, up to a bound; else a clone from a config is tried on as few as show the same.
+    """
+    few = (source, sizes.at(min(sizes.ranks, 2)))
+    if numbers := _own_clone(source):
+        fits = 2 < sizes.ranks <= _MOST and numbers * sizes.ranks <= _LARGEST
+        return ((source, sizes), few) if fits else (few,)
+    single = source.leaves_single_units(sizes.ranks)
+    ranks = 2 ** (min(sizes.ranks, _MOST).bit_length() - 1) if own else _FEW if single else 2
+    if not single and ranks == 2:
+        return (few,)
+    return (replace(source, ranks=(sizes.ranks, ranks)), sizes.at(ranks)), few
+
+
+def _own_clone(source: Source) -> int:
+    """How many numbers a model has that is its own clone; 0: it is none."""
+    given = source.given
+    itself = given is not None and (is_small_and_real(given) or source.own_clone)
+    return sum(parameter.numel() for parameter in given.parameters()) if given is not None and itself else 0

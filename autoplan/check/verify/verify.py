@@ -12,7 +12,7 @@ the same of the same modules is checked as well. A plan that a person wrote is a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from autoplan.check.verify.mesh_sizes import MeshSizes, parse_mesh
 from autoplan.check.verify.narrow import cut_together, wrong_cuts
 from autoplan.check.verify.sharded import CHECK_NAMES, check_sharding
 from autoplan.check.verify.sharding import mesh_of, sharding_of
-from autoplan.check.verify.sizes import Sizes
+from autoplan.check.verify.sizes import Sizes, tried_sizes
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import check_argument
 from autoplan.common.patterns import best_match, matches
@@ -39,20 +39,21 @@ __all__ = [
     "verify",
     "verify_clone",
     "verify_source",
+    "verify_tried",
 ]
 
 # dropout draws apart on data-parallel ranks; optimizers are stepped by the training checks
-_NOT_ON_MESHES = ("dropout", "optimizer")
+_NOT_ON_MESHES = ("training", "dropout", "optimizer")
 _MOST_TRIALS = 32  # runs on ranks to find out which modules of a wrong plan must stay whole
 # checks after which other capabilities are tried
-_DECISIVE = ("sharding", "parameters", "forward", "gradients", "second_shape")
+_DECISIVE = ("sharding", "parameters", "forward", "gradients", "second_shape", "training")
 
 
 @plain_surroundings()
 def verify(
     model: Any,
     plan: Plan | None = None,
-    tp_size: int = 2,
+    tp_size: int | None = None,
     mesh: Any = None,
     engine: Engine = "threads",
     inputs: Mapping[str, Any] | None = None,
@@ -66,7 +67,8 @@ def verify(
     """Shard a tiny clone of `model` on `tp_size` simulated ranks and compare it with itself unsharded.
 
     `model`, `inputs` and `ep_size` are what `autoplan.plan` takes. Without a `plan` one is made; with one its own
-    `ep_size` holds, at this number of ranks. With a `mesh` the ranks are the real ones: every rank of its "tp" dim must
+    `ep_size` holds, at this number of ranks: without a `tp_size` as many as the plan is for, up to 8 (at others a note
+    says so), and 2 without a plan. With a `mesh` the ranks are the real ones: every rank of its "tp" dim must
     call this. `mesh="dp=2,tp=2"` simulates a mesh and checks training on it: another batch on each data-parallel rank,
     with and without activation checkpointing, norms, clipping, and a resumed
     checkpoint. `checks` chooses among `CHECK_NAMES`. With `rounding` the clone runs in bfloat16 too, and
@@ -77,8 +79,16 @@ def verify(
     _check_arguments(plan, mesh, checks, {"sequence_parallel": sequence_parallel, "rounding": rounding})
     source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
     how: Any = {"mesh": mesh, "engine": engine, "checks": checks, "rounding": rounding}
+    how["sequence_parallel"] = sequence_parallel
     with alone() if mesh is None or isinstance(mesh, str | Mapping) else nullcontext():
-        return verify_source(source, plan, tp_size, ep_size=ep_size, sequence_parallel=sequence_parallel, **how)
+        if plan is None or tp_size is not None or mesh is not None:
+            return verify_source(source, plan, 2 if tp_size is None else tp_size, ep_size=ep_size, **how)
+        sizes = Sizes(plan.tp_size, ep_size if plan.tp_size == 1 and ep_size else plan.ep_size)
+        report, tried = verify_tried(tried_sizes(source, sizes, own=True), plan, **how)
+    if tried == sizes:
+        return report
+    text = f"verified at {tried}; the plan is for {sizes}"
+    return replace(report, findings=(*report.findings, Finding("plan", "note", "", text, "give a tp_size")))
 
 
 def _check_arguments(plan: Any, mesh: Any, checks: Any, switches: Mapping[str, Any]) -> None:
@@ -155,6 +165,16 @@ def verify_source(
         details["rounding"] = measure_rounding(clone.model, clone.feeds, applied, **how)
     findings = [*report.findings, *findings, *whole_blocks(plan or applied)]
     return replace(report, ok=not any(f.level == "error" for f in findings), findings=tuple(findings), details=details)
+
+
+def verify_tried(attempts: Iterable[tuple[Any, Sizes]], plan: Plan | None, **how: Any) -> tuple[Report, Sizes]:
+    """`verify_source` for the first of these clones that can be tried, and at which sizes it was."""
+    *before, last = attempts
+    for source, sizes in before:
+        with suppress(AutoplanError):
+            return verify_source(source, plan, sizes.tp, ep_size=sizes.ep, **how), sizes
+    source, sizes = last
+    return verify_source(source, plan, sizes.tp, ep_size=sizes.ep, **how), sizes
 
 
 def _verify_mesh(
@@ -241,8 +261,8 @@ def _narrowed(
 ) -> tuple[Capabilities, Report, Plan]:
     """Keep what is cut wrongly whole (and with it all that shares its cut), so that the rest is right."""
     sizes = Sizes(applied.tp_size, applied.ep_size)
-    apart = {finding.check for finding in report.findings if finding.level == "error"} == {"second_shape"}
-    narrowing = ("second_shape",) if apart else ("forward",)
+    wrong = {finding.check for finding in report.findings if finding.level == "error"}
+    narrowing = tuple(wrong) if wrong <= {"second_shape", "training"} else ("forward",)
     modules = tuple(dict.fromkeys(entry.pattern for entry in applied.entries))
 
     def planned(whole: tuple[str, ...]) -> Plan | None:

@@ -220,7 +220,9 @@ def proof_text(proof: Proof) -> Text:
     verdict.append(f" {where[proof.method]}")
     if proof.checked:
         verdict.append(f" by {', '.join(proof.checked)}")
-    return verdict.append(f": {proof.text}" if proof.text else ".")
+    verdict.append(f": {proof.text}" if proof.text else ".")
+    tried = proof.trial.outcome == "passed" and proof.trial.ranks > 2 and proof.method != "ranks"
+    return verdict.append(f"; tried on {proof.trial.ranks} simulated ranks") if tried else verdict
 
 
 def _untried(proof: Proof) -> Text:
