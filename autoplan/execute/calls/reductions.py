@@ -117,15 +117,12 @@ def _pieces(planned: EqualPieces, at: At) -> Run:
 
 @executes(DrawOnShards)
 def _drawn(planned: DrawOnShards, at: At) -> Run:
-    randomness = at.running.randomness
+    running, module = at.running, at.module
 
     def run(func: Any, args: Any, kwargs: Any) -> Any:
-        if not randomness.active:
+        if not running.may_draw(module):
             return func(*args, **kwargs)
-        randomness.enter_split()
-        try:
+        with running.randomness.split():
             return func(*args, **kwargs)
-        finally:
-            randomness.leave_split()
 
     return run
