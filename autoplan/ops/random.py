@@ -43,7 +43,9 @@ def makes_anew(name: str) -> bool:
     return fills(name) or op_record(name).dims is noise_like
 
 
-@op("dropout", "native_dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout",
+@op("feature_dropout", "feature_alpha_dropout",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=by_rate(1, along=2), runs=recorded)  # fmt: skip
+@op("dropout", "native_dropout", "alpha_dropout",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=by_rate(1), runs=recorded)  # fmt: skip
 @op("rrelu",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=by_rate(-1), runs=recorded)  # fmt: skip
@@ -71,5 +73,8 @@ def multinomial(site: Site) -> Answer:
 op("rrelu_with_noise", "rrelu_with_noise_functional",
    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=by_rate(-1), runs=recorded)(unknown)  # fmt: skip
 
-python_call("dropout1d", "dropout2d", "dropout3d", becomes="feature_dropout")
+for _name, _batched in (("dropout1d", 3), ("dropout2d", 0), ("dropout3d", 5)):
+    python_call(_name, becomes="feature_dropout", random=by_rate(1, along=2, batched=_batched))
+op("_standard_gamma", "_sample_dirichlet",
+   sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=ALWAYS, runs=as_written)(unknown)  # fmt: skip
 python_call("gumbel_softmax", sizes=NO_SIZES, linear=Linear.NO, random=ALWAYS)

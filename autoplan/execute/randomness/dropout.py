@@ -128,6 +128,13 @@ class SharedRandomness:
         finally:
             self.leave_split()
 
+    @contextmanager
+    def split_of(self, generator: torch.Generator) -> Iterator[torch.Generator]:
+        """A generator of this rank in place of one that the model brings, which goes on by one draw."""
+        seed = random_streams.number_of(random_streams.Generators(generator.get_state())) + 1 + self.group.rank
+        yield torch.Generator(generator.device).manual_seed(seed % 2**32)
+        torch.rand(1, generator=generator, device=generator.device)
+
     @torch.compiler.disable
     def enter_split(self) -> None:
         """Draw per rank from here on. (Inside of each other, modules draw from streams that begin elsewhere.)"""

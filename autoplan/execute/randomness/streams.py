@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ __all__ = [
     "Stream",
     "fork",
     "get_state",
+    "kept_state",
     "manual_seed",
     "number_of",
     "set_state",
@@ -80,6 +81,17 @@ def set_state(state: Generators) -> None:
         _on_host().set_state(state.cpu)
     if state.cuda is not None and device is not None:
         device.set_state(state.cuda)
+
+
+@contextmanager
+def kept_state(generator: torch.Generator | None = None) -> Iterator[Callable[[], None]]:
+    """Give a function that puts back what was there: of a generator, or of this rank's own."""
+    if generator is not None:
+        own = generator.get_state()
+        yield lambda: generator.set_state(own) and None
+    else:
+        before = get_state()
+        yield lambda: set_state(before)
 
 
 def unlike(state: Generators, other: Generators) -> Generators:
