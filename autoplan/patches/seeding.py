@@ -55,7 +55,7 @@ def note_seed() -> None:
 
 def _mine() -> _Seedings:
     """A simulated rank has a generator of its own, which stands where torch's functions find it."""
-    generator = torch.random.default_generator.get_state.__self__  # type: ignore[attr-defined]
+    generator = torch.random.default_generator.get_state.__self__
     return _of_generator.setdefault(generator, _Seedings())
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from autoplan.capture.called import calls_the_model
-from autoplan.check.verify.drawn import RUNS, Draws, FixedNoise, laws_of_draws
 from autoplan.check.verify.compare import Tolerance, compare
+from autoplan.check.verify.drawn import RUNS, Draws, FixedNoise, laws_of_draws
 from autoplan.check.verify.subject import Group, Observation, Subject, plain, tensors_in
 from autoplan.common.conventions import conventions
 from autoplan.hf.driving import attention_switched, decoded, generative_feed, has_attentions, other_attention

@@ -8,7 +8,6 @@ replaced by fixed ones (`FixedNoise`), all that is made of them can be compared 
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

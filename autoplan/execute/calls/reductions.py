@@ -118,7 +118,7 @@ def _pieces(planned: EqualPieces, at: At) -> Run:
 
 @executes(DrawOnShards)
 def _drawn(planned: DrawOnShards, at: At) -> Run:
-    """A call that is told sizes may be told the whole value's: then all ranks draw it alike, and each keeps its part."""
+    """A call that is told sizes may be told the whole ones: then all ranks draw alike, and each keeps its part."""
     running, module = at.running, at.module
     whole_sizes = [(cut.dim, Layout.parse(cut.layout).size) for cut in planned.cuts]
 

@@ -43,6 +43,7 @@ __all__ = [
     "unlike",
 ]
 
+
 @dataclass(frozen=True)
 class Generators:
     """This rank's generators at one moment: the CPU's, and the current CUDA device's if CUDA was in use. None: a
@@ -130,7 +131,7 @@ def step(drawn: Generators) -> None:
 
     device = _on_device()
     if drawn.cpu is not None:
-        torch.rand(1, device="cpu", generator=_on_host().get_state.__self__)  # type: ignore[attr-defined]
+        torch.rand(1, device="cpu", generator=_on_host().get_state.__self__)
     if drawn.cuda is not None and device is not None:
         device.set_offset(device.get_offset() + 4)  # no kernel runs for it
 
