@@ -9,7 +9,7 @@ from __future__ import annotations
 from autoplan.axes.events import Event
 from autoplan.ops.creation import fills
 from autoplan.ops.elementwise import elementwise
-from autoplan.ops.records.answers import ALWAYS, Linear, Supposed, by_rate
+from autoplan.ops.records.answers import ALWAYS, Linear, Random, Supposed, by_rate
 from autoplan.ops.records.on_shards import as_written, recorded
 from autoplan.ops.records.record import kept_whole, nothing, op, op_record, python_call, unknown
 from autoplan.ops.records.site import Answer, Site
@@ -18,7 +18,10 @@ from autoplan.ops.records.sizes import NO_SIZES, MadeWhole
 __all__ = ["makes_anew"]
 
 
-@op("rand", "randn", "randint", "randperm",
+@op("randperm",
+    sizes=MadeWhole(), reduces=nothing, linear=Linear.NO, random=Random("always", jointly=True),
+    runs=recorded)  # fmt: skip
+@op("rand", "randn", "randint",
     sizes=MadeWhole(), reduces=nothing, linear=Linear.NO, random=ALWAYS, runs=recorded)  # fmt: skip
 def noise(site: Site) -> Answer:
     """Random values: different along every dim, and different in every run."""

@@ -123,7 +123,7 @@ def trained(rank: int, sizes: dict[str, int], folder: Path, wanted: dict[int, An
 
 
 def fed(rank: int, size: int, folder: Path, rate: float) -> dict[str, Any]:
-    """The batches that a shuffling Trainer trains on after an evaluation, and when it goes on; the seed that is left."""
+    """The batches that a shuffling Trainer trains on after an evaluation and when it goes on, and the seed left."""
     from accelerate.state import AcceleratorState, PartialState
     from transformers import Trainer, TrainingArguments
 

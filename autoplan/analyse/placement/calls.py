@@ -262,7 +262,8 @@ def draws(call: Call, trace: Trace) -> bool:
 
 def _is_filled_at_random(call: Call) -> bool:
     """Does a call make a value of numbers that are drawn each by itself, of a size that it is told?"""
-    return call_record(call.name).random.when == "always" and call.name != "randperm"
+    random = call_record(call.name).random
+    return random.when == "always" and not random.jointly
 
 
 def _random_calls(shards: Shards, flow: CallFlow) -> dict[str, dict[bool, list[int]]]:

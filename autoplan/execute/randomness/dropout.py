@@ -12,7 +12,7 @@ that has drawn from it outside of forwards) the forward goes on in the shared st
 
 What acts on split values switches to a stream of its own rank, seeded from the shared one: so recomputation under
 activation checkpointing, which restores the shared state, draws the same masks again. If numbers were drawn there, the
-shared stream goes on by one draw, the same on every rank.
+shared stream has gone on by one draw, the same on every rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from autoplan.patches.seeding import seeding, watch_seeding
 
 __all__ = ["SharedRandomness"]
 
-_APART = 0x9E3779B1  # torch's CPU generator takes 32 bits of a seed
 _Key = tuple[str, int, int]  # name, size and rank of a group
 
 
@@ -56,11 +55,13 @@ _of_groups: weakref.WeakValueDictionary[_Key, _Shared] = weakref.WeakValueDictio
 @dataclass(frozen=True)
 class _Switch:
     """A change of streams: to a rank's "own", which `begun` so, to the "shared" one, or none ("same"). `left`: where
-    the stream stands that was left."""
+    the stream stands that was left; `before`: where it stood, before it went on by one draw."""
 
     to: str
     left: random_streams.Generators
+    before: random_streams.Generators
     begun: random_streams.Generators
+    whole_drew: bool = False
 
 
 class SharedRandomness:
@@ -137,18 +138,20 @@ class SharedRandomness:
 
     @torch.compiler.disable
     def enter_split(self) -> None:
-        """Draw per rank from here on. (Inside of each other, modules draw from streams that begin elsewhere.)"""
+        """Draw per rank from here on: from a stream that follows from where the shared one stands, and nothing else."""
         before = random_streams.get_state()
-        seed = random_streams.number_of(before) + 1 + self.group.rank + len(self.switched) * _APART
-        self.switched.append(_Switch("own", before, random_streams.switch(seed % 2**32)))
+        random_streams.step(before)
+        left, seed = random_streams.get_state(), random_streams.number_of(before) + 1 + self.group.rank
+        self.switched.append(_Switch("own", left, before, random_streams.switch(seed % 2**32)))
 
     @torch.compiler.disable
     def leave_split(self) -> None:
-        """Back to the shared stream, which goes on by one draw if there were any: other numbers come next time."""
+        """Back to the shared stream, which has gone on by one draw if there were any: others come next time."""
         switch = self.switched.pop()
         drawn = random_streams.unlike(random_streams.get_state(), switch.begun)
         random_streams.set_state(switch.left)
-        random_streams.step(drawn)
+        if not switch.whole_drew:
+            random_streams.set_state(random_streams.left_out(switch.before, drawn))
 
     @torch.compiler.disable
     def enter_whole(self) -> None:
@@ -157,13 +160,15 @@ class SharedRandomness:
         within = bool(self.switched) and self.switched[-1].to == "own"
         if within:
             random_streams.set_state(self.switched[-1].left)
-        self.switched.append(_Switch("shared" if within else "same", now, now))
+        self.switched.append(_Switch("shared" if within else "same", now, now, now))
 
     @torch.compiler.disable
     def leave_whole(self) -> None:
         switch = self.switched.pop()
         if switch.to == "shared":
-            self.switched[-1] = replace(self.switched[-1], left=random_streams.get_state())
+            left = random_streams.get_state()
+            moved = random_streams.unlike(left, self.switched[-1].left) != random_streams.Generators(None)
+            self.switched[-1] = replace(self.switched[-1], left=left, whole_drew=self.switched[-1].whole_drew or moved)
             random_streams.set_state(switch.left)
 
 

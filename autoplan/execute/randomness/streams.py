@@ -35,6 +35,7 @@ __all__ = [
     "fork",
     "get_state",
     "kept_state",
+    "left_out",
     "manual_seed",
     "number_of",
     "set_state",
@@ -101,6 +102,14 @@ def unlike(state: Generators, other: Generators) -> Generators:
         None if one is None or another is not None and _bytes(one) == _bytes(another) else one
         for one, another in ((state.cpu, other.cpu), (state.cuda, other.cuda))
     ))  # fmt: skip
+
+
+def left_out(state: Generators, others: Generators) -> Generators:
+    """The generators of `state` that `others` has no state of."""
+    return Generators(
+        state.cpu if others.cpu is None else None,
+        state.cuda if others.cuda is None else None,
+    )
 
 
 def switch(seed: int) -> Generators:

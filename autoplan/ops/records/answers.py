@@ -66,13 +66,15 @@ class Random:
     """When an op draws random numbers: never, always, or where a rate says so (dropout, in training).
 
     `along`: it draws along so many dims from the front, and the others share what was drawn; 0: along all. `batched`:
-    how many dims it takes a batch with; given fewer, it draws along one less.
+    how many dims it takes a batch with; given fewer, it draws along one less. `jointly`: its numbers depend on each
+    other, so that a part of them is no draw by itself.
     """
 
     when: Literal["never", "always", "rate"]
     rate: tuple[int, str, float] = (-1, "", 1.0)  # where the rate stands, its name, and what it is if it is not told
     along: int = 0
     batched: int = 0
+    jointly: bool = False
 
     def draws_along(self, dim: int, rank: int) -> bool:
         """Are other numbers drawn for each position of this dim, of so many dims?"""
