@@ -257,7 +257,7 @@ def _works(modules: dict[str, nn.Module], plan: Plan) -> dict[str, ModuleWork]:
     for kind, patterns in (("split", plan.runtime.random), ("whole", plan.runtime.random_whole)):
         for pattern in patterns:
             for name in _module_names(pattern, modules):
-                work(name).random = kind
+                work(name).random = work(name).random or kind  # the model itself may draw on split values
     return works
 
 

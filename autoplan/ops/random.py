@@ -9,7 +9,7 @@ from __future__ import annotations
 from autoplan.axes.events import Event
 from autoplan.ops.creation import fills
 from autoplan.ops.elementwise import elementwise
-from autoplan.ops.records.answers import ALWAYS, Linear, Supposed, by_rate
+from autoplan.ops.records.answers import ALWAYS, Linear, Random, Supposed, by_rate
 from autoplan.ops.records.on_shards import as_written, recorded
 from autoplan.ops.records.record import kept_whole, nothing, op, op_record, python_call, unknown
 from autoplan.ops.records.site import Answer, Site
@@ -18,7 +18,10 @@ from autoplan.ops.records.sizes import NO_SIZES, MadeWhole
 __all__ = ["makes_anew"]
 
 
-@op("rand", "randn", "randint", "randperm",
+@op("randperm",
+    sizes=MadeWhole(), reduces=nothing, linear=Linear.NO, random=Random("always", jointly=True),
+    runs=recorded)  # fmt: skip
+@op("rand", "randn", "randint",
     sizes=MadeWhole(), reduces=nothing, linear=Linear.NO, random=ALWAYS, runs=recorded)  # fmt: skip
 def noise(site: Site) -> Answer:
     """Random values: different along every dim, and different in every run."""
@@ -43,7 +46,9 @@ def makes_anew(name: str) -> bool:
     return fills(name) or op_record(name).dims is noise_like
 
 
-@op("dropout", "native_dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout",
+@op("feature_dropout", "feature_alpha_dropout",
+    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=by_rate(1, along=2), runs=recorded)  # fmt: skip
+@op("dropout", "native_dropout", "alpha_dropout",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=by_rate(1), runs=recorded)  # fmt: skip
 @op("rrelu",
     sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=by_rate(-1), runs=recorded)  # fmt: skip
@@ -71,5 +76,8 @@ def multinomial(site: Site) -> Answer:
 op("rrelu_with_noise", "rrelu_with_noise_functional",
    sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=by_rate(-1), runs=recorded)(unknown)  # fmt: skip
 
-python_call("dropout1d", "dropout2d", "dropout3d", becomes="feature_dropout")
+for _name, _batched in (("dropout1d", 3), ("dropout2d", 0), ("dropout3d", 5)):
+    python_call(_name, becomes="feature_dropout", random=by_rate(1, along=2, batched=_batched))
+op("_standard_gamma", "_sample_dirichlet",
+   sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=ALWAYS, runs=as_written)(unknown)  # fmt: skip
 python_call("gumbel_softmax", sizes=NO_SIZES, linear=Linear.NO, random=ALWAYS)

@@ -18,6 +18,7 @@ from autoplan.patches.patched import Patch
 from autoplan.patches.process_group import PROCESS_GROUP
 from autoplan.patches.recorded_code import UNCACHED, UNSCRIPTED
 from autoplan.patches.safetensors_storage import SAFETENSORS_STORAGE
+from autoplan.patches.seeding import SEEDING
 from autoplan.patches.sharding_rules import SHARDING_RULES
 from autoplan.patches.simulated_ranks import GENERATOR, HOST_GENERATORS, RANK_BACKEND, WORLD
 from autoplan.patches.total_norm import TOTAL_NORM
@@ -40,6 +41,7 @@ PATCHES: tuple[Patch, ...] = (
     UNCACHED,
     UNSCRIPTED,
     DOUBLE_PRECISION,
+    SEEDING,
     WORLD,
     GENERATOR,
     HOST_GENERATORS,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,8 +52,12 @@ class _WorldPerThread(ThreadLocalWorld):
 
 @contextmanager
 def world_per_thread() -> Iterator[None]:
-    """Swap in a world and registries that are right for one thread per rank; put the old ones back."""
+    """Swap in a world and registries that are right for one thread per rank; put the old ones back.
+
+    Each process group that is made meanwhile has uncaught errors begin with one rank more: that is taken back too.
+    """
     ProcessLocalGroup.reset()
+    said = sys.excepthook
     places = [
         Place(dist.distributed_c10d, "_world", lambda _: _WorldPerThread()),
         Place(ShardingPropagator, _ASKS, _one_at_a_time),
@@ -63,6 +68,7 @@ def world_per_thread() -> Iterator[None]:
             yield
         finally:
             c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
+            sys.excepthook = said
 
 
 def asks_for_a_shape() -> bool:

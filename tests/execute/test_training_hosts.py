@@ -14,7 +14,7 @@ from autoplan.check.ranks.run import run_processes
 if find_spec("accelerate") is None:
     pytest.skip("NOT TRIED: accelerate is absent; `make test-hosts` installs it", allow_module_level=True)
 
-from training_hosts import alone, built, trained
+from training_hosts import alone, built, fed, trained
 
 pytestmark = [pytest.mark.hosts, pytest.mark.gloo]
 
@@ -30,3 +30,11 @@ def test_trained_saved_and_resumed(sizes: dict[str, int], tmp_path: Path) -> Non
         state = type(built()).from_pretrained(tmp_path / folder, dtype=torch.float64).state_dict()
         weights = wanted[2 if folder == "saved" else 1]
         assert all(float((state[name] - value).abs().max()) < 1e-7 for name, value in weights.items())
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.2])
+def test_ranks_train_on_the_batches_of_a_run_alone(rate: float, tmp_path: Path) -> None:
+    """Also after an evaluation, and in a run that goes on from a checkpoint."""
+    (wanted,) = run_processes(fed, (1, tmp_path / "alone", rate), 1)
+    assert len(wanted["evaluated"]) == 8 and len(wanted["resumed"]) == 6
+    assert run_processes(fed, (2, tmp_path / "ranks", rate), 2) == [wanted] * 2

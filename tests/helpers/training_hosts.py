@@ -122,6 +122,52 @@ def trained(rank: int, sizes: dict[str, int], folder: Path, wanted: dict[int, An
     return found
 
 
+def fed(rank: int, size: int, folder: Path, rate: float) -> dict[str, Any]:
+    """The batches that a shuffling Trainer trains on after an evaluation and when it goes on, and the seed left."""
+    from accelerate.state import AcceleratorState, PartialState
+    from transformers import Trainer, TrainingArguments
+
+    announce(rank, size)
+    seen: dict[str, Any] = {}
+    plan = autoplan.plan(_dropping(rate), 2, prove="none") if size > 1 else None
+    for name in ("evaluated", "resumed"):
+        torch.manual_seed(3)
+        model = _dropping(rate)
+        if plan is not None:
+            model = autoplan.parallelize(model, mesh_of(tp=2), plan)
+        batches: list[Any] = []
+        model.register_forward_pre_hook(
+            lambda module, args, given, to=batches: _note(module, given, to), with_kwargs=True
+        )
+        arguments = TrainingArguments(
+            output_dir=str(folder), per_device_train_batch_size=BATCH, num_train_epochs=2, save_strategy="steps",
+            save_steps=2, report_to=[], use_cpu=True, ddp_backend="gloo", disable_tqdm=True, logging_strategy="no",
+            lr_scheduler_type="constant",
+        )  # fmt: skip
+        host = autoplan.hand_over(Trainer) if plan is not None else Trainer
+        trainer = host(model, arguments, train_dataset=Texts(), eval_dataset=Texts())
+        if name == "evaluated":
+            trainer.evaluate()
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if name == "resumed" else None)
+        seen |= {name: batches, f"seed of {name}": torch.initial_seed()}
+        AcceleratorState._reset_state(True), PartialState._reset_state()
+    return seen
+
+
+def _dropping(rate: float) -> Any:
+    model = built()
+    model.config.attention_dropout = rate
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = rate
+    return model
+
+
+def _note(module: nn.Module, given: dict[str, Any], batches: list[Any]) -> None:
+    if module.training:
+        batches.append(given["input_ids"].tolist())
+
+
 def evaluated(weights: dict[str, torch.Tensor]) -> float:
     model = built().eval()
     model.load_state_dict(weights)

@@ -41,7 +41,6 @@ INSTANCES = {
     ("autoplan/execute/hooks/running.py", "made"): "an object of ours",
     ("autoplan/execute/hooks/replaced.py", "super(made, self).__setattr__(name, value)"): "a module sets its own child",
     ("autoplan/forecast/sharded.py", "value"): "settings of a copy without storage",
-    ("autoplan/forecast/recording/world.py", "sys.excepthook"): "put back: each process group of torch changes it",
     ("autoplan/hf/shrink.py", "one"): "a copy of a config, for the tiny clone",
     ("autoplan/execute/hooks/sequence_shards.py", "tensor"): "a mark on one tensor",
     ("autoplan/execute/parameters/held.py", "parameter"): "a mark on one parameter",

@@ -192,7 +192,7 @@ def _wanted(
         literal = LiteralArgument(requirement.path, requirement.seen, requirement.want)
         arguments[requirement.call].append(literal)
     cuts = _cuts(shards, flow, result)
-    draws = _mixed_draws(shards, flow)
+    draws = _mixed_draws(shards, flow) | {index for index in cuts if _is_filled_at_random(shards.trace.calls[index])}
     pieces = {
         index: given
         for index, call in enumerate(shards.trace.calls)
@@ -260,13 +260,29 @@ def draws(call: Call, trace: Trace) -> bool:
     return call_record(call.name).random.when == "always" or drawn
 
 
+def _is_filled_at_random(call: Call) -> bool:
+    """Does a call make a value of numbers that are drawn each by itself, of a size that it is told?"""
+    random = call_record(call.name).random
+    return random.when == "always" and not random.jointly
+
+
 def _random_calls(shards: Shards, flow: CallFlow) -> dict[str, dict[bool, list[int]]]:
     """Random calls by module, apart by whether they act on split values."""
     found: dict[str, dict[bool, list[int]]] = defaultdict(lambda: {True: [], False: []})
     for index, call in enumerate(shards.trace.calls):
         if call_record(call.name).random or draws(call, shards.trace):
-            found[call.module][any(shards.is_split(t) for t in flow.inputs[index])].append(index)
+            found[call.module][_draws_on_shards(index, flow, shards)].append(index)
     return found
+
+
+def _draws_on_shards(index: int, flow: CallFlow, shards: Shards) -> bool:
+    """Does a random call draw numbers for a part that each rank has?"""
+    random = call_record(shards.trace.calls[index].name).random
+    return any(
+        layout is not None and random.draws_along(dim, len(shards.layouts(t)))
+        for t in flow.inputs[index]
+        for dim, layout in enumerate(shards.layouts(t))
+    )
 
 
 def _random_modules(shards: Shards, flow: CallFlow) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -281,9 +297,14 @@ def _random_modules(shards: Shards, flow: CallFlow) -> tuple[tuple[str, ...], tu
 
 
 def _mixed_draws(shards: Shards, flow: CallFlow) -> set[int]:
-    """Draws on split values in modules that also draw on whole ones: each needs a stream of its own."""
-    mixed = [kinds for kinds in _random_calls(shards, flow).values() if kinds[True] and kinds[False]]
-    return {index for kinds in mixed for index in kinds[True]}
+    """Draws on split values in modules that also draw on whole ones, or from a generator of the model's own: each needs
+    a stream of its own."""
+    return {
+        index
+        for kinds in _random_calls(shards, flow).values()
+        for index in kinds[True]
+        if kinds[False] or shards.trace.calls[index].kwargs.get("generator") is not None
+    }
 
 
 def _sizes_in(value: Any) -> set[int]:

@@ -33,7 +33,7 @@ _Way = Counter[tuple[str, str, str]]
 
 
 class OtherPaths(NamedTuple):
-    """The feeds, with those that make other calls: of other sizes, and in training where it draws nothing. A note for
+    """The feeds, with those that make other calls: of other sizes, and in training. A note for
     each that cannot be compared, and is not recorded therefore. Whether training draws what was not recorded."""
 
     feeds: dict[str, dict[str, Any]]
@@ -42,7 +42,7 @@ class OtherPaths(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """The torch calls of one run; None where it does not run on the copy, or draws in training."""
+    """The torch calls of one run, None where it does not run on the copy; and whether it drew random numbers."""
 
     calls: _Way | None
     drew: bool = False
@@ -73,8 +73,8 @@ def with_other_paths(
         if first and second and _is_other(first, second, in_training=TRAINING in more[name][1])
     ]
     unknown = (name for name, (first, second) in calls.items() if first and second is None)
-    notes = tuple(f"{name!r} is not recorded: it draws random numbers, or does not run on a copy" for name in unknown)
-    draws = any(second.drew for _, second in ways.values())
+    notes = tuple(f"{name!r} is not recorded: it does not run on a copy" for name in unknown)
+    draws = any(second.drew for name, (_, second) in ways.items() if TRAINING in more[name][1] and name not in another)
     return OtherPaths({**feeds, **{name: more[name][1] for name in another}}, notes, draws)
 
 
@@ -101,7 +101,7 @@ def _way(twin: Twin, inputs: Mapping[str, Any]) -> _Run:
             raise
         except Exception:  # someone else's forward may raise anything; recording says what, if it is the first
             return _Run(None)
-    return _Run(None, True) if drew and inputs.get(TRAINING) else _Run(noted.found)
+    return _Run(noted.found, drew)
 
 
 def _drew(function: Callable[..., Any], **given: Any) -> bool:

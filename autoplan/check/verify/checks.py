@@ -18,6 +18,7 @@ from autoplan.capture.called import calls_the_model
 from autoplan.capture.copies import copied
 from autoplan.capture.training_paths import has_training_paths
 from autoplan.check.verify.compare import Tolerance, compare
+from autoplan.check.verify.drawn import RUNS, Draws, FixedNoise, laws_of_draws
 from autoplan.check.verify.sharded import CANNOT_RUN, SAME
 from autoplan.check.verify.subject import Group, Observation, Subject, plain, tensors_in
 from autoplan.common.conventions import conventions
@@ -38,6 +39,7 @@ __all__ = ["CHECKS", "Check", "buffers_kept", "judge", "labels_for", "takes_labe
 NOISE = Group("drawn at random")  # a group that says that training draws random numbers
 LOSS_LIMIT = 1e-4  # models compute their losses in float32, whatever their own dtype
 _RAISED = 0.2  # rate of dropout
+DRAWS = Group("draw", drawn=True)
 NORM = Group("norm of all gradients")
 ADVICE = {NORM: "clip_grad_norm_ clips by another norm than unsharded: sharded parameters must be DTensors, rows once"}
 
@@ -111,13 +113,13 @@ def state_dict(subject: Subject) -> Observation:
 def training(subject: Subject) -> Observation:
     """Training mode with no dropout, so that there is a right answer, and what it leaves in buffers."""
     with _dropout_at(subject.model, 0.0):
-        return _trained(subject)
+        return _trained(subject) | _drawn(subject)
 
 
 def dropout(subject: Subject) -> Observation:
     """Training mode with every dropout turned up, each rank with another seed."""
     with _dropout_at(subject.model, _RAISED):
-        return _trained(subject)
+        return _trained(subject) | _drawn(subject)
 
 
 def _trained(subject: Subject) -> Observation:
@@ -125,19 +127,42 @@ def _trained(subject: Subject) -> Observation:
 
     Unsharded, a second one with another seed tells whether it draws random numbers.
     """
+    feeds = calls_the_model(subject.feeds)  # a part draws its random numbers within the model's run
+    with _training(subject):
+        subject.seed(1)
+        first = _each(subject, feeds)
+        left = _buffers(subject.model)
+    if subject.gather is None:
+        with _training(subject):
+            subject.seed(2)
+            second = _each(subject, feeds)
+        first[NOISE] = {} if _same(first, second) else {"yes": torch.ones(1)}
+    return first | {Group(f"buffer {name} after a step"): {name: value} for name, value in left.items()}
+
+
+def _drawn(subject: Subject) -> Observation:
+    """What several runs draw; and, if they draw anything, a step with fixed numbers in place of random ones."""
+    feeds = calls_the_model(subject.feeds)
+    with _training(subject), torch.no_grad(), Draws() as draws:
+        for run in range(RUNS):  # equal seeds show numbers that should be apart, others those that should be equal
+            if run in (0, RUNS // 2):
+                subject.seed(3, alike=run > 0)
+            for inputs in feeds.values():
+                subject.forward(inputs)
+    if not draws.found:
+        return {}
+    with _training(subject), FixedNoise() as noise:
+        fixed = _each(subject, feeds)
+    named = {replace(one, name=f"{one.name}, with fixed noise", fixed=True): seen for one, seen in fixed.items()}
+    return {DRAWS: dict(draws.observed()), **({} if noise.unknown else named)}
+
+
+@contextmanager
+def _training(subject: Subject) -> Iterator[None]:
     subject.model.train()
     try:
-        feeds = calls_the_model(subject.feeds)  # a part draws its random numbers within the model's run
         with buffers_kept(subject.model):
-            subject.seed(1)
-            first = _each(subject, feeds)
-            left = _buffers(subject.model)
-        if subject.gather is None:
-            with buffers_kept(subject.model):
-                subject.seed(2)
-                second = _each(subject, feeds)
-            first[NOISE] = {} if _same(first, second) else {"yes": torch.ones(1)}
-        return first | {Group(f"buffer {name} after a step"): {name: value} for name, value in left.items()}
+            yield
     finally:
         subject.model.eval()
 
@@ -328,7 +353,12 @@ def judge(
     if check.name == "loss":
         tolerance = replace(tolerance, limit=max(tolerance.limit, LOSS_LIMIT))
     for group in ranks[0]:
-        between_ranks = random or group.between_ranks
+        if group.drawn:
+            findings += laws_of_draws(reference.get(group, {}), [rank[group] for rank in ranks])
+            continue
+        if group.fixed and group not in reference:  # it draws what cannot be fixed
+            continue
+        between_ranks = not group.fixed and (random or group.between_ranks)
         want = ranks[0][group] if between_ranks else reference.get(group, {})
         what = group.name + (", compared with rank 0's," if between_ranks else "")
         name = "gradients" if group.gradient and check.name == "forward" else check.name

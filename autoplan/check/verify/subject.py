@@ -38,13 +38,16 @@ class Group:
     """A kind of tensors that a check looks at: what it is called in reports, and how it is compared.
 
     `between_ranks`: with what rank 0 has, since the unsharded model cannot say what is right. `gradient`: one that is
-    missing is zero. `output`: what a forward gives.
+    missing is zero. `output`: what a forward gives. `fixed`: random numbers were fixed, and the unsharded model can.
+    `drawn`: random numbers, which must obey laws.
     """
 
     name: str
     between_ranks: bool = False
     gradient: bool = False
     output: bool = False
+    fixed: bool = False
+    drawn: bool = False
 
 
 Observation = dict[Group, dict[str, torch.Tensor]]  # group -> name -> tensor
@@ -147,9 +150,9 @@ class Subject:
         random_streams.manual_seed(self.rank)
         _seed_host(0)
 
-    def seed(self, number: int) -> None:
-        """Seed this rank, differently from the others, but for Python and numpy."""
-        random_streams.manual_seed(1000 * number + self.rank)
+    def seed(self, number: int, *, alike: bool = False) -> None:
+        """Seed this rank, differently from the others unless `alike`, but for Python and numpy."""
+        random_streams.manual_seed(1000 * number + (0 if alike else self.rank))
         _seed_host(number)
 
     @property

@@ -26,13 +26,8 @@ def _attention(planned: AttentionCall, at: At) -> Callable[[Any, Any, Any], Any]
 
     def dropped(attention: torch.Tensor, rate: float) -> torch.Tensor:
         """Each rank draws for its own heads."""
-        if not randomness.active:
+        with randomness.split():
             return F.dropout(attention, rate)
-        randomness.enter_split()
-        try:
-            return F.dropout(attention, rate)
-        finally:
-            randomness.leave_split()
 
     return lambda func, args, kwargs: _of_a_rank(group, dropped, args, kwargs)
 

@@ -10,6 +10,7 @@ import torch
 from autoplan.common.layout import Layout, chunk
 from autoplan.execute.collectives import gather_over_ranks, sum_over_ranks
 from autoplan.execute.executors import At, executes, other_branch
+from autoplan.execute.randomness.streams import kept_state
 from autoplan.ops import call_record
 from autoplan.values import (
     DrawOnShards,
@@ -117,15 +118,25 @@ def _pieces(planned: EqualPieces, at: At) -> Run:
 
 @executes(DrawOnShards)
 def _drawn(planned: DrawOnShards, at: At) -> Run:
-    randomness = at.running.randomness
+    """A call that is told sizes may be told the whole ones: then all ranks draw alike, and each keeps its part."""
+    running, module = at.running, at.module
+    whole_sizes = [(cut.dim, Layout.parse(cut.layout).size) for cut in planned.cuts]
 
-    def run(func: Any, args: Any, kwargs: Any) -> Any:
-        if not randomness.active:
+    def draw(func: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            with running.randomness.split_of(kwargs["generator"]) as own:
+                return func(*args, **{**kwargs, "generator": own})
+        if not (running.may_draw(module) or whole_sizes):
             return func(*args, **kwargs)
-        randomness.enter_split()
-        try:
+        with running.randomness.split():
             return func(*args, **kwargs)
-        finally:
-            randomness.leave_split()
 
-    return run
+    def draw_by_size(func: Any, args: Any, kwargs: Any) -> Any:
+        with kept_state(kwargs.get("generator")) as put_back:
+            result = func(*args, **kwargs)
+            if all(result.shape[dim] == size for dim, size in whole_sizes):
+                return result
+            put_back()
+        return draw(func, args, kwargs)
+
+    return draw_by_size if whole_sizes else draw

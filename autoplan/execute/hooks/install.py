@@ -76,7 +76,7 @@ class Worker:
     """What is done at one module, before it runs and after."""
 
     def __init__(self, module: nn.Module, work: ModuleWork, running: Running) -> None:
-        self.work, self.running = work, running
+        self.module, self.work, self.running = module, work, running
         at = At(module, work.name, signature_names(module), running)
         boundaries: list[Boundary] = work.of(Boundary)
         around = [(one.turn, execute(one, at)) for one in work.of(AroundModule)]
@@ -127,7 +127,8 @@ class Worker:
 
     def _open(self) -> None:
         running = self.running
-        if self.work.random and running.randomness.active and (running.draws or not torch.compiler.is_compiling()):
+        switched = bool(self.work.random) and (running.draws or not torch.compiler.is_compiling())
+        if switched and running.may_draw(self.module):
             with torch._C.DisableTorchFunction():
                 split = self.work.random == "split"
                 (running.randomness.enter_split if split else running.randomness.enter_whole)()
@@ -211,6 +212,7 @@ def install_root(
     root = Root(model, heads, outputs, running, random)
     root.given, root.unsummed = seen.given, seen.unsummed
     running.draws = root.always or (root.random and may_draw(model))
+    running.randomness.always = root.always
     root.unseen = UnseenOutputs(seen.outputs, seen.shapes, root.names, running.group)
     return [
         model.register_forward_pre_hook(root.before, with_kwargs=True, prepend=True),
@@ -259,7 +261,7 @@ class Root:
         self.running.loss = loss and self.running.split_loss
         in_training = self.random and module.training and (self.running.draws or not torch.compiler.is_compiling())
         if in_training or self.always or strange - targets:
-            self.running.randomness.begin(module.training)
+            self.running.randomness.begin()
 
     def _refuse_gradients(self, given: dict[str, Any]) -> None:
         for name in self.unsummed:

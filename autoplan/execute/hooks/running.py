@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.common.errors import AutoplanError
@@ -58,6 +59,12 @@ class Running:
             if name not in ("mesh", "group"):
                 setattr(made, name, copy.deepcopy(value, memo))
         return made
+
+    def may_draw(self, module: nn.Module) -> bool:
+        """May a module that runs now draw random numbers? A checkpoint of the model's own runs it again in backward,
+        outside of the model's forward."""
+        randomness = self.randomness
+        return randomness.active or randomness.always or module.training
 
     @property
     def returns_whole_logits(self) -> bool:

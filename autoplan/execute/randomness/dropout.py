@@ -1,17 +1,26 @@
 """Dropout under tensor parallelism: whole activations draw the same numbers on every rank, split ones different.
 
-The problem: ranks come with streams of their own, and must draw alike without asking each other in every step, which
-stalls a device. So they share the first rank's stream, as it is, when the plan is applied; the model's forwards go on
-in it, each from where the last one stopped, whatever ranks draw elsewhere. They share it again when they were seeded
-anew: then the forward draws what the unsharded model draws after that seed. Whoever seeds must do so on every rank, to
-whatever number: a rank that is left out would wait for none, and the others for it.
+The problem: ranks must draw alike without asking each other in every step, which stalls a device, and the generators
+belong to the user: a data loader seeds from them. So ranks share the first one's stream, as it is, when a plan is
+applied, and again when they were seeded anew; the forwards of all models of a group go on in it, each from where the
+last one stopped. Whoever seeds must do so on every rank, to whatever number: a rank that is left out would wait for
+none, and the others for it.
 
-A module whose random calls act on split values switches to a stream of its own rank, seeded from the shared one: so
-recomputation under activation checkpointing, which restores the shared state, draws the same masks again.
+A rank whose generator stands where the shared stream does draws from it, and leaves it as the unsharded model would:
+that is so on all ranks that were seeded alike. Where it stands elsewhere (a rank that was seeded to another number, or
+that has drawn from it outside of forwards) the forward goes on in the shared stream, and the generator is put back.
+
+What acts on split values switches to a stream of its own rank, seeded from the shared one: so recomputation under
+activation checkpointing, which restores the shared state, draws the same masks again. If numbers were drawn there, the
+shared stream has gone on by one draw, the same on every rank.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,86 +29,147 @@ from torch._guards import detect_fake_mode
 
 from autoplan.execute.collectives import RankGroup, all_reduce
 from autoplan.execute.randomness import streams as random_streams
+from autoplan.patches.seeding import seeding, watch_seeding
 
 __all__ = ["SharedRandomness"]
 
+_Key = tuple[str, int, int]  # name, size and rank of a group
+
+
+class _Shared:
+    """The stream that ranks of a group share: where the next forward goes on, and of which seeding it is."""
+
+    def __init__(self) -> None:
+        self.state: random_streams.Generators | None = None
+        self.seeding = -1
+        self.watch = watch_seeding()
+        self.watch.until_gone(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Shared:
+        return self  # a copied model is one more of the group
+
+
+_of_groups: weakref.WeakValueDictionary[_Key, _Shared] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class _Switch:
+    """A change of streams: to a rank's "own", which `begun` so, to the "shared" one, or none ("same"). `left`: where
+    the stream stands that was left; `before`: where it stood, before it went on by one draw."""
+
+    to: str
+    left: random_streams.Generators
+    before: random_streams.Generators
+    begun: random_streams.Generators
+    whole_drew: bool = False
+
 
 class SharedRandomness:
-    """The streams of one model on one rank."""
+    """What one model on one rank does with the stream of its group. `always`: it draws in eval mode too."""
 
     def __init__(self, group: RankGroup, device: torch.device) -> None:
         self.group, self.device = group, device
-        self.shared: random_streams.Generators | None = None  # where the next forward goes on
-        self.mark: int | None = None  # of the rank's own stream since ranks agreed
+        self.stream: _Shared | None = None
         self.outside: list[Any] = []
-        self.switched: list[Any] = []  # states of the streams we left, innermost last
-        self.training = True
+        self.switched: list[_Switch] = []  # innermost last
+        self.always = False
 
     @torch.compiler.disable
-    def agree(self) -> None:
+    def agree(self) -> _Shared:
         """Take the first rank's stream. The one moment at which ranks talk about randomness."""
-        self.shared = self._of_the_first(random_streams.get_state())
-        known = random_streams.marked()  # another model's, which was seeded by the same hand
-        self.mark = known if known not in (None, self.mark) else random_streams.mark()
+        if self.device.type == "cuda":
+            torch.cuda.init()  # from here on its generator is one of those that are shared
+        key = (self.group.name, self.group.size, self.group.rank)
+        self.stream = _of_groups.get(key)
+        if self.stream is None or not self.stream.watch.held:
+            self.stream = _of_groups[key] = _Shared()
+        self.stream.state = self._of_the_first(random_streams.get_state())
+        self.stream.seeding = seeding()
+        return self.stream
 
     def _of_the_first(self, mine: random_streams.Generators) -> random_streams.Generators:
         if self.device.type == "meta" or detect_fake_mode() is not None or _is_fake(self.group):
             return mine  # nothing is sent where tensors have no values
-        parts = [mine.cpu] if mine.cuda is None else [mine.cpu, mine.cuda]
+        parts = [part for part in (mine.cpu, mine.cuda) if part is not None]
         state = torch.cat(parts) if self.group.rank == 0 else torch.zeros_like(torch.cat(parts))
         first = all_reduce(state.view(torch.int32).to(self.device), self.group).cpu().view(torch.uint8)
         cpu, *cuda = first.split([part.numel() for part in parts])
         return random_streams.Generators(cpu.clone(), cuda[0].clone() if cuda else None)
 
     @torch.compiler.disable
-    def begin(self, training: bool = True) -> None:
+    def begin(self) -> None:
         """Go on in the shared stream."""
-        if self.shared is None or random_streams.marked() != self.mark:
-            self.agree()
-        assert self.shared is not None
-        self.training = training
-        self.outside.append(random_streams.get_state())
-        if self.shared.cuda is None:  # the device came into use since: its stream follows from the CPU's
-            random_streams.manual_seed(random_streams.number_of(self.shared))
-        random_streams.set_state(self.shared)
+        stream = self.stream
+        if stream is None or stream.state is None or stream.seeding != seeding():
+            stream = self.agree()
+        assert stream.state is not None
+        mine = random_streams.get_state()
+        self.outside.append(random_streams.unlike(mine, stream.state))
+        if stream.state.cuda is None and mine.cuda is not None:  # in use since: its stream follows from the CPU's
+            random_streams.switch(random_streams.number_of(stream.state))
+        random_streams.set_state(random_streams.unlike(stream.state, mine))
 
     @torch.compiler.disable
     def end(self) -> None:
         self.switched.clear()
-        self.shared = random_streams.get_state()
+        if self.stream is not None:
+            self.stream.state = random_streams.get_state()
         random_streams.set_state(self.outside.pop())
 
     @property
     def active(self) -> bool:
         return bool(self.outside)
 
+    @contextmanager
+    def split(self) -> Iterator[None]:
+        """Draw per rank inside the block."""
+        self.enter_split()
+        try:
+            yield
+        finally:
+            self.leave_split()
+
+    @contextmanager
+    def split_of(self, generator: torch.Generator) -> Iterator[torch.Generator]:
+        """A generator of this rank in place of one that the model brings, which goes on by one draw."""
+        seed = random_streams.number_of(random_streams.Generators(generator.get_state())) + 1 + self.group.rank
+        yield torch.Generator(generator.device).manual_seed(seed % 2**32)
+        torch.rand(1, generator=generator, device=generator.device)
+
     @torch.compiler.disable
     def enter_split(self) -> None:
-        """Draw per rank from here on. What draws of a shard draws in training: in eval mode the stream is left as it
-        was, so that what comes after draws as unsharded."""
+        """Draw per rank from here on: from a stream that follows from where the shared one stands, and nothing else."""
         before = random_streams.get_state()
-        random_streams.step()
-        self.switched.append(random_streams.get_state() if self.training else before)
-        random_streams.manual_seed(random_streams.number_of(before) + 1 + self.group.rank)
+        random_streams.step(before)
+        left, seed = random_streams.get_state(), random_streams.number_of(before) + 1 + self.group.rank
+        self.switched.append(_Switch("own", left, before, random_streams.switch(seed % 2**32)))
 
     @torch.compiler.disable
     def leave_split(self) -> None:
-        random_streams.set_state(self.switched.pop())
+        """Back to the shared stream, which has gone on by one draw if there were any: others come next time."""
+        switch = self.switched.pop()
+        drawn = random_streams.unlike(random_streams.get_state(), switch.begun)
+        random_streams.set_state(switch.left)
+        if not switch.whole_drew:
+            random_streams.set_state(random_streams.left_out(switch.before, drawn))
 
     @torch.compiler.disable
     def enter_whole(self) -> None:
         """Inside a split module: back to the shared stream for a while."""
-        if self.switched:
-            mine = random_streams.get_state()
-            random_streams.set_state(self.switched[-1])
-            self.switched.append(mine)
+        now = random_streams.get_state()
+        within = bool(self.switched) and self.switched[-1].to == "own"
+        if within:
+            random_streams.set_state(self.switched[-1].left)
+        self.switched.append(_Switch("shared" if within else "same", now, now, now))
 
     @torch.compiler.disable
     def leave_whole(self) -> None:
-        if self.switched:
-            mine = self.switched.pop()
-            self.switched[-1] = random_streams.get_state()
-            random_streams.set_state(mine)
+        switch = self.switched.pop()
+        if switch.to == "shared":
+            left = random_streams.get_state()
+            moved = random_streams.unlike(left, self.switched[-1].left) != random_streams.Generators(None)
+            self.switched[-1] = replace(self.switched[-1], left=left, whole_drew=self.switched[-1].whole_drew or moved)
+            random_streams.set_state(switch.left)
 
 
 def _is_fake(group: RankGroup) -> bool:

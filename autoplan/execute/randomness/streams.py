@@ -10,6 +10,9 @@ generator of its own behind the same `torch.get_rng_state` and friends, so nothi
 
 A `Stream` is a fork that remembers: each `with stream:` goes on where the last one stopped.
 
+Reading and switching streams here writes nothing that others read once it is over: what was there is put back, bit for
+bit, and torch's own functions for seeding are not called (`patches/seeding.py` listens to them).
+
 No function here looks at a tensor's values through torch: a state is bytes on the host, read and written as such, so
 that all of it works where tensors have no values (fake, on meta) and no device is waited for.
 """
@@ -17,9 +20,8 @@ that all of it works where tensors have no values (fake, on meta) and no device 
 from __future__ import annotations
 
 import ctypes
-import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,87 +34,115 @@ __all__ = [
     "Stream",
     "fork",
     "get_state",
+    "kept_state",
+    "left_out",
     "manual_seed",
-    "mark",
-    "marked",
     "number_of",
     "set_state",
     "step",
+    "switch",
+    "unlike",
 ]
-
-_MARK = 0x6175746F << 31  # what the seed of a marked state begins with; nobody seeds with such numbers
 
 
 @dataclass(frozen=True)
 class Generators:
-    """This rank's generators at one moment: the CPU's, and the current CUDA device's if CUDA was in use."""
+    """This rank's generators at one moment: the CPU's, and the current CUDA device's if CUDA was in use. None: a
+    generator that is not meant."""
 
-    cpu: torch.Tensor
+    cpu: torch.Tensor | None
     cuda: torch.Tensor | None = None
 
 
-def _cuda_in_use() -> bool:
+def _on_host() -> torch.Generator:
     import torch
 
-    return bool(torch.cuda.is_available() and torch.cuda.is_initialized())
+    return torch.random.default_generator
+
+
+def _on_device() -> torch.Generator | None:
+    """The generator of the current CUDA device, if CUDA is in use."""
+    import torch
+
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return None
+    found: torch.Generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    return found
 
 
 def get_state() -> Generators:
     """What this rank would draw from next."""
-    import torch
-
-    return Generators(torch.get_rng_state(), torch.cuda.get_rng_state() if _cuda_in_use() else None)
+    device = _on_device()
+    return Generators(_on_host().get_state(), None if device is None else device.get_state())
 
 
 def set_state(state: Generators) -> None:
     """Draw from `state` on."""
-    import torch
+    device = _on_device()
+    if state.cpu is not None:
+        _on_host().set_state(state.cpu)
+    if state.cuda is not None and device is not None:
+        device.set_state(state.cuda)
 
-    torch.set_rng_state(state.cpu)
-    if state.cuda is not None:
-        torch.cuda.set_rng_state(state.cuda)
+
+@contextmanager
+def kept_state(generator: torch.Generator | None = None) -> Iterator[Callable[[], None]]:
+    """Give a function that puts back what was there: of a generator, or of this rank's own."""
+    if generator is not None:
+        own = generator.get_state()
+        yield lambda: generator.set_state(own) and None
+    else:
+        before = get_state()
+        yield lambda: set_state(before)
+
+
+def unlike(state: Generators, other: Generators) -> Generators:
+    """The generators of `state` that `other` has in another state, or not at all."""
+    return Generators(*(
+        None if one is None or another is not None and _bytes(one) == _bytes(another) else one
+        for one, another in ((state.cpu, other.cpu), (state.cuda, other.cuda))
+    ))  # fmt: skip
+
+
+def left_out(state: Generators, others: Generators) -> Generators:
+    """The generators of `state` that `others` has no state of."""
+    return Generators(
+        state.cpu if others.cpu is None else None,
+        state.cuda if others.cuda is None else None,
+    )
+
+
+def switch(seed: int) -> Generators:
+    """Draw from a stream that begins with `seed`, and return its state."""
+    device = _on_device()
+    _on_host().manual_seed(seed)
+    if device is not None:
+        device.manual_seed(seed)
+    return get_state()
 
 
 def manual_seed(seed: int) -> None:
-    """Seed this rank's generators."""
-    import torch
+    """Seed this rank's generators, as `torch.manual_seed` does."""
+    from autoplan.patches.seeding import note_seed
 
-    torch.random.default_generator.manual_seed(seed)
-    if _cuda_in_use():
-        torch.cuda.manual_seed(seed)
+    switch(seed)
+    note_seed()
 
 
 def number_of(state: Generators) -> int:
     """A seed that follows from a state: the same wherever the state is."""
-    return zlib.crc32(_bytes(state.cpu) + (_bytes(state.cuda) if state.cuda is not None else b""))
+    return zlib.crc32(b"".join(_bytes(part) for part in (state.cpu, state.cuda) if part is not None))
 
 
-def step() -> None:
-    """Move this rank's CPU stream on by one draw."""
+def step(drawn: Generators) -> None:
+    """Move those generators on by one draw that `drawn` has a state of."""
     import torch
 
-    torch.rand(1, device="cpu")
-
-
-def mark() -> int:
-    """Mark this rank's stream, and return the mark: `marked` says it until somebody seeds, or sets another state.
-
-    What is drawn does not change. The mark lies in a state's first 8 bytes, which hold the seed that it began with and
-    are only ever shown. (Were it elsewhere in another torch, the mark would not be seen, and ranks would agree too
-    often, not too rarely.)
-    """
-    state, number = get_state(), _MARK | random.SystemRandom().getrandbits(31)
-    ctypes.memmove(state.cpu.data_ptr(), number.to_bytes(8, "little"), 8)
-    set_state(state)
-    return number
-
-
-def marked() -> int | None:
-    """The mark of this rank's stream, if it has one."""
-    import torch
-
-    seed = torch.initial_seed()
-    return seed if seed >> 31 == _MARK >> 31 else None
+    device = _on_device()
+    if drawn.cpu is not None:
+        torch.rand(1, device="cpu", generator=_on_host().get_state.__self__)
+    if drawn.cuda is not None and device is not None:
+        device.set_offset(device.get_offset() + 4)  # no kernel runs for it
 
 
 def _bytes(state: torch.Tensor) -> bytes:
@@ -124,7 +154,7 @@ def fork(seed: int | None = None) -> Iterator[None]:
     """Draw inside the block, from `seed` if there is one; afterwards this rank goes on where it was."""
     before = get_state()
     if seed is not None:
-        manual_seed(seed)
+        switch(seed)
     try:
         yield
     finally:
@@ -142,7 +172,7 @@ class Stream:
     def __enter__(self) -> Stream:
         self._outside.append(get_state())
         if self._own is None:
-            manual_seed(self.seed)
+            switch(self.seed)
         else:
             set_state(self._own)
         return self

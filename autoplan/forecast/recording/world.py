@@ -6,7 +6,6 @@ collective at once; whatever process group is alive meanwhile is set aside, and 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -30,11 +29,9 @@ def fake_mesh(dims: Mapping[str, int], rank: int = 0, device_type: str = "cpu") 
     if not 0 <= rank < ranks:
         raise AutoplanError(f"there is no rank {rank}: the mesh has {ranks}", hint=f"choose 0 to {ranks - 1}")
     enter_first_in_a_lasting_thread()
-    said = sys.excepthook  # each process group makes uncaught errors say one rank more
     with world_per_thread():
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
         try:
             yield init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
         finally:
             dist.destroy_process_group()
-            sys.excepthook = said

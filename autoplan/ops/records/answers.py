@@ -63,10 +63,22 @@ class Shows(StrEnum):
 
 @dataclass(frozen=True)
 class Random:
-    """When an op draws random numbers: never, always, or where a rate says so (dropout, in training)."""
+    """When an op draws random numbers: never, always, or where a rate says so (dropout, in training).
+
+    `along`: it draws along so many dims from the front, and the others share what was drawn; 0: along all. `batched`:
+    how many dims it takes a batch with; given fewer, it draws along one less. `jointly`: its numbers depend on each
+    other, so that a part of them is no draw by itself.
+    """
 
     when: Literal["never", "always", "rate"]
     rate: tuple[int, str, float] = (-1, "", 1.0)  # where the rate stands, its name, and what it is if it is not told
+    along: int = 0
+    batched: int = 0
+    jointly: bool = False
+
+    def draws_along(self, dim: int, rank: int) -> bool:
+        """Are other numbers drawn for each position of this dim, of so many dims?"""
+        return not self.along or dim < self.along - (rank < self.batched)
 
     def __bool__(self) -> bool:
         return self.when != "never"
@@ -91,9 +103,9 @@ NEVER = Random("never")
 ALWAYS = Random("always")
 
 
-def by_rate(position: int, name: str = "p", default: float = 0.5) -> Random:
+def by_rate(position: int, name: str = "p", default: float = 0.5, *, along: int = 0, batched: int = 0) -> Random:
     """Draws where the argument that is its rate is not 0."""
-    return Random("rate", (position, name, default))
+    return Random("rate", (position, name, default), along, batched)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,260 @@
+"""What a run draws at random: is it drawn as it must be, and is all else right?
+
+The problem: no run says what random numbers must be. But laws do. Of a value that is whole, every rank draws the same
+numbers: its generator stands where the others' do. Of a value that is cut, each rank draws numbers of its own, which
+tell nothing of the others', and which together are distributed as the unsharded model's. And where random numbers are
+replaced by fixed ones (`FixedNoise`), all that is made of them can be compared with the unsharded model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from autoplan.execute.randomness import streams as random_streams
+from autoplan.values import Finding
+
+__all__ = ["FEWEST", "RUNS", "Draws", "FixedNoise", "laws_of_draws"]
+
+RUNS = 6  # forwards that are looked at
+FEWEST = 64  # numbers of one rank, over all runs, of which anything is said
+_MOST = 4096  # numbers of one draw that are kept
+_FAR = 6.0  # standard errors: the law is broken by chance in less than one of 10^8 draws
+_STAND_IN = 0.625  # what is drawn between 0 and 1
+
+
+class Draws(TorchDispatchMode):
+    """Notes each draw: which op, where the generator stood, how many numbers, and the first of them."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, int, int, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if not _draws(func, kwargs):
+            return func(*args, **kwargs)
+        place = random_streams.number_of(random_streams.get_state())
+        result = func(*args, **kwargs)
+        drawn = _numbers(result)
+        if place != random_streams.number_of(random_streams.get_state()) and drawn is not None:
+            with _disable_current_modes():
+                kept = drawn.detach().flatten()[:_MOST].to(torch.float64, copy=True)
+            self.found.append((func.overloadpacket.__name__.strip("_"), place, drawn.numel(), kept))
+        return result
+
+    def observed(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each draw as tensors by name: where it stood and how many numbers it is, in front of them."""
+        for number, (name, place, count, kept) in enumerate(self.found):
+            yield f"{number} {name}", torch.cat([torch.tensor([place, count], dtype=torch.float64), kept.cpu()])
+
+
+def _draws(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and kwargs.get("generator") is None
+
+
+def _numbers(result: Any) -> torch.Tensor | None:
+    """What was drawn: of several results the last, which is a dropout's mask."""
+    found = [one for one in (result if isinstance(result, tuple | list) else [result]) if isinstance(one, torch.Tensor)]
+    return found[-1] if found and not found[-1].is_complex() else None
+
+
+# ------------------------------------------------------------------------------------------------ the laws
+
+
+def laws_of_draws(alone: Mapping[str, torch.Tensor], ranks: list[Mapping[str, torch.Tensor]]) -> list[Finding]:
+    """Findings about the draws of several runs; `alone`: the unsharded model's. Runs that draw otherwise (a layer that
+    is skipped by chance) cannot be held against each other, and a finding says so."""
+    names = list(alone)
+    if any(list(rank) != names for rank in ranks):
+        if any(list(rank) != list(ranks[0]) for rank in ranks):
+            return [Finding("dropout", "error", "", "ranks draw random numbers in other calls than each other")]
+        text = "the sharded model draws in other calls than the unsharded one: the laws of draws were not checked"
+        return [Finding("dropout", "note", "", text)]
+    findings = []
+    for name in names:
+        places, counts = ([int(rank[name][at]) for rank in ranks] for at in (0, 1))
+        whole = all(count == int(alone[name][1]) for count in counts)
+        if whole and len(set(places)) > 1:
+            findings.append(_broken(name, "ranks draw other numbers than each other of a value that each has whole"))
+        if not whole and len(set(places)) < len(places):
+            findings.append(_broken(name, "ranks draw the same numbers for the parts that they hold"))
+    return findings[:1] or list(_distributed(alone, ranks))
+
+
+def _distributed(alone: Mapping[str, torch.Tensor], ranks: list[Mapping[str, torch.Tensor]]) -> Iterator[Finding]:
+    """Are the numbers of parts independent of each other, and distributed as the unsharded model's?"""
+    for site, names in _sites(alone).items():
+        if all(int(rank[names[0]][1]) == int(alone[names[0]][1]) for rank in ranks):
+            continue
+        least = min(rank[name].numel() for rank in ranks for name in names)
+        of_ranks = [torch.stack([rank[name][2:least] for name in names]) for rank in ranks]
+        if of_ranks[0].numel() < FEWEST or len(names) < 2:
+            continue
+        for number, one in enumerate(of_ranks[1:], 1):
+            related = _agreement(of_ranks[0], one)
+            if abs(related) > _FAR:
+                text = f"what rank {number} draws follows from what rank 0 draws ({related:.0f} standard errors)"
+                yield _broken(site, text)
+                return
+        want = torch.cat([alone[name][2:] for name in names])
+        away = _distance(want, torch.cat([part.flatten() for part in of_ranks]))
+        if away > _FAR:
+            yield _broken(site, f"the distribution is {away:.0f} standard errors off the unsharded model's")
+            return
+
+
+def _sites(alone: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
+    """The names of the draws at each place, one for each run."""
+    sites: dict[str, list[str]] = {}
+    each = len(alone) // RUNS
+    for at, name in enumerate(alone):
+        if len(alone) == each * RUNS:
+            number, _, op = name.partition(" ")
+            sites.setdefault(f"{at % each} {op}", []).append(name)
+    return sites
+
+
+def _agreement(one: torch.Tensor, other: torch.Tensor) -> float:
+    """How often numbers are on the same side of their own mean over the runs, in standard errors. (Signs have a
+    variance, which not all that is drawn has.)"""
+    sides = ((one - one.mean(0)).sign() * (other - other.mean(0)).sign()).flatten()
+    error = float(sides.square().sum()) ** 0.5
+    return float(sides.sum()) / error if error else 0.0
+
+
+def _distance(want: torch.Tensor, have: torch.Tensor) -> float:
+    """By how much the numbers below each quartile are more or fewer, in standard errors of both samples."""
+    worst = 0.0
+    for quartile in want.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=want.dtype)):
+        below = [float((part <= quartile).double().mean()) for part in (want, have)]
+        both = (below[0] * len(want) + below[1] * len(have)) / (len(want) + len(have))
+        error = (both * (1 - both) * (1 / len(want) + 1 / len(have))) ** 0.5
+        worst = max(worst, abs(below[0] - below[1]) / error if error else 0.0)
+    return worst
+
+
+def _broken(draw: str, what: str) -> Finding:
+    hint = "random numbers of a value that is cut must be drawn apart on each rank, those of a whole one alike"
+    return Finding("dropout", "error", "", f"draw {draw}: {what}", hint)
+
+
+# ------------------------------------------------------------------------------------------------ fixed noise
+
+
+class FixedNoise(TorchDispatchMode):
+    """Random ops give fixed numbers, the same at every position: what is made of them can be compared.
+
+    Masks keep everything, permutations and choices are the first ones. `unknown`: ops that were left as they are.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unknown: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if not _draws(func, kwargs):
+            return func(*args, **kwargs)
+        before = random_streams.get_state()
+        result = func(*args, **kwargs)
+        drawn = random_streams.unlike(random_streams.get_state(), before) != random_streams.Generators(None)
+        name = func.overloadpacket.__name__
+        fix = _FIXED.get(name.strip("_"))
+        if drawn and fix is None:
+            self.unknown.add(name)
+        elif drawn and fix is not None:
+            given = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+            if name.endswith("_"):
+                given.pop("self")  # holds the result by now
+            with torch.no_grad():
+                fix(result, given)
+        return result
+
+
+_Fix = Callable[[Any, dict[str, Any]], Any]
+
+
+def _uniform(x: torch.Tensor, given: dict[str, Any]) -> None:
+    low, high = given.get("from", 0.0), given.get("to", 1.0)
+    x.fill_(low + (high - low) * _STAND_IN)
+
+
+def _bernoulli(x: torch.Tensor, given: dict[str, Any]) -> None:
+    p = given.get("p")
+    if isinstance(p, torch.Tensor):
+        x.copy_(p >= 0.5)
+    elif p is None and isinstance(given.get("self"), torch.Tensor):
+        x.copy_(given["self"] >= 0.5)
+    else:
+        x.fill_(1)
+
+
+def _normal(x: torch.Tensor, given: dict[str, Any]) -> None:
+    mean, std = given.get("mean", 0.0), given.get("std", 1.0)
+    x.copy_(torch.as_tensor(mean + std * _STAND_IN, dtype=x.dtype, device=x.device))
+
+
+def _integers(x: torch.Tensor, given: dict[str, Any]) -> None:
+    low, high = given.get("low", given.get("from")) or 0, given.get("high", given.get("to")) or 2
+    x.fill_(int(low + (high - low) * _STAND_IN))
+
+
+def _dropped(results: Any, given: dict[str, Any]) -> None:
+    out, mask = results
+    out.copy_(given["input"] / (1 - given["p"]))
+    mask.fill_(1)
+
+
+def _first_choices(x: torch.Tensor, given: dict[str, Any]) -> None:
+    order = given["self"].sort(-1, descending=True, stable=True).indices
+    at = torch.arange(given["num_samples"], device=x.device) % order.shape[-1]
+    x.copy_(order[..., at])
+
+
+def _leaky(x: torch.Tensor, given: dict[str, Any]) -> None:
+    """Of `rrelu_with_noise`, whose noise is kept for backward."""
+    slope, below = (given["lower"] + given["upper"]) / 2, given["self"] <= 0
+    given["noise"].copy_(torch.where(below, slope, 1.0))
+    x.copy_(given["self"] * given["noise"])
+
+
+def _filled(value: float) -> _Fix:
+    return lambda x, given: x.fill_(value)
+
+
+_FIXED: dict[str, _Fix] = {
+    "bernoulli": _bernoulli,
+    "uniform": _uniform,
+    "rand": _filled(_STAND_IN),
+    "rand_like": _filled(_STAND_IN),
+    "randn": _filled(_STAND_IN),
+    "randn_like": _filled(_STAND_IN),
+    "normal": _normal,
+    "randint": _integers,
+    "randint_like": _integers,
+    "random": _integers,
+    "exponential": _filled(_STAND_IN),
+    "cauchy": _filled(_STAND_IN),
+    "log_normal": _filled(_STAND_IN),
+    "geometric": _filled(2),
+    "native_dropout": _dropped,
+    "rrelu_with_noise": _leaky,
+    "randperm": lambda x, given: x.copy_(torch.arange(len(x), device=x.device)),
+    "multinomial": _first_choices,
+    "poisson": lambda x, given: x.copy_(given["self"].round()),
+    "binomial": lambda x, given: x.copy_((given["count"] * given["prob"]).round()),
+    "standard_gamma": lambda x, given: x.copy_(given["self"]),
+}

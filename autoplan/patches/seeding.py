@@ -1,0 +1,117 @@
+"""Know when a rank was seeded anew, without writing anything into its generators.
+
+The problem: ranks share one stream of random numbers, and must agree on it again when they were seeded, which happens
+on all of them at once. What a rank draws elsewhere, alone, is no reason. A generator's state does not tell the one from
+the other, and a mark in it would be seen by others: data loaders seed from `torch.initial_seed()`. So torch's functions
+that seed are listened to. Each gives the rank's generators another number; a state that is put back, as `fork_rng` and
+checkpoints do, has the number that it was taken under.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autoplan.patches.patched import Hold, Patch, Place, hold
+
+__all__ = ["SEEDING", "note_seed", "seeding", "watch_seeding"]
+
+_NAMES = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "get_rng_state")
+
+
+class _Seedings:
+    """The number of the present seeding of one rank's generators, and how many there were."""
+
+    def __init__(self) -> None:
+        self.now = self.made = 0
+
+
+_of_generator: weakref.WeakKeyDictionary[torch.Generator, _Seedings] = weakref.WeakKeyDictionary()
+_of_state: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # by the id of a state that somebody keeps
+
+
+def watch_seeding() -> Hold:
+    """Listen until the hold is released."""
+    holders = [(holder, name) for holder in (torch, torch.random, torch.cuda, torch.cuda.random) for name in _NAMES]
+    return hold(SEEDING, [Place(holder, name, _noting) for holder, name in holders if name in vars(holder)])
+
+
+def seeding() -> int:
+    """The number of this rank's present seeding."""
+    return _mine().now
+
+
+def note_seed() -> None:
+    """This rank was seeded: another number from now on."""
+    mine = _mine()
+    mine.made += 1
+    mine.now = mine.made
+
+
+def _mine() -> _Seedings:
+    """A simulated rank has a generator of its own, which stands where torch's functions find it."""
+    generator = torch.random.default_generator.get_state.__self__
+    return _of_generator.setdefault(generator, _Seedings())
+
+
+def _noting(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        result = plain(*args, **kwargs)
+        if plain.__name__ == "get_rng_state":
+            _keep(result)
+            return result
+        restored = _known(args[0] if args else kwargs.get("new_state")) if plain.__name__ == "set_rng_state" else None
+        if restored is None:
+            note_seed()
+        else:
+            _mine().now = restored
+        return result
+
+    return noting
+
+
+def _keep(state: torch.Tensor) -> None:
+    """Remember under which seeding a state was taken, as long as somebody has it."""
+    key = id(state)
+    _of_state[key] = weakref.ref(state, lambda _: _of_state.pop(key, None)), seeding()
+
+
+def _known(state: Any) -> int | None:
+    found = _of_state.get(id(state))
+    return found[1] if found is not None and found[0]() is state else None
+
+
+def _canary() -> bool:
+    """Do these functions seed and restore the generator that is found in torch.random, and does a fork restore it?"""
+    with torch.random.fork_rng(devices=()):
+        held = watch_seeding()
+        try:
+            before = seeding()
+            torch.manual_seed(7)
+            seeded = seeding()
+            with torch.random.fork_rng(devices=()):
+                torch.manual_seed(7)
+                inside = seeding()
+            after = seeding()
+            torch.set_rng_state(torch.get_rng_state().clone())
+        finally:
+            held.release()
+        names = [list(inspect.signature(function).parameters)[:1] for function in (torch.set_rng_state,)]
+        return len({before, seeded, inside, seeding()}) == 4 and after == seeded and names == [["new_state"]]
+
+
+SEEDING = Patch(
+    name="seeding of ranks",
+    replaces=f"{', '.join(_NAMES)} of torch, torch.random, torch.cuda and torch.cuda.random",
+    why="ranks share a stream of random numbers anew when they were seeded, and a generator does not tell",
+    scope="while a model that `parallelize` has split, and that may draw random numbers, lives",
+    undone="torch's own functions come back when the last such model is collected",
+    where="autoplan/patches/seeding.py",
+    canary=_canary,
+)
