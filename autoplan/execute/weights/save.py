@@ -64,8 +64,6 @@ def save_weights(
 def _write_all(
     model: nn.Module, writer: CheckpointWriter, files: NewFiles | None, twice: dict[str, QuantisedTwice]
 ) -> None:
-    model: nn.Module, writer: CheckpointWriter, files: NewFiles | None, twice: Mapping[str, QuantisedTwice]
-) -> None:
     """Gather what is converted together, hand it to the files, and at the end let them take the old ones' place."""
     meet(same_model(model))  # making a state dict may talk
     state: dict[str, Any] = model.state_dict()
