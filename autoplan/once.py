@@ -86,7 +86,8 @@ def _refuse_differing(mine: str) -> None:
     meet(
         Alike(
             mine,
-            f"rank {dist.get_rank()} holds another model, another version or other wishes than the rest",
+            "some ranks hold another model, another version or other wishes than the rest, among them rank "
+            f"{dist.get_rank()}",
             "build the same model from the same config on every rank, and pass the same arguments to plan_once",
         )
     )

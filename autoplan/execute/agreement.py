@@ -110,8 +110,12 @@ class fail_together:  # noqa: N801 - used as a function
     ) -> None:
         if self in _open.blocks:
             del _open.blocks[_open.blocks.index(self) :]
-        if not getattr(error, _TOLD, False):
-            self.ask(error)
+        try:
+            if not getattr(error, _TOLD, False):
+                self.ask(error)
+        finally:
+            if error is not None and not _open.blocks:  # it may be raised again, elsewhere
+                vars(error).pop(_TOLD, None)
 
     def ask(self, error: BaseException | None = None, alike: Iterable[Alike] = ()) -> None:
         """Exchange what every rank says; raise what some of them had. Returns where all is well, or `error` is to be
@@ -129,9 +133,9 @@ class fail_together:  # noqa: N801 - used as a function
                     )
                 ) from gone
             return
-        if error is not None:
-            _marked(error)
         if failed is None or not (error is None or isinstance(error, Exception)):
+            if error is not None:
+                _marked(error)
             return
         raise _marked(failed.as_error()) from error
 

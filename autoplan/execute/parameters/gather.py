@@ -27,12 +27,12 @@ def full_tensors(model: nn.Module, grads: bool = False) -> dict[str, torch.Tenso
     """
     check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
     with fail_together(voters_of(model), "full_tensors"):
-        meet(same_model(model))
         return _full_tensors(model, grads)
 
 
 def _full_tensors(model: nn.Module, grads: bool) -> dict[str, torch.Tensor]:
     found = list(held_parameters(model))
+    meet(same_model(model))
     owners = {id(parameter): parameter for _, parameter, _ in found}
     present = _present(list(owners.values())) if grads else [True] * len(owners)
     wanted = dict(zip(owners, present, strict=True))

@@ -268,11 +268,12 @@ def _refuse_differing_ranks(builder: _Builder) -> None:
     samples = [_sample(tensor).to(builder.device) for _, tensor in real]
     meet()
     group, each = builder.group, [1] * builder.group.size
-    counts = all_gather_rows(torch.tensor([sum(map(len, samples))], device=builder.device), group, 0, each).tolist()
-    if len(set(counts)) > 1:
+    numbers = torch.tensor([[len(real), sum(map(len, samples))]], device=builder.device)
+    counts = all_gather_rows(numbers, group, 0, each).tolist()
+    if any(count != counts[0] for count in counts):
+        held = ", ".join(f"rank {rank} of {group.size} in {count}" for rank, (count, _) in enumerate(counts))
         raise AutoplanError(
-            f"rank {group.rank} of tp has numbers in {len(real)} of {len(builder.originals)} parameters, other ranks "
-            "in more or fewer",
+            f"the ranks of tp do not have numbers in the same ones of {len(builder.originals)} parameters: {held}",
             hint="build the model with its weights on every rank of a tp group, or on meta on every one",
         )
     if not real:
