@@ -222,7 +222,7 @@ def _of_row(row: torch.Tensor) -> _Failure | None:
 
 
 def _marked(error: Any) -> Any:
-    setattr(error, _TOLD, True)
+    vars(error)[_TOLD] = True
     return error
 
 

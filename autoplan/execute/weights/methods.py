@@ -150,7 +150,7 @@ def _save_parts(model: nn.Module, folder: str | os.PathLike[str], parts: tuple[s
     meet()
     if writing:
         save = partial(getattr(type(model), conventions().saving), model)
-        replace_files(Path(folder), lambda beside: save(beside, state_dict=state, **options), read=("README.md",))
+        replace_files(Path(folder), lambda folder: save(folder, state_dict=state, **options), read=("README.md",))
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals

@@ -1,4 +1,4 @@
-"""New files of a checkpoint beside the old ones, and one switch from these to those.
+"""New files of a checkpoint next to the old ones, and one switch from these to those.
 
 The problem: whoever is killed while a checkpoint is written over an older one must be left with one of the two, whole.
 So new files are written under names that nothing reads, brought to the disk, and given names that the old checkpoint
@@ -149,18 +149,18 @@ def replace_files(folder: Path, write: Callable[[Path], Any], read: Sequence[str
     `read`: files of `folder` that it looks at.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    beside = folder / _PART.format("settings")
+    unread = folder / _PART.format("settings")
     with told_as_unwritten(folder):
         _clear(folder)
-        beside.mkdir()
+        unread.mkdir()
         try:
             for name in read:
                 if (folder / name).is_file():
-                    shutil.copy(folder / name, beside / name)
-            write(beside)
-            for path in sorted(beside.rglob("*")):
+                    shutil.copy(folder / name, unread / name)
+            write(unread)
+            for path in sorted(unread.rglob("*")):
                 if path.is_file():
-                    place = folder / path.relative_to(beside)
+                    place = folder / path.relative_to(unread)
                     place.parent.mkdir(parents=True, exist_ok=True)
                     _sync(path)
                     os.replace(path, place)
