@@ -25,6 +25,7 @@ from autoplan.common.rules_folder import with_rules
 from autoplan.common.surroundings import plain_surroundings
 from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.decide.written_plans.read import PlanSource, read_source
+from autoplan.execute.agreement import fail_together
 from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh
 from autoplan.execute.parallelize import shard_model
 from autoplan.execute.tensor_parallel import check_matches, tp_mesh_of
@@ -136,23 +137,24 @@ def parallelize(
     from autoplan.check.audit.edited import held_against_model
     from autoplan.check.audit.gate import refuse_disproven, refuse_unproven, warn_unproven
 
-    check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
-    options = _options(options, keywords)
-    _refuse_no_module(model, check)
     dims = read_mesh(mesh, mesh_dims)
-    with whole_or_as_it_was(model):  # making a plan reads the model, but runs its code
-        plan = plan if isinstance(plan, Plan) else _plan_for_mesh(model, dims, plan, check, options.strict)
-        dims.check_experts(plan.tp_size, plan.ep_size)
-        tp_mesh_of(mesh, plan, dims.names)
-        if check:
-            plan = held_against_model(model, plan)
-            refuse_disproven(plan)
-        if options.strict:
-            refuse_unproven(plan)
-        elif check:
-            warn_unproven(plan)
-        plan = plan if plan.layers else replace(plan, layers=layers(model))
-        return shard_model(model, mesh, plan, options, dims)
+    with fail_together(dims.voters, "parallelize"):
+        check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
+        options = _options(options, keywords)
+        _refuse_no_module(model, check)
+        with whole_or_as_it_was(model):  # making a plan reads the model, but runs its code
+            plan = plan if isinstance(plan, Plan) else _plan_for_mesh(model, dims, plan, check, options.strict)
+            dims.check_experts(plan.tp_size, plan.ep_size)
+            tp_mesh_of(mesh, plan, dims.names)
+            if check:
+                plan = held_against_model(model, plan)
+                refuse_disproven(plan)
+            if options.strict:
+                refuse_unproven(plan)
+            elif check:
+                warn_unproven(plan)
+            plan = plan if plan.layers else replace(plan, layers=layers(model))
+            return shard_model(model, mesh, plan, options, dims)
 
 
 def _read(

@@ -10,6 +10,7 @@ from torch import nn
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import check_argument
+from autoplan.execute.agreement import Voters, fail_together
 from autoplan.execute.data_parallel.gradients import clip_gradients
 from autoplan.execute.tensor_parallel import applied
 from autoplan.execute.weights.load import load_weights
@@ -70,4 +71,8 @@ def _clip(model: nn.Module, norm: float) -> torch.Tensor:
     return clip_gradients(model, norm)
 
 
-_SHARDED = Sharded(_sizes, save_weights, _load, save_optimizer, load_optimizer, _clip)
+def _together(model: nn.Module, doing: str) -> fail_together:
+    return fail_together(Voters.everyone(model), doing)
+
+
+_SHARDED = Sharded(_sizes, save_weights, _load, save_optimizer, load_optimizer, _clip, _together)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections import Counter
 from typing import Any
 
 import torch.distributed as dist
@@ -18,10 +17,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.api import plan
-from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.common.files.plain import NotPlain, parse_plain
 from autoplan.common.requirements import installed_versions
 from autoplan.decide.written_plans.plan_file import plan_from_dict, plan_to_dict
+from autoplan.execute.agreement import Alike, Voters, fail_together, meet
+from autoplan.execute.collectives import RankGroup
 from autoplan.execute.fits import model_hash
 from autoplan.hf.source import Model
 from autoplan.values import Plan
@@ -44,20 +44,19 @@ def plan_once(
     if not dist.is_initialized():
         return plan(model, tp_size, **wishes)
     ranks = group.get_group() if isinstance(group, DeviceMesh) else group
-    _refuse_differing(_fingerprint(model, tp_size, wishes), ranks)
     sent: list[Any] = [None]
-    if dist.get_rank(ranks) == 0:
-        try:
+    with fail_together(_voters(ranks), "plan_once"):
+        _refuse_differing(_fingerprint(model, tp_size, wishes))
+        if dist.get_rank(ranks) == 0:
             sent = [packed_plan(plan(model, tp_size, **wishes))]
-        except BaseException as error:  # the others wait: they are told, whatever it was
-            told = error.message if isinstance(error, AutoplanError) else f"{type(error).__name__}: {error}"
-            dist.broadcast_object_list([(told, getattr(error, "hint", ""))], group=ranks, group_src=0)
-            raise
-    dist.broadcast_object_list(sent, group=ranks, group_src=0)
-    if isinstance(sent[0], tuple):
-        message, hint = sent[0]
-        raise AutoplanError(f"the rank that plans for all could not: {message}", hint=hint)
-    return unpacked_plan(sent[0])
+        meet()  # the others wait here: whatever goes wrong, they are told
+        dist.broadcast_object_list(sent, group=ranks, group_src=0)
+        return unpacked_plan(sent[0])
+
+
+def _voters(ranks: dist.ProcessGroup | None) -> Voters:
+    everyone = Voters.everyone()
+    return everyone if ranks is None else Voters((RankGroup.of(ranks),), everyone.device)
 
 
 def packed_plan(made: Plan) -> bytes:
@@ -83,15 +82,12 @@ def _fingerprint(model: Model, tp_size: int, wishes: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _refuse_differing(mine: str, ranks: dist.ProcessGroup | None) -> None:
-    """Every rank sees what all of them say, so all of them raise."""
-    said: list[Any] = [None] * dist.get_world_size(ranks)
-    dist.all_gather_object(said, mine, group=ranks)
-    if len(set(said)) > 1:
-        most = Counter(said).most_common(1)[0][0]
-        apart = [rank for rank, one in enumerate(said) if one != most]
-        shown = ", ".join(map(str, apart[:8])) + (f" and {len(apart) - 8} more" if len(apart) > 8 else "")
-        raise PlanMismatchError(
-            f"ranks {shown} of {len(said)} hold another model, another version or other wishes than the rest",
-            hint="build the same model from the same config on every rank, and pass the same arguments to plan_once",
+def _refuse_differing(mine: str) -> None:
+    meet(
+        Alike(
+            mine,
+            "some ranks hold another model, another version or other wishes than the rest, among them rank "
+            f"{dist.get_rank()}",
+            "build the same model from the same config on every rank, and pass the same arguments to plan_once",
         )
+    )

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.common.options import Options
-from autoplan.execute.agreement import refuse_differing_plans
+from autoplan.execute.agreement import fail_together, refuse_differing_plans
 from autoplan.execute.checkpointing.choose import checkpoint_blocks
 from autoplan.execute.data_parallel.fsdp import shard_data_parallel
 from autoplan.execute.data_parallel.mesh_dims import MeshDims, read_mesh
@@ -32,14 +32,14 @@ def shard_model(
 ) -> nn.Module:
     """Do to `model`, in place, what `plan` and `options` say. Nothing is decided here, and nothing audited."""
     dims = read_mesh(mesh) if dims is None else dims
-    dims.check_experts(plan.tp_size, plan.ep_size)
-    tp_mesh = tp_mesh_of(mesh, plan, dims.names)
-    options.data.check(0 if dims.data is None else dims.data.size(-1))
-    refuse_differing_plans([dims.tp, dims.ep, dims.data], plan, options.tensor)
-    with whole_or_as_it_was(model):
+    with whole_or_as_it_was(model), fail_together(dims.voters, "parallelize"):
+        dims.check_experts(plan.tp_size, plan.ep_size)
+        tp_mesh = tp_mesh_of(mesh, plan, dims.names)
+        options.data.check(0 if dims.data is None else dims.data.size(-1))
+        refuse_differing_plans(model, plan, options.tensor)
         if tp_mesh is not None and plan.ranks > 1:
             apply_plan(model, tp_mesh, plan, **vars(options.tensor))
-        record(model, plan, notes=dims.notes)
+        record(model, plan, notes=dims.notes, voters=dims.voters)
         if options.checkpointing.blocks:
             checkpoint_blocks(model, plan.layers, options.checkpointing.blocks, options.checkpointing.scope)
         if dims.data is not None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,6 +19,7 @@ from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.common.layout import chunk
 from autoplan.common.options import check_argument
 from autoplan.common.patterns import matches, nearest
+from autoplan.execute.agreement import APPLIED, Voters, meet
 from autoplan.execute.calls.kernel_guard import guard_kernels
 from autoplan.execute.collectives import RankGroup
 from autoplan.execute.executors import At, execute
@@ -50,8 +52,6 @@ from autoplan.values import (
 
 __all__ = ["Applied", "apply_plan", "applied", "check_matches", "record", "tp_mesh_of", "undo_all"]
 
-_RECORD = "_autoplan_applied"
-
 
 @dataclass(frozen=True)
 class Applied:
@@ -75,12 +75,13 @@ class Applied:
     notes: tuple[str, ...] = ()
     undo: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
     running: Running | None = field(default=None, repr=False, compare=False)
+    voters: Voters = field(default=Voters((), torch.device("cpu")), repr=False, compare=False)
 
 
 def applied(model: nn.Module) -> Applied | None:
     """The record of what `parallelize` did to a model, or None."""
     check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
-    return model.__dict__.get(_RECORD)
+    return model.__dict__.get(APPLIED)
 
 
 def tp_mesh_of(mesh: DeviceMesh, plan: Plan, names: dict[str, str] | None = None) -> DeviceMesh | None:
@@ -152,7 +153,7 @@ def apply_plan(
         guard_kernels(model, (modules[name] for name, work in works.items() if work.communicates), undo)
         if reproducible_forward:  # after the hooks, which find their inputs by the signature of the forward
             make_reproducible(modules, plan, rules, undo)
-        model.__dict__[_RECORD] = Applied(
+        model.__dict__[APPLIED] = Applied(
             plan=plan,
             tp_size=group.size,
             split=tuple(sorted(name for name, rule in rules.items() if rule is not None and rule.dim is not None)),
@@ -167,7 +168,7 @@ def apply_plan(
 def record(model: nn.Module, plan: Plan, **facts: Any) -> None:
     """Add to what is remembered about a model; the first to do so where nothing was split."""
     known = applied(model) or Applied(plan, plan.tp_size, (), (), ())
-    model.__dict__[_RECORD] = replace(known, **facts)
+    model.__dict__[APPLIED] = replace(known, **facts)
 
 
 def check_matches(model: nn.Module, plan: Plan) -> None:
@@ -184,7 +185,7 @@ def check_matches(model: nn.Module, plan: Plan) -> None:
 
 def undo_all(model: nn.Module) -> None:
     """Forget what was recorded, and undo the split."""
-    known = model.__dict__.pop(_RECORD, None)
+    known = model.__dict__.pop(APPLIED, None)
     if known is not None:
         known.undo()
 
@@ -193,7 +194,7 @@ def _undo(model: nn.Module, undo: list[Callable[[], None]]) -> None:
     stop_following(model)
     leave_methods(model)
     _roll_back(undo)
-    model.__dict__.pop(_RECORD, None)
+    model.__dict__.pop(APPLIED, None)
 
 
 def _roll_back(undo: list[Callable[[], None]]) -> None:
@@ -317,6 +318,7 @@ def _install_root(model: nn.Module, plan: Plan, running: Running) -> list[Any]:
     running.draws_unseen = not seen and "always" in unseen
     random = seen or bool(unseen)  # rates may be raised at any time
     if random or plan.runtime.draws:
+        meet()
         running.randomness.agree()
     draws = (random, plan.runtime.draws)
     handles = install_root(model, heads, outputs, running, draws, plan.runtime)

@@ -15,7 +15,7 @@ import autoplan
 from autoplan.check.ranks.run import run_ranks
 from autoplan.common.errors import PlanMismatchError
 from autoplan.execute import agreement
-from autoplan.execute.agreement import refuse_differing_plans
+from autoplan.execute.agreement import Voters, fail_together, refuse_differing_plans
 from autoplan.values import Plan
 
 
@@ -62,20 +62,23 @@ def count_exchanges(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) ->
     gather = agreement.all_gather_rows
     monkeypatch.setattr(agreement, "all_gather_rows", lambda *given: (made.append(given[0]), gather(*given))[1])
     act()
-    assert sum(one.nbytes for one in made) <= 64
+    assert all(one.nbytes <= 32 for one in made)
     return len(made)
 
 
 @pytest.mark.parametrize(("sizes", "exchanges"), [({"tp": 2}, 1), ({"dp": 2, "tp": 2}, 2), ({"dp": 4, "tp": 1}, 1)])
 def test_one_small_exchange_a_mesh_dim(sizes: dict[str, int], exchanges: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over a process group whose other ranks are made up, too."""
+    """At each `meet` and at the end of a block; over a process group whose other ranks are made up, too."""
     from autoplan.common.options import TensorParallel
 
+    def act() -> None:
+        with fail_together(Voters.of(*meshes), "this"):
+            refuse_differing_plans(model, plan_for("toy"), TensorParallel())
+
     with fake_world(sizes.get("dp", 1) * sizes["tp"]):
-        mesh = mesh_of(**sizes)
+        mesh, model = mesh_of(**sizes), deep(depth=1)
         meshes = [mesh[name] for name in sizes]
-        found = count_exchanges(monkeypatch, lambda: refuse_differing_plans(meshes, plan_for("toy"), TensorParallel()))
-    assert found == exchanges
+        assert count_exchanges(monkeypatch, act) == 2 * exchanges
 
 
 def test_one_rank_exchanges_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,7 +159,7 @@ def test_one_rank_plans_for_all() -> None:
     assert first[0] == second[0] == str(autoplan.plan(built(), 2, inputs={"x": IDS}, prove="none").to_dict())
     for mine, other in zip(first[1:3], second[1:3], strict=True):
         assert "hold another model, another version or other wishes" in mine and mine == other
-    assert "nothing.like" in first[3] and "the rank that plans for all could not" in second[3]
+    assert "nothing.like" in first[3] and first[3] == second[3]
     assert "nothing.like" in second[3]
 
 

@@ -111,14 +111,17 @@ def _on_live_mesh(job: Job, mesh: Any) -> list[Any]:
     """The ranks are real and every one of them is here: observe, then tell each other."""
     import torch.distributed as dist
 
+    from autoplan.execute.agreement import meet
     from autoplan.execute.randomness import streams as random_streams
 
     ((name, _),) = job.dims
     group = mesh[name].get_group()
     subject = copy_of(job.subject)
     subject.model.to(mesh.device_type)
+    meet()
     with random_streams.fork():
         seen = _observe(dist.get_rank(group), replace(job, subject=subject), mesh)
+    meet()
     everyone: list[Any] = [None] * job.tp_size
     dist.all_gather_object(everyone, seen, group=group)
     return everyone
@@ -128,6 +131,7 @@ def _observe(rank: int, job: Job, mesh: Any) -> tuple[dict[str, Any], dict[str, 
     """Shard the model, run the checks one after the other: their observations, and the collectives of one step."""
     from autoplan.capture.outside import replacing
     from autoplan.check.verify.checks import CHECKS, buffers_kept
+    from autoplan.execute.agreement import fail_together, voters_here
 
     try:
         model = replacing(job.subject.model, lambda model: job.sharding.shard(model, mesh))
@@ -139,7 +143,8 @@ def _observe(rank: int, job: Job, mesh: Any) -> tuple[dict[str, Any], dict[str, 
     for check in CHECKS:
         if check.name in job.checks:
             try:
-                with attentively(check, model), buffers_kept(model):  # unsharded, each check has a fresh copy
+                together = fail_together(voters_here(), check.name)
+                with together, attentively(check, model), buffers_kept(model):  # unsharded, each has a fresh copy
                     seen[check.name] = check.run(subject)
             except OutsideError as error:
                 raise CheckFailed(check.name, error.message) from error

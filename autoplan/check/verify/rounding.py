@@ -109,8 +109,12 @@ def _on_ranks(job: _Job, engine: Engine, mesh: Any) -> list[Outputs]:
     if mesh is not None:
         import torch.distributed as dist
 
+        from autoplan.execute.agreement import meet
+
         everyone: list[Any] = [None] * job.plan.ranks
-        dist.all_gather_object(everyone, _sharded(job, mesh), group=_split_over(mesh, job.plan).get_group())
+        outputs = _sharded(job, mesh)
+        meet()
+        dist.all_gather_object(everyone, outputs, group=_split_over(mesh, job.plan).get_group())
         return everyone
     if engine == "gloo":
         return run_processes(_on_rank, (job,), job.plan.ranks)

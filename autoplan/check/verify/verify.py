@@ -12,7 +12,7 @@ the same of the same modules is checked as well. A plan that a person wrote is a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -74,13 +74,15 @@ def verify(
     checkpoint. `checks` chooses among `CHECK_NAMES`. With `rounding` the clone runs in bfloat16 too, and
     `report.details["rounding"]` says whether a difference there is a bug or rounding, with the spread of each layer.
     """
+    from autoplan.execute.agreement import fail_together
     from autoplan.hf.source import resolve
 
-    _check_arguments(plan, mesh, checks, {"sequence_parallel": sequence_parallel, "rounding": rounding})
-    source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
-    how: Any = {"mesh": mesh, "engine": engine, "checks": checks, "rounding": rounding}
-    how["sequence_parallel"] = sequence_parallel
-    with alone() if mesh is None or isinstance(mesh, str | Mapping) else nullcontext():
+    live = mesh is not None and not isinstance(mesh, str | Mapping)
+    with fail_together(_voters(mesh), "verify") if live else alone():
+        _check_arguments(plan, mesh, checks, {"sequence_parallel": sequence_parallel, "rounding": rounding})
+        source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
+        how: Any = {"mesh": mesh, "engine": engine, "checks": checks, "rounding": rounding}
+        how["sequence_parallel"] = sequence_parallel
         if plan is None or tp_size is not None or mesh is not None:
             return verify_source(source, plan, 2 if tp_size is None else tp_size, ep_size=ep_size, **how)
         sizes = Sizes(plan.tp_size, ep_size if plan.tp_size == 1 and ep_size else plan.ep_size)
@@ -89,6 +91,17 @@ def verify(
         return report
     text = f"verified at {tried}; the plan is for {sizes}"
     return replace(report, findings=(*report.findings, Finding("plan", "note", "", text, "give a tp_size")))
+
+
+def _voters(mesh: Any) -> Any:
+    """The ranks that verify together on a real mesh: those of its dim "tp", or "ep"."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from autoplan.execute.agreement import Voters
+
+    names = mesh.mesh_dim_names or () if isinstance(mesh, DeviceMesh) else ()
+    name = next((name for name in ("tp", "ep") if name in names), None)
+    return Voters.of(None if name is None else mesh[name])
 
 
 def _check_arguments(plan: Any, mesh: Any, checks: Any, switches: Mapping[str, Any]) -> None:
@@ -223,9 +236,12 @@ def verify_clone(
 ) -> Report:
     """Compare a clone sharded by its own plan with itself unsharded; the sharded one checkpoints in the mode given."""
     from autoplan.check.verify.traffic import against_the_least
+    from autoplan.execute.agreement import meet, same_model, same_plan
 
     wanted = tuple(checks) if checks is not None else CHECK_NAMES
     budget = Budget() if budget is None else budget
+    if mesh is not None:  # real ranks
+        meet(same_model(clone.model), same_plan(plan))
     how: Any = {"others": clone.others, "engine": engine, "mesh": mesh, "dims": mesh_of(plan), "budget": budget}
     sharding = sharding_of(plan, checkpointing=checkpointing)
     report = check_sharding(clone.model, clone.feeds, sharding, plan.ranks, checks=wanted, **how)

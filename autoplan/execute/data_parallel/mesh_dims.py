@@ -17,6 +17,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.common.errors import AutoplanError, PlanMismatchError
+from autoplan.execute.agreement import Voters
 
 __all__ = ["ALIASES", "MeshDims", "read_mesh"]
 
@@ -44,6 +45,11 @@ class MeshDims:
     notes: tuple[str, ...] = ()
     ep: DeviceMesh | None = None
     stages: int = 1
+
+    @property
+    def voters(self) -> Voters:
+        """Who must know if one rank cannot go on."""
+        return Voters.of(self.tp, self.ep, self.data)
 
     @property
     def tp_size(self) -> int:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoplan.common.options import check_argument
+from autoplan.execute.agreement import fail_together, meet, same_model, voters_of
 from autoplan.execute.collectives import RankGroup, all_reduce
 from autoplan.execute.parameters.held import held_parameters
 from autoplan.execute.parameters.state_dict import whole_tensor
@@ -25,7 +26,13 @@ def full_tensors(model: nn.Module, grads: bool = False) -> dict[str, torch.Tenso
     Collective: every rank of the mesh must call it. A gradient that only some ranks have counts as zero on the others.
     """
     check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
+    with fail_together(voters_of(model), "full_tensors"):
+        return _full_tensors(model, grads)
+
+
+def _full_tensors(model: nn.Module, grads: bool) -> dict[str, torch.Tensor]:
     found = list(held_parameters(model))
+    meet(same_model(model))
     owners = {id(parameter): parameter for _, parameter, _ in found}
     present = _present(list(owners.values())) if grads else [True] * len(owners)
     wanted = dict(zip(owners, present, strict=True))

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autoplan.common.errors import AutoplanError, IndivisibleError, PlanMismatchError
 from autoplan.common.layout import Layout, chunk
+from autoplan.execute.agreement import meet
 from autoplan.execute.collectives import RankGroup, all_gather_rows, mesh_device
 from autoplan.execute.parameters.held import Held, ModuleRecord, Reading
 from autoplan.execute.parameters.local_views import view_class
@@ -262,11 +263,23 @@ def _refuse_differing_ranks(builder: _Builder) -> None:
         for fqn, tensor in builder.originals
         if not (tensor.is_meta or is_fake(tensor)) and tensor.numel()
     ]
-    if builder.group.size == 1 or not real:
+    if builder.group.size == 1 or not builder.originals:
         return
     samples = [_sample(tensor).to(builder.device) for _, tensor in real]
+    meet()
+    group, each = builder.group, [1] * builder.group.size
+    numbers = torch.tensor([[len(real), sum(map(len, samples))]], device=builder.device)
+    counts = all_gather_rows(numbers, group, 0, each).tolist()
+    if any(count != counts[0] for count in counts):
+        held = ", ".join(f"rank {rank} of {group.size} in {count}" for rank, (count, _) in enumerate(counts))
+        raise AutoplanError(
+            f"the ranks of tp do not have numbers in the same ones of {len(builder.originals)} parameters: {held}",
+            hint="build the model with its weights on every rank of a tp group, or on meta on every one",
+        )
+    if not real:
+        return
     mine = torch.cat(samples)[None]
-    all_ranks = all_gather_rows(mine, builder.group, 0, [1] * builder.group.size)
+    all_ranks = all_gather_rows(mine, group, 0, each)
     wrong = (~torch.isclose(all_ranks, all_ranks[:1], rtol=0, atol=0, equal_nan=True)).any(0)
     if not bool(wrong.any()):
         return

@@ -13,6 +13,7 @@ as any other, also under torch's `loss_parallel`.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -50,15 +51,123 @@ class LeavingLogits(DTensor):
         kwargs = kwargs or {}
         if func in _NUMBERS:
             _refuse_part(args[0], func)
+        if func.__name__ in _WRITTEN_WHOLE and isinstance(args[0], LeavingLogits):
+            return _write_whole(func, args, kwargs)
+        if func.__name__ in _READ_WHOLE or (func is _T.__getitem__ and _has_list(args[1])):
+            return _read_whole(func, args, kwargs)
         if _beside_plain(args, kwargs) and not (func is F.cross_entropy and _loss_parallel()):
             return _with_plain(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if func is _T.__deepcopy__:
                 return _ours(_T.__deepcopy__(_theirs(args[0]), *args[1:]))
-            return _kept(func(*args, **kwargs), args)
+            found = _kept(func(*args, **kwargs), args)
+        return _excerpts(found.full_tensor()) if func is _T.__getitem__ and _is_copy(found, args) else found
 
 
 _NUMBERS = frozenset((_T.item, _T.tolist, _T.numpy, _T.__array__, _T.__float__, _T.__int__, _T.__bool__, _T.__index__))
+
+
+# What DTensor does not do along a dim that is split, or (cumsum) does wrong: measured by tests/execute/vocabulary/
+_READ_WHOLE = frozenset((
+    "__iter__", "_is_all_true", "argwhere", "bincount", "chunk", "corrcoef", "cov", "cummax", "cummin", "cumprod",
+    "cumsum", "cumulative_trapezoid", "diagonal", "diff", "fft", "hist", "histc", "histogram", "hsplit",
+    "log_sigmoid", "logcumsumexp", "logsigmoid", "median", "mode", "nanmedian", "nanquantile", "narrow", "nonzero",
+    "norm", "prod", "quantile", "renorm", "rfft", "searchsorted", "select", "split", "split_with_sizes", "std",
+    "std_mean", "tensor_split", "trapezoid", "trapz", "unbind", "unfold", "unique", "unique_consecutive", "var",
+    "var_mean", "vector_norm", "vsplit",
+))  # fmt: skip
+_VIEWS = frozenset((
+    "__getitem__", "__iter__", "chunk", "diagonal", "hsplit", "narrow", "select", "split", "split_with_sizes",
+    "tensor_split", "unbind", "unfold", "vsplit",
+))  # fmt: skip
+_WRITTEN_WHOLE = frozenset((
+    "__setitem__", "cumprod_", "cumsum_", "fill_diagonal_", "index_add_", "index_copy_", "index_fill_", "index_put_",
+    "index_reduce_", "masked_scatter_", "put_", "renorm_", "scatter_", "scatter_add_", "scatter_reduce_", "tril_",
+    "triu_",
+))  # fmt: skip
+_warned: set[str] = set()
+
+
+def _has_list(index: Any) -> bool:
+    """Does an index hold a list of places? DTensor would make a plain tensor of it."""
+    return any(isinstance(item, (list, range)) for item in (index if isinstance(index, tuple) else (index,)))
+
+
+def _is_copy(found: Any, args: Any) -> bool:
+    """Is it no view, where torch gives one: a part of the split dim by numbers and slices?"""
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    views = all(item is None or item is Ellipsis or isinstance(item, (int, slice)) for item in index)
+    was_split = any(placed.is_shard() for placed in args[0].placements)
+    return views and was_split and not any(placed.is_shard() for placed in found.placements)
+
+
+def _warn_once(func: Any) -> None:
+    if func.__name__ not in _warned:
+        _warned.add(func.__name__)
+        warnings.warn(
+            f"{func.__name__} of logits that are split over ranks needs whole rows: they were gathered for it on every "
+            "rank. With autoplan.gather_logits(model, True) they leave the model whole. This is said once",
+            stacklevel=4,
+        )
+
+
+def _whole(value: Any) -> Any:
+    """Arguments with whole logits in the place of split ones."""
+    if isinstance(value, LeavingLogits):
+        return value.full_tensor()
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    return type(value)([_whole(item) for item in value]) if type(value) in (tuple, list) else value
+
+
+def _read_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    _warn_once(func)
+    found = func(*_whole(args), **_whole(kwargs))
+    return _excerpts(found) if func.__name__ in _VIEWS and not _has_list(args[-1]) else found
+
+
+def _write_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    """Change whole rows, and take back the columns of this rank."""
+    _warn_once(func)
+    logits, *others = args
+    whole = logits.full_tensor().clone()
+    func(whole, *_whole(others), **_whole(kwargs))
+    with torch._C.DisableTorchFunctionSubclass():
+        logits.copy_(_spread(whole, logits.device_mesh))
+    return None if func is _T.__setitem__ else logits
+
+
+class Excerpt(torch.Tensor):
+    """A part of logits that was gathered where a view was asked for: writing into it would not reach the logits."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if writes_in_place(func.__name__) and args and isinstance(args[0], Excerpt):
+            raise AutoplanError(
+                f"{func.__name__} of a part of logits that are split over ranks: the part is a copy",
+                hint="write into the logits themselves (z[..., 0] = value), or autoplan.gather_logits(model)",
+            )
+        found = func(*_plain(args), **_plain(kwargs))
+        return _excerpts(found) if func.__name__ in _VIEWS else found
+
+
+def _excerpts(found: Any) -> Any:
+    if isinstance(found, torch.Tensor) and not isinstance(found, DTensor):
+        return found.as_subclass(Excerpt)
+    if isinstance(found, (tuple, list)):
+        return type(found)([_excerpts(item) for item in found])
+    return found if isinstance(found, torch.Tensor) else iter([_excerpts(item) for item in found])
+
+
+def _plain(value: Any) -> Any:
+    """Arguments without excerpts."""
+    if isinstance(value, Excerpt):
+        with torch._C.DisableTorchFunctionSubclass():
+            return value.as_subclass(torch.Tensor)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return type(value)([_plain(item) for item in value]) if type(value) in (tuple, list) else value
 
 
 def _ours(found: DTensor) -> torch.Tensor:
@@ -134,8 +243,22 @@ def _kept(found: Any, given: Any) -> Any:
     """Results of ours are ours, and no result is a part of a sum."""
     if type(found) is DTensor and not any(found is x for _, x in flatten_tensors(given)):
         if any(placed.is_partial() for placed in found.placements):
-            found = found.redistribute(placements=[Replicate()] * found.device_mesh.ndim)
+            found = _WholeGradient.apply(found.redistribute(placements=[Replicate()] * found.device_mesh.ndim))
         return _ours(found)
     if isinstance(found, (tuple, list)) and any(type(item) is DTensor for item in found):
         return type(found)([_kept(item, given) for item in found])
     return found
+
+
+class _WholeGradient(torch.autograd.Function):
+    """Sums a gradient that is a sum over ranks still: torch cannot make a part of a mean or of a maximum of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor) -> DTensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        if isinstance(gradient, DTensor) and any(placed.is_partial() for placed in gradient.placements):
+            return gradient.redistribute(placements=[Replicate()] * gradient.device_mesh.ndim)
+        return gradient

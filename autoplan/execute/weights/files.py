@@ -157,20 +157,32 @@ def _read_scattered(source: Any, index: list[Any], dim: int, rows: Sequence[int]
 
 
 def _find(folder: Path) -> dict[str, str]:
-    """Name of each tensor -> file that has it. An index file is believed; else model.safetensors; else all files."""
+    """Name of each tensor -> file that has it, as transformers reads a folder: model.safetensors if it is there (and no
+    index counts it among others), else what an index says, else all files. `switch.py` relies on that order."""
     if not folder.is_dir():
         raise SourceError(f"no folder {folder}", hint="give the folder that holds the .safetensors files")
-    indexes = sorted(folder.glob("*.safetensors.index.json"))
+    indexes, single = sorted(folder.glob("*.safetensors.index.json")), folder / "model.safetensors"
+    if single.is_file() and _stands_alone(single, indexes):
+        return _from_files([single])
     if len(indexes) > 1:
         raise SourceError(f"{folder} has {len(indexes)} index files: {', '.join(path.name for path in indexes)}")
     if indexes:
         return _from_index(indexes[0])
-    files = sorted(folder.glob("*.safetensors"))
-    if any(file.name == "model.safetensors" for file in files):
-        files = [folder / "model.safetensors"]
+    files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("."))
     if not files:
         raise _no_files(folder)
     return _from_files(files)
+
+
+def _stands_alone(single: Path, indexes: list[Path]) -> bool:
+    """Is it a checkpoint for itself? Not if it is damaged, or one file of several, and an index says what to read."""
+    if not indexes:
+        return True
+    try:
+        _opened(single)
+    except SourceError:
+        return False
+    return not any(single.name in _weight_map(index).values() for index in indexes)
 
 
 def _opened(file: Path) -> Any:

@@ -4,7 +4,7 @@ The problem: a planned model on the meta device has shapes and layouts but no nu
 weight. Everything is matched and measured first (`key_matching.py`), conversions and kinds of numbers too, so that a
 checkpoint of another model changes nothing; then each parameter's piece is read (`files.py`), moved to the mesh's
 device, cast to the parameter's dtype and put in place, under all the names it has. Buffers that no checkpoint holds are
-built again (`parameters/buffers.py`). No communication takes place.
+built again (`parameters/buffers.py`). Ranks exchange no numbers, only whether all of them can fill their part.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
 from autoplan.common.options import check_argument
+from autoplan.execute.agreement import fail_together, meet, voters_of
 from autoplan.execute.collectives import mesh_device
 from autoplan.execute.parameters.buffers import rebuilt_passing_tensors
 from autoplan.execute.parameters.held import Held, plain_name, record_of
@@ -47,7 +48,12 @@ def load_weights(
     must agree in any case. `dequantise` fills a plain model from a quantised checkpoint, block by block.
     """
     check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
-    check_argument("folder", folder, (str, PathLike), "give the folder that holds the .safetensors files")
+    with fail_together(voters_of(model), "load_weights"):
+        check_argument("folder", folder, (str, PathLike), "give the folder that holds the .safetensors files")
+        return _load(model, folder, strict, dequantise)
+
+
+def _load(model: nn.Module, folder: str | Path, strict: bool, dequantise: bool) -> _IncompatibleKeys:
     files: CheckpointFiles = DequantisedFiles(folder) if dequantise else StoredFiles(folder)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -65,6 +71,7 @@ def load_weights(
         _refuse_joins(matched, places, files.form)
         conversions = _conversions(model, files, places, matched)
         rebuilt = rebuilt_passing_tensors(model, _device(tensors))
+        meet()
         _fill(files, tensors, matched, conversions)  # from here on the model changes
         for one in rebuilt:
             one.put()

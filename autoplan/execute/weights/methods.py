@@ -19,8 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
+from autoplan.execute.agreement import Voters, fail_together, meet, same_model, voters_of
 from autoplan.execute.parameters.held import record_of
-from autoplan.execute.weights.save import finish_writing, save_weights, whole_on_writer, writes
+from autoplan.execute.weights.save import save_weights, whole_on_writer, writes
+from autoplan.execute.weights.switch import replace_files
 
 __all__ = ["leave_methods", "take_methods"]
 
@@ -83,6 +85,18 @@ def _save(
     **options: Any,
 ) -> None:
     """Every rank of a sharded model calls this. `is_main_process` does not matter: the first rank writes."""
+    with fail_together(Voters.everyone(model), conventions().saving):
+        _save_together(model, save_directory, state_dict, max_shard_size, save_original_format, options)
+
+
+def _save_together(
+    model: nn.Module,
+    save_directory: str | os.PathLike[str],
+    state_dict: dict[str, Any] | None,
+    max_shard_size: int | str,
+    original: bool,
+    options: dict[str, Any],
+) -> None:
     if asked := sorted(name for name, value in options.items() if value and name not in _NOTHING_TO_US):
         raise AutoplanError(
             f"a sharded model cannot be saved with {', '.join(asked)}",
@@ -97,15 +111,10 @@ def _save(
             save = getattr(type(model), conventions().saving)
             save(model, save_directory, state_dict=state_dict, max_shard_size=max_shard_size)
         return
-    save_weights(model, save_directory, max_shard_size=max_shard_size, original_names=save_original_format)
-    trouble: Exception | None = None
-    settings = conventions().checkpoint_writer(model, save_original_format, {}).settings
+    save_weights(model, save_directory, max_shard_size=max_shard_size, original_names=original)
+    settings = conventions().checkpoint_writer(model, original, {}).settings
     if writes() and settings is not None:
-        try:
-            settings(save_directory, _own_class(model))
-        except (OSError, ValueError) as error:
-            trouble = error
-    finish_writing(None, trouble, Path(save_directory), model)
+        replace_files(Path(save_directory), lambda folder: settings(folder, _own_class(model)))
 
 
 def _own_class(model: nn.Module) -> type:
@@ -118,6 +127,11 @@ def _own_class(model: nn.Module) -> type:
 
 def _save_adapters(model: nn.Module, save_directory: str | os.PathLike[str], *_: Any, **options: Any) -> None:
     """The adapters of a wrapped model, whole, by the library's own method on the first rank."""
+    with fail_together(Voters.everyone(model), conventions().saving):
+        _save_adapters_together(model, save_directory, options)
+
+
+def _save_adapters_together(model: nn.Module, save_directory: str | os.PathLike[str], options: dict[str, Any]) -> None:
     if asked := sorted(options.keys() - {*_CHOICES, *_NOTHING_TO_US, "is_main_process", "state_dict"}):
         raise AutoplanError(
             f"adapters of a sharded model cannot be saved with {', '.join(asked)}",
@@ -130,15 +144,13 @@ def _save_adapters(model: nn.Module, save_directory: str | os.PathLike[str], *_:
 
 def _save_parts(model: nn.Module, folder: str | os.PathLike[str], parts: tuple[str, ...], **options: Any) -> None:
     """What the library saves of a model that is not all of it: gathered on every rank, written by the first."""
+    meet(same_model(model))  # making a state dict may talk
     state, writing = model.state_dict(), writes()
     state.update({name: whole_on_writer(state[name], keep=writing) for name in parts})
-    trouble: Exception | None = None
+    meet()
     if writing:
-        try:
-            getattr(type(model), conventions().saving)(model, folder, state_dict=state, **options)
-        except (OSError, ValueError) as error:
-            trouble = error
-    finish_writing(None, trouble, Path(folder), model)
+        save = partial(getattr(type(model), conventions().saving), model)
+        replace_files(Path(folder), lambda folder: save(folder, state_dict=state, **options), read=("README.md",))
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
@@ -146,6 +158,11 @@ def _save_parts(model: nn.Module, folder: str | os.PathLike[str], parts: tuple[s
 
 def _resize(model: nn.Module, *args: Any, **options: Any) -> Any:
     """A table that keeps its size is as before; another one would be cut otherwise."""
+    with fail_together(voters_of(model), conventions().resizing):
+        return _resize_to_same(model, args, options)
+
+
+def _resize_to_same(model: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     name = conventions().resizing
     table: Any = getattr(model, conventions().ends[0])()
     wanted = args[0] if args else options.get("new_num_tokens")
@@ -162,9 +179,11 @@ def _fill_adapter(model: nn.Module, method: str, at: int, *args: Any, **options:
     """An adapter that was planned may be filled; another one was not cut."""
     wanted = args[at] if len(args) > at else options.get("adapter_name")
     known = conventions().adapters_of(model)
-    if wanted not in known:
-        raise AutoplanError(
-            f"{method} of a sharded model: adapter {wanted!r} was not planned (it has {', '.join(known)})",
-            hint="add it first, then autoplan.plan and autoplan.parallelize",
-        )
-    return getattr(type(model), method)(model, *args, **options)
+    with fail_together(voters_of(model), method):
+        if wanted not in known:
+            raise AutoplanError(
+                f"{method} of a sharded model: adapter {wanted!r} was not planned (it has {', '.join(known)})",
+                hint="add it first, then autoplan.plan and autoplan.parallelize",
+            )
+        meet()
+        return getattr(type(model), method)(model, *args, **options)

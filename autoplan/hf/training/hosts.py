@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -32,6 +32,7 @@ class Sharded:
     save_optimizer: Callable[[Any, Any, str], None]
     load_optimizer: Callable[[Any, Any, str], None]
     clip: Callable[[Any, float], torch.Tensor]
+    together: Callable[[Any, str], AbstractContextManager[Any]]  # what fails on one rank inside is raised on all
 
 
 def _mesh_of(sizes: tuple[int, int, int]) -> Any:
@@ -141,19 +142,33 @@ def _saving_trainer(base: Any, sharded: Sharded) -> Any:
     """How it saves one, and goes on from what it saved."""
 
     class SavesSharded(base):
+        def _save_checkpoint(self, *args: Any, **options: Any) -> None:
+            """Files that Trainer writes on its first rank alone belong to a checkpoint, too."""
+            if self._sharded_sizes is None:
+                super()._save_checkpoint(*args, **options)
+                return
+            with sharded.together(self.model, "saving a checkpoint"):
+                super()._save_checkpoint(*args, **options)
+
         def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
             if self._sharded_sizes is None:
                 super()._save_optimizer_and_scheduler(output_dir)
                 return
-            sharded.save_optimizer(self.model, _plain(self.optimizer), os.path.join(output_dir, _OPTIMIZER))
-            if self.args.should_save:
-                torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
+            with sharded.together(self.model, "saving the optimizer"):
+                sharded.save_optimizer(self.model, _plain(self.optimizer), os.path.join(output_dir, _OPTIMIZER))
+                if self.args.should_save:
+                    torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
         def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
             folder = os.path.join(checkpoint or "", _OPTIMIZER)
             if self._sharded_sizes is None:
                 super()._load_optimizer_and_scheduler(checkpoint)
-            elif checkpoint is not None and os.path.isdir(folder):
+            elif checkpoint is not None:
+                with sharded.together(self.model, "loading the optimizer"):
+                    self._load_sharded_optimizer(checkpoint, folder)
+
+        def _load_sharded_optimizer(self, checkpoint: str, folder: str) -> None:
+            if os.path.isdir(folder):
                 sharded.load_optimizer(self.model, _plain(self.optimizer), folder)
                 state = torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True)
                 self.lr_scheduler.load_state_dict(state)
@@ -238,10 +253,14 @@ def _saving_accelerator(base: Any, sharded: Sharded, model: Any) -> Any:
                 sharded.save_weights(model, save_directory)
 
         def save_state(self, output_dir: str | None = None, **options: Any) -> str:
-            return self._without_model(partial(super().save_state, output_dir, **options), self._save_sharded)
+            rest = partial(super().save_state, output_dir, **options)
+            with sharded.together(model, "save_state"):
+                return self._without_model(rest, self._save_sharded)
 
         def load_state(self, input_dir: str | None = None, **options: Any) -> None:
-            self._without_model(partial(super().load_state, input_dir, **options), self._load_sharded, input_dir)
+            rest = partial(super().load_state, input_dir, **options)
+            with sharded.together(model, "load_state"):
+                self._without_model(rest, self._load_sharded, input_dir)
 
         def _without_model(self, rest: Callable[[], Any], own: Callable[[str], None], folder: str | None = None) -> Any:
             """Let accelerate do all but the sharded model and its optimizers."""
