@@ -44,8 +44,9 @@ class Case:
     """One model and what is done with it.
 
     `inputs` go to plan; `plan_for` builds the model that the plan is made for, where that is another one, and the plan
-    travels by `through` ("file", "cache"). `input_gradients`: do inputs ask for gradients. `prepare` is called on both models before the first call. `vary` adds calls
-    in other modes and sizes. `draws` compares distributions over so many calls, for models that draw random numbers.
+    travels by `through` ("file", "cache"). `input_gradients`: do inputs ask for gradients. `prepare` is called on both
+    models before the first call. `vary` adds calls in other modes and sizes. `draws` compares distributions over so
+    many calls, for models that draw random numbers.
     """
 
     kind: str

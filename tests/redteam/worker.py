@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -35,7 +36,6 @@ from .script import Step, build, observe, script, seed
 __all__ = ["Outcome", "judge", "setting_of"]
 
 _GROUP_SECONDS = 40
-FAULTS = ("weight", "sum")
 
 
 @dataclass(frozen=True)
@@ -213,23 +213,34 @@ def _verified(case: Case, setting: Setting, outcome: Outcome) -> Outcome:
 
 @contextmanager
 def _planted(fault: str, model: nn.Module) -> Iterator[None]:
-    """Spoil one rank's weight ("weight"), or leave out the first sum over ranks ("sum")."""
+    """Spoil one rank's weight ("weight"), leave out sums over ranks ("sum"), or draw alike on all ranks ("draw")."""
     if fault == "weight" and dist.get_rank() == dist.get_world_size() - 1:
         with torch.no_grad():
             for parameter in model.parameters():
                 local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 local.view(-1)[: max(1, local.numel() // 2)] += 0.5
-    with _without_first_sum() if fault == "sum" else ExitStack():
+    with ExitStack() as spoilt:
+        if fault == "sum":
+            spoilt.enter_context(_without_sums())
+        if fault == "draw":  # what ranks would draw for their own parts is drawn as on rank 0
+            spoilt.enter_context(mock.patch("torch.nn.functional.dropout", _dropped_alike))
         yield
 
 
+def _dropped_alike(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(next(_TURNS))
+    return x * (torch.rand(x.shape, generator=generator, dtype=x.dtype) >= p) / (1 - p) if training else x
+
+
+_TURNS = itertools.count()
+
+
 @contextmanager
-def _without_first_sum() -> Iterator[None]:
-    sent, left_out = collectives.sent, []
+def _without_sums() -> Iterator[None]:
+    sent = collectives.sent
 
     def send(collective: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
-        if collective is collectives._NAMED.all_reduce and x.is_floating_point() and not left_out:
-            left_out.append(1)
+        if collective is collectives._NAMED.all_reduce and x.is_floating_point():
             return x.clone()
         return sent(collective, x, *args)
 
