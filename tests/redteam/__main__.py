@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from redteam.case import CASES  # noqa: E402
-from redteam.known import KNOWN, UNSTEADY  # noqa: E402
+from redteam.known import DISTURBED, KNOWN, UNSTEADY  # noqa: E402
 from redteam.pool import run_all  # noqa: E402
 from redteam.worker import Outcome  # noqa: E402
 
@@ -30,11 +30,11 @@ def line(one: Outcome) -> str:
 
 def table(outcomes: list[Outcome]) -> str:
     classes = sorted({one.case.partition("/")[0] for one in outcomes})
-    rows = ["| class | cases | " + " | ".join(KINDS) + " | nothing split |", "|---" * (len(KINDS) + 3) + "|"]
+    rows = ["| class | cases | " + " | ".join(KINDS) + " | idle |", "|---" * (len(KINDS) + 3) + "|"]
     for name in [*classes, "all"]:
         own = [one for one in outcomes if name in ("all", one.case.partition("/")[0])]
         counts = Counter(one.kind for one in own)
-        idle = sum(one.kind == "exact" and not one.split for one in own)
+        idle = sum(one.kind == "exact" and one.idle for one in own)
         rows.append(f"| {name} | {len(own)} | " + " | ".join(str(counts[kind]) for kind in KINDS) + f" | {idle} |")
     return "\n".join(rows)
 
@@ -63,6 +63,8 @@ def main() -> int:
         print(f"STALE, remove from known.py: {name}")
     disturbed = Counter(what for one in outcomes for what in one.surroundings)
     print("left changed:", dict(disturbed) or "nothing")
+    for what in sorted(set(disturbed) ^ DISTURBED.keys()) if not asked.patterns else ():
+        print(f"{'NEW' if what in disturbed else 'STALE, remove from known.py'}: {what} is left changed")
     return int(bad != KNOWN.keys() & {one.case for one in outcomes})
 
 

@@ -76,3 +76,11 @@ KNOWN: dict[str, str] = {
 UNSTEADY: dict[str, str] = {
     "dataflow/GlobalStack@tp2": "ranks that are threads share the list of the file in the trial: refused on some ranks",
 }
+
+# State of the process that a case leaves otherwise than the unsharded model does.
+DISTURBED: dict[str, str] = {
+    "excepthook": "each plan and each sharded model adds a hook",
+    "warning filters": "the first plan of a process imports what adds filters",
+    "initial seed": "written by the streams of random numbers",
+    "generator of torch": "written by the streams of random numbers",
+}

@@ -44,6 +44,7 @@ class Outcome:
 
     `kind`: "exact", "refused" (an AutoplanError), "raw" (any other exception), "wrong", "late" or "broken" (the case
     itself does not run). `verified`: did `autoplan.verify` pass, where it was asked. `split`: sharded parameters.
+    `idle`: nothing is split, or the sequence was to be cut and is not.
     """
 
     case: str
@@ -54,6 +55,7 @@ class Outcome:
     proven: bool | None = None
     verified: bool | None = None
     split: int = 0
+    idle: bool = False
     warned: tuple[str, ...] = ()
     surroundings: tuple[str, ...] = ()
     seconds: float = 0.0
@@ -120,7 +122,9 @@ def _judged(case: Case, setting: Setting, name: str, steps: list[Step], fault: s
         text = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-3)}"
         return Outcome(name, "raw", 0.0, where, text, proven, None, split)
     kind = "wrong" if worst > case.tolerance else "exact"
-    return Outcome(name, kind, worst, at, "", proven, None, split, surroundings=_changed(before, _surroundings()))
+    idle = not split or (setting.sequence and not made.sequence_parallel)
+    left = _changed(before, _surroundings())
+    return Outcome(name, kind, worst, at, "", proven, None, split, idle, surroundings=left)
 
 
 def _plan(case: Case, setting: Setting, **more: Any) -> autoplan.Plan:
@@ -149,9 +153,7 @@ def _compared(case: Case, sharded: nn.Module, steps: list[Step]) -> Iterator[tup
     states = _generators()
     for name, found in observe(case, sharded, steps):
         yield name, difference(expected[name], _with_whole_buffers(expected[name], found))
-    moved = [which for which, state in _generators().items() if not _equal(state, states[which])]
-    if moved:
-        _MOVED.append(f"generators: {', '.join(moved)}")
+    _MOVED.extend(which for which, state in _generators().items() if not _equal(state, states[which]))
 
 
 _MOVED: list[str] = []
@@ -228,8 +230,8 @@ def _planted(fault: str, model: nn.Module) -> Iterator[None]:
 
 
 def _dropped_alike(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(next(_TURNS))
-    return x * (torch.rand(x.shape, generator=generator, dtype=x.dtype) >= p) / (1 - p) if training else x
+    kept = torch.from_numpy(numpy.random.default_rng(next(_TURNS)).random(tuple(x.shape)) >= p)
+    return x * kept.to(x.dtype) / (1 - p) if training else x
 
 
 _TURNS = itertools.count()
@@ -274,10 +276,12 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> tuple[str, ...]:
 
 def _generators() -> dict[str, Any]:
     return {
-        "initial_seed": torch.initial_seed(),
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": [part.tolist() if isinstance(part, numpy.ndarray) else part for part in numpy.random.get_state()],
+        "initial seed": torch.initial_seed(),
+        "generator of torch": torch.get_rng_state(),
+        "generator of Python": random.getstate(),
+        "generator of numpy": [
+            part.tolist() if isinstance(part, numpy.ndarray) else part for part in numpy.random.get_state()
+        ],
     }
 
 

@@ -15,7 +15,7 @@ X = floats(2, 6, 16)
 BOTH = (2, 4)
 
 
-@case(call(X), tp=BOTH, sequence=None)
+@case(call(X), tp=BOTH)
 class GroupedQueries(nn.Module):
     def __init__(self, heads=8, groups=4):
         super().__init__()

@@ -22,7 +22,7 @@ class Around(nn.Module):
         return x + self.down(self.mix(self.up(x)))
 
 
-@case(call(X), sequence=None, allowed=HOSTILE)
+@case(call(X), allowed=HOSTILE)
 class Lstm(Around):
     def __init__(self):
         super().__init__()
@@ -56,7 +56,7 @@ class CellInLoop(Around):
         return torch.stack(out, 1)
 
 
-@case(call(X), sequence=None, allowed=HOSTILE)
+@case(call(X), allowed=HOSTILE)
 class DiagonalScan(Around):
     """A diagonal recurrence over the sequence, a decay for each unit."""
 
@@ -91,7 +91,7 @@ class SelectiveScan(Around):
         return torch.stack(out, 1)
 
 
-@case(call(X), sequence=None)
+@case(call(X))
 class DepthwiseCausal(Around):
     def __init__(self):
         super().__init__()
@@ -101,7 +101,7 @@ class DepthwiseCausal(Around):
         return F.silu(self.conv(h.transpose(1, 2))[..., : h.shape[1]]).transpose(1, 2)
 
 
-@case(call(X), sequence=None, allowed=HOSTILE)
+@case(call(X), allowed=HOSTILE)
 class FullConvolution(Around):
     def __init__(self):
         super().__init__()
@@ -111,7 +111,7 @@ class FullConvolution(Around):
         return self.conv(h.transpose(1, 2)).relu().transpose(1, 2)
 
 
-@case(call(X), sequence=None, allowed=HOSTILE)
+@case(call(X), allowed=HOSTILE)
 class TokenMixing(nn.Module):
     """MLP-Mixer: a layer over the sequence."""
 
@@ -124,7 +124,7 @@ class TokenMixing(nn.Module):
         return self.block(x)
 
 
-@case(call(X), sequence=None, allowed=HOSTILE)
+@case(call(X), allowed=HOSTILE)
 class FourierMixing(nn.Module):
     """FNet: a Fourier transform over length and width."""
 
@@ -156,7 +156,7 @@ class LongConvolution(Around):
         return torch.fft.irfft(spectrum, n=2 * n)[..., :n].transpose(1, 2)
 
 
-@case(call(X), sequence=None, allowed=HOSTILE)
+@case(call(X), allowed=HOSTILE)
 class TokenShift(nn.Module):
     """RWKV: a mix with the token before, then squared relu."""
 

@@ -36,7 +36,7 @@ class Streamed(nn.Module):
         return self.second(self.norm(self.first(x)))
 
 
-@case(call(X), TRAIN, sequence=None, allowed=HOSTILE)
+@case(call(X), TRAIN, allowed=HOSTILE)
 class BatchNormOfHidden(Between):
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ class BatchNormOfHidden(Between):
         return self.bn(h.transpose(1, 2)).transpose(1, 2).relu()
 
 
-@case(call(X), TRAIN, sequence=None, allowed=HOSTILE)
+@case(call(X), TRAIN, allowed=HOSTILE)
 class BatchNormOfRows(Between):
     def __init__(self):
         super().__init__()
@@ -56,7 +56,7 @@ class BatchNormOfRows(Between):
         return self.bn(h.flatten(0, 1)).view_as(h)
 
 
-@case(call(X), TRAIN, sequence=None, allowed=HOSTILE)
+@case(call(X), TRAIN, allowed=HOSTILE)
 class BatchNormOfStream(Streamed):
     def __init__(self):
         super().__init__()
@@ -66,7 +66,7 @@ class BatchNormOfStream(Streamed):
         return self.bn(x.transpose(1, 2)).transpose(1, 2)
 
 
-@case(call(X), TRAIN, sequence=None, allowed=HOSTILE)
+@case(call(X), TRAIN, allowed=HOSTILE)
 class BatchNormOfHeads(Attention):
     """BatchNorm over the output of heads before it is projected (PatchTST's)."""
 
@@ -78,7 +78,7 @@ class BatchNormOfHeads(Attention):
         return self.bn((x + self.o(self.mixed(x))).transpose(1, 2)).transpose(1, 2)
 
 
-@case(call(X), TRAIN, sequence=None, allowed=HOSTILE)
+@case(call(X), TRAIN, allowed=HOSTILE)
 class BatchNormOverHeads(Attention):
     """The heads are the channels."""
 
@@ -90,13 +90,13 @@ class BatchNormOverHeads(Attention):
         return self.bn(super().scores(x))
 
 
-@case(call(X), TRAIN, sequence=None, allowed=HOSTILE)
+@case(call(X), TRAIN, allowed=HOSTILE)
 class InstanceNormOfStream(Streamed):
     def norm(self, x):
         return F.instance_norm(x.transpose(1, 2)).transpose(1, 2)
 
 
-@case(call(X), TRAIN, sequence=None, allowed=HOSTILE)
+@case(call(X), TRAIN, allowed=HOSTILE)
 class InstanceNormOfHidden(Between):
     def __init__(self):
         super().__init__()
@@ -106,7 +106,7 @@ class InstanceNormOfHidden(Between):
         return self.one(h.transpose(1, 2)).transpose(1, 2)
 
 
-@case(call(X), sequence=None, allowed=HOSTILE)
+@case(call(X), allowed=HOSTILE)
 class GroupNormOfStream(Streamed):
     def __init__(self):
         super().__init__()
@@ -116,7 +116,7 @@ class GroupNormOfStream(Streamed):
         return self.gn(x.transpose(1, 2)).transpose(1, 2)
 
 
-@case(call(X), sequence=None, allowed=HOSTILE)
+@case(call(X), allowed=HOSTILE)
 class GroupNormOneGroupOfHidden(Between):
     def __init__(self):
         super().__init__()
@@ -126,7 +126,7 @@ class GroupNormOneGroupOfHidden(Between):
         return self.gn(h.transpose(1, 2)).transpose(1, 2)
 
 
-@case(call(X), sequence=None, allowed=HOSTILE)
+@case(call(X), allowed=HOSTILE)
 class RmsOverAllHeads(Attention):
     """Queries and keys are normed over the width of all heads (OLMo-2's)."""
 
@@ -139,7 +139,7 @@ class RmsOverAllHeads(Attention):
         return q @ k.transpose(-1, -2)
 
 
-@case(call(X), sequence=None, allowed=HOSTILE)
+@case(call(X), allowed=HOSTILE)
 class RmsOfEachHead(Attention):
     def __init__(self):
         super().__init__()
@@ -150,7 +150,7 @@ class RmsOfEachHead(Attention):
         return q @ k.transpose(-1, -2)
 
 
-@case(call(X), sequence=None, allowed=HOSTILE)
+@case(call(X), allowed=HOSTILE)
 class LayerNormOfHidden(Between):
     def __init__(self):
         super().__init__()
@@ -160,19 +160,19 @@ class LayerNormOfHidden(Between):
         return self.ln(h.relu())
 
 
-@case(call(X), sequence=None, allowed=HOSTILE)
+@case(call(X), allowed=HOSTILE)
 class StandardisedByHand(Between):
     def norm(self, h):
         return (h - h.mean(-1, keepdim=True)) / (h.var(-1, keepdim=True, unbiased=True) + 1e-5).sqrt()
 
 
-@case(call(X), sequence=None, allowed=HOSTILE)
+@case(call(X), allowed=HOSTILE)
 class StandardisedOverSequence(Streamed):
     def norm(self, x):
         return (x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 1e-5)
 
 
-@case(call(X), sequence=None, allowed=HOSTILE)
+@case(call(X), allowed=HOSTILE)
 class WholeTensorNorm(Between):
     """One number for the whole tensor: batch, length and units."""
 
@@ -180,7 +180,7 @@ class WholeTensorNorm(Between):
         return h / (1 + torch.linalg.vector_norm(h))
 
 
-@case(call(X), sequence=None, allowed=HOSTILE)
+@case(call(X), allowed=HOSTILE)
 class GlobalResponseNorm(Between):
     """ConvNeXt-V2's: norms over the sequence, then their mean over units."""
 
@@ -189,7 +189,7 @@ class GlobalResponseNorm(Between):
         return h * (size / (size.mean(-1, keepdim=True) + 1e-6)) + h
 
 
-@case(call(X), sequence=None, allowed=HOSTILE)
+@case(call(X), allowed=HOSTILE)
 class SqueezeExcite(Between):
     def __init__(self):
         super().__init__()
@@ -251,19 +251,19 @@ class NormalisedWeights(Between):
         return x + F.linear(h.relu(), F.normalize(self.down.weight, dim=0))
 
 
-@case(call(X), call(X, _train=True), sequence=None, allowed=HOSTILE)
+@case(call(X), call(X, _train=True), allowed=HOSTILE)
 class MedianOfHidden(Between):
     def norm(self, h):
         return h - h.median(-1, keepdim=True).values
 
 
-@case(call(X), sequence=None, allowed=HOSTILE)
+@case(call(X), allowed=HOSTILE)
 class CumulativeOverSequence(Streamed):
     def norm(self, x):
         return x.cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
 
 
-@case(call(X), sequence=None, allowed=HOSTILE)
+@case(call(X), allowed=HOSTILE)
 class LogSumExpOfHidden(Between):
     def norm(self, h):
         return h - h.logsumexp(-1, keepdim=True)
