@@ -31,7 +31,7 @@ DEEPSPEED_NEEDS ?= hjson msgpack ninja psutil py-cpuinfo pydantic einops wheel s
 # stays as it is.
 WILD   ?= $(shell sed 's/\#.*//' tests/outside/wild/packages.txt)
 
-.PHONY: help demo test test-long test-all test-hosts test-newest test-oldest test-wild lint format types docs fuzz bench bench-gpu wheel relock clean
+.PHONY: help demo test test-long test-all test-hosts test-newest test-oldest test-wild test-redteam lint format types docs fuzz bench bench-gpu wheel relock clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+: .*## ' Makefile | sed 's/:.*## /\t/' | expand -t 14
@@ -104,6 +104,9 @@ test-oldest: $(VENV)/dev  ## run tests at the lower bounds of pyproject.toml: BU
 test-wild: $(VENV)/dev  ## plan and verify models of other code bases, without inputs; build/wild.jsonl keeps the lines
 	@for one in $(WILD); do $(PIP) --no-deps $$one || echo "NOT INSTALLED: $$one; its models are listed so"; done
 	$(BIN)/python tests/outside/wild/sweep.py
+
+test-redteam: $(VENV)/dev  ## hostile small models on real ranks, a table by class: CASES='flags/* norms/*@tp2+sp'
+	$(BIN)/python tests/redteam $(foreach one,$(CASES),'$(one)')
 
 lint: $(VENV)/dev  ## ruff, without changing anything
 	$(BIN)/ruff check .

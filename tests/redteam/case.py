@@ -1,0 +1,112 @@
+"""Say what a case is: a tiny model, the calls made on it, and the outcomes that are allowed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["CASES", "HOSTILE", "SOUND", "Call", "Case", "Setting", "call", "case", "floats", "ids"]
+
+SOUND = ("exact",)
+HOSTILE = ("exact", "refused")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the model. `do` takes (model, *args, **kwargs) where a plain call is not what is wanted."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    train: bool = False
+    grad: bool = True
+    autocast: torch.dtype | None = None
+    do: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A size of the mesh, and whether the stream is cut along the sequence too."""
+
+    tp: int = 2
+    sequence: bool = False
+
+    def __str__(self) -> str:
+        return f"tp{self.tp}" + ("+sp" if self.sequence else "")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and what is done with it.
+
+    `inputs` go to plan; `plan_for` builds the model that the plan is made for, where that is another one, and the plan
+    travels by `through` ("file", "cache"). `input_gradients`: do inputs ask for gradients. `prepare` is called on both
+    models before the first call. `vary` adds calls in other modes and sizes. `draws` compares distributions over so
+    many calls, for models that draw random numbers.
+    """
+
+    kind: str
+    name: str
+    build: Callable[[], nn.Module]
+    calls: tuple[Call, ...]
+    allowed: tuple[str, ...] = SOUND
+    settings: tuple[Setting, ...] = (Setting(),)
+    inputs: Mapping[str, Any] | None = None
+    dtype: torch.dtype = torch.float64
+    tolerance: float = 1e-6
+    plan_for: Callable[[], nn.Module] | None = None
+    through: str = "file"
+    prepare: Callable[[nn.Module], Any] | None = None
+    vary: bool = True
+    draws: int = 0
+    input_gradients: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def ids(self) -> list[str]:
+        return [f"{self.kind}/{self.name}@{setting}" for setting in self.settings]
+
+
+CASES: dict[str, Case] = {}
+
+
+def call(*args: Any, **kwargs: Any) -> Call:
+    """Return a call; `_train`, `_grad`, `_autocast` and `_do` are its options, all else goes to the model."""
+    options = {name: kwargs.pop(f"_{name}") for name in ("train", "grad", "autocast", "do") if f"_{name}" in kwargs}
+    return Call(args, kwargs, **options)
+
+
+def case(
+    *calls: Call, tp: int | tuple[int, ...] = 2, sequence: bool | None = False, **options: Any
+) -> Callable[..., Any]:
+    """Register the decorated class or function, which builds the model, as a case of its file's class.
+
+    `sequence`: True: with sequence parallelism; None: with and without it.
+    """
+    sizes = (tp,) if isinstance(tp, int) else tp
+    kinds = (False, True) if sequence is None else (sequence,)
+    settings = tuple(Setting(size, kind) for size in sizes for kind in kinds)
+
+    def register(build: Any) -> Any:
+        kind = build.__module__.rpartition(".")[2]
+        if f"{kind}/{build.__name__}" in CASES:
+            raise ValueError(f"two cases are called {kind}/{build.__name__}")
+        CASES[f"{kind}/{build.__name__}"] = Case(kind, build.__name__, build, calls, settings=settings, **options)
+        return build
+
+    return register
+
+
+def floats(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Return random numbers, the same in every process. They are cloned, and cast to the case's dtype, before use."""
+    generator = torch.Generator().manual_seed(seed * 1000 + sum(shape) + 7 * math.prod(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def ids(*shape: int, below: int = 32, seed: int = 0) -> torch.Tensor:
+    """Return random token ids, the same in every process."""
+    generator = torch.Generator().manual_seed(seed * 1000 + sum(shape) + 7 * math.prod(shape))
+    return torch.randint(below, shape, generator=generator)
