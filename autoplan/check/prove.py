@@ -7,7 +7,8 @@ unproven: a plan is proven only if its clone ran on simulated ranks too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from autoplan.capture.feeding.other_paths import with_other_paths
 from autoplan.check.ranks.common import Budget
 from autoplan.check.verify.sharded import SAME
 from autoplan.common.dtypes import inputs_in, tried_dtypes, working_dtype
-from autoplan.common.errors import AutoplanError
+from autoplan.common.errors import AutoplanError, CaptureError
 from autoplan.common.patterns import is_under, matches
 from autoplan.decide.plan.chosen import choices_of_plan, solve_chosen
 from autoplan.decide.plan.experts import experts_of
@@ -29,6 +30,7 @@ from autoplan.decide.plan.whole_blocks import BLOCKS
 from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import Source
+from autoplan.patches.double_precision import Lifted
 from autoplan.values import Capabilities, Entry, Finding, LocalExperts, Plan, Proof, Trace, Trial
 
 __all__ = ["TRIED", "GraphProof", "Settled", "prove_graph", "prove_ranks", "settle_capabilities"]
@@ -85,7 +87,7 @@ def prove_graph(
     from autoplan.check.replay.replay import replay
 
     try:
-        clone, feeds, captured = _recorded_clone(source)
+        clone, feeds, captured, precision = _recorded_clone(source)
     except AutoplanError as error:
         text = f"no tiny clone to prove the plan on: {error.message}"
         proof = Proof("none", 1, False, (), text, trial, _found_wrong(trial))
@@ -97,7 +99,8 @@ def prove_graph(
         experts=experts_of(plan.tp_size, plan.ep_size if plan.runtime.of(LocalExperts) else 1, Capabilities()),
     )
     assert solution.shards is not None
-    law = check_permutations(clone, feeds, solution.trace, solution.axes, solution.shards.marks)
+    with precision():
+        law = check_permutations(clone, feeds, solution.trace, solution.axes, solution.shards.marks)
     played = replay(solution.shards.trace, captured.recording, solution.shards)
     missing = _never_ran(trace, captured.trace)
     findings = [*_unseen_classes(missing), *played.findings] + [
@@ -146,8 +149,11 @@ def _unseen_classes(missing: tuple[str, ...]) -> Iterator[Finding]:
         yield Finding("proof", "warn", "", text)
 
 
-def _recorded_clone(source: Source) -> tuple[nn.Module, dict[str, Any], Captured]:
-    """A tiny clone that runs, its calls, and what it does in them.
+Precision = Callable[[], AbstractContextManager[Any]]
+
+
+def _recorded_clone(source: Source) -> tuple[nn.Module, dict[str, Any], Captured, Precision]:
+    """A tiny clone that runs, its calls, what it does in them, and the precision in which it did.
 
     Shrunk less where the smallest cannot run; in single precision, or the model's own, where it does not run in double.
     """
@@ -157,7 +163,12 @@ def _recorded_clone(source: Source) -> tuple[nn.Module, dict[str, Any], Captured
             clone = one.tiny(dtype=dtype, experts="batched_mm")
             made = make_inputs(clone, model_type=one.model_type, inputs=one.inputs, recipe=one.recipe)
             feeds = inputs_in(working_dtype(clone), with_other_paths(clone, made.feeds, made.others).feeds)
-            return clone, feeds, capture_real(copied(clone), feeds, keep_values=True)
+            for precision in (Lifted, nullcontext) if dtype == torch.float64 else (nullcontext,):
+                try:
+                    with precision():
+                        return clone, feeds, capture_real(copied(clone), feeds, keep_values=True), precision
+                except CaptureError as error:
+                    refusal = refusal or error
         except AutoplanError as error:
             refusal = refusal or error
     assert refusal is not None

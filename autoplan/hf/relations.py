@@ -19,6 +19,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from autoplan.hf.tiny_sizes import is_layer_count
+
 __all__ = [
     "HEADS",
     "HIDDEN",
@@ -27,6 +29,8 @@ __all__ = [
     "fit_rotary_lists",
     "has_listed_stages",
     "related_width",
+    "sections_of_depth",
+    "smaller_sections",
     "vision_layers",
 ]
 
@@ -61,6 +65,24 @@ def has_listed_stages(fields: Mapping[str, Any]) -> bool:
         _STAGE_LISTS.search(name) and isinstance(value, list | tuple) and len(value) > 1
         for name, value in fields.items()
     )
+
+
+def sections_of_depth(fields: Mapping[str, Any], depth: int) -> dict[str, int]:
+    """The counts of layers that make up the depth among themselves, where there are three or more: the layers before
+    a loop, in it and after it. Two numbers may sum to a third by chance."""
+    counts = {name: value for name, value in fields.items() if type(value) is int and is_layer_count(name) == "depth"}
+    sections = {name: count for name, count in counts.items() if 0 < count < depth}
+    return sections if len(sections) > 2 and sum(sections.values()) == depth else {}
+
+
+def smaller_sections(sections: Mapping[str, int], depth: int) -> dict[str, int]:
+    """The same sections of a model of so many layers, none of them empty.
+
+    >>> smaller_sections({"n_input_layers": 8, "n_recurrent_layers": 20, "n_output_layers": 8}, 4)
+    {'n_input_layers': 1, 'n_recurrent_layers': 2, 'n_output_layers': 1}
+    """
+    more = _shared_out(depth - len(sections), [count - 1 for count in sections.values()])
+    return {name: 1 + count for name, count in zip(sections, more, strict=True)}
 
 
 def vision_layers(fields: Mapping[str, Any], depth: int) -> dict[str, Any]:

@@ -27,6 +27,8 @@ from autoplan.hf.relations import (
     fit_rotary_lists,
     has_listed_stages,
     related_width,
+    sections_of_depth,
+    smaller_sections,
     vision_layers,
 )
 from autoplan.hf.tiny_sizes import VARIANTS, Sizes, amount, field_rule, fitted, is_layer_count, is_token_id
@@ -109,6 +111,8 @@ def _shrunk(config: PretrainedConfig, work: _Shrinking, overrides: dict[str, Any
     keywords = _chosen_fields(config)
     layers = _layers_needed(config)
     keywords = {name: _small(name, value, config, layers, work) for name, value in keywords.items()}
+    if (sections := sections_of_depth(vars(config), _depth(config) or 0)) and len(layers) < sum(sections.values()):
+        keywords |= {n: v for n, v in smaller_sections(sections, len(layers)).items() if n in keywords}
     keywords |= _single_layers(config, layers, work)
     for name, sub in inner.items():
         keywords[name] = _shrunk(sub, work, overrides.get(name, {}))
@@ -297,7 +301,8 @@ def _layers_needed(config: PretrainedConfig) -> list[int]:
         repeated = [len(v) for name, v in vars(config).items() if _PER_LAYER.search(name) and _is_round(v, depth)]
         needed = max([needed, outputs, *periods, *repeated])
     if needed <= _MOST_LAYERS:
-        return list(range(min(max(needed, 2), max(depth, 1))))
+        least = max(2, len(sections_of_depth(vars(config), depth)))
+        return list(range(min(max(needed, least), max(depth, 1))))
     return first if len(first) > 1 else list(range(min(needed, _MOST_PERIOD)))
 
 
