@@ -31,6 +31,7 @@ from autoplan.common.rules_folder import rules_folders
 from autoplan.decide.written_plans.handwritten import load_plans
 from autoplan.decide.written_plans.plan_file import plan_from_dict, plan_to_dict
 from autoplan.execute.fits import model_hash
+from autoplan.execute.model_values import VERSIONED
 from autoplan.execute.tensor_parallel import check_matches
 from autoplan.values import Plan
 from autoplan.values.steering import digest
@@ -39,9 +40,7 @@ from autoplan.version import __version__
 __all__ = ["VARIABLE", "keep_plan", "kept_plan", "place_of"]
 
 VARIABLE = "AUTOPLAN_CACHE"
-_PLAIN = (str, int, float, bool, type(None))
 _WORDS = ("auto", "inferred", "handwritten", "hf")  # sources that say all by themselves
-_VERSIONED = ("builtins", "torch", "transformers", "autoplan")
 
 
 def place_of(
@@ -124,26 +123,16 @@ def _of_model(module: nn.Module) -> Any:
     return [
         model_hash(module),
         config.to_dict() if config is not None else None,
-        [(name, str(type(part)), part.training, _plain(part)) for name, part in module.named_modules()],
+        [(name, str(type(part)), part.training) for name, part in module.named_modules()],
         [(name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in tensors],
         _of_files(_sources(module)),
     ]
 
 
-def _plain(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module that are plain, or rows of plain things."""
-    found = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    return {name: value for name, value in found.items() if _is_plain(value)}
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, _PLAIN) or (isinstance(value, (tuple, list)) and all(map(_is_plain, value)))
-
-
 def _sources(module: nn.Module) -> list[Path]:
     """The files of the packages that the model's classes come from, as far as they are loaded."""
     kinds = {kind for part in module.modules() for kind in type(part).__mro__}
-    packages = {kind.__module__.partition(".")[0] for kind in kinds} - set(_VERSIONED)
+    packages = {kind.__module__.partition(".")[0] for kind in kinds} - set(VERSIONED)
     loaded = [part for name, part in list(sys.modules.items()) if name.partition(".")[0] in packages]
     files = {Path(str(part.__file__)) for part in loaded if getattr(part, "__file__", None)}
     return sorted(path for path in files if path.is_file())

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
-__all__ = ["forward_code", "names_in", "plain_function", "same_code"]
+__all__ = ["forward_code", "names_in", "plain_function", "same_code", "source_of"]
 
 _LENGTH = 16  # hexadecimal digits: enough to tell edits apart, short enough to read
 
@@ -25,7 +25,7 @@ _LENGTH = 16  # hexadecimal digits: enough to tell edits apart, short enough to 
 def forward_code(kind: type[Any], places: Iterable[str]) -> str:
     """The hash for a class, given the places inside its forward; "" where there is no Python code to hash."""
     found = list(_functions(kind, places))
-    sources = [_source(function) for function in found]
+    sources = [source_of(function) for function in found]
     if not found:
         return ""
     if all(source is not None for source in sources):
@@ -75,7 +75,8 @@ def names_in(code: CodeType) -> Iterator[str]:
             yield from names_in(constant)
 
 
-def _source(function: FunctionType) -> str | None:
+def source_of(function: FunctionType) -> str | None:
+    """Return its source, or None where there is none."""
     try:
         return textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError, SyntaxError, IndentationError):  # no file, or not the file that it was made from

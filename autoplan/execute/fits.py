@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 
 from autoplan.common.consistent import inconsistencies
-from autoplan.common.conventions import conventions
 from autoplan.common.errors import PlanMismatchError
 from autoplan.common.forward_code import forward_code, same_code
 from autoplan.common.patterns import matches
 from autoplan.common.requirements import installed_versions
+from autoplan.execute.model_values import Reading
 from autoplan.execute.quantised.rules import is_stored
 from autoplan.values import CallRewrite, ForwardCode, MadeFor, Plan, Sizes, Version, replace
 from autoplan.version import __version__
@@ -25,7 +23,6 @@ __all__ = ["check_fits", "made_anew", "made_with", "model_hash", "with_made_for"
 
 _SHOWN = 3
 _DIGITS = 16
-_DEPTH = 6  # of lists and mappings in each other
 
 
 def with_made_for(plan: Plan, model: nn.Module) -> Plan:
@@ -43,35 +40,16 @@ def with_made_for(plan: Plan, model: nn.Module) -> Plan:
 
 
 def model_hash(model: nn.Module) -> str:
-    """A hash of the code of all forwards of a model, and of the whole numbers that its modules and its config hold.
+    """A hash of the code of a model, and of all plain values that its classes, modules and config hold.
 
-    Numbers such as counts of heads steer code that no shape shows. Classes that wrap others, their code looked through,
+    A flag, a rate or a function steers code that no shape shows. Classes that wrap others, their code looked through,
     and the device, the dtype and the mode of the model are not in it.
     """
-    codes = sorted({forward_code(kind, ()) for kind in {type(module) for module in model.modules()}})
-    numbers = {name: _whole_numbers(vars(module)) for name, module in model.named_modules()}
-    config = conventions().config_of(model)
-    said = config.to_dict() if config is not None else getattr(getattr(model, "config", None), "__dict__", {})
-    text = json.dumps([codes, numbers, _whole_numbers(said)], sort_keys=True)
+    reading = Reading(model)
+    codes = sorted({forward_code(kind, ()) for kind in reading.kinds})
+    values = {name: reading.module(module) for name, module in model.named_modules()}
+    text = json.dumps([codes, reading.classes(), values], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
-
-
-@lru_cache(maxsize=4096)  # blocks have the same names many times
-def _steers(name: str, idle_words: tuple[str, ...]) -> bool:
-    return not name.startswith("_") and not any(word in name for word in idle_words)
-
-
-def _whole_numbers(values: Any, depth: int = _DEPTH) -> Any:
-    """The whole numbers in a mapping, by name, and those in lists and mappings below it."""
-    if depth and isinstance(values, Mapping):
-        idle = conventions().idle_words
-        below = {str(name): value for name, value in values.items() if _steers(str(name), idle)}
-        found = {name: _whole_numbers(value, depth - 1) for name, value in below.items()}
-        return {name: value for name, value in found.items() if value not in (None, {}, [])}
-    if depth and isinstance(values, list | tuple):
-        items = [_whole_numbers(value, depth - 1) for value in values]
-        return items if any(item is not None for item in items) else None
-    return values if isinstance(values, int) and not isinstance(values, bool) else None
 
 
 def check_fits(model: nn.Module, plan: Plan) -> None:

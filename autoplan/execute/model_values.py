@@ -1,0 +1,182 @@
+"""What steers the code of a model besides its shapes: plain values that it reads, and the code of its own functions.
+
+The problem: two models of one class can differ in a flag, a string, a rate, an activation function, and so in what they
+compute, where every shape and every whole number is the same. A plan says nothing of such a value, so it belongs to
+models that hold the same ones.
+
+Values are told by what they are, never by where they lie: the same in every process. Tensors, modules and what only
+says where a model came from are left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
+from functools import cache, partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from autoplan.common.conventions import conventions
+from autoplan.common.forward_code import names_in, source_of
+
+__all__ = ["VERSIONED", "Reading"]
+
+VERSIONED = ("builtins", "torch", "transformers", "autoplan")  # their code is told by their version
+_DEPTH = 6  # of values in each other
+_NAMESPACES = ("types", "argparse")  # of Python's own objects, those that people keep settings in
+_OF_TORCH = frozenset(vars(nn.Module()))
+_MARKS = ("__", "_autoplan", "_hf", "_is_hf", "_fsdp", "_old", "_gradient_checkpointing")  # of libraries, on any module
+_ABSENT = object()  # what says nothing
+
+
+class Reading:
+    """Reads the values of one model. Whatever was read is kept until the end, so that no identity is used twice."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.kinds = {type(module) for module in model.modules()}
+        self.packages = {_package(base) for kind in self.kinds for base in kind.__mro__} - {*VERSIONED}
+        self.memo: dict[int, tuple[Any, Any]] = {}
+
+    def module(self, module: nn.Module) -> dict[str, Any]:
+        """Return the attributes of a module, by name."""
+        own = self._is_own(type(module))
+        return self._mapping({name: one for name, one in vars(module).items() if _steers(name, own)}, _DEPTH)
+
+    def classes(self) -> list[Any]:
+        """Return functions and plain values of the classes, and of their bases, whose code has no version."""
+        bases = {base for kind in self.kinds for base in kind.__mro__ if self._is_own(base)}
+        read = [[base.__qualname__, self._mapping(dict(_members(base)), _DEPTH)] for base in bases]
+        return sorted((entry for entry in read if entry[1]), key=repr)
+
+    def value(self, value: Any, depth: int = _DEPTH) -> Any:
+        """A value as plain data; `_ABSENT` where it says nothing."""
+        if value is None or isinstance(value, (bool, int, str)):
+            return value
+        if isinstance(value, float):
+            return repr(value)
+        if isinstance(value, (torch.dtype, torch.Size, bytes, complex, range, slice)):
+            return repr(value)
+        if isinstance(value, Enum):
+            return f"{type(value).__qualname__}.{value.name}"
+        if isinstance(value, (torch.Tensor, nn.Module, ModuleType, torch.device)) or not depth:
+            return _ABSENT
+        known = self.memo.get(id(value))
+        if known is None:
+            self.memo[id(value)] = value, _ABSENT  # what holds itself
+            self.memo[id(value)] = known = value, self._within(value, depth - 1)
+        return known[1]
+
+    def _within(self, value: Any, depth: int) -> Any:
+        if isinstance(value, Mapping):
+            return self._mapping(value, depth)
+        if isinstance(value, (list, tuple)):
+            return self._list(value, depth)
+        if isinstance(value, (set, frozenset)):
+            return sorted(repr(self.value(item, depth)) for item in value)
+        if isinstance(value, partial):
+            return ["partial", self._list((value.func, value.args, value.keywords), depth)]
+        if isinstance(value, MethodType):
+            return self.value(value.__func__, depth)
+        if isinstance(value, (FunctionType, BuiltinFunctionType, type)):
+            return self._code(value, depth)
+        return self._object(value, depth)
+
+    def _mapping(self, values: Mapping[Any, Any], depth: int) -> dict[str, Any]:
+        idle = conventions().idle_words
+        kept = {str(name): value for name, value in values.items() if not any(word in str(name) for word in idle)}
+        found = {name: self.value(value, depth) for name, value in kept.items()}
+        return {name: value for name, value in sorted(found.items()) if value is not _ABSENT}
+
+    def _list(self, values: Iterable[Any], depth: int) -> list[Any]:
+        items = [self.value(item, depth) for item in values]
+        return [None if item is _ABSENT else item for item in items]
+
+    def _code(self, function: Any, depth: int) -> Any:
+        """A function or class by name; one that has no version by its code, and by what that reads around it."""
+        name = f"{_module(function)}.{getattr(function, '__qualname__', '')}"
+        if isinstance(function, type) and self._is_own(function):
+            return [name, self._mapping(dict(_members(function)), depth)]
+        if not isinstance(function, FunctionType) or not self._is_own(function):
+            return name
+        spaces, names = function.__globals__, sorted(set(names_in(function.__code__)))
+        read = self._mapping({one: spaces[one] for one in names if one in spaces}, depth)
+        cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+        around = (function.__defaults__, function.__kwdefaults__, cells)
+        return [_code_hash(function), read, self._list(around, depth)]
+
+    def _object(self, value: Any, depth: int) -> Any:
+        """Any other object by its class and what it holds: a library's config, a dataclass, a namespace."""
+        kind, known = type(value), conventions()
+        config = known.config_of(cast(Any, SimpleNamespace(config=value)))
+        if config is not None:
+            return self._mapping(
+                {name: one for name, one in config.to_dict().items() if name not in known.idle_fields}, depth
+            )
+        if not self._is_own(kind) and _module(kind) not in _NAMESPACES:
+            return kind.__qualname__
+        return [kind.__qualname__, self._mapping(getattr(value, "__dict__", {}), depth)]
+
+    def _is_own(self, thing: Any) -> bool:
+        """Has its code no version: is it the model's, or not installed?"""
+        package = _package(thing)
+        return package not in VERSIONED and (package in self.packages or not _is_installed(package))
+
+
+def _members(kind: type) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(kind).items():
+        function = getattr(value, "__func__", getattr(value, "fget", value))  # of a class or static method, a property
+        if not name.startswith("__") or (isinstance(function, FunctionType) and name != "__init__"):
+            yield name, function
+
+
+def _steers(name: str, own: bool) -> bool:
+    """Libraries note in private attributes what they did with a module; in own classes these are plain attributes."""
+    if name in _OF_TORCH or name == conventions().own_checkpointing[0]:
+        return False
+    return not name.startswith("_") or (own and not name.startswith(_MARKS))
+
+
+def _module(thing: Any) -> str:
+    return str(getattr(thing, "__module__", None))
+
+
+def _package(thing: Any) -> str:
+    return _module(thing).partition(".")[0]
+
+
+@cache
+def _is_installed(package: str) -> bool:
+    """Does a package come with Python, or from an index?"""
+    module = sys.modules.get(package)
+    places: Iterable[str] = getattr(module, "__path__", None) or [str(getattr(module, "__file__", None) or "")]
+    homes = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return package in sys.stdlib_module_names or any(str(place).startswith(homes) for place in places)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # emptied
+        return False
+
+
+def _code_hash(function: FunctionType) -> str:
+    """Of its source, where it has one of its own: compiled code differs between versions of Python."""
+    source = source_of(function) if function.__name__ != "<lambda>" else None
+    return hashlib.sha256((source or "\n".join(_compiled(function.__code__))).encode()).hexdigest()[:16]
+
+
+def _compiled(code: CodeType) -> Iterator[str]:
+    """The compiled code without its place in the file."""
+    yield from (code.co_code.hex(), repr(code.co_names), repr(code.co_varnames))
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield from _compiled(one)
+        else:
+            yield repr(sorted(map(repr, one))) if isinstance(one, frozenset) else repr(one)
