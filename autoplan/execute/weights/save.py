@@ -52,7 +52,8 @@ def save_weights(
         model = getattr(model, "_orig_mod", model)
         writer = conventions().checkpoint_writer(model, original_names, stored_tensors(model))
         headers, twice = kept_beside(model)
-        files = NewFiles(Path(folder), _bytes(max_shard_size), headers) if writes() else None
+        limit = _bytes(max_shard_size)  # refused on every rank
+        files = NewFiles(Path(folder), limit, headers) if writes() else None
         try:
             _write_all(model, writer, files, twice)
         except BaseException:
