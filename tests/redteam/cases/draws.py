@@ -13,16 +13,24 @@ X = floats(1, 2, 8)
 MANY = {"draws": 500, "allowed": HOSTILE}
 
 
+def opened(up, down):
+    """Make hidden units about one, and add those of the second half to those of the first: equal draws show."""
+    with torch.no_grad():
+        up.weight.mul_(0.2)
+        up.bias.fill_(1.0)
+        down.weight.copy_(torch.eye(8).repeat(1, 2))
+    return up, down
+
+
 class Noisy(nn.Module):
-    """Down is the identity on both halves, so that equal draws of two ranks show."""
+    """Something that draws, on hidden units that are split."""
 
     def __init__(self):
         super().__init__()
-        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
-        nn.init.eye_(self.down.weight)
+        self.up, self.down = opened(nn.Linear(8, 16), nn.Linear(16, 8, bias=False))
 
     def forward(self, x):
-        return self.down(self.noisy(self.up(x)))
+        return x + self.down(self.noisy(self.up(x)))
 
     def noisy(self, h):
         raise NotImplementedError
@@ -154,8 +162,8 @@ class Reparameterised(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.mean, self.spread, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
-        nn.init.eye_(self.out.weight)
+        self.mean, self.out = opened(nn.Linear(8, 16), nn.Linear(16, 8, bias=False))
+        self.spread = nn.Linear(8, 16)
 
     def forward(self, x):
         mean, spread = self.mean(x), self.spread(x)
