@@ -57,7 +57,6 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
             "random",
             "randperm",
             "rrelu_with_noise",
-            "standard_gamma",
             "uniform",
         },
         "what stands for the numbers that an op draws, which needs tensors: ops/ loads no torch",

@@ -137,10 +137,12 @@ def number_of(state: Generators) -> int:
 def step(drawn: Generators) -> None:
     """Move those generators on by one draw that `drawn` has a state of."""
     import torch
+    from torch.utils._python_dispatch import _disable_current_modes
 
     device = _on_device()
     if drawn.cpu is not None:
-        torch.rand(1, device="cpu", generator=_on_host().get_state.__self__)
+        with _disable_current_modes():  # a draw of ours, of which no recording or fake run need know
+            torch.rand(1, device="cpu", generator=_on_host().get_state.__self__)
     if drawn.cuda is not None and device is not None:
         device.set_offset(device.get_offset() + 4)  # no kernel runs for it
 
