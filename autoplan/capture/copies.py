@@ -27,7 +27,7 @@ from autoplan.capture.outside import remember_original
 from autoplan.common.errors import AutoplanError
 from autoplan.common.nested import flatten_tensors
 
-__all__ = ["PLAIN_CONTAINERS", "Rebinding", "containers_of", "contents_of", "copied", "holds_weights"]
+__all__ = ["PLAIN_CONTAINERS", "Rebinding", "containers_of", "contents_of", "copied", "copy_slots", "holds_weights"]
 
 Model = TypeVar("Model", bound=nn.Module)
 _CACHED = type(functools.lru_cache(len))
@@ -53,9 +53,19 @@ def copied(model: Model) -> Model:
             hint="what holds files, threads or generators can be made in its forward, or be left out of a copy by "
             "__deepcopy__",
         ) from error
+    copy_slots(model, memo)
     Rebinding(memo).everything()
     remember_original(new, model)
     return new
+
+
+def copy_slots(model: nn.Module, memo: dict[int, Any]) -> None:
+    """What modules keep in `__slots__`, which a deepcopy with this memo has left out: torch restores attributes alone."""
+    for module in model.modules():
+        twin = memo.get(id(module), module)
+        for name in _slots(type(module)):
+            if twin is not module and hasattr(module, name) and not hasattr(twin, name):
+                object.__setattr__(twin, name, copy.deepcopy(getattr(module, name), memo))
 
 
 def _results(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoplan.capture.copies import Rebinding, contents_of
+from autoplan.capture.copies import Rebinding, contents_of, copy_slots
 from autoplan.capture.forward_hooks import containers_in, hooks_of_forward, keep_hooks_of_forward
 from autoplan.capture.outside import remember_original
 from autoplan.common.conventions import conventions
@@ -80,6 +80,7 @@ def fold(model: nn.Module, replace: Replace | None = None, *, fold: bool = True)
         for key, representative in choice.members:
             _stand_for(blocks[key], copies[representative], memo)
     module = _deepcopy(model, memo, "")
+    copy_slots(model, memo)
     rebinding = Rebinding(memo)
     keep_hooks_of_forward(model, rebinding)
     rebinding.everything()

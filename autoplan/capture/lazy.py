@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from autoplan.capture.called import call
 from autoplan.capture.copies import copied
+from autoplan.capture.dry_run import own
 from autoplan.common.errors import CaptureError
 from autoplan.common.random_values import untouched_randomness
 
@@ -32,7 +33,7 @@ def with_shapes(model: nn.Module, feeds: Mapping[str, Mapping[str, Any]] | None)
     try:
         with untouched_randomness(0), torch.no_grad():
             for inputs in feeds.values():
-                call(copy, inputs)
+                call(copy, own(dict(inputs)))
     except Exception as error:  # someone else's forward may raise anything
         raise CaptureError(
             f"the first call of {type(model).__name__}, which gives {waiting[0]} its shape, fails: "

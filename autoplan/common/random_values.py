@@ -17,7 +17,7 @@ import numpy
 import torch
 from torch import nn
 
-__all__ = ["BUILDING", "fill_meta", "randomise", "untouched_randomness"]
+__all__ = ["BUILDING", "drawn_so_far", "fill_meta", "randomise", "reseed_held", "untouched_randomness"]
 
 # Held while transformers builds a model. It changes what belongs to the whole process meanwhile (the default dtype, the
 # functions that initialise), and two threads that did so at once could each put back what the other had set.
@@ -47,6 +47,18 @@ def untouched_randomness(seed: int | None = None) -> Iterator[None]:
         torch.set_rng_state(kept[0])
         numpy.random.set_state(kept[1])
         random.setstate(kept[2])
+
+
+def reseed_held(model: nn.Module, number: int) -> None:
+    """Seed the generators that modules keep for themselves: each run of a copy goes on where the last one stopped."""
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, numpy.random.Generator):
+                value.bit_generator.state = type(value.bit_generator)(number).state
+            elif isinstance(value, numpy.random.RandomState | random.Random):
+                value.seed(number)
+            elif isinstance(value, torch.Generator):
+                value.manual_seed(number)
 
 
 @torch.no_grad()

@@ -6,18 +6,53 @@ the like. `as_it_was.py` gives modules their own class back when a later step fa
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from autoplan.patches.patched import Patch
 
-__all__ = ["CLASSES", "give_class"]
+__all__ = ["CLASSES", "give_class", "subclass_of"]
+
+_HEARS = "__init_subclass__"
+_making = threading.RLock()  # simulated ranks make classes at the same time
 
 
 def give_class(module: nn.Module, cls: type[nn.Module]) -> None:
     """Make a module an instance of another class with the same attributes: a subclass, or the class it had before."""
     module.__class__ = cls
+
+
+def subclass_of(cls: Any, namespace: dict[str, Any]) -> Any:
+    """Make a subclass with these attributes and the names of `cls`, which instances of `cls` can be given.
+
+    A class that keeps account of its subclasses hears nothing of it: its authors wrote none. It is the only base, as
+    another one before it may lie otherwise in memory (`class Base(Generic[T], nn.Module)`).
+    """
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    with _unheard(cls):
+        return type(cls)(cls.__name__, (cls,), names | namespace)
+
+
+@contextmanager
+def _unheard(cls: type) -> Iterator[None]:
+    """Inside, subclasses of `cls` are made without `__init_subclass__`, if it has one."""
+    if not any(_HEARS in vars(base) for base in cls.__mro__[:-1]):
+        yield
+        return
+    with _making:
+        own = vars(cls).get(_HEARS)
+        type.__setattr__(cls, _HEARS, classmethod(lambda made, **options: None))
+        try:
+            yield
+        finally:
+            if own is None:
+                type.__delattr__(cls, _HEARS)
+            else:
+                type.__setattr__(cls, _HEARS, own)
 
 
 def _canary() -> bool:

@@ -2,19 +2,27 @@
 
 The problem: packages of routed experts collect their losses in a list of a module. Ranks as threads are in one process,
 so each would find the others' entries there, and a right plan looks wrong. What one run changes tells; such a model's
-ranks are processes, as they are in training.
+ranks are processes, as they are in training. So are those of a model that draws from the generators of the process past
+the functions of `random` and `numpy.random`, which threads have each of its own (scipy's distributions do).
 """
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
-__all__ = ["KeptOutside"]
+from autoplan.common.random_values import drawn_so_far
+from autoplan.patches.simulated_ranks import host_generators
+
+__all__ = ["GENERATORS", "KeptOutside"]
+
+GENERATORS = "the generators of random and numpy.random"
 
 _LIBRARIES = ("torch", "transformers", "autoplan", "builtins")
 _COUNTED = (list, dict, set)
@@ -34,11 +42,17 @@ class KeptOutside:
 
     def __enter__(self) -> KeptOutside:
         self._handle = register_module_forward_hook(self._look) if self.before else None
+        own = random.Random(0), numpy.random.RandomState(0)
+        self._drawn, self._by_name = drawn_so_far()[1:], host_generators(lambda: own)
+        self._by_name.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         if self._handle is not None:
             self._handle.remove()
+        self._by_name.__exit__(*exception)
+        if drawn_so_far()[1:] != self._drawn:
+            self.changed += (GENERATORS,)
 
     def _look(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self.changed and type(module) in self.classes:

@@ -25,11 +25,12 @@ from autoplan.axes.events import Event
 from autoplan.axes.terms import Term, factors, find, leaves, segments
 from autoplan.capture.called import call
 from autoplan.capture.copies import copied
+from autoplan.capture.dry_run import own
 from autoplan.check.ranks.run import one_compute_thread
-from autoplan.check.verify.compare import error_of, tolerance_for
+from autoplan.check.verify.compare import error_of, largest_of, tolerance_for
 from autoplan.check.verify.subject import tensors_in
 from autoplan.common.dtypes import working_dtype
-from autoplan.execute.randomness import streams as random_streams
+from autoplan.common.random_values import untouched_randomness
 from autoplan.values import Trace, refs
 
 __all__ = ["Permuted", "check_permutations", "permuted_indices"]
@@ -105,14 +106,14 @@ class _Law:
                 rows = permuted_indices(term, orders.get)
                 if rows is not None:  # the axis leaves the model: its output must be permuted alike
                     before = before.index_select(dim, torch.tensor(rows))
-            worst = max(worst, error_of(after, before, float(before.abs().max()) if before.numel() else 0.0))
+            worst = max(worst, error_of(after, before, largest_of(before)))
         return worst
 
     def _run(self) -> dict[tuple[str, str], torch.Tensor]:
         found: dict[tuple[str, str], torch.Tensor] = {}
-        with torch.no_grad(), one_compute_thread(), random_streams.fork(0):
+        with torch.no_grad(), one_compute_thread(), untouched_randomness(0):
             for feed, inputs in self.feeds.items():
-                outputs = tensors_in(call(copied(self.model), inputs))  # a run may keep tables for the next
+                outputs = tensors_in(call(copied(self.model), own(dict(inputs))))  # a run may keep tables for the next
                 found.update({(feed, name): tensor.detach() for name, tensor in outputs.items()})
         return found
 

@@ -101,17 +101,18 @@ def _needs_lifting(model: Any, feeds: Mapping[str, Any]) -> bool:
     import torch
 
     from autoplan.capture.called import call
+    from autoplan.capture.dry_run import own
     from autoplan.patches.double_precision import Lifted
 
     lifted = False
     with torch.no_grad():
         for feed in feeds.values():
             try:
-                call(copied(model), feed)
+                call(copied(model), own(dict(feed)))
             except CANNOT_RUN:
                 lifted = True
                 with Lifted():
-                    call(copied(model), feed)
+                    call(copied(model), own(dict(feed)))
     return lifted
 
 

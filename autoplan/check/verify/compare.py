@@ -15,7 +15,7 @@ import torch
 
 from autoplan.values import Finding
 
-__all__ = ["DOUBLE", "SINGLE", "Tensors", "Tolerance", "compare", "error_of", "tolerance_for"]
+__all__ = ["DOUBLE", "SINGLE", "Tensors", "Tolerance", "compare", "error_of", "largest_of", "tolerance_for"]
 
 Tensors = Mapping[str, torch.Tensor]
 FLOOR = 1e-4
@@ -44,7 +44,7 @@ def tolerance_for(dtype: torch.dtype) -> Tolerance:
 
 
 def error_of(got: torch.Tensor, want: torch.Tensor, largest: float) -> float:
-    """The error measure above; infinite when shapes or the places of infinities differ."""
+    """The error measure above; infinite when shapes or the places of infinities and NaN differ."""
     if got.shape != want.shape:
         return float("inf")
     if not want.numel():
@@ -54,12 +54,16 @@ def error_of(got: torch.Tensor, want: torch.Tensor, largest: float) -> float:
     if math.isfinite(difference) and math.isfinite(top):  # so everything is
         return _relative(difference, top, largest)
     finite = torch.isfinite(want)
-    if not bool((torch.isfinite(got) == finite).all()) or not torch.equal(got[~finite], want[~finite]):
+    if not bool((torch.isfinite(got) == finite).all()) or not _same_infinities(got[~finite], want[~finite]):
         return float("inf")
     if not bool(finite.any()):
         return 0.0
     got, want = got[finite], want[finite]
     return _relative(float((got - want).abs().max()), float(want.abs().max()), largest)
+
+
+def _same_infinities(got: torch.Tensor, want: torch.Tensor) -> bool:
+    return bool(((got == want) | (got.isnan() & want.isnan())).all())
 
 
 def _relative(difference: float, top: float, largest: float) -> float:
@@ -77,11 +81,11 @@ def compare(
     missing_is_zero: bool = False,
 ) -> tuple[list[Finding], dict[str, float]]:
     """Every tensor of every rank against the unsharded model's: findings, and the worst error of each name."""
-    largest = max((_largest(tensor) for tensor in want.values()), default=0.0)
+    largest = max((largest_of(tensor) for tensor in want.values()), default=0.0)
     findings: list[Finding] = []
     errors: dict[str, float] = {}
     for name in sorted({*want, *(name for rank in ranks for name in rank)}):
-        if name in want and bool(torch.isnan(want[name]).any()):
+        if name in want and want[name].numel() and bool(torch.isnan(want[name]).all()):
             findings.append(_not_comparable(check, what, name))
             continue
         pairs = [(rank.get(name), want.get(name)) for rank in ranks]
@@ -108,7 +112,8 @@ def _comparable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", torch.complex128 if tensor.is_complex() else torch.float64)
 
 
-def _largest(tensor: torch.Tensor) -> float:
+def largest_of(tensor: torch.Tensor) -> float:
+    """The largest finite absolute value; 0 if there is none."""
     values = _comparable(tensor).abs()
     if values.numel() and math.isfinite(top := float(values.max())):
         return top
@@ -121,7 +126,7 @@ def _not_comparable(check: str, what: str, name: str) -> Finding:
         check,
         "warn",
         name,
-        f"not comparable: the unsharded model's {what} is NaN",
+        f"not comparable: the unsharded model's {what} is NaN everywhere",
         hint="pass inputs on which the unsharded model is finite",
         kind="not-comparable",
     )

@@ -21,6 +21,7 @@ import torch
 
 from autoplan.capture.called import call
 from autoplan.capture.copies import copied
+from autoplan.capture.dry_run import own
 from autoplan.check.ranks.run import Engine, one_compute_thread, run_processes, run_ranks
 from autoplan.check.verify.subject import tensors_in
 from autoplan.common.conventions import conventions
@@ -149,7 +150,7 @@ def _outputs(job: _Job) -> Outputs:
     with torch.no_grad():
         for feed, given in job.feeds.items():
             with _watched(job, feed, seen):
-                result = call(job.model, given)
+                result = call(job.model, own(dict(given)))
             known = conventions()
             for name, tensor in tensors_in(result).items():
                 if name in (known.logits, known.hidden, "output"):

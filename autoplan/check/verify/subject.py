@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from autoplan.capture.called import PART, call
 from autoplan.common.conventions import conventions
 from autoplan.common.nested import changed_inside, fields_of, is_record
-from autoplan.common.random_values import untouched_randomness
+from autoplan.common.random_values import reseed_held, untouched_randomness
 from autoplan.execute.parameters.state_dict import gathered
 from autoplan.execute.randomness import streams as random_streams
 from autoplan.patches.double_precision import Lifted
@@ -149,11 +149,13 @@ class Subject:
         and numpy draw is nobody's to share: ranks must be seeded alike, and so they are here."""
         random_streams.manual_seed(self.rank)
         _seed_host(0)
+        reseed_held(self.model, 0)
 
     def seed(self, number: int, *, alike: bool = False) -> None:
         """Seed this rank, differently from the others unless `alike`, but for Python and numpy."""
         random_streams.manual_seed(1000 * number + (0 if alike else self.rank))
         _seed_host(number)
+        reseed_held(self.model, number)
 
     @property
     def signature(self) -> Mapping[str, inspect.Parameter]:

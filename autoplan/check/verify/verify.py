@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from autoplan.check.ranks.common import Budget, BudgetSpent
+from autoplan.check.ranks.kept_outside import GENERATORS
 from autoplan.check.ranks.run import Engine, travels
 from autoplan.check.verify.clone import Clone, clone_of
 from autoplan.check.verify.mesh_sizes import MeshSizes, parse_mesh
@@ -145,8 +146,8 @@ def verify_source(
     sizes = Sizes.of(tp_size, ep_size, plan) if mesh is None else Sizes.of_mesh(mesh, ep_size, plan)
     budget = Budget() if budget is None else budget
     clone = clone_of(source)
-    if clone.outside and mesh is None and travels(clone.model):
-        engine = "gloo"  # threads would share what its code keeps
+    if clone.outside and mesh is None and engine == "threads":
+        engine = _engine_for(clone)
     report: Report | None = None
     for wanted in capabilities_of(plan, sequence_parallel, sizes):
         budget.check("before a clone was run on ranks")
@@ -257,6 +258,19 @@ def verify_clone(
 
 
 # ------------------------------------------------------------------------------------------------ the plan
+
+
+def _engine_for(clone: Clone) -> Engine:
+    """Processes, where threads would share what the model's code keeps outside of it, and it can be sent to them."""
+    if travels(clone.model):
+        return "gloo"
+    if GENERATORS in clone.outside:
+        raise AutoplanError(
+            "the model draws from the generator of numpy or Python past numpy.random's and random's functions (scipy's "
+            "distributions do); simulated ranks that are threads would share it, and to processes it cannot be sent",
+            hint="define the model's classes in a module that can be imported, so that its ranks can be processes",
+        )
+    return "threads"
 
 
 def _decisively_wrong(report: Report) -> bool:

@@ -20,7 +20,7 @@ from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.execute.hooks.install import Worker, listen
 from autoplan.execute.hooks.running import cannot_be_pickled
-from autoplan.patches.classes import give_class
+from autoplan.patches.classes import give_class, subclass_of
 
 __all__ = ["watch_children", "watch_no_longer"]
 
@@ -67,8 +67,7 @@ def _watching(cls: Any) -> type[nn.Module]:
             return (_rebuild, (_Kind(cls),), *rest)
         return (how, what, *rest)
 
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    made: Any = type(cls)(cls.__name__, (cls,), names | {"__setattr__": __setattr__, "__reduce_ex__": __reduce_ex__})
+    made: Any = subclass_of(cls, {"__setattr__": __setattr__, "__reduce_ex__": __reduce_ex__})
     found: type[nn.Module] = made
     return found
 

@@ -43,6 +43,7 @@ from autoplan.execute.collectives import (
 from autoplan.execute.parameters.held import Held, record_of
 from autoplan.execute.parameters.transforms import refuse_transforms
 from autoplan.execute.parameters.unseen_paths import SHAPE_ERRORS, unseen_path
+from autoplan.patches.classes import subclass_of
 
 __all__ = ["local_view", "reading_locally", "stored_tensor", "view_class"]
 
@@ -165,9 +166,6 @@ def view_class(cls: type, names: tuple[str, ...]) -> type:
 @cache
 def _view_class(cls: type, names: tuple[str, ...]) -> type:
     namespace: dict[str, Any] = {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
         "_call_impl": _reading_call(cls),
         "_apply": _keeping_attributes(cls),
         "__reduce_ex__": _reduce_to(cls, names),
@@ -177,16 +175,8 @@ def _view_class(cls: type, names: tuple[str, ...]) -> type:
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = _flat_weights_property()
         namespace["_update_flat_weights"] = _keep_flat_weights
-    listens = any("__init_subclass__" in vars(base) for base in cls.__mro__[:-1])
-    made: type = type(cls)(cls.__name__, (_Unheard, cls) if listens else (cls,), namespace)
+    made: type = subclass_of(cls, namespace)
     return made
-
-
-class _Unheard(nn.Module):
-    """Before a class that keeps account of its subclasses: ours is none that its authors wrote."""
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        pass
 
 
 def _reading_call(cls: type) -> Callable[..., Any]:

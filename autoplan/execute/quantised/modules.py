@@ -24,7 +24,7 @@ from autoplan.execute.parameters.held import plain_name, record_of
 from autoplan.execute.parameters.local_views import stored_tensor
 from autoplan.execute.quantised.formats import can_dequantise, dequantise
 from autoplan.execute.quantised.twice import QuantisedTwice
-from autoplan.patches.classes import give_class
+from autoplan.patches.classes import give_class, subclass_of
 from autoplan.values import Plan
 from autoplan.values.quantised import PackedTensor, PackedWeight
 
@@ -123,7 +123,7 @@ def _chosen(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, list[PackedWe
 def _stored_class(cls: type, names: tuple[str, ...], stacks: bool) -> Any:
     own: dict[str, Any] = {name: property(_reader(name)) for name in names}
     own |= {"__call__": _keeping(cls.__call__)} if stacks else {}
-    return type(cls)(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **own})
+    return subclass_of(cls, own)
 
 
 def _keeping(call: Any) -> Any:
