@@ -60,7 +60,7 @@ def copied(model: Model) -> Model:
 
 
 def copy_slots(model: nn.Module, memo: dict[int, Any]) -> None:
-    """What modules keep in `__slots__`, which a deepcopy with this memo has left out: torch restores attributes alone."""
+    """Copy what modules keep in `__slots__`, which a deepcopy with this memo has left out: torch copies attributes."""
     for module in model.modules():
         twin = memo.get(id(module), module)
         for name in _slots(type(module)):

@@ -20,7 +20,7 @@ from autoplan.capture.capture import Captured, capture_real
 from autoplan.capture.copies import copied
 from autoplan.capture.feeding.other_paths import with_other_paths
 from autoplan.check.ranks.common import Budget
-from autoplan.check.verify.sharded import SAME
+from autoplan.check.verify.subject import SAME
 from autoplan.common.dtypes import inputs_in, tried_dtypes, working_dtype
 from autoplan.common.errors import AutoplanError, CaptureError
 from autoplan.common.patterns import is_under, matches

@@ -22,8 +22,7 @@ from typing import Any
 
 from torch import nn
 
-from autoplan.patches.alone import Alone
-from autoplan.patches.patched import Patch, Place, patched
+from autoplan.patches.patched import Alone, Patch, Place, patched
 
 __all__ = [
     "KERNEL_GUARDS",

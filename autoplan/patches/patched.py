@@ -22,9 +22,41 @@ from typing import Any, NamedTuple, Protocol
 
 from autoplan.common.errors import AutoplanError
 from autoplan.common.requirements import untested
-from autoplan.patches.alone import Alone
 
-__all__ = ["Registered", "Hold", "Kept", "Patch", "Place", "hold", "note_holds", "patched"]
+__all__ = ["Alone", "Registered", "Hold", "Kept", "Patch", "Place", "hold", "note_holds", "patched"]
+
+
+class Alone:
+    """Runs functions one at a time; no lock stays shut.
+
+    An interrupt may come at the very line where a lock is given back, and whoever asks next would wait for ever. And
+    what runs when garbage is collected may run inside the code that has the lock, in the same thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def run(self, work: Callable[[], object], *, wait: bool = True) -> bool:
+        """Run it, and say whether it ran: not where this thread is in here already, or another one and nobody waits."""
+        if self._mine():
+            return False
+        try:
+            try:
+                if not self._lock.acquire(blocking=wait):
+                    return False
+                work()
+            finally:
+                self._give_back()
+        finally:  # an interrupt came in the line above
+            self._give_back()
+        return True
+
+    def _mine(self) -> bool:
+        return bool(self._lock._is_owned())  # type: ignore[attr-defined]
+
+    def _give_back(self) -> None:
+        while self._mine():
+            self._lock.release()
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +31,7 @@ from autoplan.execute.fits import model_hash
 from autoplan.values import UNKNOWN, Plan
 from autoplan.values.steering import digest
 
+ROOT = Path(__file__).resolve().parents[2]
 QUICK = ("llama", "bamba")
 
 
@@ -204,13 +212,85 @@ def test_other_code_with_the_same_weights_is_noticed() -> None:
 def test_what_does_not_steer_the_code_changes_nothing() -> None:
     model = Mlp()
     known = model_hash(model)
-    for other in (Mlp().eval(), Mlp().double(), Mlp().to("meta"), Mlp(scale=0.5)):
+    for other in (Mlp().eval(), Mlp().double(), Mlp().to("meta")):
         assert model_hash(other) == known
     tokens = llama(4)
     tokens.config.pad_token_id = 7
     assert model_hash(tokens) == model_hash(llama(4))
     model.__class__ = type("Wrapped", (Mlp,), {})
     assert model_hash(model) == known and model_hash(Mlp(parts=4)) != known and model_hash(Mixed()) != known
+
+
+class Way(Enum):
+    one = 1
+    other = 2
+
+
+class Settings:
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+
+def _scaled(by: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x * by
+
+
+VARIANTS: dict[str, tuple[Any, Any]] = {
+    "bool": (True, False),
+    "string": ("sum", "mean"),
+    "float": (0.5, 0.25),
+    "None": (None, "mean"),
+    "enum": (Way.one, Way.other),
+    "dtype": (torch.float32, torch.float64),
+    "tuple": ((1.0, "a"), (1.0, "b")),
+    "set": ({"a", "b"}, {"a", "c"}),
+    "dict": ({"norm": {"eps": 1e-5}}, {"norm": {"eps": 1e-6}}),
+    "function": (torch.sin, torch.cos),
+    "function of torch": (nn.functional.gelu, nn.functional.relu),
+    "lambda": (lambda x: x * 2, lambda x: x * 3),
+    "closure": (_scaled(2.0), _scaled(3.0)),
+    "partial": (partial(torch.add, alpha=2), partial(torch.add, alpha=3)),
+    "object": (Settings("a"), Settings("b")),
+    "namespace": (SimpleNamespace(kind="a"), SimpleNamespace(kind="b")),
+    "class": (nn.GELU, nn.ReLU),
+}
+
+
+@pytest.mark.parametrize("name", ["setting", "_private"])
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_a_value_that_code_may_read_belongs_to_the_plan(kind: str, name: str) -> None:
+    def made(value: Any) -> Mlp:
+        model = Mlp()
+        setattr(model, name, value)
+        return model
+
+    one, other = VARIANTS[kind]
+    assert model_hash(made(one)) == model_hash(made(one)) != model_hash(made(other))
+
+
+def test_classes_and_the_functions_that_they_call_belong_to_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = model_hash(Mlp())
+    monkeypatch.setattr(Mlp, "mode", "other", raising=False)
+    assert model_hash(Mlp()) != known
+    monkeypatch.undo()
+    monkeypatch.setattr(Mlp, "helper", lambda self, x: x, raising=False)
+    assert model_hash(Mlp()) != known
+    monkeypatch.undo()
+    assert model_hash(Mlp()) == known
+
+
+def test_what_is_read_of_a_model_is_the_same_in_every_process() -> None:
+    code = "import sys; sys.path[:0] = ['tests', 'tests/helpers', 'tests/check']; import test_edited_plans as here\n"
+    code += "model = here.Mlp(); model.setting = [value for pair in here.VARIANTS.values() for value in pair]\n"
+    code += "print(here.model_hash(model))"
+    said = set()
+    for seed in ("1", "2"):
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env, cwd=ROOT
+        )
+        said.add(done.stdout.split()[-1])
+    assert len(said) == 1, said
 
 
 def test_a_plan_from_python_that_was_changed_there_is_held_against_the_model_too() -> None:

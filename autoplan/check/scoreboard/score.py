@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from autoplan.check.ranks.run import Engine
 from autoplan.check.scoreboard.share import reductions_per_block, regions_per_block, share_of
-from autoplan.check.verify.mesh_sizes import parse_mesh
 from autoplan.check.verify.sharded import CHECK_NAMES
+from autoplan.check.verify.sizes import parse_mesh
 from autoplan.common.errors import AutoplanError, IndivisibleError, SourceError
 from autoplan.decide.plan.experts import expert_findings
 from autoplan.values import CallRewrite, Finding, Plan, Report, Score, Verdict

@@ -19,8 +19,7 @@ from autoplan.capture.copies import copied
 from autoplan.capture.training_paths import has_training_paths
 from autoplan.check.verify.compare import Tolerance, compare
 from autoplan.check.verify.drawn import RUNS, Draws, FixedNoise, laws_of_draws
-from autoplan.check.verify.sharded import CANNOT_RUN, SAME
-from autoplan.check.verify.subject import Group, Observation, Subject, plain, tensors_in
+from autoplan.check.verify.subject import CANNOT_RUN, SAME, Group, Observation, Subject, plain, tensors_in
 from autoplan.common.conventions import conventions
 from autoplan.hf.driving import (
     attention_switched,

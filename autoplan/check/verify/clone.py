@@ -14,7 +14,7 @@ from typing import Any
 from autoplan.capture.copies import copied
 from autoplan.capture.feeding.other_paths import with_other_paths
 from autoplan.check.ranks.kept_outside import KeptOutside
-from autoplan.check.verify.sharded import CANNOT_RUN
+from autoplan.check.verify.subject import CANNOT_RUN
 from autoplan.common.errors import AutoplanError
 
 __all__ = ["Clone", "clone_of", "feeds_at", "is_small_and_real"]

@@ -16,12 +16,13 @@ from autoplan.capture.copies import copied
 from autoplan.check.ranks.common import Budget
 from autoplan.check.ranks.run import Engine, one_compute_thread
 from autoplan.check.verify.on_ranks import CheckFailed, Job, Sharding, attentively, copy_of, observe_all, said
+from autoplan.check.verify.subject import CANNOT_RUN
 from autoplan.common.errors import AutoplanError, OutsideError
 from autoplan.common.stages import stage
 from autoplan.patches.kernels import where_it_runs
 from autoplan.values import Report
 
-__all__ = ["CANNOT_RUN", "CHECK_NAMES", "SAME", "can_be_lifted", "check_sharding"]
+__all__ = ["CHECK_NAMES", "can_be_lifted", "check_sharding"]
 
 CHECK_NAMES = (
     "parameters",
@@ -35,11 +36,6 @@ CHECK_NAMES = (
     "dropout",
     "optimizer",
 )
-
-SAME = "in training mode it computes the same as in eval mode"  # why there is nothing to check
-
-# What a model's own code raises when it does not run on these inputs.
-CANNOT_RUN = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)
 
 
 def check_sharding(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from autoplan.check.verify.noted import recomputed, unread_parts
 from autoplan.check.verify.on_ranks import Sharding
-from autoplan.check.verify.recomputed import recomputed
-from autoplan.check.verify.unread import unread_parts
 from autoplan.common.options import Checkpointing, Options, TensorParallel
 from autoplan.execute.parallelize import shard_model
 from autoplan.execute.parameters.gather import full_tensors

@@ -27,7 +27,22 @@ from autoplan.execute.parameters.state_dict import gathered
 from autoplan.execute.randomness import streams as random_streams
 from autoplan.patches.double_precision import Lifted
 
-__all__ = ["Group", "Inputs", "Observation", "Subject", "give_random_values", "plain", "tensors_in"]
+__all__ = [
+    "CANNOT_RUN",
+    "Group",
+    "Inputs",
+    "Observation",
+    "SAME",
+    "Subject",
+    "give_random_values",
+    "plain",
+    "tensors_in",
+]
+
+SAME = "in training mode it computes the same as in eval mode"  # why there is nothing to check
+
+# What a model's own code raises when it does not run on these inputs.
+CANNOT_RUN = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)
 
 Inputs = Mapping[str, Any]  # keyword arguments of one forward call
 Gather = Callable[[nn.Module, bool], Mapping[str, torch.Tensor]]  # (model, gradients?) -> whole tensors

@@ -20,11 +20,10 @@ from autoplan.check.ranks.common import Budget, BudgetSpent
 from autoplan.check.ranks.kept_outside import GENERATORS
 from autoplan.check.ranks.run import Engine, travels
 from autoplan.check.verify.clone import Clone, clone_of
-from autoplan.check.verify.mesh_sizes import MeshSizes, parse_mesh
 from autoplan.check.verify.narrow import cut_together, wrong_cuts
 from autoplan.check.verify.sharded import CHECK_NAMES, check_sharding
 from autoplan.check.verify.sharding import mesh_of, sharding_of
-from autoplan.check.verify.sizes import Sizes, tried_sizes
+from autoplan.check.verify.sizes import MeshSizes, Sizes, parse_mesh, tried_sizes
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import check_argument
 from autoplan.common.patterns import best_match, matches

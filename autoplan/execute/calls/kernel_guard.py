@@ -21,9 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from autoplan.common.errors import PlanMismatchError
 from autoplan.execute.parameters.held import record_of
-from autoplan.patches.alone import Alone
 from autoplan.patches.kernels import KERNEL_GUARDS, OptionalKernel, optional_kernels
-from autoplan.patches.patched import Hold, Place, hold
+from autoplan.patches.patched import Alone, Hold, Place, hold
 
 __all__ = ["guard_kernels"]
 
