@@ -18,6 +18,7 @@ from autoplan.check.ranks.common import Budget
 from autoplan.check.ranks.run import Engine, RankError, RankTimeout, run_processes, run_ranks
 from autoplan.common.errors import AutoplanError, OutsideError
 from autoplan.common.stages import stage
+from autoplan.common.ways import Recorder, has_own_code, tracing
 from autoplan.hf.processes import note_what_is_collected
 from autoplan.values import Finding
 
@@ -131,12 +132,14 @@ def _observe(rank: int, job: Job, mesh: Any) -> tuple[dict[str, Any], dict[str, 
     except Exception as error:  # whatever a plan does to a model is a finding about the plan
         raise CheckFailed("sharding", said(error)) from error
     subject = replace(job.subject, model=model, gather=job.sharding.gather, rank=rank)
+    follows = rank == 0 and has_own_code(model)
     seen: dict[str, Any] = {}
     collectives: dict[str, Any] = {}
+    ways = Recorder()
     for check in CHECKS:
         if check.name in job.checks:
             try:
-                with attentively(check, model):
+                with attentively(check, model), tracing(ways if follows else None):
                     seen[check.name] = check.run(subject)
             except OutsideError as error:
                 raise CheckFailed(check.name, error.message) from error
@@ -144,7 +147,7 @@ def _observe(rank: int, job: Job, mesh: Any) -> tuple[dict[str, Any], dict[str, 
                 raise CheckFailed(check.name, f"the sharded model cannot run: {said(error)}") from error
             if check.name == "forward":
                 collectives = {**subject.collectives, "blocks": _measured(job, subject), "noted": _noted(job, subject)}
-    return seen, collectives
+    return seen, {**collectives, "ways": ways.ways}
 
 
 def _noted(job: Job, subject: Any) -> Any:

@@ -113,9 +113,10 @@ def _check(
             "engine": "mesh" if mesh is not None else engine,
             "precision": tolerance.precision,
             "tolerance": tolerance.limit,
-            "collectives": {k: v for k, v in ranks[0][1].items() if k not in ("blocks", "noted")} if ranks else {},
+            "collectives": {k: v for k, v in ranks[0][1].items() if k not in ("blocks", "noted", "ways")} if ranks else {},
             "blocks": ranks[0][1].get("blocks", {}) if ranks else {},
             "noted": ranks[0][1].get("noted") if ranks else None,
+            "ways": ranks[0][1].get("ways", {}) if ranks else {},
             "seconds": round(time.perf_counter() - start, 3),
         },
     )

@@ -29,6 +29,7 @@ from autoplan.common.options import check_argument
 from autoplan.common.patterns import best_match, matches
 from autoplan.common.random_values import untouched_randomness
 from autoplan.common.surroundings import plain_surroundings
+from autoplan.common.ways import others_of, recording
 from autoplan.decide.plan.whole_blocks import whole_blocks
 from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.patches.process_group import alone
@@ -78,7 +79,8 @@ def verify(
     source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
     how: Any = {"mesh": mesh, "engine": engine, "checks": checks, "rounding": rounding}
     with alone() if mesh is None or isinstance(mesh, str | Mapping) else nullcontext():
-        return verify_source(source, plan, tp_size, ep_size=ep_size, sequence_parallel=sequence_parallel, **how)
+        report = verify_source(source, plan, tp_size, ep_size=ep_size, sequence_parallel=sequence_parallel, **how)
+    return replace(report, details={name: value for name, value in report.details.items() if name != "ways"})
 
 
 def _check_arguments(plan: Any, mesh: Any, checks: Any, switches: Mapping[str, Any]) -> None:
@@ -147,6 +149,8 @@ def verify_source(
         "model": source.name,
         "plan_tp": (plan or applied).tp_size,
         "capabilities": capabilities,
+        # what its plan was not made from, and came out right all the same
+        "ways": others_of(report.details["ways"], clone.recorded.get("ways", {})),
     }
     if rounding:
         from autoplan.check.verify.rounding import measure_rounding
@@ -313,8 +317,11 @@ def _plan_for(
     found = resolve(clone.model, inputs=dict(clone.planned))
     captured = None
     if choices is None:
-        captured = clone.recorded.get("run") or capture_source(found, clone.model)
-        clone.recorded["run"] = captured
+        if "run" not in clone.recorded:
+            with recording(clone.model) as ways:
+                clone.recorded["run"] = capture_source(found, clone.model)
+            clone.recorded["ways"] = ways.ways
+        captured = clone.recorded["run"]
     wish = Wish(sizes.tp, sizes.ep)
     derived = draft_plan(found, wish, choices=choices, capabilities=capabilities, captured=captured).plan
     return derived, [] if plan is None else _correspondence(plan, derived, clone.model)
