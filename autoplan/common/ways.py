@@ -73,7 +73,7 @@ def facts_of(frame: FrameType) -> CodeFacts | None:
 
 def _is_settled(module: str) -> bool:
     top = module.partition(".")[0]
-    return top in _SETTLED or top in conventions().trusted
+    return top in _SETTLED or top in conventions().trusted or top.startswith("namedtuple_")
 
 
 def has_own_code(model: nn.Module) -> bool:
