@@ -21,6 +21,7 @@ from autoplan.capture.forward_hooks import made_anew_in_training
 from autoplan.common.errors import CaptureError, IndivisibleError
 from autoplan.common.options import Wish
 from autoplan.common.stages import stage
+from autoplan.common.ways import Recorder, recording, seen_code
 from autoplan.decide.plan.chosen import fitting, plan_chosen, solve_chosen
 from autoplan.decide.plan.experts import expert_findings, experts_of
 from autoplan.decide.plan.folding import same_in_like_blocks
@@ -34,13 +35,13 @@ from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import Source
 from autoplan.hf.stacks import calls_causal, layers
 from autoplan.patches.kernels import kernel_note
-from autoplan.values import Capabilities, Finding, LocalExperts, Plan, Stack, Trace
+from autoplan.values import Capabilities, Finding, LocalExperts, Plan, SeenCode, Stack, Trace
 from autoplan.values.quantised import PackedWeight
 from autoplan.values.reasons import DoesNotDivide
 from autoplan.values.steering import digest
 from autoplan.values.whole_sequence import WholeSequence
 
-__all__ = ["Draft", "capture_source", "draft_plan", "solve_source", "wanted_capabilities", "write_down"]
+__all__ = ["Draft", "capture_source", "draft_plan", "solve_source", "wanted_capabilities", "with_paths", "write_down"]
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,11 @@ def draft_plan(
     """
     module = source.module() if module is None else module
     capabilities = wanted_capabilities(wish) if capabilities is None else capabilities
+    ways = Recorder()
     if captured is None:
         stage("recording a run of the model")
-        captured = capture_source(source, module, choices)
+        with recording(module) as ways:
+            captured = capture_source(source, module, choices)
     stage("deciding what is split")
     packed = source.packed(module)
     stacks = layers(module, causal=calls_causal(captured.trace))
@@ -86,7 +89,14 @@ def draft_plan(
     solution, choices, misfit = fitting(solved, choices)
     made = write_down(source, wish, module, solution, choices, stacks, packed)
     found = (*misfit, *made.findings, *_findings(source, wish, capabilities, solution, made))
-    return Draft(replace(made, findings=found), captured.trace, choices)
+    made = with_paths(replace(made, findings=found), seen_code(ways.ways))
+    return Draft(made, captured.trace, choices)
+
+
+def with_paths(made: Plan, paths: tuple[SeenCode, ...]) -> Plan:
+    """The plan, knowing these ways through the model's code."""
+    made = replace(made, paths=paths)
+    return replace(made, made_for=replace(made.made_for, content=digest(made)))
 
 
 def wanted_capabilities(wish: Wish) -> Capabilities:

@@ -28,6 +28,7 @@ from autoplan.capture.traced_ints import Escapes, TracedInt, integer_attributes,
 from autoplan.common.code_place import call_name, code_place
 from autoplan.common.errors import CaptureError, OutsideError
 from autoplan.common.nested import changed_inside, flatten_tensors, signature_names
+from autoplan.common.ways import listener, tracing
 from autoplan.ops import call_record
 from autoplan.ops.views import reshapes_in_place
 from autoplan.patches.recorded_code import code_lies_open
@@ -295,7 +296,9 @@ def record(
     The model is a throw-away copy: its stored integers are replaced. With `fake_mode` (plain, or one of known values),
     parameters must be fake already and inputs are converted. The recording keeps the tensors themselves, for replaying.
     """
-    recording = Recording(model, keep_values=keep_values)
+    recording, ways = Recording(model, keep_values=keep_values), listener()
+    if ways is not None:
+        ways.forget()  # an attempt before this one came to no end
     if trace_integers:
         trace_attributes(recording.modules, recording.escapes)
     for feed, kwargs in feeds.items():
@@ -317,6 +320,7 @@ def record(
             stack.enter_context(_VisitRecorder(recording))
             stack.enter_context(_OpRecorder(recording))
             stack.enter_context(_CallRecorder(recording))
+            stack.enter_context(tracing(ways))
             try:
                 call(model, kwargs)
             except OutsideError:

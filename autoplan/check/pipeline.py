@@ -21,11 +21,12 @@ from autoplan.check.prove import prove_graph, prove_ranks, settle_capabilities
 from autoplan.check.ranks.common import Budget
 from autoplan.common.options import Wish
 from autoplan.common.stages import stage
+from autoplan.common.ways import added, seen_code, ways_of
 from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.hf.names import version_findings
 from autoplan.hf.source import Source
 from autoplan.patches.process_group import alone
-from autoplan.planning import draft_plan, wanted_capabilities
+from autoplan.planning import draft_plan, wanted_capabilities, with_paths
 from autoplan.values import Finding, Plan
 
 __all__ = ["proven_plan"]
@@ -53,6 +54,7 @@ def _steps(source: Source, wish: Wish, choices: ChosenCuts | None, module: nn.Mo
 
     draft = draft_plan(source, wish, choices=choices, capabilities=settled.capabilities, module=module)
     made = replace(draft.plan, findings=draft.plan.findings + settled.findings)
+    made = with_paths(made, seen_code(added(ways_of(made.paths), settled.ways)))
 
     stage("proving the plan on the graph of a tiny clone")
     proof = prove_graph(source, made, draft.trace, draft.choices, settled.trial)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -24,6 +24,7 @@ from autoplan.check.verify.subject import SAME
 from autoplan.common.dtypes import inputs_in, tried_dtypes, working_dtype
 from autoplan.common.errors import AutoplanError, CaptureError
 from autoplan.common.patterns import is_under, matches
+from autoplan.common.ways import Ways
 from autoplan.decide.plan.chosen import choices_of_plan, solve_chosen
 from autoplan.decide.plan.experts import experts_of
 from autoplan.decide.plan.whole_blocks import BLOCKS
@@ -50,6 +51,7 @@ class Settled:
     capabilities: Capabilities
     trial: Trial = Trial()
     findings: tuple[Finding, ...] = ()
+    ways: Ways = field(default_factory=dict)  # through the model's code, that were tried and not recorded
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,7 @@ def settle_capabilities(
         left_out.append(_left_out("experts", "expert parallelism was asked for and is not applied"))
     if wanted.scoped and not capabilities.scoped:
         left_out.append(_left_out("scoped", "calls in the middle of a module's Python are not rewritten"))
-    return Settled(capabilities, Trial("passed", ranks=tried.ranks), tuple(left_out))
+    return Settled(capabilities, Trial("passed", ranks=tried.ranks), tuple(left_out), report.details["ways"])
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

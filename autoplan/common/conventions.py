@@ -117,7 +117,9 @@ class Conventions:
     ends it. `ends`: methods that return the input table and the output head. `hook_marks`: attributes by which a module
     remembers that the library's hooks are in place. `kernel_settings`: settings that choose a kernel, and the choice
     whose mathematics runs on fake tensors too;
-    `kernels_on_gpu`: the choice that a GPU takes.
+    `kernels_on_gpu`: the choice that a GPU takes. `trusted`: packages whose code is taken to compute the same whichever
+    way it goes: it is held against every plan when a version of them is taken up, not while a model runs.
+    `idle_settings`: beginnings of the names of settings that change nothing of what a plan is made from.
 
     Ways. `config_of`: the library's config of a module, None if it has none. `builder_of`: how another module of a
     class, with the config of a model, is built. `base_path`: where the model without its head stands in a model,
@@ -152,6 +154,8 @@ class Conventions:
     hook_marks: tuple[str, ...]
     kernel_settings: tuple[tuple[str, str], ...]
     kernels_on_gpu: tuple[tuple[str, str], ...]
+    trusted: tuple[str, ...]
+    idle_settings: tuple[str, ...]
     config_of: Callable[[nn.Module], Any]
     builder_of: Callable[[type, nn.Module], Callable[[], nn.Module] | None]
     base_path: Callable[[nn.Module], str]

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
-__all__ = ["forward_code", "names_in", "plain_function", "same_code", "source_of"]
+__all__ = ["code_hash", "forward_code", "names_in", "plain_function", "same_code", "source_of"]
 
 _LENGTH = 16  # hexadecimal digits: enough to tell edits apart, short enough to read
 
@@ -31,6 +31,11 @@ def forward_code(kind: type[Any], places: Iterable[str]) -> str:
     if all(source is not None for source in sources):
         return f"source:{_digest(map(str, sources))}"
     return f"compiled:{_digest(line for function in found for line in _compiled(function.__code__))}"
+
+
+def code_hash(code: CodeType) -> str:
+    """A hash of what was compiled, without where it stands."""
+    return _digest(_compiled(code))[:8]
 
 
 def same_code(one: str, other: str) -> bool:

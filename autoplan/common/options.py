@@ -40,6 +40,7 @@ TRIAL_SECONDS = 300.0  # most trials take a few; one that looks for wrong cuts t
 MODES = ("block", "submodule", "selective")  # of checkpointing
 SCOPES = {"text": ("decoder", "encoder"), "vision": ("vision",), "audio": ("audio",)}  # kinds of stacks by name
 KINDS = ("decoder", "encoder", "vision", "audio", "other")
+GUARDS = ("refuse", "warn", "off")
 FROZEN = ("units", "root", "ignore")
 
 
@@ -81,18 +82,21 @@ class TensorParallel:
     """How a model that is sharded over tp behaves.
 
     `gather_logits`: are logits returned whole? None: where no gradient is computed. `sequence_padding`: "error", or
-    "pad" where it does not divide.
+    "pad" where it does not divide. `path_guard`: what becomes of a call that takes a way through the model's code of
+    which the plan knows nothing: "refuse", "warn" or "off".
     """
 
     gather_logits: bool | None = None
     sequence_padding: str = "error"
     reproducible_forward: bool = False
+    path_guard: str = "refuse"
 
     def __post_init__(self) -> None:
         _yes_or_no(self, "reproducible_forward")
         if self.gather_logits is not None:
             _yes_or_no(self, "gather_logits")
         _choose("sequence_padding", self.sequence_padding, ("error", "pad"))
+        _choose("path_guard", self.path_guard, GUARDS)
 
 
 @dataclass(frozen=True)
@@ -228,6 +232,7 @@ class Keywords(TypedDict, total=False):
     gather_logits: bool | None
     sequence_padding: str
     reproducible_forward: bool
+    path_guard: str
     activation_checkpointing: Request
     checkpoint_scope: str | Iterable[str]
     mp_policy: MixedPrecisionPolicy | str | bool | None

@@ -62,6 +62,7 @@ def part_for(plan: Plan, model: nn.Module) -> Plan:
         ),
         obstacles=tuple(one for one in plan.obstacles if _means(one.pattern, modules)),
         packed=packed,
+        paths=(),  # a stage is entered and left elsewhere
     )
     sizes = tuple(one for one in plan.made_for.sizes if _means(one.pattern, [*tensors, *buffers]))
     made_for = replace(plan.made_for, sizes=sizes)

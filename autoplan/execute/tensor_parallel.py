@@ -24,6 +24,7 @@ from autoplan.execute.calls.kernel_guard import guard_kernels
 from autoplan.execute.collectives import RankGroup
 from autoplan.execute.executors import At, execute
 from autoplan.execute.fits import check_fits
+from autoplan.execute.guard.guard import PathGuard, guard_of
 from autoplan.execute.hooks.inner_entries import install_inner_entries
 from autoplan.execute.hooks.install import ModuleWork, install, install_root
 from autoplan.execute.hooks.replaced import watch_children, watch_no_longer
@@ -118,6 +119,7 @@ def apply_plan(
     gather_logits: bool | None = None,
     sequence_padding: str = "error",
     reproducible_forward: bool = False,
+    path_guard: str = "refuse",
 ) -> nn.Module:
     """Shard `model` in place over a 1-D tp mesh and return it."""
     if applied(model) is not None:
@@ -144,7 +146,8 @@ def apply_plan(
         prepared.commit()
         for name, work in works.items():
             undo.append(install(modules[name], work, running).stop)
-        for handle in (*_install_root(model, plan, running), *watch_unrecorded(modules, plan.runtime, group)):
+        guard = guard_of(model, plan, path_guard, group, edits)
+        for handle in (*_install_root(model, plan, running, guard), *watch_unrecorded(modules, plan.runtime, group)):
             undo.append(handle.remove)
         split = (name.rpartition(".")[0] for name, rule in rules.items() if rule is not None and rule.dim is not None)
         undo.append(partial(watch_no_longer, watch_children(modules, dict.fromkeys((*works, *split)))))
@@ -310,7 +313,7 @@ def _localise_padding(
             undo.append(partial(state.__setitem__, "padding_idx", padding))
 
 
-def _install_root(model: nn.Module, plan: Plan, running: Running) -> list[Any]:
+def _install_root(model: nn.Module, plan: Plan, running: Running, guard: PathGuard | None) -> list[Any]:
     heads = plan.runtime.of(SplitLogits)
     outputs = [one for one in plan.runtime.of(Boundary) if _at_exit(one)]
     seen = bool(plan.runtime.random or plan.runtime.random_whole)
@@ -321,5 +324,5 @@ def _install_root(model: nn.Module, plan: Plan, running: Running) -> list[Any]:
         meet()
         running.randomness.agree()
     draws = (random, plan.runtime.draws)
-    handles = install_root(model, heads, outputs, running, draws, plan.runtime)
+    handles = install_root(model, heads, outputs, running, draws, plan.runtime, guard)
     return handles + install_inner_entries(model, heads, running, draws)

@@ -70,6 +70,7 @@ from autoplan.values.instructions import (
     instruction,
 )
 from autoplan.values.made_for import UNKNOWN, ForwardCode, MadeFor, Sizes, Version
+from autoplan.values.paths import SeenCode
 from autoplan.values.plan import Change, Entry, Obstacle, Plan, Proof, Replicated, Stack, Trial
 from autoplan.values.trace import (
     Call,
@@ -153,6 +154,7 @@ __all__ = [
     "ScatterSequence",
     "Score",
     "Scoreboard",
+    "SeenCode",
     "SequenceBoundary",
     "SequenceName",
     "Side",

@@ -15,6 +15,7 @@ from autoplan.values.findings import Finding, Traffic
 from autoplan.values.flow import FlowPart
 from autoplan.values.instructions import Runtime
 from autoplan.values.made_for import MadeFor
+from autoplan.values.paths import SeenCode
 from autoplan.values.quantised import PackedWeight
 from autoplan.values.reasons import Reason
 
@@ -161,6 +162,7 @@ class Plan:
     `fed`: what its forward was given, where nothing said so and it was derived.
     `packed`: how the weights of a quantised model are stored, by pattern, and how the stored tensors are cut with them.
     `flow`: in which order its modules run, for drawings; no part of what is compared.
+    `paths`: the ways through the model's own code that were recorded and tried, which a sharded model is held against.
     """
 
     model: str
@@ -181,6 +183,7 @@ class Plan:
     fed: tuple[Fed, ...] = ()
     packed: tuple[PackedWeight, ...] = ()
     flow: tuple[FlowPart, ...] = field(default=(), compare=False)
+    paths: tuple[SeenCode, ...] = field(default=(), compare=False)
 
     @property
     def ranks(self) -> int:

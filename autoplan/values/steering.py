@@ -37,6 +37,7 @@ def steering(plan: Plan) -> dict[str, Any]:
 
 
 def digest(plan: Plan) -> str:
-    """A short hash of all of it."""
-    text = json.dumps(steering(plan), sort_keys=True, ensure_ascii=True)
+    """A short hash of all of it, and of the ways that a sharded model is held against."""
+    said = {**steering(plan), **({"paths": plain(plan.paths)} if plan.paths else {})}
+    text = json.dumps(said, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:_LENGTH]

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from autoplan.check.verify.unread import unread_parts
 from torch import nn
 from transformers import GPT2Config, LlamaConfig, MixtralConfig
 
 import autoplan
 from autoplan.check.verify.sizes import Sizes, tried_sizes
-from autoplan.check.verify.unread import unread_parts
 from autoplan.hf.shrink import tiny_config
 from autoplan.hf.source import resolve
 from autoplan.values import ParameterRule, Plan, Runtime

@@ -188,7 +188,7 @@ def _sharded(model: nn.Module, job: _Job, mesh: Any) -> tuple[Subject, torch.opt
     from autoplan.common.options import Checkpointing, Options, TensorParallel
     from autoplan.execute.parallelize import shard_model
 
-    options = Options(TensorParallel(sequence_padding="pad"), Checkpointing(job.checkpointing))
+    options = Options(TensorParallel(sequence_padding="pad", path_guard="off"), Checkpointing(job.checkpointing))
     shard_model(model, mesh, job.plan, options)
     return Subject(model, {}, gather=full_tensors, lifted=job.lifted), _optimizer(model, job.rate)
 

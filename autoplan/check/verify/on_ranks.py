@@ -18,6 +18,7 @@ from autoplan.check.ranks.common import Budget
 from autoplan.check.ranks.run import Engine, RankError, RankTimeout, run_processes, run_ranks
 from autoplan.common.errors import AutoplanError, OutsideError
 from autoplan.common.stages import stage
+from autoplan.common.ways import Recorder, has_own_code, tracing
 from autoplan.hf.processes import note_what_is_collected
 from autoplan.values import Finding
 
@@ -138,13 +139,16 @@ def _observe(rank: int, job: Job, mesh: Any) -> tuple[dict[str, Any], dict[str, 
     except Exception as error:  # whatever a plan does to a model is a finding about the plan
         raise CheckFailed("sharding", said(error)) from error
     subject = replace(job.subject, model=model, gather=job.sharding.gather, rank=rank)
+    follows = rank == 0 and has_own_code(model)
     seen: dict[str, Any] = {}
     collectives: dict[str, Any] = {}
+    ways = Recorder()
     for check in CHECKS:
         if check.name in job.checks:
             try:
-                together = fail_together(voters_here(), check.name)
-                with together, attentively(check, model), buffers_kept(model):  # unsharded, each has a fresh copy
+                together, follow = fail_together(voters_here(), check.name), tracing(ways if follows else None)
+                # unsharded, each check has a fresh copy
+                with together, attentively(check, model), buffers_kept(model), follow:
                     seen[check.name] = check.run(subject)
             except OutsideError as error:
                 raise CheckFailed(check.name, error.message) from error
@@ -153,7 +157,7 @@ def _observe(rank: int, job: Job, mesh: Any) -> tuple[dict[str, Any], dict[str, 
                 raise CheckFailed(check.name, text, refused=isinstance(error, AutoplanError)) from error
             if check.name == "forward":
                 collectives = {**subject.collectives, "blocks": _measured(job, subject), "noted": _noted(job, subject)}
-    return seen, collectives
+    return seen, {**collectives, "ways": ways.ways}
 
 
 def _noted(job: Job, subject: Any) -> Any:

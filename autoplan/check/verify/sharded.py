@@ -38,6 +38,9 @@ CHECK_NAMES = (
 )
 
 
+_ASIDE = ("blocks", "noted", "ways")  # what ranks tell besides collectives
+
+
 def check_sharding(
     model: Any,
     feeds: Mapping[str, Mapping[str, Any]],
@@ -112,10 +115,13 @@ def _check(
             "engine": "mesh" if mesh is not None else engine,
             "precision": tolerance.precision,
             "tolerance": tolerance.limit,
-            "collectives": {k: v for k, v in ranks[0][1].items() if k not in ("blocks", "noted")} if ranks else {},
+            "collectives": {k: v for k, v in ranks[0][1].items() if k not in ("blocks", "noted", "ways")}
+            if ranks
+            else {},
             "blocks": ranks[0][1].get("blocks", {}) if ranks else {},
             "noted": ranks[0][1].get("noted") if ranks else None,
             "unread": sharding.unread(_gradients(reference)) if sharding.unread is not None else {},
+            "ways": ranks[0][1].get("ways", {}) if ranks else {},
             "seconds": round(time.perf_counter() - start, 3),
         },
     )

@@ -31,5 +31,5 @@ def sharding_of(plan: Plan, *, gather_logits: bool = False, checkpointing: str =
 
 def _apply(model: Any, mesh: Any, *, plan: Plan, gather_logits: bool, checkpointing: str) -> Any:
     mode = True if checkpointing == "block" else checkpointing or False
-    options = Options(TensorParallel(gather_logits, sequence_padding="pad"), Checkpointing(mode))
+    options = Options(TensorParallel(gather_logits, sequence_padding="pad", path_guard="off"), Checkpointing(mode))
     return shard_model(model, mesh, plan, options)

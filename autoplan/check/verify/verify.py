@@ -29,6 +29,7 @@ from autoplan.common.options import check_argument
 from autoplan.common.patterns import best_match, matches
 from autoplan.common.random_values import untouched_randomness
 from autoplan.common.surroundings import plain_surroundings
+from autoplan.common.ways import others_of, recording
 from autoplan.decide.plan.whole_blocks import whole_blocks
 from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.patches.process_group import alone
@@ -84,13 +85,20 @@ def verify(
         how: Any = {"mesh": mesh, "engine": engine, "checks": checks, "rounding": rounding}
         how["sequence_parallel"] = sequence_parallel
         if plan is None or tp_size is not None or mesh is not None:
-            return verify_source(source, plan, 2 if tp_size is None else tp_size, ep_size=ep_size, **how)
+            report = verify_source(source, plan, 2 if tp_size is None else tp_size, ep_size=ep_size, **how)
+            return _without_ways(report)
         sizes = Sizes(plan.tp_size, ep_size if plan.tp_size == 1 and ep_size else plan.ep_size)
         report, tried = verify_tried(tried_sizes(source, sizes, own=True), plan, **how)
+    report = _without_ways(report)
     if tried == sizes:
         return report
     text = f"verified at {tried}; the plan is for {sizes}"
     return replace(report, findings=(*report.findings, Finding("plan", "note", "", text, "give a tp_size")))
+
+
+def _without_ways(report: Report) -> Report:
+    """Ways through the model's code are for plans, not for people."""
+    return replace(report, details={name: value for name, value in report.details.items() if name != "ways"})
 
 
 def _voters(mesh: Any) -> Any:
@@ -170,6 +178,8 @@ def verify_source(
         "model": source.name,
         "plan_tp": (plan or applied).tp_size,
         "capabilities": capabilities,
+        # what its plan was not made from, and came out right all the same
+        "ways": others_of(report.details["ways"], clone.recorded.get("ways", {})),
     }
     if rounding:
         from autoplan.check.verify.rounding import measure_rounding
@@ -362,8 +372,11 @@ def _plan_for(
     found = resolve(clone.model, inputs=dict(clone.planned))
     captured = None
     if choices is None:
-        captured = clone.recorded.get("run") or capture_source(found, clone.model)
-        clone.recorded["run"] = captured
+        if "run" not in clone.recorded:
+            with recording(clone.model) as ways:
+                clone.recorded["run"] = capture_source(found, clone.model)
+            clone.recorded["ways"] = ways.ways
+        captured = clone.recorded["run"]
     wish = Wish(sizes.tp, sizes.ep)
     derived = draft_plan(found, wish, choices=choices, capabilities=capabilities, captured=captured).plan
     return derived, [] if plan is None else _correspondence(plan, derived, clone.model)

@@ -18,6 +18,7 @@ where.
     ep_size: 8            # where whole experts are placed on different ranks
     packed: [...]         # of a quantised model: the tensors that are stored in place of its weights
     flow: [...]           # the order in which modules run, for drawings
+    paths: [...]          # the ways through the model's own code that were recorded and tried
 
 `autoplan plan --json` prints the same keys; docs/plan-format.md explains them. Format 1, which had strings in place of
 instructions, is refused: what its places in code were made for is not in it.
@@ -74,7 +75,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     fed = {"fed": plain(plan.fed)} if plan.fed else {}
     packed = {"packed": plain(plan.packed, brief=True)} if plan.packed else {}
     flow = {"flow": plain(plan.flow)} if plan.flow else {}
-    return {"autoplan": FORMAT_VERSION, **values, **fed, **experts, **packed, **flow}
+    paths = {"paths": plain(plan.paths)} if plan.paths else {}
+    return {"autoplan": FORMAT_VERSION, **values, **fed, **experts, **packed, **flow, **paths}
 
 
 def plan_from_dict(data: Any, where: str = "plan") -> Plan:

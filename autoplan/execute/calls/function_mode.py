@@ -18,6 +18,7 @@ from autoplan.common.code_place import call_name, code_place
 from autoplan.common.layout import Layout
 from autoplan.execute.collectives import copy_to_ranks, take_rows
 from autoplan.execute.executors import At, execute, other_branch
+from autoplan.execute.guard.marks import as_given, looking_on
 from autoplan.values import CallRewrite, CallSite, Cut
 
 __all__ = ["ModuleMode", "PlannedCalls"]
@@ -106,7 +107,10 @@ class ModuleMode(TorchFunctionMode):
             return func(*args, **kwargs)
         name = call_name(func)
         planned = self._planned(name, args) if name in self.calls.names else None
-        return func(*args, **kwargs) if planned is None else planned(func, args, kwargs)
+        if planned is None:
+            return func(*args, **kwargs)
+        result = planned(func, args, kwargs)
+        return result if torch.compiler.is_compiling() or looking_on() is None else as_given(planned.planned, result)
 
     def _planned(self, name: str, args: Any) -> _PlannedCall | None:
         """What the plan says of the call that is being made."""

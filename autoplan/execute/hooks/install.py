@@ -20,8 +20,10 @@ from autoplan.common.errors import PlanMismatchError
 from autoplan.common.layout import chunk
 from autoplan.common.nested import change_if_returned, change_input, change_output, flatten_tensors, signature_names
 from autoplan.execute.calls.function_mode import ModuleMode, PlannedCalls
-from autoplan.execute.collectives import gather_pieces
+from autoplan.execute.collectives import gather_pieces, mesh_device
 from autoplan.execute.executors import Around, At, execute
+from autoplan.execute.guard.guard import PathGuard
+from autoplan.execute.guard.marks import as_given, looking_on
 from autoplan.execute.hooks.closures import copied_with_closure
 from autoplan.execute.hooks.running import Running
 from autoplan.execute.hooks.sequence_shards import SequenceShard, shards_in
@@ -190,7 +192,12 @@ def _turn(step: tuple[int, Around]) -> int:
 
 def _at_boundary(planned: Boundary, at: At) -> Around:
     """What is done to one tensor, as something that is done to all that a module takes or returns."""
-    change, path, names, where = execute(planned, at), planned.path, at.names, at.where
+    done, path, names, where = execute(planned, at), planned.path, at.names, at.where
+
+    def change(x: torch.Tensor) -> Any:
+        result = done(x)
+        return result if torch.compiler.is_compiling() or looking_on() is None else as_given(planned, result)
+
     if planned.side == "input":
         return Around(enter=lambda args, kwargs: change_input(args, kwargs, names, path, change, where))
     return Around(leave=lambda output: change_output(output, path, change, where))
@@ -203,14 +210,15 @@ def install_root(
     running: Running,
     random: tuple[bool, bool],
     seen: Runtime,
+    guard: PathGuard | None = None,
 ) -> list[RemovableHandle]:
     """The model's own entry and exit: shared randomness, whole or split logits, whole other outputs.
 
     `random`: does the model draw random numbers when rates say so, and does it in eval mode too? `seen`: what it was
-    given and what it returned when the plan was made.
+    given and what it returned when the plan was made. `guard`: of the ways through its code.
     """
     root = Root(model, heads, outputs, running, random)
-    root.given, root.unsummed = seen.given, seen.unsummed
+    root.given, root.unsummed, root.guard = seen.given, seen.unsummed, guard
     running.draws = root.always or (root.random and may_draw(model))
     running.randomness.always = root.always
     root.unseen = UnseenOutputs(seen.outputs, seen.shapes, root.names, running.group)
@@ -241,6 +249,7 @@ class Root:
         self.target_words = conventions().target_words
         self.given: tuple[str, ...] = ()  # what the plan has seen it take
         self.unsummed: tuple[str, ...] = ()  # and of what the plan sums no gradient
+        self.guard: PathGuard | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Root:
         made: Root = _copied(self, memo)
@@ -262,6 +271,8 @@ class Root:
         in_training = self.random and module.training and (self.running.draws or not torch.compiler.is_compiling())
         if in_training or self.always or strange - targets:
             self.running.randomness.begin()
+        if self.guard is not None and not torch.compiler.is_compiling():
+            self.guard.begin(module, given)
 
     def _refuse_gradients(self, given: dict[str, Any]) -> None:
         for name in self.unsummed:
@@ -282,7 +293,11 @@ class Root:
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         output = self._leave(output)
-        return self.unseen.check(output) if self.running.depth == 1 else output
+        if self.running.depth > 1:
+            return output
+        if self.guard is not None and not torch.compiler.is_compiling():
+            self.guard.end(mesh_device(self.running.mesh))
+        return self.unseen.check(output)
 
     def _leave(self, output: Any) -> Any:
         with torch._C.DisableTorchFunction():
@@ -328,6 +343,8 @@ class Root:
 
     def clean_up(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self.running.depth -= 1
+        if self.guard is not None and self.running.depth == 0 and not torch.compiler.is_compiling():
+            self.guard.stop()
         self.running.loss &= self.running.depth > 0  # a head that is called by itself gives its columns
         if self.running.depth == 0 and self.running.randomness.active:
             self.running.randomness.end()

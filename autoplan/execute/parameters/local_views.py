@@ -40,6 +40,7 @@ from autoplan.execute.collectives import (
     part_of_sum,
     recorded_again,
 )
+from autoplan.execute.guard.marks import looking_on
 from autoplan.execute.parameters.held import Held, record_of
 from autoplan.execute.parameters.transforms import refuse_transforms
 from autoplan.execute.parameters.unseen_paths import SHAPE_ERRORS, unseen_path
@@ -271,7 +272,12 @@ def _parameter_property(name: str, computed: Any = None) -> property:
         if not torch._C._is_torch_function_mode_enabled():
             return local_view(parameters[name], held)
         with torch._C.DisableTorchFunction():  # a scoped function mode counts the module's calls, not ours
-            return local_view(parameters[name], held)
+            local = local_view(parameters[name], held)
+        if held is not None and local is not None and not torch.compiler.is_compiling():
+            marks = looking_on()
+            if marks is not None and (held.dim is not None or (held.gradient != "local" and local.requires_grad)):
+                marks.add(local)
+        return local
 
     def write(self: nn.Module, value: Any) -> None:
         self.__dict__[name] = value

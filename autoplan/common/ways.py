@@ -1,0 +1,295 @@
+"""Which ways through a model's own Python a run takes: the functions it enters and the outcomes of their branches.
+
+The problem: a plan is proven for the code that ran. A flag, a length, a dtype or what an earlier call left behind may
+send another call through other code, of which nobody knows what it needs on ranks. So what ran is written down by code
+object and instruction, and a sharded model compares (execute/guard/).
+
+`sys.settrace` tells of every instruction of a frame that asks for it. Only frames of the model's code ask: those
+outside of the standard library, torch and the packages that are trusted (`Conventions.trusted`). While a torch function
+runs the trace is off, so what is inside of it costs nothing. A trace function that is set already (a debugger, coverage)
+is left alone: nothing is recorded then.
+"""
+
+from __future__ import annotations
+
+import dis
+import linecache
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from autoplan.common.conventions import conventions
+from autoplan.common.forward_code import code_hash
+from autoplan.values.paths import SeenCode
+
+__all__ = ["PYTHON", "CodeFacts", "Follower", "Paused", "Recorder", "Tracer", "Ways", "added", "facts_of", "has_own_code",
+           "is_module_call", "listener", "others_of", "recording", "seen_code", "source_line", "tracing",
+           "ways_of"]  # fmt: skip
+
+PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
+_SETTLED = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "autoplan"}
+_UNCONDITIONAL = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP", "JUMP_NO_INTERRUPT")
+_FIRST_OF_HANDLER = "PUSH_EXC_INFO"
+_MODULE_CALL = nn.Module._call_impl.__code__.co_filename
+
+Ways = dict[tuple[str, str], set[str]]  # by place and hash of the code
+
+
+@dataclass(frozen=True, eq=False)
+class CodeFacts:
+    """What of a code object must be known while it runs.
+
+    `going_on`: for each branch the offsets at which code goes on that does not jump. `stores`: the attributes that it
+    sets.
+    """
+
+    code: CodeType
+    place: str
+    hash: str
+    going_on: dict[int, tuple[int, ...]]
+    handlers: frozenset[int]
+    stores: tuple[str, ...]
+
+
+_facts: dict[int, tuple[CodeType, CodeFacts | None]] = {}  # the code is kept, or its id would be another's
+
+
+def facts_of(frame: FrameType) -> CodeFacts | None:
+    """Those of a frame's code; None where it is not the model's."""
+    code = frame.f_code
+    known = _facts.get(id(code))
+    if known is None:
+        name = str(frame.f_globals.get("__name__", "?"))
+        facts = None if _is_settled(name) or code.co_filename.startswith("<frozen") else _read(code, name)
+        known = _facts[id(code)] = (code, facts)
+    return known[1]
+
+
+def _is_settled(module: str) -> bool:
+    top = module.partition(".")[0]
+    return top in _SETTLED or top in conventions().trusted or top.startswith("namedtuple_")
+
+
+def has_own_code(model: nn.Module) -> bool:
+    """Is there a class in it that is not one of torch or of a package that is trusted?"""
+    kinds = {kind for part in model.modules() for kind in type(part).__mro__}
+    return any(not _is_settled(kind.__module__) for kind in kinds - {object})
+
+
+def _read(code: CodeType, module: str) -> CodeFacts:
+    instructions = list(dis.get_instructions(code))
+    going_on: dict[int, tuple[int, ...]] = {}
+    for number, one in enumerate(instructions):
+        jumps = one.opcode in dis.hasjrel or one.opcode in dis.hasjabs
+        if jumps and one.opname not in _UNCONDITIONAL:
+            following = instructions[number + 1 : number + 2]
+            if following and following[0].opname == "NOT_TAKEN":  # Python 3.14 writes down the way that goes on
+                following = instructions[number + 1 : number + 3]
+            going_on[one.offset] = tuple(other.offset for other in following)
+    return CodeFacts(
+        code,
+        f"{module}:{code.co_qualname}:{code.co_firstlineno}",
+        f"{PYTHON}:{code_hash(code)}",
+        going_on,
+        frozenset(one.offset for one in instructions if one.opname == _FIRST_OF_HANDLER),
+        tuple(dict.fromkeys(one.argval for one in instructions if one.opname == "STORE_ATTR")),
+    )
+
+
+def is_module_call(code: CodeType) -> bool:
+    """Is it torch's own call of a module?"""
+    return code.co_name == "_call_impl" and code.co_filename == _MODULE_CALL
+
+
+def source_line(code: CodeType, offset: int | None) -> str:
+    """The line of an instruction, or the first of the function, as "file.py:88: if norm:"."""
+    lines = [line for line, *_ in code.co_positions()]
+    at = code.co_firstlineno if offset is None else lines[offset // 2] or code.co_firstlineno
+    text = linecache.getline(code.co_filename, at).strip()
+    return f"{code.co_filename.replace(chr(92), '/').rpartition('/')[2]}:{at}: {text or code.co_name}"
+
+
+# -------------------------------------------------------------------------------------------------------- while it runs
+
+
+class Tracer:
+    """Follows frames of the model's code. `Recorder` and the guard of a sharded model say what comes of it."""
+
+    def __init__(self) -> None:
+        self.frames: dict[int, Follower] = {}
+
+    def enter(self, frame: FrameType, event: str, arg: Any) -> Any:
+        """The trace function: called for each frame that begins."""
+        facts = facts_of(frame)
+        if facts is None:
+            if is_module_call(frame.f_code):
+                self.on_module_call(frame)
+            return None
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        follower = self.frames[id(frame)] = Follower(self, facts, frame)
+        self.on_enter(follower, frame)
+        above = frame.f_back
+        caller = self.frames.get(id(above)) if above is not None else None
+        if caller is not None and above is not None:  # called directly: the place of the call chose the function
+            way = f"{above.f_lasti}>{facts.hash.rpartition(':')[2][:6]}"
+            if way not in caller.known:
+                self.on_way(follower, way)
+        return follower.step
+
+    def on_enter(self, follower: Follower, frame: FrameType) -> None:
+        """A frame of the model's code begins."""
+
+    def on_way(self, follower: Follower, way: str) -> None:
+        """A frame goes a way that is not among those known of it; into it, where the way is a call."""
+
+    def on_return(self, follower: Follower, frame: FrameType, value: Any) -> None:
+        """It ends."""
+
+    def on_module_call(self, frame: FrameType) -> None:
+        """torch calls a module."""
+
+    def on_torch(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """A torch function was called."""
+
+
+class Follower:
+    """One running frame. `known`: the ways of its code of which nothing more need be said."""
+
+    __slots__ = ("before", "facts", "frame", "known", "strays", "touched", "tracer")
+
+    def __init__(self, tracer: Tracer, facts: CodeFacts, frame: FrameType) -> None:
+        self.tracer, self.facts, self.frame = tracer, facts, frame
+        self.before = -1
+        self.known: set[str] = set()
+        self.touched = False
+        self.strays: list[str] = []
+
+    def step(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "opcode":
+            at, before = frame.f_lasti, self.before
+            self.before = at
+            going_on = self.facts.going_on.get(before)
+            if going_on is not None:
+                way = f"{before}+" if at in going_on else f"{before}-"
+                if way not in self.known:
+                    self.tracer.on_way(self, way)
+            if at in self.facts.handlers and str(at) not in self.known:
+                self.tracer.on_way(self, str(at))
+        elif event == "return":
+            self.tracer.on_return(self, frame, arg)
+            self.tracer.frames.pop(id(frame), None)
+        return self.step
+
+
+class Paused(TorchFunctionMode):
+    """No trace while a torch function runs."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        traced = sys.gettrace() is not None
+        sys.settrace(None)
+        try:
+            result = func(*args, **(kwargs or {}))
+            self.tracer.on_torch(func, args, kwargs or {}, result)
+            return result
+        finally:
+            if traced:
+                sys.settrace(self.tracer.enter)
+
+
+@contextmanager
+def tracing(tracer: Tracer | None) -> Iterator[bool]:
+    """Follow what this thread runs. False, and nothing is followed, where it has a trace function already."""
+    if tracer is None or sys.gettrace() is not None:
+        yield False
+        return
+    mode = Paused(tracer)
+    with mode:
+        sys.settrace(tracer.enter)
+        try:
+            yield True
+        finally:
+            sys.settrace(None)
+
+
+# ------------------------------------------------------------------------------------------------------------- recorded
+
+
+class Recorder(Tracer):
+    """Writes every way down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways: Ways = {}
+
+    def on_enter(self, follower: Follower, frame: FrameType) -> None:
+        follower.known = self.ways.setdefault((follower.facts.place, follower.facts.hash), set())
+
+    def on_way(self, follower: Follower, way: str) -> None:
+        where = follower
+        if ">" in way and follower.frame.f_back is not None:
+            where = self.frames[id(follower.frame.f_back)]
+        where.known.add(way)
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.ways, self.frames = {}, {}
+
+
+class _Listening(threading.local):
+    recorder: Recorder | None = None
+
+
+_listening = _Listening()
+
+
+@contextmanager
+def recording(model: nn.Module) -> Iterator[Recorder]:
+    """What `record` (capture/recorder.py) runs in this thread meanwhile is written down, the last recording alone."""
+    before, recorder = _listening.recorder, Recorder()
+    _listening.recorder = recorder if has_own_code(model) else None
+    try:
+        yield recorder
+    finally:
+        _listening.recorder = before
+
+
+def listener() -> Recorder | None:
+    """Who wants to know what this thread records."""
+    return _listening.recorder
+
+
+def seen_code(ways: Ways) -> tuple[SeenCode, ...]:
+    """As a plan holds it."""
+    return tuple(SeenCode(*key, " ".join(sorted(found, key=_in_order))) for key, found in sorted(ways.items()))
+
+
+def _in_order(way: str) -> tuple[int, str]:
+    number = way.rstrip("+-").partition(">")[0]
+    return int(number), way
+
+
+def ways_of(paths: Iterable[SeenCode]) -> Ways:
+    """The inverse."""
+    return {(one.place, one.code): set(one.ways.split()) for one in paths}
+
+
+def added(ways: Ways, more: Ways) -> Ways:
+    """Both."""
+    return {key: ways.get(key, set()) | more.get(key, set()) for key in (*ways, *more)}
+
+
+def others_of(ways: Ways, known: Ways) -> Ways:
+    """Those that are not known."""
+    left = {key: found - known.get(key, set()) for key, found in ways.items()}
+    return {key: found for key, found in left.items() if found or key not in known}

@@ -1,0 +1,221 @@
+"""The path guard: a call that takes a way through the model's code of which its plan knows nothing is not answered.
+
+The problem: a plan is proven for what ran while it was made. Another flag, length, dtype, mode or state may send a call
+through code that needs a sum over ranks which nobody planned, and the answer is wrong without a word.
+
+So the first calls of each kind (situations.py) are followed through the model's own code (common/ways.py), and held
+against the ways that the plan knows (`Plan.paths`). Most of a model's code computes with values that are whole on every
+rank: whichever way it goes, ranks go it together and get what the unsharded model would. A way never seen matters in a
+function that has to do with a value that is not whole, or whose gradient ranks hold in parts: it is given one, makes
+one, holds one in a variable or an attribute it reads, returns one, or reads a count that is a rank's own (marks.py).
+
+Ranks may go different ways (a rank's part may be smaller). So nothing is raised in the middle: at the end of the call
+all ranks hear whether one of them strayed, and all of them refuse.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from autoplan.common.errors import PlanMismatchError, UnprovenPlanWarning
+from autoplan.common.nested import flatten_tensors
+from autoplan.common.ways import (
+    PYTHON,
+    Follower,
+    Paused,
+    Tracer,
+    has_own_code,
+    is_module_call,
+    source_line,
+    ways_of,
+)
+from autoplan.execute.collectives import RankGroup, all_reduce
+from autoplan.execute.guard.marks import Marks, this
+from autoplan.execute.guard.situations import Situations
+from autoplan.values import Plan
+
+__all__ = ["PathGuard", "guard_of"]
+
+_SHOWN = 3
+_VALUES_READ = ("__bool__", "item", "tolist", "__float__", "__int__", "__index__", "equal", "allclose")
+_HINT = (
+    "plan with inputs= that reach it (several calls: inputs={'usual': {…}, 'other': {…}}), or, if you know that it "
+    'computes the same on a part of the values, path_guard="warn" or "off"'
+)
+
+
+def guard_of(model: nn.Module, plan: Plan, action: str, group: RankGroup, edits: Iterable[Any]) -> PathGuard | None:
+    """The guard of a model that is about to be sharded; None where it has no code of its own, or the plan knows no ways
+    of this Python."""
+    known = any(one.code.startswith(f"{PYTHON}:") for one in plan.paths)
+    if action == "off" or group.size == 1 or not known or not has_own_code(model):
+        return None
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return PathGuard(plan, action, group, [(modules[name], attribute) for name, attribute, *_ in edits])
+
+
+class PathGuard:
+    """See above. `edited`: modules that hold a rank's own count under a name."""
+
+    def __init__(self, plan: Plan, action: str, group: RankGroup, edited: list[tuple[nn.Module, str]]) -> None:
+        self.ways = ways_of(plan.paths)
+        self.action, self.group, self.edited = action, group, edited
+        self.situations = Situations()
+        self.running: _Watch | None = None
+        self.mode: Paused | None = None
+        self.told_unguarded = False
+        self.asked: tuple[Any, Any] = ((), ())
+
+    def begin(self, model: nn.Module, given: dict[str, Any]) -> None:
+        """A call begins: it is followed if it is new."""
+        kind, numbers = self.asked = self.situations.of(model, given)
+        if not self.situations.is_new(kind, numbers) or _has_no_values(given):
+            return
+        if sys.gettrace() is not None:
+            if not self.told_unguarded:
+                self.told_unguarded = True
+                text = "a trace function is set (a debugger, coverage): calls of the sharded model are not guarded"
+                warnings.warn(text, UnprovenPlanWarning, stacklevel=2)
+            return
+        self.running = _Watch(self)
+        self.mode = Paused(self.running)
+        self.mode.__enter__()
+        this.marks = self.running.marks
+        sys.settrace(self.running.enter)
+
+    def stop(self) -> _Watch | None:
+        """It is followed no longer: at its end, or on the way out of an error."""
+        watch, self.running = self.running, None
+        if watch is not None and self.mode is not None:
+            sys.settrace(None)
+            this.marks = None
+            self.mode.__exit__(None, None, None)
+        return watch
+
+    def end(self, device: torch.device) -> None:
+        """It has come to its end: raise on all ranks if one of them strayed."""
+        watch = self.stop()
+        if watch is None:
+            return
+        strayed = torch.tensor([float(bool(watch.strays))], device=device)
+        others = bool(all_reduce(strayed, self.group, "max").item())
+        self.situations.add(*self.asked, always=watch.reads_values or watch.host_draws())
+        if others:
+            self._refuse(watch.strays)
+
+    def _refuse(self, strays: dict[str, None]) -> None:
+        shown = "; ".join(list(strays)[:_SHOWN]) or "another rank"
+        more = f" (and {len(strays) - _SHOWN} more)" if len(strays) > _SHOWN else ""
+        text = f"{shown}{more} took a way that this plan never saw, with values that lie on several ranks"
+        if self.action == "refuse":
+            self.situations.kinds.pop(self.asked[0], None)  # and so it does the next time
+            raise PlanMismatchError(text, hint=_HINT)
+        warnings.warn(f"{text}: what comes of it is unproven", UnprovenPlanWarning, stacklevel=2)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PathGuard:
+        made = memo[id(self)] = object.__new__(PathGuard)
+        made.__dict__.update(vars(self))
+        made.edited = [(memo.get(id(module), module), name) for module, name in self.edited]
+        made.situations, made.running, made.mode = Situations(), None, None
+        return made
+
+
+def _has_no_values(given: dict[str, Any]) -> bool:
+    """Is it a run on shapes alone?"""
+    tensors = [tensor for _, tensor in flatten_tensors(given)]
+    return any(one.is_meta for one in tensors) or torch._guards.detect_fake_mode(tensors) is not None
+
+
+def _host_state() -> tuple[Any, bytes]:
+    numbers: Any = numpy.random.get_state()
+    return random.getstate(), numbers[1].tobytes()
+
+
+class _Watch(Tracer):
+    """One call that is followed."""
+
+    def __init__(self, guard: PathGuard) -> None:
+        super().__init__()
+        self.guard, self.marks = guard, Marks()
+        self.counts: dict[int, set[str]] = {}
+        for module, name in guard.edited:
+            self.counts.setdefault(id(module), set()).add(name)
+        self.strays: dict[str, None] = {}
+        self.reads_values = False
+        self.before = _host_state()
+
+    def host_draws(self) -> bool:
+        """Were numbers drawn that Python code may branch on?"""
+        return self.before != _host_state()
+
+    # ------------------------------------------------------------------ frames
+
+    def on_enter(self, follower: Follower, frame: FrameType) -> None:
+        facts, names = follower.facts, frame.f_code.co_varnames
+        owner = frame.f_locals.get(names[0]) if frame.f_code.co_argcount else None
+        if isinstance(owner, nn.Module):
+            self.guard.situations.note_code(owner, facts.code, facts.stores)
+            follower.touched = not self.counts.get(id(owner), set()).isdisjoint(frame.f_code.co_names)
+        known = self.guard.ways.get((facts.place, facts.hash))
+        if known is None:
+            follower.known = set()
+            self._stray(follower, None)
+        else:
+            follower.known = known
+
+    def on_way(self, follower: Follower, way: str) -> None:
+        if ">" in way:
+            self._stray(follower, None)
+        else:
+            self._stray(follower, int(way.rstrip("+-")))
+
+    def on_return(self, follower: Follower, frame: FrameType, value: Any) -> None:
+        if follower.strays and not follower.touched and self.marks.any_in((value, self._held_by(frame))):
+            self._touch(follower)
+
+    def on_module_call(self, frame: FrameType) -> None:
+        given = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
+        if self.marks.any_in(given):
+            self._touch_above(frame.f_back)
+
+    def _stray(self, follower: Follower, offset: int | None) -> None:
+        text = source_line(follower.facts.code, offset)
+        if text not in follower.strays:
+            follower.strays.append(text)
+        if follower.touched or self.marks.any_in(self._held_by(follower.frame)):
+            self._touch(follower)
+
+    def _held_by(self, frame: FrameType) -> list[Any]:
+        return [value for value in frame.f_locals.values() if not isinstance(value, nn.Module)]
+
+    def _touch(self, follower: Follower) -> None:
+        follower.touched = True
+        self.strays.update(dict.fromkeys(follower.strays))
+
+    def _touch_above(self, frame: FrameType | None) -> None:
+        """All functions that run in the module whose code this is."""
+        while frame is not None and not is_module_call(frame.f_code):
+            follower = self.frames.get(id(frame))
+            if follower is not None:
+                self._touch(follower)
+            frame = frame.f_back
+
+    # ------------------------------------------------------------------ torch functions
+
+    def on_torch(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            if not self.marks.any_in((args, kwargs)):
+                return
+            self.marks.add(result)
+        name = getattr(function, "__name__", "")
+        self.reads_values |= name in _VALUES_READ
+        self._touch_above(sys._getframe(2))

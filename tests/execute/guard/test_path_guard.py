@@ -1,0 +1,80 @@
+"""A call that takes a way through the model's code of which the plan knows nothing is refused.
+
+Without the guard each of these is wrong without a word.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from other_ways import CASES, Case, X
+from slow_cases import marked
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autoplan
+from autoplan.check.ranks.common import RankError
+from autoplan.check.ranks.run import run_ranks
+from autoplan.execute.parameters.gather import full_tensors
+from autoplan.values import Plan
+
+QUICK = ("a flag", "what a call left", "one head on a rank", "a dict of functions", "a gradient")
+
+
+def planned(case: Case) -> tuple[nn.Module, Plan]:
+    torch.manual_seed(0)
+    random.seed(0)
+    model = case.model().double().eval()
+    plan = autoplan.plan(model, case.tp, inputs={"x": X})
+    assert plan.proof.ok, plan.proof
+    return model, plan
+
+
+def called(case: Case, model: nn.Module, guard: str = "", plan: Plan | None = None) -> dict[str, torch.Tensor]:
+    """What the other call gives: output, and gradients where it has some."""
+    if plan is not None:
+        mesh = init_device_mesh("cpu", (case.tp,), mesh_dim_names=("tp",))
+        autoplan.parallelize(model, mesh, plan, path_guard=guard)
+        model(X)  # the one that was planned
+        model.zero_grad()
+    else:
+        model(X)
+        model.zero_grad()
+    if case.prepare is not None:
+        case.prepare(model)
+    if case.seed is not None:
+        random.seed(case.seed)
+    given: dict[str, Any] = {"x": X, **case.other}
+    with torch.set_grad_enabled(case.grad):
+        for _ in range(case.times):
+            model.zero_grad()
+            output = model(**given)
+            first = output[0] if isinstance(output, tuple) else output
+            if case.grad:
+                first.pow(2).sum().backward()
+    found = {"output": first.detach()}
+    if case.grad:
+        own = {name: p.grad for name, p in model.named_parameters()} if plan is None else full_tensors(model, True)
+        found |= {name: gradient for name, gradient in own.items() if gradient is not None}
+    return found
+
+
+def on_ranks(case: Case, model: nn.Module, plan: Plan, guard: str) -> dict[str, torch.Tensor]:
+    models = [copy.deepcopy(model) for _ in range(case.tp)]
+    return run_ranks(lambda rank: called(case, models[rank], guard, plan), case.tp)[0]
+
+
+@pytest.mark.parametrize("name", marked(CASES, slow=[name for name in CASES if name not in QUICK]))
+def test_a_way_never_seen_is_refused_and_wrong_without_the_guard(name: str) -> None:
+    case = CASES[name]
+    model, plan = planned(case)
+    want = called(case, copy.deepcopy(model))
+    got = on_ranks(case, model, plan, "off")
+    worst = max(float((got[key] - want[key]).abs().max() / want[key].abs().max()) for key in want if key in got)
+    assert worst > 1e-4, "it is right anyway"
+    with pytest.raises(RankError, match=r"other_ways\.py:\d+: .* took a way that this plan never saw"):
+        on_ranks(case, model, plan, "refuse")

@@ -1,0 +1,282 @@
+"""Small models, each right on ranks in the call that is planned and wrong without a word in another: what the path
+guard must refuse. Each has one way of choosing between two pieces of code."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["CASES", "Case", "X"]
+
+X = torch.linspace(-1, 1, 2 * 6 * 16, dtype=torch.float64).view(2, 6, 16).sin()
+
+
+def scaled(h: torch.Tensor) -> torch.Tensor:
+    """Reads across what is split."""
+    return h / (0.1 + h.pow(2).mean(-1, keepdim=True))
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.mode, self.before = "plain", 0
+
+    def forward(self, x: torch.Tensor, **flags: Any) -> torch.Tensor:
+        return x + self.down(self.inner(self.up(x).tanh(), **flags))
+
+    def inner(self, h: torch.Tensor) -> torch.Tensor:
+        return h
+
+
+class Flag(Mlp):
+    def forward(self, x: torch.Tensor, norm: bool = False) -> torch.Tensor:
+        h = self.up(x).tanh()
+        if norm:
+            h = scaled(h)
+        return x + self.down(h)
+
+
+class LeftOut(Mlp):
+    """The other way leaves something out, and runs no line that is new."""
+
+    def forward(self, x: torch.Tensor, norm: bool = True) -> torch.Tensor:
+        h = self.up(x).tanh()
+        if norm:
+            return x + self.down(h.sin())
+        h = h.softmax(-1) if not norm and h.dim() else h
+        return x + self.down(h)
+
+
+class Stats(Mlp):
+    def forward(self, x: torch.Tensor, stats: bool = False) -> Any:
+        h = self.up(x).tanh()
+        out = x + self.down(h)
+        return (out * h.mean(), out) if stats else out
+
+
+class Long(Mlp):
+    def inner(self, h: torch.Tensor) -> torch.Tensor:
+        return scaled(h) if h.shape[1] > 8 else h
+
+
+class OneToken(Mlp):
+    def inner(self, h: torch.Tensor) -> torch.Tensor:
+        if h.shape[1] == 1:
+            h = scaled(h)
+        return h
+
+
+class Dtype(Mlp):
+    def inner(self, h: torch.Tensor) -> torch.Tensor:
+        return scaled(h) if h.dtype == torch.float32 else h
+
+
+class Helper(Mlp):
+    def inner(self, h: torch.Tensor) -> torch.Tensor:
+        return trained(h, self.training)
+
+
+def trained(h: torch.Tensor, training: bool) -> torch.Tensor:
+    return scaled(h) if training else h
+
+
+class Lambda(Mlp):
+    def inner(self, h: torch.Tensor) -> torch.Tensor:
+        choose = lambda y: scaled(y) if self.training else y  # noqa: E731
+        return choose(h)
+
+
+class GradMode(Mlp):
+    def inner(self, h: torch.Tensor) -> torch.Tensor:
+        return h if torch.is_grad_enabled() else scaled(h)
+
+
+class Drawn(Mlp):
+    """Planned and called first with a number above a half."""
+
+    def inner(self, h: torch.Tensor) -> torch.Tensor:
+        return scaled(h) if self.training and random.random() < 0.02 else h
+
+
+class Before(Mlp):
+    def inner(self, h: torch.Tensor) -> torch.Tensor:
+        self.before += 1
+        return scaled(h) if self.before > 6 else h
+
+
+class Attribute(Mlp):
+    """A tensor that the call before has left."""
+
+    last: torch.Tensor | None = None
+
+    def inner(self, h: torch.Tensor) -> torch.Tensor:
+        if self.last is not None:
+            h = scaled(h) + self.last
+        self.last = h.detach().mean(-1, keepdim=True) if self.mode == "keep" else None
+        return h
+
+
+class Heads(nn.Module):
+    """With one head on a rank the branch goes the other way, with no other argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, _ = x.shape
+        q, k, v = (m(x).view(b, s, -1, 4).transpose(1, 2) for m in (self.q, self.k, self.v))
+        scores = (q @ k.transpose(-1, -2)).softmax(-1) if q.shape[1] > 1 else (q @ k.transpose(-1, -2)).sigmoid()
+        return x + self.o((scores @ v).transpose(1, 2).reshape(b, s, -1))
+
+
+class ShortCircuit(Mlp):
+    def forward(self, x: torch.Tensor, a: bool = False, b: bool = False) -> torch.Tensor:
+        h = self.up(x).tanh()
+        h = (a and scaled(h)) or (b and scaled(h)) or h if (a or b) else h
+        return x + self.down(h)
+
+
+class Comprehension(Mlp):
+    def forward(self, x: torch.Tensor, more: tuple[int, ...] = ()) -> torch.Tensor:
+        h = self.up(x).tanh()
+        h = h + sum([scaled(h) * one for one in more]) if more else h
+        return x + self.down(h)
+
+
+class Tried(Mlp):
+    def forward(self, x: torch.Tensor, scale: Any = 1.0) -> torch.Tensor:
+        h = self.up(x).tanh()
+        try:
+            h = h * float(scale)
+        except TypeError:
+            h = scaled(h)
+        return x + self.down(h)
+
+
+class EarlyReturn(Mlp):
+    def inner(self, h: torch.Tensor, early: bool = False) -> torch.Tensor:
+        if not early:
+            return h
+        return scaled(h)
+
+
+class Loop(Mlp):
+    def inner(self, h: torch.Tensor, rounds: int = 0) -> torch.Tensor:
+        for _ in range(rounds):
+            h = scaled(h)
+        return h
+
+
+class Match(Mlp):
+    def inner(self, h: torch.Tensor, kind: str = "plain") -> torch.Tensor:
+        match kind:
+            case "plain":
+                return h
+            case "norm":
+                return scaled(h)
+        return h
+
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"plain": torch.sin, "norm": scaled}
+
+
+class Dispatch(Mlp):
+    def inner(self, h: torch.Tensor, kind: str = "plain") -> torch.Tensor:
+        return FUNCTIONS[kind](h)
+
+
+class Getattr(Mlp):
+    def inner(self, h: torch.Tensor, kind: str = "plain") -> torch.Tensor:
+        return getattr(self, f"do_{kind}")(h)
+
+    def do_plain(self, h: torch.Tensor) -> torch.Tensor:
+        return h.sin()
+
+    def do_norm(self, h: torch.Tensor) -> torch.Tensor:
+        return scaled(h)
+
+
+class SeenElsewhere(Mlp):
+    """The helper ran, but on values that are whole."""
+
+    def forward(self, x: torch.Tensor, kind: str = "plain") -> torch.Tensor:
+        choices = {"plain": Mlp.inner, "norm": lambda _, h: scaled(h)} if kind == "lambda" else WAYS
+        return scaled(x) + self.down(choices[kind](self.up(x).tanh()))
+
+
+def plain(h: torch.Tensor) -> torch.Tensor:
+    return h
+
+
+WAYS = {"plain": plain, "norm": scaled}
+
+
+class OutsideGradient(Mlp):
+    """Forward all is right: the gradient of a value that each rank holds a part of is counted twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor, side: bool = False) -> Any:
+        n = self.norm(x)
+        out = x + self.down(self.up(n).tanh())
+        if side:
+            out = out + n.pow(2).mean()
+        return out
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, the call that it is planned with, and the one that goes another way: what is passed, and how it is run
+    (`before` each: a function of the model)."""
+
+    model: type[nn.Module]
+    other: dict[str, Any]
+    tp: int = 2
+    prepare: Callable[[nn.Module], Any] | None = None
+    grad: bool = True
+    times: int = 1
+    seed: int | None = None
+
+
+def _long(length: int) -> torch.Tensor:
+    return torch.linspace(-1, 1, 2 * length * 16, dtype=torch.float64).view(2, length, 16).sin()
+
+
+def _keep(model: nn.Module) -> None:
+    model.mode = "keep"  # type: ignore[assignment]
+
+
+CASES: dict[str, Case] = {
+    "a flag": Case(Flag, {"norm": True}),
+    "something left out": Case(LeftOut, {"norm": False}),
+    "statistics": Case(Stats, {"stats": True}),
+    "a length": Case(Long, {"x": _long(20)}),
+    "one token": Case(OneToken, {"x": _long(1)}),
+    "a dtype": Case(Dtype, {"x": X.float()}, prepare=lambda model: model.float()),
+    "training in a helper": Case(Helper, {}, prepare=lambda model: model.train()),
+    "training in a lambda": Case(Lambda, {}, prepare=lambda model: model.train()),
+    "the grad mode": Case(GradMode, {}, grad=False),
+    "Python's random": Case(Drawn, {}, prepare=lambda model: model.train(), times=300, seed=1),
+    "a counter": Case(Before, {}, times=8),
+    "what a call left": Case(Attribute, {}, prepare=_keep, times=3),
+    "one head on a rank": Case(Heads, {}, tp=4),
+    "and, or": Case(ShortCircuit, {"b": True}),
+    "a comprehension": Case(Comprehension, {"more": (1, 2)}),
+    "an exception": Case(Tried, {"scale": None}),
+    "an early return": Case(EarlyReturn, {"early": True}),
+    "a loop": Case(Loop, {"rounds": 1}),
+    "match": Case(Match, {"kind": "norm"}),
+    "a dict of functions": Case(Dispatch, {"kind": "norm"}),
+    "getattr": Case(Getattr, {"kind": "norm"}),
+    "a function seen elsewhere": Case(SeenElsewhere, {"kind": "norm"}),
+    "a gradient": Case(OutsideGradient, {"side": True}),
+}
