@@ -6,8 +6,8 @@ object and instruction, and a sharded model compares (execute/guard/).
 
 `sys.settrace` tells of every instruction of a frame that asks for it. Only frames of the model's code ask: those
 outside of the standard library, torch and the packages that are trusted (`Conventions.trusted`). While a torch function
-runs the trace is off, so what is inside of it costs nothing. A trace function that is set already (a debugger, coverage)
-is left alone: nothing is recorded then.
+runs the trace is off, so what is inside of it costs nothing. A trace function that is set already (a debugger,
+coverage) is left alone: nothing is recorded then.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from autoplan.common.conventions import conventions
 from autoplan.common.forward_code import code_hash
 from autoplan.values.paths import SeenCode
 
-__all__ = ["PYTHON", "CodeFacts", "Follower", "Paused", "Recorder", "Tracer", "Ways", "added", "facts_of", "has_own_code",
-           "is_module_call", "listener", "others_of", "recording", "seen_code", "source_line", "tracing",
-           "ways_of"]  # fmt: skip
+__all__ = ["PYTHON", "CodeFacts", "Follower", "Paused", "Recorder", "Tracer", "Ways", "added", "facts_of",
+           "has_own_code", "is_module_call", "listener", "others_of", "recording", "seen_code", "source_line",
+           "tracing", "ways_of"]  # fmt: skip
 
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 _SETTLED = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "autoplan"}

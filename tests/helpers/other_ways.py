@@ -139,7 +139,8 @@ class Heads(nn.Module):
 class ShortCircuit(Mlp):
     def forward(self, x: torch.Tensor, a: bool = False, b: bool = False) -> torch.Tensor:
         h = self.up(x).tanh()
-        h = (a and scaled(h)) or (b and scaled(h)) or h if (a or b) else h
+        h = (a and scaled(h)) if a else h
+        h = h if not (b and x.dim() == 3) else scaled(h)
         return x + self.down(h)
 
 
@@ -265,7 +266,7 @@ CASES: dict[str, Case] = {
     "training in a helper": Case(Helper, {}, prepare=lambda model: model.train()),
     "training in a lambda": Case(Lambda, {}, prepare=lambda model: model.train()),
     "the grad mode": Case(GradMode, {}, grad=False),
-    "Python's random": Case(Drawn, {}, prepare=lambda model: model.train(), times=300, seed=1),
+    "Python's random": Case(Drawn, {}, prepare=lambda model: model.train(), times=14, seed=1),
     "a counter": Case(Before, {}, times=8),
     "what a call left": Case(Attribute, {}, prepare=_keep, times=3),
     "one head on a rank": Case(Heads, {}, tp=4),

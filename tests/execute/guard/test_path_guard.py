@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from other_ways import CASES, Case, X
-from slow_cases import marked
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -22,7 +21,8 @@ from autoplan.check.ranks.run import run_ranks
 from autoplan.execute.parameters.gather import full_tensors
 from autoplan.values import Plan
 
-QUICK = ("a flag", "what a call left", "one head on a rank", "a dict of functions", "a gradient")
+# Ways that the trial runs, or calls that are refused by another name: right, or refused.
+ELSEWHERE = ("statistics", "training in a helper", "training in a lambda", "one head on a rank")
 
 
 def planned(case: Case) -> tuple[nn.Module, Plan]:
@@ -68,7 +68,21 @@ def on_ranks(case: Case, model: nn.Module, plan: Plan, guard: str) -> dict[str, 
     return run_ranks(lambda rank: called(case, models[rank], guard, plan), case.tp)[0]
 
 
-@pytest.mark.parametrize("name", marked(CASES, slow=[name for name in CASES if name not in QUICK]))
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_ways_that_the_trial_runs_are_right_and_others_refused(name: str) -> None:
+    case = CASES[name]
+    model, plan = planned(case)
+    want = called(case, copy.deepcopy(model))
+    try:
+        got = on_ranks(case, model, plan, "refuse")
+    except RankError as error:
+        assert isinstance(error.__cause__, AutoplanError)
+        return
+    for key in want:
+        torch.testing.assert_close(got[key], want[key])
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ELSEWHERE])
 def test_a_way_never_seen_is_refused_and_wrong_without_the_guard(name: str) -> None:
     case = CASES[name]
     model, plan = planned(case)
