@@ -245,7 +245,7 @@ def test_report_leads_with_the_verdict_and_the_worst_gradient() -> None:
         details={"checked": ("forward", "loss"), "not_checked": {"cache": "no cache"}, "seconds": 1.5},
     )
     lines = plain_text(report_view(report, "llama"), 100).splitlines()
-    assert lines[0] == "llama · tp 2 · failed"
+    assert lines[0] == "llama · tp 2 · failed; 1 of 3 checks not run: cache"
     shown = "\n".join(lines)
     for words in (
         "off by 2.0e-15",

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoplan
 from autoplan.check.ranks.common import RankError
 from autoplan.check.ranks.run import run_ranks
+from autoplan.common.errors import AutoplanError, UnprovenPlanWarning
 from autoplan.execute.parameters.gather import full_tensors
 from autoplan.values import Plan
 
@@ -92,3 +95,54 @@ def test_a_way_never_seen_is_refused_and_wrong_without_the_guard(name: str) -> N
     assert worst > 1e-4, "it is right anyway"
     with pytest.raises(RankError, match=r"other_ways\.py:\d+: .* took a way that this plan never saw"):
         on_ranks(case, model, plan, "refuse")
+
+
+def test_it_warns_where_that_is_asked_for() -> None:
+    case = CASES["a flag"]
+    model, plan = planned(case)
+    with pytest.warns(UnprovenPlanWarning, match=r"other_ways\.py:\d+: .* took a way that this plan never saw"):
+        on_ranks(case, model, plan, "warn")
+
+
+def test_a_refused_call_is_refused_again_and_a_known_one_runs() -> None:
+    case = CASES["a flag"]
+    model, plan = planned(case)
+
+    def run(rank: int) -> tuple[int, bool, bool]:
+        mesh = init_device_mesh("cpu", (case.tp,), mesh_dim_names=("tp",))
+        sharded = autoplan.parallelize(copy.deepcopy(model), mesh, plan)
+        refused = 0
+        for _ in range(2):
+            try:
+                sharded(X, **case.other)
+            except AutoplanError:
+                refused += 1
+        same = [torch.allclose(sharded(x), model(x)) for x in (X, X[:, :3], X[:1])]
+        return refused, all(same), sys.gettrace() is None
+
+    assert run_ranks(run, case.tp) == [(2, True, True)] * case.tp
+
+
+def test_the_trace_of_a_debugger_is_left_alone() -> None:
+    case = CASES["a flag"]
+    model, plan = planned(case)
+
+    def run(rank: int) -> bool:
+        mesh = init_device_mesh("cpu", (case.tp,), mesh_dim_names=("tp",))
+        sharded = autoplan.parallelize(copy.deepcopy(model), mesh, plan)
+        mine = lambda frame, event, arg: None  # noqa: E731
+        sys.settrace(mine)
+        try:
+            sharded(X)
+            return sys.gettrace() is mine
+        finally:
+            sys.settrace(None)
+
+    with pytest.warns(UnprovenPlanWarning, match="not guarded"):
+        assert all(run_ranks(run, case.tp))
+
+
+def test_ways_go_along_in_files(tmp_path: Path) -> None:
+    _, plan = planned(CASES["a flag"])
+    plan.save(tmp_path / "plan.yaml")
+    assert plan.paths and autoplan.load_plan(tmp_path / "plan.yaml").paths == plan.paths
