@@ -18,10 +18,10 @@ from autoplan.analyse.solve import Solution
 from autoplan.capture.capture import Captured, capture_any, capture_fake
 from autoplan.capture.feeding.other_paths import with_other_paths
 from autoplan.capture.forward_hooks import made_anew_in_training
+from autoplan.common.code.ways import Recorder, recording, seen_code
 from autoplan.common.errors import CaptureError, IndivisibleError
 from autoplan.common.options import Wish
 from autoplan.common.stages import stage
-from autoplan.common.ways import Recorder, recording, seen_code
 from autoplan.decide.plan.chosen import fitting, plan_chosen, solve_chosen
 from autoplan.decide.plan.experts import expert_findings, experts_of
 from autoplan.decide.plan.folding import same_in_like_blocks

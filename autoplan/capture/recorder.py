@@ -25,10 +25,10 @@ from autoplan.capture.dry_run import own
 from autoplan.capture.known_values import KnownValues
 from autoplan.capture.outside import outsiders_of
 from autoplan.capture.traced_ints import Escapes, TracedInt, integer_attributes, trace_attributes
-from autoplan.common.code_place import call_name, code_place
+from autoplan.common.code.code_place import call_name, code_place
+from autoplan.common.code.ways import listener, tracing
 from autoplan.common.errors import CaptureError, OutsideError
 from autoplan.common.nested import changed_inside, flatten_tensors, signature_names
-from autoplan.common.ways import listener, tracing
 from autoplan.ops import call_record
 from autoplan.ops.views import reshapes_in_place
 from autoplan.patches.recorded_code import code_lies_open

@@ -19,9 +19,9 @@ from torch import nn
 
 from autoplan.check.prove import prove_graph, prove_ranks, settle_capabilities
 from autoplan.check.ranks.common import Budget
+from autoplan.common.code.ways import added, seen_code, ways_of
 from autoplan.common.options import Wish
 from autoplan.common.stages import stage
-from autoplan.common.ways import added, seen_code, ways_of
 from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.hf.names import version_findings
 from autoplan.hf.source import Source

@@ -21,10 +21,10 @@ from autoplan.capture.copies import copied
 from autoplan.capture.feeding.other_paths import with_other_paths
 from autoplan.check.ranks.common import Budget
 from autoplan.check.verify.subject import SAME
+from autoplan.common.code.ways import Ways
 from autoplan.common.dtypes import inputs_in, tried_dtypes, working_dtype
 from autoplan.common.errors import AutoplanError, CaptureError
 from autoplan.common.patterns import is_under, matches
-from autoplan.common.ways import Ways
 from autoplan.decide.plan.chosen import choices_of_plan, solve_chosen
 from autoplan.decide.plan.experts import experts_of
 from autoplan.decide.plan.whole_blocks import BLOCKS

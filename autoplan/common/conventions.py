@@ -109,8 +109,7 @@ class Conventions:
     Words. `targets` is the argument that makes a forward compute a loss; `target_words` are in the names of all such
     arguments. `loss`, `logits` and `hidden`: what outputs are called. `cache_switch` asks a forward for a cache.
     `rate_words` are in the names of numbers that turn random draws on, `rate_suffix` ends those of dropouts.
-    `idle_words` are in the names of settings that say nothing of how a forward computes; `idle_fields`: names of such
-    settings of the library's own configs.
+    `idle_words` are in the names of settings that say nothing of how a forward computes.
     `saving` is the method that writes a checkpoint, `resizing` the one that changes the number of tokens; `adding`: the
     methods that bring an adapter, and which argument is its name.
     `own_checkpointing`: the attribute that says that the library checkpoints a module itself, and the method that
@@ -145,7 +144,6 @@ class Conventions:
     rate_words: tuple[str, ...]
     rate_suffix: str
     idle_words: tuple[str, ...]
-    idle_fields: tuple[str, ...]
     saving: str
     resizing: str
     adding: tuple[tuple[str, int], ...]

@@ -598,6 +598,11 @@ TORCH = (
         "a checkpointed block runs its hooks again too, and so for the dictionaries next to it",
         _hooks,
     ),
+    Private(
+        "torch.nn.Module._call_impl",
+        "the path guard sees there what a module is called with",
+        lambda: torch.nn.Module._call_impl.__code__.co_filename == inspect.getfile(torch.nn.Module),
+    ),
     Private("torch.nn.Module._apply", "a block that converts itself in its forward must keep its DTensors", _converted),
     Private(
         "torch.nn.ModuleList._get_abs_string_index",

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
+from autoplan.common.code.forward_code import forward_code, same_code
 from autoplan.common.consistent import inconsistencies
 from autoplan.common.errors import PlanMismatchError
-from autoplan.common.forward_code import forward_code, same_code
 from autoplan.common.patterns import matches
 from autoplan.common.requirements import installed_versions
 from autoplan.execute.model_values import Reading

@@ -21,9 +21,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
+from autoplan.common.code.forward_code import names_in, source_of
 from autoplan.common.conventions import conventions
-from autoplan.common.forward_code import names_in, source_of
 
 __all__ = ["VERSIONED", "Reading"]
 
@@ -46,7 +47,9 @@ class Reading:
     def module(self, module: nn.Module) -> dict[str, Any]:
         """Return the attributes of a module, by name."""
         own = self._is_own(type(module))
-        return self._mapping({name: one for name, one in vars(module).items() if _steers(name, own)}, _DEPTH)
+        rate = {"p"} if isinstance(module, _DropoutNd) else set[str]()
+        named = {name: one for name, one in vars(module).items() if _steers(name, own) and name not in rate}
+        return self._mapping(named, _DEPTH)
 
     def classes(self) -> list[Any]:
         """Return functions and plain values of the classes, and of their bases, whose code has no version."""
@@ -89,7 +92,11 @@ class Reading:
 
     def _mapping(self, values: Mapping[Any, Any], depth: int) -> dict[str, Any]:
         idle = conventions().idle_words
-        kept = {str(name): value for name, value in values.items() if not any(word in str(name) for word in idle)}
+        kept = {
+            str(name): value
+            for name, value in values.items()
+            if not any(word in str(name) for word in idle) and not _is_rate(str(name), value)
+        }
         found = {name: self.value(value, depth) for name, value in kept.items()}
         return {name: value for name, value in sorted(found.items()) if value is not _ABSENT}
 
@@ -116,7 +123,7 @@ class Reading:
         config = known.config_of(cast(Any, SimpleNamespace(config=value)))
         if config is not None:
             return self._mapping(
-                {name: one for name, one in config.to_dict().items() if name not in known.idle_fields}, depth
+                {name: one for name, one in config.to_dict().items() if not name.startswith(known.idle_settings)}, depth
             )
         if not self._is_own(kind) and _module(kind) not in _NAMESPACES:
             return kind.__qualname__
@@ -140,6 +147,11 @@ def _steers(name: str, own: bool) -> bool:
     if name in _OF_TORCH or name == conventions().own_checkpointing[0]:
         return False
     return not name.startswith("_") or (own and not name.startswith(_MARKS))
+
+
+def _is_rate(name: str, value: Any) -> bool:
+    """A rate of dropout is changed between runs; what it draws on ranks is settled when it does."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and conventions().is_rate(name)
 
 
 def _module(thing: Any) -> str:

@@ -16,7 +16,7 @@ from types import FunctionType
 
 from torch import nn
 
-from autoplan.common.forward_code import names_in
+from autoplan.common.code.forward_code import names_in
 from autoplan.values.module_tree import Feed, Mask, ModuleNode, ModuleTree, ParameterShape
 
 __all__ = ["module_tree"]

@@ -69,8 +69,7 @@ from autoplan.values.instructions import (
     WithholdPartial,
     instruction,
 )
-from autoplan.values.made_for import UNKNOWN, ForwardCode, MadeFor, Sizes, Version
-from autoplan.values.paths import SeenCode
+from autoplan.values.made_for import UNKNOWN, ForwardCode, MadeFor, SeenCode, Sizes, Version
 from autoplan.values.plan import Change, Entry, Obstacle, Plan, Proof, Replicated, Stack, Trial
 from autoplan.values.trace import (
     Call,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["UNKNOWN", "ForwardCode", "MadeFor", "Sizes", "Version"]
+__all__ = ["UNKNOWN", "ForwardCode", "MadeFor", "Sizes", "Version", "SeenCode"]
 
 UNKNOWN = "unknown"
 
@@ -50,3 +50,17 @@ class MadeFor:
     sizes: tuple[Sizes, ...] = ()
     model: str = field(default="", compare=False, repr=False)
     content: str = field(default="", compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class SeenCode:
+    """A function that ran, and which ways its branches went.
+
+    `place`: "package.module:Class.forward:12", the last its first line. `code`: the Python that compiled it, and a hash
+    of what it compiled. `ways`: for each branch the offset of its instruction with "+" (it went on) or "-" (it jumped);
+    the offset alone of a handler of exceptions; "offset>hash" for a call of another such function.
+    """
+
+    place: str
+    code: str
+    ways: str = ""

@@ -14,8 +14,7 @@ from autoplan.values.fed import Fed
 from autoplan.values.findings import Finding, Traffic
 from autoplan.values.flow import FlowPart
 from autoplan.values.instructions import Runtime
-from autoplan.values.made_for import MadeFor
-from autoplan.values.paths import SeenCode
+from autoplan.values.made_for import MadeFor, SeenCode
 from autoplan.values.quantised import PackedWeight
 from autoplan.values.reasons import Reason
 

@@ -66,7 +66,7 @@ def test_parts_are_drawn_apart_and_whole_values_alike(noise: str) -> None:
     plan = autoplan.plan(model, 2, inputs=INPUTS)
     assert plan.proof.ok, plan.findings
     report = autoplan.verify(model, plan, inputs=INPUTS)
-    assert report.ok and "dropout" in report.details["checked"], report
+    assert report.ok and "training" in report.details["checked"], report
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_plan_that_draws_otherwise_is_seen(noise: str, fault: dict[str, Any], 
     if "instructions" in fault:
         fault = {"instructions": tuple(one for one in plan.runtime.instructions if not hasattr(one, "site"))}
     broken = replace(plan, runtime=replace(plan.runtime, **fault))
-    report = autoplan.verify(model, broken, inputs=INPUTS, checks=("dropout",))
+    report = autoplan.verify(model, broken, inputs=INPUTS, checks=("training",))
     assert any(said in str(finding) for finding in report.findings), report
 
 

@@ -8,12 +8,12 @@ import time
 from typing import Any
 
 import pytest
-from autoplan.check.verify.recomputed import recomputed
 from torch import nn
 
 from autoplan.check.scoreboard import run as boards
 from autoplan.check.scoreboard.score import How, score, verdict_of
 from autoplan.check.scoreboard.share import main_stack, reductions_per_block
+from autoplan.check.verify.noted import recomputed
 from autoplan.check.verify.sharded import CHECK_NAMES
 from autoplan.cli.app import main
 from autoplan.common.errors import AutoplanError

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from autoplan.check.verify.unread import unread_parts
 from torch import nn
 from transformers import GPT2Config, LlamaConfig, MixtralConfig
 
 import autoplan
+from autoplan.check.verify.noted import unread_parts
 from autoplan.check.verify.sizes import Sizes, tried_sizes
 from autoplan.hf.shrink import tiny_config
 from autoplan.hf.source import resolve

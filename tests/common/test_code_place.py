@@ -12,7 +12,7 @@ from autoplan.api import plan
 from autoplan.check.verify.sharded import check_sharding
 from autoplan.check.verify.sharding import sharding_of
 from autoplan.check.verify.subject import give_random_values
-from autoplan.common.code_place import code_place
+from autoplan.common.code.code_place import code_place
 from autoplan.values import CallRewrite
 
 

@@ -29,6 +29,7 @@ WRONG: dict[tuple[Kind, str], tuple[Any, ...]] = {
     (Options, "strict"): ("yes", 1, None, LIST),
     (TensorParallel, "gather_logits"): ("yes", 1, LIST),
     (TensorParallel, "sequence_padding"): ("x", None, True, LIST),
+    (TensorParallel, "path_guard"): ("x", None, True, LIST),
     (TensorParallel, "reproducible_forward"): ("yes", 1, None, LIST),
     (Checkpointing, "blocks"): ("x", 1, None, LIST),
     (Checkpointing, "scope"): ("x", 1, None, LIST, ("text", "x"), THING),

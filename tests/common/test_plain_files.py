@@ -130,4 +130,5 @@ def test_no_other_file_parses_what_others_wrote() -> None:
         "execute/quantised/files.py",
         "hf/quantised/checkpoint.py",
     }  # of what tensors hold
-    assert found == {"common/files/plain.py"} | ours | weights
+    ranks = {"execute/agreement.py"}  # what another rank of ours has written
+    assert found == {"common/files/plain.py"} | ours | weights | ranks

@@ -49,7 +49,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {
     "plan(trust_remote_code)": (lambda odd: autoplan.plan(MODEL, 2, trust_remote_code=odd), NONE),
     "verify(model)": (lambda odd: autoplan.verify(odd), NONE),
     "verify(plan)": (lambda odd: autoplan.verify(MODEL, odd), ODD),
-    "verify(tp_size)": (lambda odd: autoplan.verify(MODEL, None, odd, inputs=INPUTS), (*NONE[1:], True)),
+    "verify(tp_size)": (lambda odd: autoplan.verify(MODEL, None, odd, inputs=INPUTS), (*ODD[1:], True)),
     "verify(mesh)": (lambda odd: autoplan.verify(MODEL, mesh=odd, inputs=INPUTS), ODD),
     "verify(engine)": (lambda odd: autoplan.verify(MODEL, engine=odd, inputs=INPUTS, checks=["forward"]), NONE),
     "verify(checks)": (lambda odd: autoplan.verify(MODEL, checks=odd, inputs=INPUTS), ODD),

@@ -96,7 +96,7 @@ class Stream(CutStream):
         return result
 
     def _visit(self, index: int, scattered_in: list[tuple[int, Crossing]]) -> None:
-        call, flow = self.trace.calls[index], self.flow
+        flow = self.flow
         inputs, outputs = flow.inputs[index], flow.outputs[index]
         cut = [t for t in inputs if self._cut_here(t, index, scattered_in)]
         if not cut:
@@ -111,6 +111,7 @@ class Stream(CutStream):
             self._cut_sums(index, outputs)
             return
         if flow.is_identity(index):
+            self._note_draws(index)  # a dropout, in a model that is evaluated
             return
         reason = self._crosses(index, cut)
         if reason is not None:
@@ -122,9 +123,14 @@ class Stream(CutStream):
                 continue
             self._cut_partner(tensor, index, cut)
         self._note_gradients(index, inputs, cut)
+        self._note_draws(index)
+        self.cut.update(t for t in outputs if self.positions.dims_of(t))
+
+    def _note_draws(self, index: int) -> None:
+        """What draws for a piece of the sequence draws other numbers on each rank."""
+        call = self.trace.calls[index]
         if call_record(call.name).random.has_rate(call.args, call.kwargs):
             self.result.random.add(call.module)
-        self.cut.update(t for t in outputs if self.positions.dims_of(t))
 
     def _cut_here(self, tensor: int, index: int, scattered_in: list[tuple[int, Crossing]]) -> bool:
         if any(t == tensor and b.first <= index < b.last and b not in self.starts for t, b in scattered_in):

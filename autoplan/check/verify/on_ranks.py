@@ -16,9 +16,9 @@ from typing import Any
 from autoplan.capture.copies import copied
 from autoplan.check.ranks.common import Budget
 from autoplan.check.ranks.run import Engine, RankError, RankTimeout, run_processes, run_ranks
+from autoplan.common.code.ways import Recorder, has_own_code, tracing
 from autoplan.common.errors import AutoplanError, OutsideError
 from autoplan.common.stages import stage
-from autoplan.common.ways import Recorder, has_own_code, tracing
 from autoplan.hf.processes import note_what_is_collected
 from autoplan.values import Finding
 

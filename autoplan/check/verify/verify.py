@@ -24,12 +24,12 @@ from autoplan.check.verify.narrow import cut_together, wrong_cuts
 from autoplan.check.verify.sharded import CHECK_NAMES, check_sharding
 from autoplan.check.verify.sharding import mesh_of, sharding_of
 from autoplan.check.verify.sizes import MeshSizes, Sizes, parse_mesh, tried_sizes
+from autoplan.common.code.ways import others_of, recording
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import check_argument
 from autoplan.common.patterns import best_match, matches
 from autoplan.common.random_values import untouched_randomness
 from autoplan.common.surroundings import plain_surroundings
-from autoplan.common.ways import others_of, recording
 from autoplan.decide.plan.whole_blocks import whole_blocks
 from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.patches.process_group import alone

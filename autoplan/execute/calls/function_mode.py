@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autoplan.common.code_place import call_name, code_place
+from autoplan.common.code.code_place import call_name, code_place
 from autoplan.common.layout import Layout
 from autoplan.execute.collectives import copy_to_ranks, take_rows
 from autoplan.execute.executors import At, execute, other_branch

@@ -5,9 +5,10 @@ through code that needs a sum over ranks which nobody planned, and the answer is
 
 So the first calls of each kind (situations.py) are followed through the model's own code (common/ways.py), and held
 against the ways that the plan knows (`Plan.paths`). Most of a model's code computes with values that are whole on every
-rank: whichever way it goes, ranks go it together and get what the unsharded model would. A way never seen matters in a
-function that has to do with a value that is not whole, or whose gradient ranks hold in parts: it is given one, makes
-one, holds one in a variable or an attribute it reads, returns one, or reads a count that is a rank's own (marks.py).
+rank: whichever way it goes, ranks go it together and get what the unsharded model would. A way never seen matters where
+the function has to do, from there on, with a value that is not whole, or whose gradient ranks hold in parts: it hands
+one to a torch function or a module, or returns one (marks.py); or where it reads a count that is a rank's own.
+Optional kernels have a guard of their own (execute/calls/kernel_guard.py): ways to them are left to it.
 
 Ranks may go different ways (a rank's part may be smaller). So nothing is raised in the middle: at the end of the call
 all ranks hear whether one of them strayed, and all of them refuse.
@@ -26,21 +27,23 @@ import numpy
 import torch
 from torch import nn
 
-from autoplan.common.errors import PlanMismatchError, UnprovenPlanWarning
-from autoplan.common.nested import flatten_tensors
-from autoplan.common.ways import (
+from autoplan.common.code.ways import (
     PYTHON,
     Follower,
     Paused,
     Tracer,
+    follow,
     has_own_code,
     is_module_call,
     source_line,
     ways_of,
 )
+from autoplan.common.errors import PlanMismatchError, UnprovenPlanWarning
+from autoplan.common.nested import flatten_tensors
 from autoplan.execute.collectives import RankGroup, all_reduce
 from autoplan.execute.guard.marks import Marks, this
 from autoplan.execute.guard.situations import Situations
+from autoplan.patches.kernels import optional_kernels
 from autoplan.values import Plan
 
 __all__ = ["PathGuard", "guard_of"]
@@ -60,14 +63,29 @@ def guard_of(model: nn.Module, plan: Plan, action: str, group: RankGroup, edits:
     if action == "off" or group.size == 1 or not known or not has_own_code(model):
         return None
     modules = dict(model.named_modules(remove_duplicate=False))
-    return PathGuard(plan, action, group, [(modules[name], attribute) for name, attribute, *_ in edits])
+    edited = [(modules[name], attribute) for name, attribute, *_ in edits]
+    kernels = frozenset(kernel.name for kernel in optional_kernels(model) if kernel.installed)
+    return PathGuard(plan, action, group, edited, kernels)
+
+
+class _Every(set[str]):
+    """All ways."""
+
+    def __contains__(self, way: object) -> bool:
+        return True
+
+
+_EVERY = _Every()
 
 
 class PathGuard:
-    """See above. `edited`: modules that hold a rank's own count under a name."""
+    """See above. `edited`: modules that hold a rank's own count under a name. `kernels`: names of optional kernels."""
 
-    def __init__(self, plan: Plan, action: str, group: RankGroup, edited: list[tuple[nn.Module, str]]) -> None:
+    def __init__(
+        self, plan: Plan, action: str, group: RankGroup, edited: list[tuple[nn.Module, str]], kernels: frozenset[str]
+    ) -> None:
         self.ways = ways_of(plan.paths)
+        self.kernels = kernels
         self.action, self.group, self.edited = action, group, edited
         self.situations = Situations()
         self.running: _Watch | None = None
@@ -90,13 +108,13 @@ class PathGuard:
         self.mode = Paused(self.running)
         self.mode.__enter__()
         this.marks = self.running.marks
-        sys.settrace(self.running.enter)
+        follow(self.running.enter)
 
     def stop(self) -> _Watch | None:
         """It is followed no longer: at its end, or on the way out of an error."""
         watch, self.running = self.running, None
         if watch is not None and self.mode is not None:
-            sys.settrace(None)
+            follow(None)
             this.marks = None
             self.mode.__exit__(None, None, None)
         return watch
@@ -166,7 +184,9 @@ class _Watch(Tracer):
             self.guard.situations.note_code(owner, facts.code, facts.stores)
             follower.touched = not self.counts.get(id(owner), set()).isdisjoint(frame.f_code.co_names)
         known = self.guard.ways.get((facts.place, facts.hash))
-        if known is None:
+        if not self.guard.kernels.isdisjoint((*frame.f_code.co_names, frame.f_code.co_name)):
+            follower.known = _EVERY
+        elif known is None:
             follower.known = set()
             self._stray(follower, None)
         else:
@@ -179,7 +199,7 @@ class _Watch(Tracer):
             self._stray(follower, int(way.rstrip("+-")))
 
     def on_return(self, follower: Follower, frame: FrameType, value: Any) -> None:
-        if follower.strays and not follower.touched and self.marks.any_in((value, self._held_by(frame))):
+        if follower.strays and self.marks.any_in(value):
             self._touch(follower)
 
     def on_module_call(self, frame: FrameType) -> None:
@@ -191,14 +211,11 @@ class _Watch(Tracer):
         text = source_line(follower.facts.code, offset)
         if text not in follower.strays:
             follower.strays.append(text)
-        if follower.touched or self.marks.any_in(self._held_by(follower.frame)):
+        if follower.touched:  # it reads a count that is a rank's own
             self._touch(follower)
 
-    def _held_by(self, frame: FrameType) -> list[Any]:
-        return [value for value in frame.f_locals.values() if not isinstance(value, nn.Module)]
-
     def _touch(self, follower: Follower) -> None:
-        follower.touched = True
+        """What it strayed into so far has to do with such a value."""
         self.strays.update(dict.fromkeys(follower.strays))
 
     def _touch_above(self, frame: FrameType | None) -> None:

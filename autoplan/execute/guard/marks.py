@@ -11,9 +11,11 @@ import threading
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoplan.common.nested import flatten_tensors
+from autoplan.execute.vocabulary.split_logits import SplitLogits
 from autoplan.values import Instruction
 from autoplan.values.instructions.base import Spread
 
@@ -28,7 +30,8 @@ class Marks:
 
     def add(self, value: Any) -> None:
         for _, tensor in flatten_tensors(value):
-            self.tensors[tensor] = True
+            if not isinstance(tensor, (DTensor, SplitLogits)):  # these know themselves how they lie
+                self.tensors[tensor] = True
 
     def remove(self, value: Any) -> None:
         for _, tensor in flatten_tensors(value):

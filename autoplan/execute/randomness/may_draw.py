@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from autoplan.common.code.forward_code import names_in, plain_function
 from autoplan.common.conventions import conventions
-from autoplan.common.forward_code import names_in, plain_function
 from autoplan.ops import call_record
 
 __all__ = ["draws_in_code", "may_draw"]

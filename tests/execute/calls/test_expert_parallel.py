@@ -115,7 +115,7 @@ def test_a_model_of_nobodys(experts: type[nn.Module]) -> None:
     model, inputs = with_stacks(experts)
     plan = autoplan.plan(model, tp_size=2, ep_size=2, inputs=inputs)
     assert [site.pattern for site in plan.runtime.of(LocalExperts)] == ["layers.*.mlp.pool"]
-    assert plan.proof.ok and not [f for f in plan.findings if f.check in ("experts", "proof")], plan.findings
+    assert plan.proof.ok and not [f for f in plan.findings if f.check in ("experts", "proof") and f.level != "note"]
     edited = {
         (edit.attribute, edit.old, edit.new) for edit in plan.runtime.of(IntegerEdit) if edit.pattern.endswith(".pool")
     }

@@ -13,6 +13,7 @@ import os
 import sys
 from functools import lru_cache
 from itertools import islice
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch.nn.modules.module as module_calls
 
 __all__ = ["call_name", "code_place"]
 
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # the package, one folder up
+_OURS = str(Path(__file__).resolve().parents[2]) + os.sep  # the package
 _TORCH = os.path.dirname(os.path.dirname(os.path.dirname(module_calls.__file__))) + os.sep  # module.py is in nn/modules
 
 

@@ -25,11 +25,11 @@ from typing import Any
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from autoplan.common.code.forward_code import code_hash
 from autoplan.common.conventions import conventions
-from autoplan.common.forward_code import code_hash
-from autoplan.values.paths import SeenCode
+from autoplan.values.made_for import SeenCode
 
-__all__ = ["PYTHON", "CodeFacts", "Follower", "Paused", "Recorder", "Tracer", "Ways", "added", "facts_of",
+__all__ = ["PYTHON", "CodeFacts", "Follower", "Paused", "Recorder", "Tracer", "Ways", "added", "facts_of", "follow",
            "has_own_code", "is_module_call", "listener", "others_of", "recording", "seen_code", "source_line",
            "tracing", "ways_of"]  # fmt: skip
 
@@ -188,6 +188,15 @@ class Follower:
         return self.step
 
 
+_setting = threading.Lock()
+
+
+def follow(trace: Any) -> None:
+    """Set the trace function of this thread. Python refuses while another thread sets one of its own."""
+    with _setting:
+        sys.settrace(trace)
+
+
 class Paused(TorchFunctionMode):
     """No trace while a torch function runs."""
 
@@ -197,14 +206,14 @@ class Paused(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         traced = sys.gettrace() is not None
-        sys.settrace(None)
+        follow(None)
         try:
             result = func(*args, **(kwargs or {}))
             self.tracer.on_torch(func, args, kwargs or {}, result)
             return result
         finally:
             if traced:
-                sys.settrace(self.tracer.enter)
+                follow(self.tracer.enter)
 
 
 @contextmanager
@@ -215,11 +224,11 @@ def tracing(tracer: Tracer | None) -> Iterator[bool]:
         return
     mode = Paused(tracer)
     with mode:
-        sys.settrace(tracer.enter)
+        follow(tracer.enter)
         try:
             yield True
         finally:
-            sys.settrace(None)
+            follow(None)
 
 
 # ------------------------------------------------------------------------------------------------------------- recorded
