@@ -83,15 +83,16 @@ def fuzz(
     seed: int,
     *,
     accepted: float = SECONDS,
+    refused: float = SECONDS,
 ) -> Counts:
-    """Try `count` cases. `attempt` returns when it accepts; an accepted case may compute for `accepted` seconds."""
+    """Try `count` cases. `attempt` returns when it accepts; `accepted`, `refused`: seconds that these may take."""
     counts = Counts(name)
     for number in range(count):
         case = make(random.Random(f"{seed}:{number}"))
         before, began = _megabytes(), time.process_time()
         kind, told = _outcome(attempt, case)
         took, grown = time.process_time() - began, _megabytes() - before
-        if kind in ("clear", "exact") and (took > (SECONDS if kind == "clear" else accepted) or grown > MEGABYTES):
+        if kind in ("clear", "exact") and (took > (refused if kind == "clear" else accepted) or grown > MEGABYTES):
             kind, told = "slow", f"{took:.1f} s, {grown:.0f} MB: {told}"
         counts.cases += 1
         setattr(counts, kind, getattr(counts, kind) + 1)
