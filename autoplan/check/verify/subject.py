@@ -148,7 +148,7 @@ class Subject:
         asking = _asking(inputs)
         with count_collectives() as forward:
             result = self.forward({**inputs, **asking})
-        outputs = tensors_in(result)
+        outputs = tensors_in(result, integers=True)
         loss = weighted_sum(outputs)
         if loss is not None:
             with count_collectives() as backward:
@@ -182,10 +182,14 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return gathered(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def tensors_in(value: Any, path: str = "") -> dict[str, torch.Tensor]:
-    """Float tensors of a result by path, whole. Objects that are no containers (caches) are not looked into."""
+def tensors_in(value: Any, path: str = "", *, integers: bool = False) -> dict[str, torch.Tensor]:
+    """Float tensors of a result by path, whole; all tensors and plain numbers with `integers`. Objects that are no
+    containers (caches) are not looked into."""
     if isinstance(value, torch.Tensor):
-        return {path or "output": plain(value)} if value.is_floating_point() or value.is_complex() else {}
+        counts = integers or value.is_floating_point() or value.is_complex()
+        return {path or "output": plain(value)} if counts else {}
+    if integers and isinstance(value, int | float):
+        return {path or "output": torch.tensor(float(value), dtype=torch.float64)}
     items: Iterator[tuple[Any, Any]] = iter(())
     if isinstance(value, Mapping):
         items = iter(value.items())
@@ -195,7 +199,7 @@ def tensors_in(value: Any, path: str = "") -> dict[str, torch.Tensor]:
         items = iter(fields_of(value).items())
     found: dict[str, torch.Tensor] = {}
     for key, item in items:
-        found.update(tensors_in(item, f"{path}.{key}" if path else str(key)))
+        found.update(tensors_in(item, f"{path}.{key}" if path else str(key), integers=integers))
     return found
 
 

@@ -30,8 +30,8 @@ from autoplan.common.conventions import conventions
 from autoplan.values.made_for import SeenCode
 
 __all__ = ["PYTHON", "CodeFacts", "Follower", "Paused", "Recorder", "Tracer", "Ways", "added", "facts_of", "follow",
-           "has_own_code", "is_module_call", "listener", "others_of", "recording", "seen_code", "source_line",
-           "tracing", "ways_of"]  # fmt: skip
+           "has_own_code", "is_module_call", "is_settled", "listener", "others_of", "recording", "seen_code",
+           "source_line", "tracing", "ways_of"]  # fmt: skip
 
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 _SETTLED = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "autoplan"}
@@ -67,12 +67,13 @@ def facts_of(frame: FrameType) -> CodeFacts | None:
     known = _facts.get(id(code))
     if known is None:
         name = str(frame.f_globals.get("__name__", "?"))
-        facts = None if _is_settled(name) or code.co_filename.startswith("<frozen") else _read(code, name)
+        facts = None if is_settled(name) or code.co_filename.startswith("<frozen") else _read(code, name)
         known = _facts[id(code)] = (code, facts)
     return known[1]
 
 
-def _is_settled(module: str) -> bool:
+def is_settled(module: str) -> bool:
+    """Is it one whose code is not followed?"""
     top = module.partition(".")[0]
     return top in _SETTLED or top in conventions().trusted or top.startswith("namedtuple_")
 
@@ -80,7 +81,7 @@ def _is_settled(module: str) -> bool:
 def has_own_code(model: nn.Module) -> bool:
     """Is there a class in it that is not one of torch or of a package that is trusted?"""
     kinds = {kind for part in model.modules() for kind in type(part).__mro__}
-    return any(not _is_settled(kind.__module__) for kind in kinds - {object})
+    return any(not is_settled(kind.__module__) for kind in kinds - {object})
 
 
 def _read(code: CodeType, module: str) -> CodeFacts:
@@ -129,9 +130,7 @@ class Tracer:
         """The trace function: called for each frame that begins."""
         facts = facts_of(frame)
         if facts is None:
-            if is_module_call(frame.f_code):
-                self.on_module_call(frame)
-            return None
+            return self.on_module_call(frame) if is_module_call(frame.f_code) else None
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
         follower = self.frames[id(frame)] = Follower(self, facts, frame)
         self.on_enter(follower, frame)
@@ -152,8 +151,8 @@ class Tracer:
     def on_return(self, follower: Follower, frame: FrameType, value: Any) -> None:
         """It ends."""
 
-    def on_module_call(self, frame: FrameType) -> None:
-        """torch calls a module."""
+    def on_module_call(self, frame: FrameType) -> Any:
+        """torch calls a module. What is returned is its trace function."""
 
     def on_torch(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         """A torch function was called."""

@@ -10,16 +10,21 @@ the function has to do, from there on, with a value that is not whole, or whose 
 one to a torch function or a module, or returns one (marks.py); or where it reads a count that is a rank's own.
 Optional kernels have a guard of their own (execute/calls/kernel_guard.py): ways to them are left to it.
 
+What leaves the model by another door than its output is refused too, by name (doors.py), and so is a module that is
+called by itself and returns what a rank has of a value.
+
 Ranks may go different ways (a rank's part may be smaller). So nothing is raised in the middle: at the end of the call
 all ranks hear whether one of them strayed, and all of them refuse.
 """
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 import warnings
 from collections.abc import Iterable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -41,8 +46,10 @@ from autoplan.common.code.ways import (
 from autoplan.common.errors import PlanMismatchError, UnprovenPlanWarning
 from autoplan.common.nested import flatten_tensors
 from autoplan.execute.collectives import RankGroup, all_reduce
-from autoplan.execute.guard.marks import Marks, this
+from autoplan.execute.guard.doors import Kept, Listeners, loads_of
+from autoplan.execute.guard.marks import GRADIENT, PART, Marks, this
 from autoplan.execute.guard.situations import Situations
+from autoplan.execute.parameters.held import record_of
 from autoplan.patches.kernels import optional_kernels
 from autoplan.values import Plan
 
@@ -55,6 +62,16 @@ _HINT = (
     'computes the same on a part of the values, path_guard="warn" or "off"'
 )
 
+_BY_ITSELF = (
+    "call the model itself, or the nearest module around it that returns whole values; or keep it whole: "
+    "overrides={name: 'replicate'}"
+)
+_HOOKS = (
+    "hook a module that returns whole values, detach what the hook is given, or keep the module whole: "
+    "overrides={name: 'replicate'}"
+)
+_ONE_PART, _PARTS_OF_GRADIENT = "one rank's part of a value", "a value of whose gradient each rank makes a part"
+
 
 def guard_of(model: nn.Module, plan: Plan, action: str, group: RankGroup, edits: Iterable[Any]) -> PathGuard | None:
     """The guard of a model that is about to be sharded; None where it has no code of its own, or the plan knows no ways
@@ -62,10 +79,13 @@ def guard_of(model: nn.Module, plan: Plan, action: str, group: RankGroup, edits:
     known = any(one.code.startswith(f"{PYTHON}:") for one in plan.paths)
     if action == "off" or group.size == 1 or not known or not has_own_code(model):
         return None
-    modules = dict(model.named_modules(remove_duplicate=False))
-    edited = [(modules[name], attribute) for name, attribute, *_ in edits]
+    edited = [(name, attribute) for name, attribute, *_ in edits]
     kernels = frozenset(kernel.name for kernel in optional_kernels(model) if kernel.installed)
-    return PathGuard(plan, action, group, edited, kernels)
+    guard = PathGuard(model, plan, action, group, edited, kernels)
+    record = record_of(model)
+    if record is not None:
+        record.reading.guard = guard
+    return guard
 
 
 class _Every(set[str]):
@@ -82,8 +102,15 @@ class PathGuard:
     """See above. `edited`: modules that hold a rank's own count under a name. `kernels`: names of optional kernels."""
 
     def __init__(
-        self, plan: Plan, action: str, group: RankGroup, edited: list[tuple[nn.Module, str]], kernels: frozenset[str]
+        self,
+        model: nn.Module,
+        plan: Plan,
+        action: str,
+        group: RankGroup,
+        edited: list[tuple[str, str]],
+        kernels: frozenset[str],
     ) -> None:
+        self.model = model
         self.ways = ways_of(plan.paths)
         self.kernels = kernels
         self.action, self.group, self.edited = action, group, edited
@@ -92,10 +119,52 @@ class PathGuard:
         self.mode: Paused | None = None
         self.told_unguarded = False
         self.asked: tuple[Any, Any] = ((), ())
+        self.kept, self.listeners = Kept(), Listeners(model)
+        self.by_itself = False  # is it another call than the model's that is followed?
+
+    # ------------------------------------------------------------------ any outermost call of a module
+
+    def enter(self, module: nn.Module, method: str, args: Any, kwargs: Any) -> None:
+        """Code outside of the model calls one of its modules, or a method that reads parameters. (Backward, which runs
+        blocks again, is no such code.)"""
+        self.kept.give_back()
+        if (module is self.model and not method) or torch._C._current_graph_task_id() != -1:
+            return
+        self.begin(module, {f"{id(module)}.{method}": (args, kwargs)})
+        self.by_itself = self.running is not None
+
+    def leave(self, module: nn.Module, method: str, output: Any) -> Any:
+        """It returns. Ranks call it together or not: they are not asked."""
+        watch = self.stop() if self.by_itself else None
+        if watch is not None:
+            with torch._C.DisableTorchFunction():
+                kind = watch.marks.kind_in(output)
+            if kind:
+                what = _ONE_PART if kind == PART else _PARTS_OF_GRADIENT
+                called = ".".join(filter(None, (self._name_of(module), method))) or "the model"
+                self._say(f"{called} ({type(module).__name__}) was called by itself and returns {what}", _BY_ITSELF)
+            elif watch.strays or watch.doors:
+                self._refuse(watch)
+            self._add(watch)
+        return output
+
+    def close(self) -> None:
+        """It has come to its end, by an error too."""
+        if self.by_itself:
+            self.by_itself = False
+            self.stop()
+        self.kept.hold(self.model)
+
+    def _name_of(self, module: nn.Module) -> str:
+        return next((name for name, one in self.model.named_modules() if one is module), "")
+
+    # ------------------------------------------------------------------ the model's own forward
 
     def begin(self, model: nn.Module, given: dict[str, Any]) -> None:
         """A call begins: it is followed if it is new."""
-        kind, numbers = self.asked = self.situations.of(model, given)
+        kind, numbers = self.situations.of(model, given)
+        self.asked = (self.listeners.look(), *kind), numbers
+        kind, numbers = self.asked
         if not self.situations.is_new(kind, numbers) or _has_no_values(given):
             return
         if sys.gettrace() is not None:
@@ -124,26 +193,41 @@ class PathGuard:
         watch = self.stop()
         if watch is None:
             return
-        strayed = torch.tensor([float(bool(watch.strays))], device=device)
+        strayed = torch.tensor([float(bool(watch.strays or watch.doors))], device=device)
         others = bool(all_reduce(strayed, self.group, "max").item())
-        self.situations.add(*self.asked, always=watch.reads_values or watch.host_draws())
+        self._add(watch)
         if others:
-            self._refuse(watch.strays)
+            self._refuse(watch)
 
-    def _refuse(self, strays: dict[str, None]) -> None:
+    def _add(self, watch: _Watch) -> None:
+        self.situations.add(*self.asked, always=watch.reads_values or watch.host_draws())
+        with torch._C.DisableTorchFunction():
+            found = self.kept.note(self.model, self.situations.keepers, watch.marks)
+        if found and self.action != "refuse":
+            self.kept.places.clear()
+            self._say(f"what modules keep is of one rank: {', '.join(found)}", "")
+
+    def _refuse(self, watch: _Watch) -> None:
+        if watch.doors:
+            self._say("; ".join(watch.doors), _HOOKS)
+            return
+        strays = watch.strays
         shown = "; ".join(list(strays)[:_SHOWN]) or "another rank"
         more = f" (and {len(strays) - _SHOWN} more)" if len(strays) > _SHOWN else ""
-        text = f"{shown}{more} took a way that this plan never saw, with values that lie on several ranks"
+        self._say(f"{shown}{more} took a way that this plan never saw, with values that lie on several ranks", _HINT)
+
+    def _say(self, text: str, hint: str) -> None:
         if self.action == "refuse":
             self.situations.kinds.pop(self.asked[0], None)  # and so it does the next time
-            raise PlanMismatchError(text, hint=_HINT)
+            raise PlanMismatchError(text, hint=hint)
         warnings.warn(f"{text}: what comes of it is unproven", UnprovenPlanWarning, stacklevel=2)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PathGuard:
         made = memo[id(self)] = object.__new__(PathGuard)
         made.__dict__.update(vars(self))
-        made.edited = [(memo.get(id(module), module), name) for module, name in self.edited]
         made.situations, made.running, made.mode = Situations(), None, None
+        made.model = memo.get(id(self.model), self.model)
+        made.kept, made.listeners = copy.deepcopy(self.kept, memo), copy.deepcopy(self.listeners, memo)
         return made
 
 
@@ -165,9 +249,11 @@ class _Watch(Tracer):
         super().__init__()
         self.guard, self.marks = guard, Marks()
         self.counts: dict[int, set[str]] = {}
-        for module, name in guard.edited:
-            self.counts.setdefault(id(module), set()).add(name)
+        for name, attribute in guard.edited:
+            self.counts.setdefault(id(guard.model.get_submodule(name)), set()).add(attribute)
         self.strays: dict[str, None] = {}
+        self.doors: dict[str, None] = {}  # sentences
+        self.escaping: dict[int, tuple[torch.Tensor, str]] = {}  # whole values that a hook was given, and its words
         self.reads_values = False
         self.before = _host_state()
 
@@ -184,7 +270,10 @@ class _Watch(Tracer):
             self.guard.situations.note_code(owner, facts.code, facts.stores)
             follower.touched = not self.counts.get(id(owner), set()).isdisjoint(frame.f_code.co_names)
         known = self.guard.ways.get((facts.place, facts.hash))
-        if not self.guard.kernels.isdisjoint((*frame.f_code.co_names, frame.f_code.co_name)):
+        if known is None and facts.code in self.guard.listeners.codes:
+            follower.known = _EVERY
+            self._hook(frame)
+        elif not self.guard.kernels.isdisjoint((*frame.f_code.co_names, frame.f_code.co_name)):
             follower.known = _EVERY
         elif known is None:
             follower.known = set()
@@ -198,14 +287,51 @@ class _Watch(Tracer):
         else:
             self._stray(follower, int(way.rstrip("+-")))
 
+    def _hook(self, frame: FrameType) -> None:
+        """A hook of others begins."""
+        code, loads = frame.f_code, loads_of(frame.f_code)
+        module = frame.f_back.f_locals.get("self") if frame.f_back is not None else None
+        name = self.guard._name_of(module) if isinstance(module, nn.Module) else ""
+        words = f"a hook on {name or 'the model'} ({source_line(code, None)}) is given"
+        for argument in loads:
+            given = frame.f_locals.get(argument)
+            kind = self.marks.kind_in(given)
+            if kind == PART:
+                self.doors[f"{words} {_ONE_PART}"] = None
+            elif kind == GRADIENT:
+                text = f"{words} {_PARTS_OF_GRADIENT}"
+                self.escaping.update(
+                    (id(tensor), (tensor, text)) for _, tensor in flatten_tensors(given) if self.marks.any_in(tensor)
+                )
+
     def on_return(self, follower: Follower, frame: FrameType, value: Any) -> None:
+        if self.escaping and follower.facts.code in self.guard.listeners.codes:
+            if sum(loads_of(frame.f_code).values()) == 1:  # it may return what it was given
+                for _, tensor in flatten_tensors(value):
+                    self.escaping.pop(id(tensor), None)
+            self.doors.update((text, None) for _, text in self.escaping.values())
+            self.escaping.clear()
         if follower.strays and self.marks.any_in(value):
             self._touch(follower)
 
-    def on_module_call(self, frame: FrameType) -> None:
+    def on_module_call(self, frame: FrameType) -> Any:
         given = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
         if self.marks.any_in(given):
             self._touch_above(frame.f_back)
+        if id(frame.f_locals.get("self")) not in self.guard.listeners.backward:
+            return None
+        frame.f_trace_lines = frame.f_trace_opcodes = False
+        return partial(self._backward_hook, frame.f_locals["self"])
+
+    def _backward_hook(self, module: nn.Module, frame: FrameType, event: str, value: Any) -> Any:
+        """A module whose backward others listen to returns: torch's wrapper has taken the marks off."""
+        if event == "return":
+            places = {tensor.data_ptr() for tensor in list(self.marks.tensors)}
+            given = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
+            if any(one.requires_grad and one.data_ptr() in places for _, one in flatten_tensors((given, value))):
+                name = self.guard._name_of(module) or "the model"
+                self.doors[f"a backward hook on {name} is given gradients of which each rank makes a part"] = None
+        return partial(self._backward_hook, module)
 
     def _stray(self, follower: Follower, offset: int | None) -> None:
         text = source_line(follower.facts.code, offset)
@@ -230,9 +356,15 @@ class _Watch(Tracer):
 
     def on_torch(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         with torch._C.DisableTorchFunction():
-            if not self.marks.any_in((args, kwargs)):
+            kind = self.marks.kind_in((args, kwargs))
+            if not kind:
                 return
-            self.marks.add(result)
+            self.marks.add(result, kind)
+            asks = kind == PART or any(tensor.requires_grad for _, tensor in flatten_tensors(result))
+            if self.escaping and not asks:  # what a hook computes of a whole value is whole
+                for _, tensor in flatten_tensors((args, kwargs)):
+                    self.escaping.pop(id(tensor), None)
         name = getattr(function, "__name__", "")
         self.reads_values |= name in _VALUES_READ
-        self._touch_above(sys._getframe(2))
+        if asks:
+            self._touch_above(sys._getframe(2))

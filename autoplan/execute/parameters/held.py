@@ -133,9 +133,11 @@ def _rows(layout: str, tp: int) -> tuple[tuple[int, ...], ...]:
 
 @dataclass
 class Reading:
-    """One per model: is code of the model running, so that reading a parameter gives the local tensor?"""
+    """One per model: is code of the model running, so that reading a parameter gives the local tensor? `guard`: what is
+    told of each outermost call of one of its modules (a `PathGuard`)."""
 
     inside: bool = False
+    guard: Any = None
 
 
 @dataclass

@@ -40,7 +40,7 @@ from autoplan.execute.collectives import (
     part_of_sum,
     recorded_again,
 )
-from autoplan.execute.guard.marks import looking_on
+from autoplan.execute.guard.marks import GRADIENT, PART, looking_on
 from autoplan.execute.parameters.held import Held, record_of
 from autoplan.execute.parameters.transforms import refuse_transforms
 from autoplan.execute.parameters.unseen_paths import SHAPE_ERRORS, unseen_path
@@ -191,9 +191,13 @@ def _reading_call(cls: type) -> Callable[..., Any]:
         if reading.inside:  # below a module that does the rest
             return base(self, *args, **kwargs)
         refuse_transforms(self)
+        guard = None if torch.compiler.is_compiling() else reading.guard
         reading.inside = True
         try:
-            return base(self, *args, **kwargs)
+            if guard is None:
+                return base(self, *args, **kwargs)
+            guard.enter(self, "", args, kwargs)
+            return guard.leave(self, "", base(self, *args, **kwargs))
         except SHAPE_ERRORS as error:
             named = None if torch.compiler.is_compiling() else unseen_path(self, error)
             if named is None:
@@ -201,6 +205,8 @@ def _reading_call(cls: type) -> Callable[..., Any]:
             raise named from error
         finally:
             reading.inside = False
+            if guard is not None:
+                guard.close()
 
     return _call_impl
 
@@ -231,15 +237,24 @@ def _methods_that_read(cls: type, names: tuple[str, ...]) -> dict[str, Any]:
         if len(inspect.signature(method).parameters) > 1:
             code = getattr(inspect.unwrap(method), "__code__", None)
             if code is not None and not set(names).isdisjoint(code.co_names):
-                found[name] = _reading_method(method)
+                found[name] = _reading_method(name, method)
     return found
 
 
-def _reading_method(method: Callable[..., Any]) -> Callable[..., Any]:
+def _reading_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def read(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        record = record_of(self)
+        outermost = record is not None and not record.reading.inside and not torch.compiler.is_compiling()
+        guard = record.reading.guard if record is not None and outermost else None
         with reading_locally(self):
-            return method(self, *args, **kwargs)
+            if guard is None:
+                return method(self, *args, **kwargs)
+            try:
+                guard.enter(self, name, args, kwargs)
+                return guard.leave(self, name, method(self, *args, **kwargs))
+            finally:
+                guard.close()
 
     return read
 
@@ -275,8 +290,8 @@ def _parameter_property(name: str, computed: Any = None) -> property:
             local = local_view(parameters[name], held)
         if held is not None and local is not None and not torch.compiler.is_compiling():
             marks = looking_on()
-            if marks is not None and (held.dim is not None or (held.gradient != "local" and local.requires_grad)):
-                marks.add(local)
+            if marks is not None and (held.dim is not None or held.gradient != "local"):
+                marks.add(local, PART if held.dim is not None else GRADIENT)
         return local
 
     def write(self: nn.Module, value: Any) -> None:

@@ -1,0 +1,157 @@
+"""What leaves a sharded model by another door than its output: whole, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from other_ways import Mlp, X
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import autoplan
+from autoplan.check.ranks.common import RankError
+from autoplan.check.ranks.run import run_ranks
+from autoplan.common.errors import AutoplanError, UnprovenPlanWarning
+
+
+class Keeping(Mlp):
+    """Keeps a part, a whole value, and a state for the next call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: Any = 0.0
+
+    def forward(self, x: torch.Tensor, **flags: Any) -> torch.Tensor:
+        h = self.up(x).tanh()
+        self.part, self.whole, self.losses = h, x.mean(), [h.cos()]
+        self.found = {"hidden": h, "input": x}
+        y = h + 0.5 * self.state
+        self.state = h.detach()
+        return x + self.down(y)
+
+
+class Net(nn.Module):
+    def __init__(self, block: type[nn.Module] = Mlp) -> None:
+        super().__init__()
+        self.block, self.head = block(), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(x))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block.up(x)
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x).tanh()
+
+
+def on_ranks(block: type[nn.Module], run: Callable[[nn.Module], Any], **options: Any) -> Any:
+    """What `run` gives of the sharded model on a rank, and what it gives of the whole one."""
+    torch.manual_seed(0)
+    model = Net(block).double().eval()
+    plan = autoplan.plan(model, 2, inputs={"x": X})
+    assert plan.proof.ok
+
+    def sharded(rank: int) -> Any:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        return run(autoplan.parallelize(copy.deepcopy(model), mesh, plan, **options))
+
+    return run_ranks(sharded, 2)[0], run(copy.deepcopy(model))
+
+
+def refused(block: type[nn.Module], run: Callable[[nn.Module], Any], message: str) -> None:
+    with pytest.raises(RankError, match=message) as caught:
+        on_ranks(block, run)
+    assert isinstance(caught.value.__cause__, AutoplanError)
+
+
+@pytest.mark.parametrize("read", ["part", "losses[0]", 'found["hidden"]'])
+def test_a_kept_part_is_refused_where_it_is_used(read: str) -> None:
+    def run(model: nn.Module) -> Any:
+        model(X)
+        return eval(f"block.{read}", {"block": model.block}).sum()
+
+    refused(Keeping, run, rf"block\.{read.split('[')[0]}.* is of one rank")
+
+
+def test_kept_whole_values_and_names_of_parts_can_be_read() -> None:
+    def run(model: nn.Module) -> Any:
+        model(X)
+        return model.block.whole, model.block.found["input"].sum(), model.block.part is None
+
+    got, want = on_ranks(Keeping, run)
+    torch.testing.assert_close(got, want)
+
+
+def test_a_state_is_carried_from_call_to_call_and_into_copies() -> None:
+    def run(model: nn.Module) -> Any:
+        with torch.no_grad():
+            first = model(X), model(2 * X)
+            return (*first, copy.deepcopy(model)(X), model(X))
+
+    got, want = on_ranks(Keeping, run)
+    torch.testing.assert_close(got, want)
+
+
+def test_kept_parts_are_warned_of() -> None:
+    with pytest.warns(UnprovenPlanWarning, match=r"of one rank: .*block\.part"):
+        on_ranks(Keeping, lambda model: model(X).sum(), path_guard="warn")
+
+
+def hooked(name: str, hook: Callable[..., Any], register: str = "register_forward_hook") -> Callable[[nn.Module], Any]:
+    def run(model: nn.Module) -> Any:
+        for _ in range(4):  # of one kind with others, but for the hook
+            model(X)
+        handle = getattr(model.get_submodule(name), register)(hook)
+        with torch.no_grad():
+            model(X)
+        output = model(X)
+        handle.remove()
+        return output.full_tensor() if isinstance(output, DTensor) else output
+
+    return run
+
+
+SEEN: list[Any] = []
+BAD_HOOKS: dict[str, tuple[str, Callable[..., Any], str]] = {
+    "kept part": ("block.up", lambda module, args, output: SEEN.append(output), "register_forward_hook"),
+    "changed part": ("block.up", lambda module, args, output: output.softmax(-1), "register_forward_hook"),
+    "part before": ("block.down", lambda module, args: (args[0].softmax(-1),), "register_forward_pre_hook"),
+    "gradient of a part": ("block.up", lambda module, before, after: SEEN.append(after), "register_full_backward_hook"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_HOOKS)
+def test_a_hook_that_is_given_a_part_is_refused(name: str) -> None:
+    place, hook, register = BAD_HOOKS[name]
+    refused(Mlp, hooked(place, hook, register), rf"a (backward )?hook on {place.replace('.', '[.]')} .*is given")
+
+
+GOOD_HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "looks at nothing": ("block.up", lambda module, args, output: None),
+    "a norm without gradient": ("block", lambda module, args, output: SEEN.append(output.detach().norm())),
+    "a shape": ("block.down", lambda module, args, output: SEEN.append(output.shape)),
+    "goes on": ("block", lambda module, args, output: output),
+}
+
+
+@pytest.mark.parametrize("name", GOOD_HOOKS)
+def test_a_hook_on_whole_values_runs(name: str) -> None:
+    got, want = on_ranks(Mlp, hooked(*GOOD_HOOKS[name]))
+    torch.testing.assert_close(got, want)
+
+
+def test_a_module_called_by_itself_is_whole_or_refused() -> None:
+    def whole(model: nn.Module) -> Any:
+        with torch.no_grad():
+            return model.block(X), model.features(X), model(X)
+
+    got, want = on_ranks(Mlp, whole)
+    torch.testing.assert_close(got, want)
+    refused(Mlp, lambda model: model.block.up(X), r"block\.up \(Linear\) was called by itself")
+    refused(Mlp, lambda model: (model(X), model.encode(X)), r"block\.up \(Linear\) was called by itself")
