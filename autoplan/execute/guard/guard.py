@@ -74,10 +74,8 @@ _ONE_PART, _PARTS_OF_GRADIENT = "one rank's part of a value", "a value of whose 
 
 
 def guard_of(model: nn.Module, plan: Plan, action: str, group: RankGroup, edits: Iterable[Any]) -> PathGuard | None:
-    """The guard of a model that is about to be sharded; None where it has no code of its own, or the plan knows no ways
-    of this Python."""
-    known = any(one.code.startswith(f"{PYTHON}:") for one in plan.paths)
-    if action == "off" or group.size == 1 or not known or not has_own_code(model):
+    """The guard of a model that is about to be sharded, if it shall have one."""
+    if action == "off" or group.size == 1:
         return None
     edited = [(name, attribute) for name, attribute, *_ in edits]
     kernels = frozenset(kernel.name for kernel in optional_kernels(model) if kernel.installed)
@@ -112,6 +110,8 @@ class PathGuard:
     ) -> None:
         self.model = model
         self.ways = ways_of(plan.paths)
+        # Else it looks at doors only: all code is trusted, or the plan knows no ways of this Python.
+        self.compares = has_own_code(model) and any(one.code.startswith(f"{PYTHON}:") for one in plan.paths)
         self.kernels = kernels
         self.action, self.group, self.edited = action, group, edited
         self.situations = Situations()
@@ -120,7 +120,9 @@ class PathGuard:
         self.told_unguarded = False
         self.asked: tuple[Any, Any] = ((), ())
         self.kept, self.listeners = Kept(), Listeners(model)
+        self.hooked: set[Any] = set()  # hooks and kinds of calls that were followed together
         self.by_itself = False  # is it another call than the model's that is followed?
+        self.together = False  # do all ranks follow it?
 
     # ------------------------------------------------------------------ any outermost call of a module
 
@@ -130,7 +132,7 @@ class PathGuard:
         self.kept.give_back()
         if (module is self.model and not method) or torch._C._current_graph_task_id() != -1:
             return
-        self.begin(module, {f"{id(module)}.{method}": (args, kwargs)})
+        self.begin(module, {f"{id(module)}.{method}": (args, kwargs)}, by_itself=True)
         self.by_itself = self.running is not None
 
     def leave(self, module: nn.Module, method: str, output: Any) -> Any:
@@ -160,12 +162,14 @@ class PathGuard:
 
     # ------------------------------------------------------------------ the model's own forward
 
-    def begin(self, model: nn.Module, given: dict[str, Any]) -> None:
-        """A call begins: it is followed if it is new."""
-        kind, numbers = self.situations.of(model, given)
-        self.asked = (self.listeners.look(), *kind), numbers
-        kind, numbers = self.asked
-        if not self.situations.is_new(kind, numbers) or _has_no_values(given):
+    def begin(self, model: nn.Module, given: dict[str, Any], by_itself: bool = False) -> None:
+        """A call begins: it is followed if it is new, or has hooks that are. (One rank may have hooks of its own.)"""
+        hooks = self.listeners.look()
+        if not (hooks or self.compares or by_itself):
+            return
+        kind, numbers = self.asked = self.situations.of(model, given)
+        self.together = (self.compares or by_itself) and self.situations.is_new(kind, numbers)
+        if not (self.together or (hooks and (hooks, kind) not in self.hooked)) or _has_no_values(given):
             return
         if sys.gettrace() is not None:
             if not self.told_unguarded:
@@ -193,14 +197,17 @@ class PathGuard:
         watch = self.stop()
         if watch is None:
             return
-        strayed = torch.tensor([float(bool(watch.strays or watch.doors))], device=device)
-        others = bool(all_reduce(strayed, self.group, "max").item())
-        self._add(watch)
-        if others:
+        refused = bool(watch.strays)
+        if self.together:
+            refused = bool(all_reduce(torch.tensor([float(refused)], device=device), self.group, "max").item())
+        if refused or watch.doors:
             self._refuse(watch)
+        self._add(watch)
 
     def _add(self, watch: _Watch) -> None:
-        self.situations.add(*self.asked, always=watch.reads_values or watch.host_draws())
+        self.hooked.add((self.listeners.key, self.asked[0]))
+        if self.together:
+            self.situations.add(*self.asked, always=watch.reads_values or watch.host_draws())
         with torch._C.DisableTorchFunction():
             found = self.kept.note(self.model, self.situations.keepers, watch.marks)
         if found and self.action != "refuse":
@@ -218,7 +225,7 @@ class PathGuard:
 
     def _say(self, text: str, hint: str) -> None:
         if self.action == "refuse":
-            self.situations.kinds.pop(self.asked[0], None)  # and so it does the next time
+            self.situations.kinds.pop(self.asked[0], None)  # and so it is refused the next time
             raise PlanMismatchError(text, hint=hint)
         warnings.warn(f"{text}: what comes of it is unproven", UnprovenPlanWarning, stacklevel=2)
 
@@ -227,6 +234,7 @@ class PathGuard:
         made.__dict__.update(vars(self))
         made.situations, made.running, made.mode = Situations(), None, None
         made.model = memo.get(id(self.model), self.model)
+        made.hooked = set()
         made.kept, made.listeners = copy.deepcopy(self.kept, memo), copy.deepcopy(self.listeners, memo)
         return made
 
@@ -273,7 +281,9 @@ class _Watch(Tracer):
         if known is None and facts.code in self.guard.listeners.codes:
             follower.known = _EVERY
             self._hook(frame)
-        elif not self.guard.kernels.isdisjoint((*frame.f_code.co_names, frame.f_code.co_name)):
+        elif not self.guard.compares or not self.guard.kernels.isdisjoint(
+            (*frame.f_code.co_names, frame.f_code.co_name)
+        ):
             follower.known = _EVERY
         elif known is None:
             follower.known = set()

@@ -12,6 +12,7 @@ from other_ways import Mlp, X
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoplan
 from autoplan.check.ranks.common import RankError
@@ -155,3 +156,62 @@ def test_a_module_called_by_itself_is_whole_or_refused() -> None:
     torch.testing.assert_close(got, want)
     refused(Mlp, lambda model: model.block.up(X), r"block\.up \(Linear\) was called by itself")
     refused(Mlp, lambda model: (model(X), model.encode(X)), r"block\.up \(Linear\) was called by itself")
+
+
+def llama() -> nn.Module:
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=32,
+    )
+    return LlamaForCausalLM(config).double().eval()
+
+
+LLAMA_CALLS: dict[str, tuple[str, Callable[[nn.Module], Any]]] = {
+    "a hook on queries": ("a hook on model.layers.0.self_attn.q_proj", lambda m: m.model.layers[0].self_attn.q_proj),
+    "a hook on a layer": ("", lambda m: m.model.layers[0]),
+}
+
+
+@pytest.mark.parametrize("name", LLAMA_CALLS)
+def test_hooks_in_trusted_code_are_looked_at_too(name: str) -> None:
+    """Of one rank alone, as who logs has them."""
+    message, pick = LLAMA_CALLS[name]
+    model, ids = llama(), torch.arange(6)[None]
+    plan = autoplan.plan(model, 2)
+
+    def run(rank: int) -> Any:
+        sharded = autoplan.parallelize(
+            copy.deepcopy(model), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan
+        )
+        if rank == 0:
+            pick(sharded).register_forward_hook(lambda module, args, output: SEEN.append(output))
+        with torch.no_grad():
+            return sharded(ids).logits
+
+    if message:
+        with pytest.raises(RankError, match=message.replace(".", "[.]")):
+            run_ranks(run, 2)
+    else:
+        torch.testing.assert_close(run_ranks(run, 2)[0], model(ids).logits.detach())
+
+
+def test_modules_of_trusted_code_called_by_themselves() -> None:
+    model, ids = llama(), torch.arange(6)[None]
+    plan = autoplan.plan(model, 2)
+
+    def run(rank: int) -> Any:
+        sharded: Any = copy.deepcopy(model)
+        autoplan.parallelize(sharded, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan)
+        with torch.no_grad():
+            states = sharded.model(ids).last_hidden_state
+            with pytest.raises(AutoplanError, match="mlp[.]up_proj .*was called by itself"):
+                sharded.model.layers[0].mlp.up_proj(states)
+            return states, sharded.get_input_embeddings()(ids)
+
+    whole: Any = model
+    for got in run_ranks(run, 2):
+        torch.testing.assert_close(got, (whole.model(ids).last_hidden_state, whole.get_input_embeddings()(ids)))
