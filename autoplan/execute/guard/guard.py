@@ -10,7 +10,7 @@ the function has to do, from there on, with a value that is not whole, or whose 
 one to a torch function or a module, or returns one (marks.py); or where it reads a count that is a rank's own.
 Optional kernels have a guard of their own (execute/calls/kernel_guard.py): ways to them are left to it.
 
-What leaves the model by another door than its output is refused too, by name (doors.py), and so is a module that is
+What leaves the model by another way than its output is refused too, by name (exits.py), and so is a module that is
 called by itself and returns what a rank has of a value.
 
 Ranks may go different ways (a rank's part may be smaller). So nothing is raised in the middle: at the end of the call
@@ -46,7 +46,7 @@ from autoplan.common.code.ways import (
 from autoplan.common.errors import PlanMismatchError, UnprovenPlanWarning
 from autoplan.common.nested import flatten_tensors
 from autoplan.execute.collectives import RankGroup, all_reduce
-from autoplan.execute.guard.doors import Kept, Listeners, loads_of
+from autoplan.execute.guard.exits import Kept, Listeners, loads_of
 from autoplan.execute.guard.marks import GRADIENT, PART, Marks, this
 from autoplan.execute.guard.situations import Situations
 from autoplan.execute.parameters.held import record_of
@@ -110,7 +110,7 @@ class PathGuard:
     ) -> None:
         self.model = model
         self.ways = ways_of(plan.paths)
-        # Else it looks at doors only: all code is trusted, or the plan knows no ways of this Python.
+        # Else it looks at exits only: all code is trusted, or the plan knows no ways of this Python.
         self.compares = has_own_code(model) and any(one.code.startswith(f"{PYTHON}:") for one in plan.paths)
         self.kernels = kernels
         self.action, self.group, self.edited = action, group, edited
@@ -145,7 +145,7 @@ class PathGuard:
                 what = _ONE_PART if kind == PART else _PARTS_OF_GRADIENT
                 called = ".".join(filter(None, (self._name_of(module), method))) or "the model"
                 self._say(f"{called} ({type(module).__name__}) was called by itself and returns {what}", _BY_ITSELF)
-            elif watch.strays or watch.doors:
+            elif watch.strays or watch.exits:
                 self._refuse(watch)
             self._add(watch)
         return output
@@ -200,7 +200,7 @@ class PathGuard:
         refused = bool(watch.strays)
         if self.together:
             refused = bool(all_reduce(torch.tensor([float(refused)], device=device), self.group, "max").item())
-        if refused or watch.doors:
+        if refused or watch.exits:
             self._refuse(watch)
         self._add(watch)
 
@@ -215,8 +215,8 @@ class PathGuard:
             self._say(f"what modules keep is of one rank: {', '.join(found)}", "")
 
     def _refuse(self, watch: _Watch) -> None:
-        if watch.doors:
-            self._say("; ".join(watch.doors), _HOOKS)
+        if watch.exits:
+            self._say("; ".join(watch.exits), _HOOKS)
             return
         strays = watch.strays
         shown = "; ".join(list(strays)[:_SHOWN]) or "another rank"
@@ -260,7 +260,7 @@ class _Watch(Tracer):
         for name, attribute in guard.edited:
             self.counts.setdefault(id(guard.model.get_submodule(name)), set()).add(attribute)
         self.strays: dict[str, None] = {}
-        self.doors: dict[str, None] = {}  # sentences
+        self.exits: dict[str, None] = {}  # sentences
         self.escaping: dict[int, tuple[torch.Tensor, str]] = {}  # whole values that a hook was given, and its words
         self.reads_values = False
         self.before = _host_state()
@@ -307,7 +307,7 @@ class _Watch(Tracer):
             given = frame.f_locals.get(argument)
             kind = self.marks.kind_in(given)
             if kind == PART:
-                self.doors[f"{words} {_ONE_PART}"] = None
+                self.exits[f"{words} {_ONE_PART}"] = None
             elif kind == GRADIENT:
                 text = f"{words} {_PARTS_OF_GRADIENT}"
                 self.escaping.update(
@@ -319,7 +319,7 @@ class _Watch(Tracer):
             if sum(loads_of(frame.f_code).values()) == 1:  # it may return what it was given
                 for _, tensor in flatten_tensors(value):
                     self.escaping.pop(id(tensor), None)
-            self.doors.update((text, None) for _, text in self.escaping.values())
+            self.exits.update((text, None) for _, text in self.escaping.values())
             self.escaping.clear()
         if follower.strays and self.marks.any_in(value):
             self._touch(follower)
@@ -340,7 +340,7 @@ class _Watch(Tracer):
             given = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
             if any(one.requires_grad and one.data_ptr() in places for _, one in flatten_tensors((given, value))):
                 name = self.guard._name_of(module) or "the model"
-                self.doors[f"a backward hook on {name} is given gradients of which each rank makes a part"] = None
+                self.exits[f"a backward hook on {name} is given gradients of which each rank makes a part"] = None
         return partial(self._backward_hook, module)
 
     def _stray(self, follower: Follower, offset: int | None) -> None:

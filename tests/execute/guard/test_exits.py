@@ -1,4 +1,4 @@
-"""What leaves a sharded model by another door than its output: whole, or refused by name."""
+"""What leaves a sharded model by another way than its output: whole, or refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other doors than a model's output: what its modules keep, and hooks of others on modules inside.
+"""Other exits than a model's output: what its modules keep, and hooks of others on modules inside.
 
 A plan says how what the model returns lies on ranks. What a module keeps as an attribute (`self.p = softmax(...)`) and
 what a hook on a module inside is given may be a rank's part, or have a gradient of which each rank makes a part, and
