@@ -35,7 +35,7 @@ SPOILT = {
     "routing": "SharedBlock",
     "shared_plans": "SameVariant",
     "sizes": "LengthEqualsWidth",
-    "state": "LazyTable",
+    "state": "LazyHiddenScale",
     "streams": "StackedRmsOfEachHead",
 }
 

@@ -107,7 +107,8 @@ def _judged(case: Case, setting: Setting, name: str, steps: list[Step], fault: s
         proven = made.proof.ok if hasattr(made, "proof") else None
         where = "parallelize"
         mesh = init_device_mesh("cpu", (setting.tp,), mesh_dim_names=("tp",))
-        sharded = autoplan.parallelize(build(case), mesh, made, **case.options)
+        unguarded = {"path_guard": "off"} if fault else {}  # a planted fault is code that the plan never saw
+        sharded = autoplan.parallelize(build(case), mesh, made, **case.options, **unguarded)
         split = sum(isinstance(p, DTensor) and not p.placements[0].is_replicate() for p in sharded.parameters())
         with _planted(fault, sharded):
             worst, at, names = 0.0, "", iter([*(step.name for step in steps), "end"])

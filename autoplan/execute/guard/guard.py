@@ -328,7 +328,7 @@ class _Watch(Tracer):
         given = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
         if self.marks.any_in(given):
             self._touch_above(frame.f_back)
-        if id(frame.f_locals.get("self")) not in self.guard.listeners.backward:
+        if not self.guard.compares or id(frame.f_locals.get("self")) not in self.guard.listeners.backward:
             return None
         frame.f_trace_lines = frame.f_trace_opcodes = False
         return partial(self._backward_hook, frame.f_locals["self"])
