@@ -19,6 +19,7 @@ __all__ = ["Diagnosis", "Moved", "examine"]
 _TABLES = (
     ("autoplan.patches.registry", "PATCHES"),
     ("autoplan.doctor.private_torch", "TORCH"),
+    ("autoplan.doctor.private_modules", "MODULES"),
     ("autoplan.doctor.private_fsdp", "FSDP"),
     ("autoplan.doctor.private_engines", "ENGINES"),
     ("autoplan.doctor.private_others", "OTHERS"),
