@@ -165,7 +165,7 @@ class PathGuard:
     def begin(self, model: nn.Module, given: dict[str, Any], by_itself: bool = False) -> None:
         """A call begins: it is followed if it is new, or has hooks that are. (One rank may have hooks of its own.)"""
         hooks = self.listeners.look()
-        if not (hooks or self.compares or by_itself):
+        if self.running is not None or not (hooks or self.compares or by_itself):  # a method may call the model
             return
         kind, numbers = self.asked = self.situations.of(model, given)
         self.together = (self.compares or by_itself) and self.situations.is_new(kind, numbers)
@@ -192,9 +192,14 @@ class PathGuard:
             self.mode.__exit__(None, None, None)
         return watch
 
+    def abandon(self) -> None:
+        """The model's own forward is left, by an error too."""
+        if not self.by_itself:
+            self.stop()
+
     def end(self, device: torch.device) -> None:
         """It has come to its end: raise on all ranks if one of them strayed."""
-        watch = self.stop()
+        watch = None if self.by_itself else self.stop()
         if watch is None:
             return
         refused = bool(watch.strays)

@@ -344,7 +344,7 @@ class Root:
     def clean_up(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self.running.depth -= 1
         if self.guard is not None and self.running.depth == 0 and not torch.compiler.is_compiling():
-            self.guard.stop()
+            self.guard.abandon()
         self.running.loss &= self.running.depth > 0  # a head that is called by itself gives its columns
         if self.running.depth == 0 and self.running.randomness.active:
             self.running.randomness.end()

@@ -158,6 +158,30 @@ def test_a_module_called_by_itself_is_whole_or_refused() -> None:
     refused(Mlp, lambda model: (model(X), model.encode(X)), r"block\.up \(Linear\) was called by itself")
 
 
+class Scoring(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        return (self(x) * self.scale).sum()
+
+
+def test_a_method_that_reads_parameters_may_call_the_model() -> None:
+    model = Scoring().double().eval()
+    plan = autoplan.plan(model, 2, inputs={"x": X})
+
+    def run(rank: int) -> Any:
+        sharded: Any = copy.deepcopy(model)
+        autoplan.parallelize(sharded, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan)
+        with torch.no_grad():
+            return [sharded.score(X) for _ in range(3)], torch.overrides._get_current_function_mode_stack()
+
+    for scores, modes in run_ranks(run, 2):
+        torch.testing.assert_close(scores, [model.score(X).detach()] * 3)
+        assert not modes
+
+
 def llama() -> nn.Module:
     config = LlamaConfig(
         hidden_size=16,
