@@ -133,6 +133,13 @@ def _marked_as_parameters() -> bool:
     return isinstance(made, torch.nn.Parameter)
 
 
+def _compiles_its_call() -> bool:
+    module = nn.Identity()
+    before = module._compiled_call_impl
+    module.compile(backend="eager")
+    return before is None and module._compiled_call_impl is not None
+
+
 MODULES = (
     Private(
         "torch.nn.modules.dropout._DropoutNd",
@@ -225,6 +232,11 @@ MODULES = (
         "torch.nn.Module._call_impl",
         "the path guard sees there what a module is called with",
         lambda: torch.nn.Module._call_impl.__code__.co_filename == inspect.getfile(torch.nn.Module),
+    ),
+    Private(
+        "torch.nn.Module._compiled_call_impl",
+        "the path guard does not look at modules that run compiled",
+        _compiles_its_call,
     ),
     Private("torch.nn.Module._apply", "a block that converts itself in its forward must keep its DTensors", _converted),
     Private(

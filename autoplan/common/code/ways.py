@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -204,6 +205,8 @@ class Paused(TorchFunctionMode):
         self.tracer = tracer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():  # a function that the model compiles takes the mode along
+            return func(*args, **(kwargs or {}))
         traced = sys.gettrace() is not None
         follow(None)
         try:

@@ -171,6 +171,8 @@ class PathGuard:
         self.together = (self.compares or by_itself) and self.situations.is_new(kind, numbers)
         if not (self.together or (hooks and (hooks, kind) not in self.hooked)) or _has_no_values(given):
             return
+        if _runs_compiled(self.model):
+            return
         if sys.gettrace() is not None:
             if not self.told_unguarded:
                 self.told_unguarded = True
@@ -248,6 +250,17 @@ def _has_no_values(given: dict[str, Any]) -> bool:
     """Is it a run on shapes alone?"""
     tensors = [tensor for _, tensor in flatten_tensors(given)]
     return any(one.is_meta for one in tensors) or torch._guards.detect_fake_mode(tensors) is not None
+
+
+def _runs_compiled(model: nn.Module) -> bool:
+    """Does a part of it run compiled, or is it called by compiled code? The mode would be compiled along."""
+    if any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in model.modules()):
+        return True
+    dynamo = getattr(sys.modules.get("torch._dynamo.eval_frame"), "__file__", None)
+    frame: FrameType | None = sys._getframe() if dynamo else None
+    while frame is not None and frame.f_code.co_filename != dynamo:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _host_state() -> tuple[Any, bytes]:
