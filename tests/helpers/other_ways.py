@@ -42,6 +42,15 @@ class Flag(Mlp):
         return x + self.down(h)
 
 
+class Rounds(Mlp):
+    """The first round is given an argument, which has no gradient; the second what the first computed."""
+
+    def forward(self, x: torch.Tensor, rounds: int = 1) -> torch.Tensor:
+        for _ in range(rounds):
+            x = x + self.down(self.up(x).tanh())
+        return x
+
+
 class LeftOut(Mlp):
     """The other way leaves something out, and runs no line that is new."""
 
@@ -275,6 +284,7 @@ CASES: dict[str, Case] = {
     "an exception": Case(Tried, {"scale": None}),
     "an early return": Case(EarlyReturn, {"early": True}),
     "a loop": Case(Loop, {"rounds": 1}),
+    "a second round": Case(Rounds, {"rounds": 2}),
     "match": Case(Match, {"kind": "norm"}),
     "a dict of functions": Case(Dispatch, {"kind": "norm"}),
     "getattr": Case(Getattr, {"kind": "norm"}),

@@ -3,10 +3,8 @@
 KNOWN: dict[str, str] = {
     "doors/HookOnBlock@tp2": "a sound hook is refused: ranks sum the gradient of a block's output behind the hook",
     "doors/WeightUsedOutside@tp2": "raw: outside of the model a weight is a DTensor, and torch mixes none with tensors",
-    "flags/PowerLoop@tp2": "a layer was given an argument, and a loop gives it what was computed: no sum",
     "odd/LoraMerging@tp2": "a sound model is refused: eval mode merges a whole matrix into a split weight",
     "sizes/BatchEqualsHidden@tp2": "a size of a part is compared with another size, and both outcomes are known",
-    "state/HeadsChangedBetween@tp2": "the number of heads is set after sharding",
     "state/KeepsHiddenOfCallBefore@tp2": "a shape of a part is compared with numbers, and both outcomes are known",
     "state/LazyTable@tp2": "a sound model is refused: a later call finds its table in a function that works on parts",
 }

@@ -47,14 +47,15 @@ Ways = dict[tuple[str, str], set[str]]  # by place and hash of the code
 class CodeFacts:
     """What of a code object must be known while it runs.
 
-    `going_on`: for each branch the offsets at which code goes on that does not jump. `stores`: the attributes that it
-    sets.
+    `going_on`: for each branch the offsets at which code goes on that does not jump. `loops`: the heads of its `for`
+    loops. `stores`: the attributes that it sets.
     """
 
     code: CodeType
     place: str
     hash: str
     going_on: dict[int, tuple[int, ...]]
+    loops: frozenset[int]
     handlers: frozenset[int]
     stores: tuple[str, ...]
 
@@ -100,6 +101,7 @@ def _read(code: CodeType, module: str) -> CodeFacts:
         f"{module}:{code.co_qualname}:{code.co_firstlineno}",
         f"{PYTHON}:{code_hash(code)}",
         going_on,
+        frozenset(one.offset for one in instructions if one.opname == "FOR_ITER"),
         frozenset(one.offset for one in instructions if one.opname == _FIRST_OF_HANDLER),
         tuple(dict.fromkeys(one.argval for one in instructions if one.opname == "STORE_ATTR")),
     )
@@ -160,26 +162,34 @@ class Tracer:
 
 
 class Follower:
-    """One running frame. `known`: the ways of its code of which nothing more need be said."""
+    """One running frame. `known`: the ways of its code of which nothing more need be said.
 
-    __slots__ = ("before", "facts", "frame", "known", "strays", "touched", "tracer")
+    Ways are "12+" and "12-" (a branch goes on, or jumps), "12++" (a loop begins a second round: what its body is given
+    was computed by the round before), "12" (an error is handled) and "12>c0ffee" (a function is called).
+    """
+
+    __slots__ = ("before", "earlier", "facts", "frame", "known", "strays", "touched", "tracer")
 
     def __init__(self, tracer: Tracer, facts: CodeFacts, frame: FrameType) -> None:
         self.tracer, self.facts, self.frame = tracer, facts, frame
-        self.before = -1
+        self.before = self.earlier = -1
         self.known: set[str] = set()
         self.touched = False
         self.strays: list[str] = []
 
     def step(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "opcode":
-            at, before = frame.f_lasti, self.before
-            self.before = at
+            at, before, earlier = frame.f_lasti, self.before, self.earlier
+            self.before, self.earlier = at, before
             going_on = self.facts.going_on.get(before)
             if going_on is not None:
                 way = f"{before}+" if at in going_on else f"{before}-"
                 if way not in self.known:
                     self.tracer.on_way(self, way)
+                if earlier > before and at in going_on and before in self.facts.loops:
+                    way = f"{before}++"
+                    if way not in self.known:
+                        self.tracer.on_way(self, way)
             if at in self.facts.handlers and str(at) not in self.known:
                 self.tracer.on_way(self, str(at))
         elif event == "return":

@@ -115,6 +115,7 @@ class PathGuard:
         self.kernels = kernels
         self.action, self.group, self.edited = action, group, edited
         self.situations = Situations()
+        self.counts: list[tuple[dict[str, Any], str, Any, str]] = []  # as the plan set them: where, name, value, words
         self.running: _Watch | None = None
         self.mode: Paused | None = None
         self.told_unguarded = False
@@ -123,6 +124,7 @@ class PathGuard:
         self.hooked: set[Any] = set()  # hooks and kinds of calls that were followed together
         self.by_itself = False  # is it another call than the model's that is followed?
         self.together = False  # do all ranks follow it?
+        self._note_counts()
 
     # ------------------------------------------------------------------ any outermost call of a module
 
@@ -165,6 +167,7 @@ class PathGuard:
     def begin(self, model: nn.Module, given: dict[str, Any], by_itself: bool = False) -> None:
         """A call begins: it is followed if it is new, or has hooks that are. (One rank may have hooks of its own.)"""
         hooks = self.listeners.look()
+        self._check_counts()
         if self.running is not None or not (hooks or self.compares or by_itself):  # a method may call the model
             return
         kind, numbers = self.asked = self.situations.of(model, given)
@@ -184,6 +187,25 @@ class PathGuard:
         self.mode.__enter__()
         this.marks = self.running.marks
         follow(self.running.enter)
+
+    def _note_counts(self) -> None:
+        for name, attribute in self.edited if self.compares else ():
+            module = self.model.get_submodule(name)
+            holder, _, key = attribute.rpartition(".")
+            state = vars(vars(module)[holder]) if holder else vars(module)
+            self.counts.append((state, key, state.get(key), f"{name}.{attribute}".lstrip(".")))
+
+    def _check_counts(self) -> None:
+        """Raise where somebody set a count that the plan made a rank's own: a number for all ranks would be read as one
+        for each."""
+        if not self.counts:  # a copy
+            self._note_counts()
+        for state, key, value, words in self.counts:
+            if state.get(key) is not value and state.get(key) != value:
+                raise PlanMismatchError(
+                    f"{words} is {state.get(key)}; sharding had set it to {value}, this rank's own count",
+                    hint="set it before the model is sharded, and plan again",
+                )
 
     def stop(self) -> _Watch | None:
         """It is followed no longer: at its end, or on the way out of an error."""
@@ -239,7 +261,7 @@ class PathGuard:
     def __deepcopy__(self, memo: dict[int, Any]) -> PathGuard:
         made = memo[id(self)] = object.__new__(PathGuard)
         made.__dict__.update(vars(self))
-        made.situations, made.running, made.mode = Situations(), None, None
+        made.situations, made.counts, made.running, made.mode = Situations(), [], None, None
         made.model = memo.get(id(self.model), self.model)
         made.hooked = set()
         made.kept, made.listeners = copy.deepcopy(self.kept, memo), copy.deepcopy(self.listeners, memo)

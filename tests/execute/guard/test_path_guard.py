@@ -123,6 +123,37 @@ def test_a_refused_call_is_refused_again_and_a_known_one_runs() -> None:
     assert run_ranks(run, case.tp) == [(2, True, True)] * case.tp
 
 
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o, self.heads = nn.Linear(16, 48), nn.Linear(16, 16), 4
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, _ = x.shape
+        q, k, v = self.qkv(x).view(b, s, 3, self.heads, 4).permute(2, 0, 3, 1, 4)
+        y = (q @ k.transpose(-1, -2)).softmax(-1) @ v
+        return x + self.o(y.transpose(1, 2).reshape(b, s, self.heads * 4))
+
+
+def test_a_count_that_is_set_after_sharding_is_refused() -> None:
+    model = Counted().double()
+    plan = autoplan.plan(model, 2, inputs={"x": X})
+
+    def run(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        sharded: Any = autoplan.parallelize(copy.deepcopy(model), mesh, plan)
+        sharded(X)
+        before = sharded.heads
+        sharded.heads = model.heads
+        with pytest.raises(AutoplanError) as error:
+            sharded(X)
+        sharded.heads = before
+        sharded(X)
+        return str(error.value)
+
+    assert "heads is 4; sharding had set it to 2" in run_ranks(run, 2)[0]
+
+
 def test_the_trace_of_a_debugger_is_left_alone() -> None:
     case = CASES["a flag"]
     model, plan = planned(case)
