@@ -73,7 +73,7 @@ def plan(
 
     `inputs` are example arguments of the forward, where autoplan cannot make them itself. `sequence_parallel` cuts the
     stream between split regions along the sequence too; where a model does not allow it, a finding says why and the
-    plan is without. `strict` raises where an axis does not divide by `tp_size`. Where the blocks of a quantised weight
+    plan is without. `strict` raises where an axis is not divisible by `tp_size`. Where the blocks of a quantised weight
     do not divide, `uneven="blocks"` gives some ranks one more than others. `prove` is "graph" (default), "ranks"
     (all that `verify` does, too) or "none". The trial on simulated ranks may take `trial_seconds`; where they run out
     the plan says so, and is not proven. `rules` is a folder of rules and plans of one's own, which count before ours
@@ -116,7 +116,7 @@ def parallelize(
     checkpointing, then FSDP2 over "dp_shard" (also called dp, fsdp or dp_shard_cp; "dp_replicate" before it makes
     HSDP). `mesh_dims={"tp": name}` names mesh dims differently; cp and pp are left alone. Without a `plan` one is made
     for the mesh. It may be anything that `autoplan.plan` takes as a source: what comes in a foreign dialect is audited
-    first. A plan that was found wrong is refused, and one that could not be proven is warned of, unless `check=False`;
+    first. A plan that failed verification is refused, and one that could not be proven warns, unless `check=False`;
     `strict` refuses any that was not proven (and, where one is made here, an axis that does not divide). One that was
     edited, or made for other code, is derived once more, and refused if it does not follow from the model.
 

@@ -195,9 +195,9 @@ def _refuse_useless(source: Source, solution: Solution, wish: Wish, packed: tupl
     if wish.strict and odd:
         first = odd[0]
         raise IndivisibleError(
-            f"{source.name}: an axis of {first.size} units in {first.parameters[0][0]} does not divide by "
+            f"{source.name}: an axis of {first.size} units in {first.parameters[0][0]} is not divisible by "
             f"tp={wish.tp_size} ({len(odd)} such axes)",
-            hint=f"choose one of the sizes that divide everything: {legal}",
+            hint=f"choose one of the valid tp sizes: {legal}",
         )
     if wish.strict:
         refuse_parted_blocks(source.name, solution, packed)
@@ -232,7 +232,7 @@ def _findings(
     yield from whole_blocks(made)
     if source.config is None and made.runtime.idle:
         names = ", ".join(made.runtime.idle[:3])
-        text = f"no recorded call runs {names}: what comes of it in others was neither planned nor tried"
+        text = f"{names} never ran while tracing, so it was neither planned nor verified"
         yield Finding("inputs", "warn", "", text, "pass inputs= that reach it")
 
 

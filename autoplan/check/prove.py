@@ -209,7 +209,7 @@ def settle_capabilities(
         report, tried = verify_tried(tried_sizes(source, Sizes(tp_size, ep_size)), None, **how)
     except AutoplanError as error:
         trial = Trial("skipped", error.message, error.hint or _TO_PASS)
-        text = f"derived, not tried on simulated ranks: {trial.why}"
+        text = f"not verified on simulated ranks: {trial.why}"
         return Settled(wanted, trial, (Finding("proof", "warn", "", text, trial.hint),))
     capabilities: Capabilities = report.details["capabilities"]
     first = next((finding for finding in report.findings if finding.level == "error"), None)

@@ -182,7 +182,7 @@ _handed_in: list[Conventions] = []
 
 
 def hand_in(value: Conventions) -> None:
-    """Say whose conventions count: once, from the top of the house."""
+    """Register the library conventions (called once at import)."""
     _handed_in[:] = [value]
 
 

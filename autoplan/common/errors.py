@@ -60,4 +60,4 @@ class PlanRefusedError(AutoplanError):
 
 
 class UnprovenPlanWarning(UserWarning):
-    """A plan that nothing was found wrong with, because it could not be tried, is applied."""
+    """A plan that could not be verified is applied."""

@@ -54,7 +54,7 @@ class Proof:
 
     @property
     def failed(self) -> bool:
-        """Was the plan found wrong?"""
+        """Did the plan fail verification?"""
         if self.wrong or self.trial.outcome == "wrong":
             return True
         return self.method != "none" and not self.ok and self.trial.outcome != "skipped"

@@ -86,7 +86,7 @@ class DoesNotDivide(Reason):
     ranks: int
 
     def __str__(self) -> str:
-        return f"{self.size} does not divide by tp={self.ranks}"
+        return f"{self.size} is not divisible by tp={self.ranks}"
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class NeedsSums(Reason):
 @dataclass(frozen=True)
 class NeverContracted(Reason):
     def __str__(self) -> str:
-        return "no weight contracts it, so cutting it saves nothing"
+        return "no matmul reduces over this dim; sharding it saves no memory"
 
 
 @dataclass(frozen=True)
@@ -322,7 +322,7 @@ class ExpertsDoNotDivide(Reason):
     ranks: int
 
     def __str__(self) -> str:
-        return f"{self.experts} experts do not divide by {self.ranks} ranks"
+        return f"{self.experts} experts are not divisible by {self.ranks} ranks"
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def test_lengths_that_do_not_divide():
     model = resolve("llama").tiny()
     plan = autoplan.plan(model, 2, sequence_parallel=True, prove="none")
     ids = torch.randint(5, 90, (2, 7), generator=torch.Generator().manual_seed(0))
-    with pytest.raises((RankError, IndivisibleError), match="7 does not divide over 2"):
+    with pytest.raises((RankError, IndivisibleError), match="7 is not divisible by 2"):
         _losses(model, plan, ids, "error")
     reference = model(input_ids=ids).logits
     reference.square().mean().backward()

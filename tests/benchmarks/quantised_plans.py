@@ -38,7 +38,7 @@ def line(folder: Path, tp: int) -> tuple[str, bool]:
     parted = [f for f in made.findings if f.check == "quantised" and f.level == "warn"]
     text = (
         f"{folder.name}: {said.removeprefix('stored quantised: ')}; {stored / 1e9:.1f} GB for {plain / 1e9:.1f} GB; "
-        f"legal at tp {', '.join(map(str, made.legal_tp))} ({time.perf_counter() - start:.1f} s)"
+        f"valid tp: {', '.join(map(str, made.legal_tp))} ({time.perf_counter() - start:.1f} s)"
     )
     return "\n    ".join([text, *(f"{f.where}: {f.message} | {f.hint}" for f in parted)]), bool(made.packed)
 

@@ -94,7 +94,7 @@ def test_the_plan_keeps_and_prints_what_it_rests_on(name: str, tmp_path) -> None
     model = MODELS[name]().eval()
     plan = autoplan.plan(model, 2)
     assert plan.entries and plan.proof.ok, plan
-    assert [one.argument for one in plan.fed] and "Fed, as it was derived" in str(plan)
+    assert [one.argument for one in plan.fed] and "Example inputs (inferred" in str(plan)
     plan.save(tmp_path / "plan.yaml")
     assert autoplan.load_plan(tmp_path / "plan.yaml").fed == plan.fed
     assert autoplan.verify(model, plan, tp_size=2, checks=("forward", "second_shape")).ok

@@ -361,7 +361,7 @@ def test_what_is_not_imitated_is_not_run() -> None:
     for config, model, said in (
         (deepspeed(column=r".*embed\.weight$"), None, "embed is of class Embedding"),
         (deepspeed(column=r".*head\.weight$"), decoder(tied=True), "tied"),
-        (deepspeed(column=r".*w1\.weight$"), decoder(mlp=partial(Mlp, hidden=45)), "do not divide by 2"),
+        (deepspeed(column=r".*w1\.weight$"), decoder(mlp=partial(Mlp, hidden=45)), "are not divisible by 2"),
     ):
         report = audited(config, model)
         assert report.details["outcome"] == "untried"

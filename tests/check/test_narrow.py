@@ -50,5 +50,5 @@ def test_a_plan_found_wrong_is_not_applied() -> None:
     plan = autoplan.plan(model, 2, inputs={"input": torch.randn(2, 8)})
     wrong = replace(plan, findings=(Finding("proof", "error", "0", "on simulated ranks it differs"),))
     refuse_disproven(plan)
-    with pytest.raises(PlanRefusedError, match="found wrong when it was made.*\n.*it differs"):
+    with pytest.raises(PlanRefusedError, match="failed verification when it was made.*\n.*it differs"):
         refuse_disproven(wrong)

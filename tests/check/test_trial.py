@@ -142,8 +142,8 @@ def test_what_cannot_be_tried_is_not_called_proven() -> None:
     assert plan.proof.method == "graph" and plan.proof.trial.outcome == "skipped"
     assert not plan.proof.ok and not plan.proof.failed and {entry.proof for entry in plan.entries} == {"unproven"}
     first, *_, last = " ".join(str(plan).split("\n\n")[0].split()), " ".join(str(plan).split("\n\n")[-1].split())
-    assert first.startswith("test_trial.Torn") and "derived, not tried" in first
-    assert last.startswith("Derived, not tried on simulated ranks: ") and "inplace" in last and "pass inputs=" in last
+    assert first.startswith("test_trial.Torn") and "not verified" in first
+    assert last.startswith("Not verified on simulated ranks: ") and "inplace" in last and "pass inputs=" in last
     assert "Proven" not in str(plan)
     (finding,) = [finding for finding in plan.findings if finding.check == "proof"]
     assert finding.level == "warn" and "inplace" in finding.message and "inputs=" in finding.hint
@@ -162,7 +162,7 @@ def test_a_plan_that_is_wrong_on_ranks_failed() -> None:
     assert plan.proof.trial.outcome == "wrong" and plan.proof.failed and not plan.proof.ok
     assert {entry.proof for entry in plan.entries} == {"unproven"}
     assert "Proof failed on simulated ranks: " in str(plan) and "Proven" not in str(plan)
-    with pytest.raises(PlanRefusedError, match="was found wrong when it was made"):
+    with pytest.raises(PlanRefusedError, match="failed verification when it was made"):
         refuse_disproven(plan)
 
 
@@ -204,7 +204,7 @@ def test_a_failed_proof_is_refused_and_a_missing_one_is_not(proof: Proof, refuse
 def test_a_plan_that_was_not_tried_is_applied_with_a_warning() -> None:
     plan = autoplan.Plan("m", 2, proof=Proof("graph", 2, False, trial=Trial("skipped", "no clone", "pass a config")))
     with pytest.warns(
-        UnprovenPlanWarning, match=r"(?s)m at tp=2 is not proven: derived, not tried.*no clone.*pass a config"
+        UnprovenPlanWarning, match=r"(?s)m at tp=2 is not proven: not verified.*no clone.*pass a config"
     ):
         warn_unproven(plan)
     for proof in (Proof("none", 1, False), Proof("graph", 2, True, trial=Trial("passed"))):

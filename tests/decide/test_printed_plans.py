@@ -16,7 +16,7 @@ from autoplan.values import Entry, Finding, Plan, Proof, Replicated, Report, Sta
 PLANS = {"llama": llama_plan(), "odd": odd_plan(), "empty": Plan("nothing", 1)}
 
 LLAMA_AT_100 = """\
-LlamaForCausalLM · tp 8 · inferred · legal at tp 1, 2, 4, 8
+LlamaForCausalLM · tp 8 · inferred · valid tp: 1, 2, 4, 8
 
 Split
 module              style              units           sums over ranks
@@ -44,7 +44,7 @@ gated-mlp             gate, up           gate and up read one whole activation a
                       down               contracts over the split features: one sum
 vocabulary-head       vocabulary head    logits leave the model split by vocabulary
 
-Whole on every rank: 72.0 KiB
+Replicated on every rank: 72.0 KiB
 a norm over the whole residual: every rank needs all of it
   32.0 KiB  model.layers.*.input_layernorm.weight
   32.0 KiB  model.layers.*.post_attention_layernorm.weight
@@ -138,7 +138,7 @@ def test_the_last_line_is_the_proof(proof: Proof, words: str) -> None:
 def test_whole_parameters_are_sorted_by_weight() -> None:
     whole = (Replicated("small", 1, "b"), Replicated("h.0.w", 2048, "a"), Replicated("h.1.w", 2048, "a"))
     shown = str(Plan("m", 2, replicated=whole, layers=(Stack("h", "other", ("h.0", "h.1")),)))
-    assert "Whole on every rank: 4.0 KiB" in shown
+    assert "Replicated on every rank: 4.0 KiB" in shown
     assert shown.index("h.*.w") < shown.index("small")
 
 

@@ -235,7 +235,7 @@ def test_a_refusal_keeps_its_sentence() -> None:
     flow = draw(LLAMA_MLP)
     matching = match_rules(flow, [RULES["gated-mlp"]], tp=5)
     assert matching.found == ()
-    assert [refusal.because for refusal in matching.refusals] == ["gate.out = 96 does not divide by tp = 5"]
+    assert [refusal.because for refusal in matching.refusals] == ["gate.out = 96 is not divisible by tp = 5"]
 
 
 @pytest.mark.parametrize("text", ["a:linear[64", "a:linear[1,2,3] -> b:linear", "a -> b", "a:linear|conv[1, 2]"])

@@ -75,7 +75,7 @@ def test_a_size_that_fits_nothing_says_which_would():
 
 def test_strict_is_what_raises():
     plan = autoplan.plan(llama(intermediate_size=90), 4, prove="none")
-    assert any("90 does not divide by tp=4" in reason for _, _, reason in plan.replicated)
+    assert any("90 is not divisible by tp=4" in reason for _, _, reason in plan.replicated)
     with pytest.raises(AutoplanError, match=r"90 units[\s\S]*1, 2"):
         autoplan.plan(llama(intermediate_size=90), 4, strict=True)
 

@@ -53,7 +53,7 @@ def test_the_set_is_closed() -> None:
 
 def test_several_are_said_once_each() -> None:
     why = (OfDim(0, 5, DoesNotDivide(5, 2)), OfDim(0, 5, DoesNotDivide(5, 2)), GradientSummed())
-    assert sentence(why) == "dim 0 (5): 5 does not divide by tp=2; its gradient is summed over ranks"
+    assert sentence(why) == "dim 0 (5): 5 is not divisible by tp=2; its gradient is summed over ranks"
     assert ParameterFact(("w",), (5,), 20, why=why).reason == sentence(why)
     assert sentence(()) == ""
 

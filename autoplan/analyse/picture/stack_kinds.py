@@ -18,7 +18,7 @@ from autoplan.values.module_tree import Feed, Mask, ModuleTree
 __all__ = ["Kind", "kind_of"]
 
 Kind = Literal["decoder", "encoder", "vision", "audio", "other"]
-UNKNOWN = "what feeds it cannot be told from structure"
+UNKNOWN = "input modality unknown"
 PROJECTIONS = 3  # query, key, value: fewer matrices are no attention
 
 

@@ -88,7 +88,7 @@ def _is_linear(op: Op, partial: set[int], shards: Shards) -> bool:
 
 
 def _count_in(call: Call, shards: Shards) -> float | None:
-    """A number inside a call that nobody gave it, and that is a size of what is split."""
+    """A size computed inside the call that equals a sharded dim."""
     given = {float(number) for number in _numbers((call.args, call.kwargs))}
     found = [
         float(number)

@@ -277,7 +277,7 @@ class _Placer:
         return row_bias_of(self.trace.calls[index], self.reductions.get(index))
 
     def _push_out_of_mixed(self) -> None:
-        """Settle the whole rows of partly split values, latest first."""
+        """Handle the replicated rows of partly sharded tensors, in reverse order."""
         made = sorted(
             ((p, t) for t, p in self.flow.producer.items() if self.shards.is_mixed(t) and t in self.flow.carries),
             reverse=True,

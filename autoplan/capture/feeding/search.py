@@ -65,7 +65,7 @@ class Step:
 
 @dataclass(order=True, frozen=True)
 class _Next:
-    """A state that is to be tried, the most promising first: what it comes from came farthest, and told it first.
+    """A state that is to be tried, ordered by the parent's progress, then by rank of the proposal.
 
     `stale`: how many changes before it led no farther. An argument that was added may fail before what went well
     without it: for a few changes it has `credit` for that.

@@ -41,12 +41,12 @@ def refuse_wrong(source: Any, plan: Any, tp_size: int) -> tuple[Finding, ...]:
 
 
 def refuse_disproven(plan: Plan) -> None:
-    """A plan of ours says itself whether it was found wrong when it was made."""
+    """A plan of ours says itself whether it failed verification when it was made."""
     errors = [f for f in plan.findings if f.level == "error"]
     if plan.proof.failed or any(f.check == TRIED for f in errors):
         errors = errors or [Finding(TRIED, "error", "", plan.proof.trial.why or plan.proof.text)]
         raise PlanRefusedError(
-            f"the plan for {plan.model} at tp={plan.tp_size} was found wrong when it was made; nothing was applied:"
+            f"the plan for {plan.model} at tp={plan.tp_size} failed verification when it was made; nothing was applied:"
             + "".join(f"\n    {_line(finding)}" for finding in errors[:_SHOWN]),
             hint="keep the modules named here whole (overrides={pattern: 'replicate'}), or give check=False",
         )
@@ -61,7 +61,7 @@ def refuse_unproven(plan: Plan) -> None:
 
 
 def warn_unproven(plan: Plan) -> None:
-    """A plan that could not be proven is applied, but nobody is left to think that it was.
+    """A plan that could not be proven is applied with a warning that it is unproven.
 
     One that nobody asked to prove (`prove="none"`) passes in silence: who made it knows.
     """
@@ -77,7 +77,7 @@ def warn_unproven(plan: Plan) -> None:
 def _why_unproven(plan: Plan) -> tuple[str, str]:
     trial = plan.proof.trial
     if trial.outcome == "skipped":
-        return f"derived, not tried on simulated ranks: {trial.why}", f"to have it tried: {trial.hint}"
+        return f"not verified on simulated ranks: {trial.why}", f"to verify it: {trial.hint}"
     if trial.outcome == "unasked" and plan.proof.method == "none":
         return "nobody asked for a proof when it was made", 'make it with prove="graph" (the default) or "ranks"'
     why = trial.why or plan.proof.text or "nothing says how it did"

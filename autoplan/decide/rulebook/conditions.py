@@ -120,7 +120,7 @@ def _split(arguments: list[str], boxes: Boxes, tp: int | None) -> str:
     if dim.layout is None:
         return f"{arguments[0]} = {dim.size} is not split"
     uneven = _uneven(Layout.parse(dim.layout), tp)
-    return f"{arguments[0]} = {uneven} does not divide by tp = {tp}" if uneven else ""
+    return f"{arguments[0]} = {uneven} is not divisible by tp = {tp}" if uneven else ""
 
 
 def _uneven(layout: Layout, tp: int | None) -> int:

@@ -51,7 +51,7 @@ def _sentence(text: str) -> str:
 
 def facts(plan: Plan) -> Safe:
     said = [f"tp {plan.tp_size}", f"ep {plan.ep_size}" if plan.ep_size > 1 else "", plan.source]
-    said += ["sequence parallel" if plan.sequence_parallel else "", f"legal at tp {', '.join(map(str, plan.legal_tp))}"]
+    said += ["sequence parallel" if plan.sequence_parallel else "", f"valid tp: {', '.join(map(str, plan.legal_tp))}"]
     size, whole = rank_weights(plan, plan.ranks)
     said.append(f"{bytes_text(size)} of weights on a rank, {bytes_text(whole)} of them whole")
     return el("ul", *(el("li", one) for one in said if one), class_="facts")

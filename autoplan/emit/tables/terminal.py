@@ -45,13 +45,13 @@ def plan_view(plan: Plan) -> RenderableType:
         sections += [_heading("Split"), EntryTable(plan.entries), _heading("Why"), _reasons(plan.entries)]
     if plan.replicated:
         total = bytes_text(sum(item.bytes for item in plan.replicated))
-        sections += [_heading(f"Whole on every rank: {total}"), *_replicated(plan.replicated)]
+        sections += [_heading(f"Replicated on every rank: {total}"), *_replicated(plan.replicated)]
     if plan.layers:
         sections += [_heading("Layers"), _layers(plan)]
     if plan.communication:
         sections += [_heading("Communication of a block, in bytes for each token"), _communication(plan.communication)]
     if plan.fed:
-        sections += [_heading("Fed, as it was derived (pass inputs= if it is given otherwise)"), _fed(plan)]
+        sections += [_heading("Example inputs (inferred; override with inputs=)"), _fed(plan)]
     if plan.findings:
         sections += [_heading("Findings"), *findings_view(plan.findings)]
     return Group(*sections, Text(), proof_text(plan.proof))
@@ -103,11 +103,11 @@ def _headline(plan: Plan) -> RenderableType:
         facts.insert(1, f"ep {plan.ep_size}")
     if plan.sequence_parallel:
         facts.append("sequence parallel")
-    facts.append(f"legal at tp {', '.join(map(str, plan.legal_tp))}")
+    facts.append(f"valid tp: {', '.join(map(str, plan.legal_tp))}")
     if plan.proof.failed:
-        facts.append("found wrong")
+        facts.append("verification failed")
     elif plan.proof.trial.outcome == "skipped":
-        facts.append("derived, not tried")
+        facts.append("not verified")
     return Text.assemble((plan.model, "bold"), *(f" · {fact}" for fact in facts))
 
 
@@ -226,7 +226,7 @@ def proof_text(proof: Proof) -> Text:
 
 
 def _untried(proof: Proof) -> Text:
-    said = Text.assemble(("Derived, not tried on simulated ranks", "bold yellow"), f": {proof.trial.why}")
+    said = Text.assemble(("Not verified on simulated ranks", "bold yellow"), f": {proof.trial.why}")
     said.append(f"; {proof.trial.hint}" if proof.trial.hint else "")
     return said if proof.method == "none" else said.append(f". On the graph: {proof.text}")
 

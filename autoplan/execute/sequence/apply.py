@@ -37,7 +37,7 @@ def _scatter(planned: ScatterSequence, at: At) -> Change:
         length = x.size(dim)
         if length % group.size and running.sequence_padding == "error" and torch.is_grad_enabled():
             raise IndivisibleError(
-                f"a sequence of {length} does not divide over {group.size} ranks",
+                f"a sequence of {length} is not divisible by {group.size} ranks",
                 hint=f"pad it to {-(-length // group.size) * group.size}, or pass sequence_padding='pad'",
             )
         running.lengths[sequence.name] = length

@@ -42,7 +42,7 @@ class Linear(StrEnum):
     # Not linear; or linear, yet the sum is done before it: what a product multiplies it with would need a sum itself,
     # and a part or a statistic of a value is mostly read together with the value.
     NO = "no"
-    # The same between calls. In the middle of a call, where nobody can pay, linear in all of its tensors together.
+    # The same between calls. Inside a fused call, where no collective can be inserted, linear in all of its tensors.
     WITHIN = "within"
     EACH = "each"  # linear in each of its tensors, while the others are whole
     FIRST = "first"  # linear in its first tensor only
@@ -92,8 +92,8 @@ class Random:
         return bool(rate != 0.0)
 
     def has_rate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Could the op draw if it were called again from here? A model that is evaluated tells a rate of 0 where it
-        tells another one in training; where none is told at all, the default stays."""
+        """Could the op draw if it were called again from here? In eval mode the recorded rate is 0, and in training it
+        could be non-zero; where none is given, the default stays."""
         position, name, default = self.rate
         told = len(args) > position >= 0 or name in kwargs
         return self.when == "always" or (self.when == "rate" and (told or default != 0.0))

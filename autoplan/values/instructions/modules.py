@@ -97,7 +97,7 @@ class LocalExperts(AroundModule):
         return f"{self.pattern} places whole experts on different ranks, which tensor-parallel styles do not say"
 
     def problem(self, ranks: int) -> str:
-        return f"its {self.experts} experts do not divide by {ranks} ranks" if self.experts % ranks else ""
+        return f"its {self.experts} experts are not divisible by {ranks} ranks" if self.experts % ranks else ""
 
 
 @instruction

@@ -159,11 +159,11 @@ def test_experts_that_do_not_divide_are_cut_inside() -> None:
     plan = autoplan.plan(model, tp_size=4, ep_size=4, inputs=inputs, prove="none")
     assert not plan.runtime.of(LocalExperts)
     (told,) = [finding for finding in plan.findings if finding.check == "experts" and finding.where]
-    assert told.level == "warn" and "6 experts do not divide by 4 ranks" in told.message
+    assert told.level == "warn" and "6 experts are not divisible by 4 ranks" in told.message
     assert autoplan.verify(model, plan, tp_size=4, inputs=inputs, checks=CHECKS).ok
-    with pytest.raises(IndivisibleError, match="6 experts do not divide by 4 ranks"):
+    with pytest.raises(IndivisibleError, match="6 experts are not divisible by 4 ranks"):
         autoplan.plan(model, tp_size=4, ep_size=4, inputs=inputs, strict=True)
-    with pytest.raises(IndivisibleError, match="6 experts do not divide by 4 ranks"):
+    with pytest.raises(IndivisibleError, match="6 experts are not divisible by 4 ranks"):
         autoplan.plan(model, tp_size=1, ep_size=4, inputs=inputs)
 
 

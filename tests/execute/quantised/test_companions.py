@@ -95,18 +95,18 @@ def test_exact_on_ranks_that_are_processes(linear: type) -> None:
 
 
 def test_blocks_are_never_cut() -> None:
-    """Five blocks of 128 do not divide by two, though 640 does."""
+    """Five blocks of 128 are not divisible by two, though 640 does."""
     plan = autoplan.plan(model(BlockLinear, hidden=640), tp_size=2, prove="none")
     whole = {fqn: reason for fqn, _, reason in plan.replicated}
     for name in ("gate", "up", "down"):
         reason = whole[f"blocks.*.{name}.weight"]
-        assert "5 does not divide by tp=2" in reason and "inside a block" in reason
+        assert "5 is not divisible by tp=2" in reason and "inside a block" in reason
         assert f"blocks.*.{name}.weight_scale_inv" in whole
     assert 2 not in plan.legal_tp and any(entry.pattern == "blocks.*.q" for entry in plan.entries)
 
 
 def test_refused_by_name() -> None:
-    with pytest.raises(IndivisibleError, match=r"5 units in blocks\.0\.gate\.weight does not divide by tp=2"):
+    with pytest.raises(IndivisibleError, match=r"5 units in blocks\.0\.gate\.weight is not divisible by tp=2"):
         autoplan.plan(model(BlockLinear, hidden=640), tp_size=2, prove="none", strict=True)
 
 

@@ -287,7 +287,7 @@ def _sizes(failure: Failure) -> Iterator[State]:
 
 
 def _shorter(failure: Failure) -> Iterator[State]:
-    """So much is left to fill up that it is less than nothing."""
+    """The computed padding is negative."""
     less = _BELOW_NOTHING.search(failure.text)
     if less is None:
         return
