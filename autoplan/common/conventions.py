@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     StoredTensor = tuple[PackedWeight, PackedTensor]
 
-__all__ = ["CheckpointNames", "CheckpointWriter", "Conventions", "Conversion", "Join", "PlanPart", "conventions",
-           "hand_in"]  # fmt: skip
+__all__ = ["BaseName", "CheckpointNames", "CheckpointWriter", "Conventions", "Conversion", "Join", "PlanPart",
+           "conventions", "hand_in"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,15 @@ class CheckpointNames:
     join: Callable[[str], Join | None]
     may_lack: tuple[str, ...] = ()
     may_exceed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class BaseName:
+    """What a model called a tensor before adapters were put in; None for a part of an adapter. `copied`: it is trained
+    in place of that one, and began as a copy of it."""
+
+    name: str | None
+    copied: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,9 +139,11 @@ class Conventions:
     names in a folder of stored tensors that have others elsewhere, each with that one. `stored_weights`: the
     quantised weights in a folder, asked with its keys, what tells the shape of one, and what reads one. `saves`: is
     a module a model of the library, which saves itself? `adapters_of`: the names of the adapters in a model that
-    wraps another for them. `parts_to_save`: the names of the tensors to which `saving` keeps, with such options;
-    None where it writes all. `no_plan_because`: why a model has no plan that ships with it, or why that is not known of
-    the installed version.
+    wraps another for them; `base_of`: the model that it wraps, or itself. `base_names`: what the base calls each
+    tensor of a model that has adapters, by its name there; empty for one that has none. `adapted_as`: the adapters of
+    a model, as they were when they were made, put on another base. `parts_to_save`: the names of the tensors to which
+    `saving` keeps, with such options; None where it writes all. `no_plan_because`: why a model has no plan that ships
+    with it, or why that is not known of the installed version.
     """
 
     targets: str
@@ -170,6 +181,9 @@ class Conventions:
     ]
     saves: Callable[[nn.Module], bool]
     adapters_of: Callable[[nn.Module], tuple[str, ...]]
+    base_of: Callable[[nn.Module], nn.Module]
+    base_names: Callable[[nn.Module], Mapping[str, BaseName]]
+    adapted_as: Callable[[nn.Module, nn.Module], nn.Module]
     parts_to_save: Callable[[nn.Module, Mapping[str, Any]], tuple[str, ...] | None]
     no_plan_because: Callable[[], str]
 

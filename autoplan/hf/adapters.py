@@ -1,4 +1,4 @@
-"""A tiny clone of a model that peft wrapped: the tiny clone of the model inside, wrapped by the same settings.
+"""Models that peft changed: another with the same adapters, and what checkpoints of the model inside call its tensors.
 
 The class and config of the model inside still say how to build it; what was added to it stands in `peft_config`.
 """
@@ -6,14 +6,17 @@ The class and config of the model inside still say how to build it; what was add
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from autoplan.common.conventions import BaseName
 from autoplan.common.errors import SourceError
 
-__all__ = ["settings_of", "wrap"]
+__all__ = ["adapted_as", "base_names", "settings_of", "wrap"]
 
 
 def settings_of(model: nn.Module) -> dict[str, Any] | None:
@@ -38,3 +41,57 @@ def wrap(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
             hint="plan with prove='none', or verify a small model of the same class with the same adapters",
         ) from error
     return wrapped
+
+
+def adapted_as(model: nn.Module, base: nn.Module) -> nn.Module:
+    """Put the adapters of `model` on `base`, a new model of the class inside it, as peft makes them."""
+    from peft import inject_adapter_in_model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft gave its advice when the model was made
+        wrapper = settings_of(model)
+        if wrapper is not None:
+            return wrap(base, wrapper)
+        for name, settings in (getattr(model, "peft_config", None) or {}).items():
+            inject_adapter_in_model(copy.deepcopy(settings), base, name)
+    return base
+
+
+def base_names(model: nn.Module) -> dict[str, BaseName]:
+    """The name of each parameter and buffer in the model inside; empty where peft changed nothing."""
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import AuxiliaryTrainingWrapper
+
+    changed = (PeftModel, BaseTunerLayer, AuxiliaryTrainingWrapper)
+    return dict(_base_names(model, "", "")) if any(isinstance(one, changed) for one in model.modules()) else {}
+
+
+def _base_names(module: nn.Module, path: str, base: str, copied: bool = False) -> Iterator[tuple[str, BaseName]]:
+    """`path`: of a module in `model`; `base`: in the model inside. Both end with a dot."""
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+    from peft.utils import AuxiliaryTrainingWrapper
+
+    kinds: dict[type, tuple[str, ...]] = {  # by class, its children that are (or have inside) the original
+        PeftModel: ("base_model",),
+        BaseTuner: ("model",),
+        BaseTunerLayer: ("base_layer",),
+        AuxiliaryTrainingWrapper: ("original_module", "token_adapter"),
+    }
+    originals = next((names for kind, names in kinds.items() if isinstance(module, kind)), None)
+    for name in (*module._parameters, *module._buffers):
+        yield path + name, BaseName(base + name, copied) if originals is None else BaseName(None)
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        if originals is None:
+            yield from _base_names(child, f"{path}{name}.", f"{base}{name}.", copied)
+        elif name in originals:
+            yield from _base_names(child, f"{path}{name}.", base, copied)
+        elif name in ("modules_to_save", "ln_tuning_layers"):  # by adapter, a copy of the original
+            for adapter, copy_ in child.named_children():
+                yield from _base_names(copy_, f"{path}{name}.{adapter}.", base, True)
+        else:
+            tensors = (*child.named_parameters(remove_duplicate=False), *child.named_buffers(remove_duplicate=False))
+            yield from ((f"{path}{name}.{own}", BaseName(None)) for own, _ in tensors)

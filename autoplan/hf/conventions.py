@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from autoplan.common.conventions import CheckpointNames, CheckpointWriter, Conventions, PlanPart
+from autoplan.common.conventions import BaseName, CheckpointNames, CheckpointWriter, Conventions, PlanPart
 from autoplan.hf.own_sharding import no_plan_because, plan_parts, shipped_plan
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def _base_path(model: nn.Module) -> str:
 def _checkpoint_names(model: nn.Module) -> CheckpointNames:
     from autoplan.hf.checkpoints import checkpoint_names
 
-    return checkpoint_names(model)
+    return checkpoint_names(_base_of(model))
 
 
 def _checkpoint_writer(
@@ -87,6 +87,23 @@ def _adapters_of(module: nn.Module) -> tuple[str, ...]:
     wraps = "peft" in sys.modules and hasattr(module, "get_base_model") and not _saves(module)
     settings = getattr(module, "peft_config", None) if wraps else None
     return tuple(settings) if isinstance(settings, dict) else ()
+
+
+def _base_of(module: nn.Module) -> nn.Module:
+    found: nn.Module = module.get_base_model() if _adapters_of(module) else module
+    return found
+
+
+def _base_names(module: nn.Module) -> Mapping[str, BaseName]:
+    from autoplan.hf.adapters import base_names
+
+    return base_names(module) if "peft" in sys.modules else {}
+
+
+def _adapted_as(model: nn.Module, base: nn.Module) -> nn.Module:
+    from autoplan.hf.adapters import adapted_as
+
+    return adapted_as(model, base)
 
 
 def _parts_to_save(model: nn.Module, options: Mapping[str, Any]) -> tuple[str, ...] | None:
@@ -165,6 +182,9 @@ TRANSFORMERS = Conventions(
     stored_weights=_stored_weights,
     saves=_saves,
     adapters_of=_adapters_of,
+    base_of=_base_of,
+    base_names=_base_names,
+    adapted_as=_adapted_as,
     parts_to_save=_parts_to_save,
     no_plan_because=no_plan_because,
 )

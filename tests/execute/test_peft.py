@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from mesh_toys import mesh_of
+from safetensors.torch import save_file
 from slow_cases import marked
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -29,7 +30,7 @@ from autoplan.values import (
 if find_spec("peft") is None:
     pytest.skip("NOT TRIED: peft is absent; `make test-hosts` installs it and runs these", allow_module_level=True)
 
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 
 pytestmark = pytest.mark.hosts
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "o_proj", "down_proj")
@@ -190,6 +191,74 @@ def test_adapters_are_merged_taken_off_and_saved_as_those_of_the_unsharded_model
     with torch.no_grad():
         torch.testing.assert_close(found(input_ids=ids).logits, merged)
         torch.testing.assert_close(again(ids).logits, merged)
+
+
+FROM_META = {
+    "lora": LoraConfig(task_type="CAUSAL_LM", target_modules=list(PROJECTIONS), r=4),
+    "a table and a head that is trained": LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["embed_tokens", "q_proj"], modules_to_save=["lm_head"], r=4
+    ),
+    "scales": IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=[]),
+}
+
+
+@pytest.mark.parametrize(("case", "inside"), [*product(FROM_META, [False]), ("lora", True)])
+def test_a_base_on_meta_is_loaded_by_its_own_names(case: str, inside: bool, tmp_path: Path) -> None:
+    """A folder of the plain model fills the one inside; adapters are new ones of peft's, the same on every rank."""
+    alone = plain()
+    alone.save_pretrained(tmp_path)
+
+    def on_meta() -> nn.Module:
+        with torch.device("meta"):
+            model = LlamaForCausalLM(alone.config)
+        return get_peft_model(model, copy.deepcopy(FROM_META[case]))
+
+    plan = autoplan.plan(on_meta(), tp_size=2, prove="none")
+    ids = torch.arange(12).view(2, 6)
+
+    def loaded(model: nn.Module, seed: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        torch.manual_seed(seed)
+        found = autoplan.load_weights(model.get_base_model() if inside else model, tmp_path)
+        assert not found.missing_keys and not found.unexpected_keys
+        assert torch.initial_seed() == seed
+        with torch.no_grad():
+            return autoplan.full_tensors(model), model(input_ids=ids).logits
+
+    def rank_body(rank: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        return loaded(autoplan.parallelize(on_meta(), mesh_of(tp=2), plan), seed=7 + rank)
+
+    whole, logits = loaded(on_meta(), seed=7)
+    with torch.no_grad():
+        torch.testing.assert_close(logits, alone(input_ids=ids).logits)
+    assert all(value.std() > 0 for name, value in whole.items() if "lora_A" in name)
+    for tensors, found in run_ranks(rank_body, 2):
+        assert tensors.keys() == whole.keys()
+        assert all(torch.equal(value, whole[name]) for name, value in tensors.items())
+        torch.testing.assert_close(found, logits)
+
+
+def test_adapters_with_numbers_stay_and_a_base_that_lacks_a_weight_is_refused(tmp_path: Path) -> None:
+    alone = plain()
+    alone.save_pretrained(tmp_path)
+    model = adapted(init_lora_weights=False)
+    before = {name: value.clone() for name, value in model.state_dict().items() if "lora_" in name}
+    autoplan.load_weights(model, tmp_path)
+    after = model.state_dict()
+    assert before and all(torch.equal(value, after[name]) for name, value in before.items())
+    state = {name: value for name, value in alone.state_dict().items() if "layers.1.mlp.up_proj" not in name}
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(AutoplanError, match=r"2 missing: model.layers.1.mlp.up_proj.weight"):
+        autoplan.load_weights(model, tmp_path)
+
+
+def test_an_adapter_that_is_computed_from_weights_on_meta_is_refused_by_name(tmp_path: Path) -> None:
+    plain().save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(plain().config)
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], use_dora=True))
+    with pytest.raises(AutoplanError, match=r"lora_magnitude_vector.*is computed from weights of the model"):
+        autoplan.load_weights(model, tmp_path)
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def test_adapters_that_come_after_sharding_are_refused() -> None:

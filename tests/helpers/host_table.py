@@ -111,6 +111,14 @@ ROWS = (
     ),
     Row(
         "PEFT",
+        "LoRA or QLoRA on a model on meta: `autoplan.load_weights(peft_model, folder_of_the_base)`",
+        "as it is",
+        "the base by its own names; adapters that have numbers stay, those on meta are peft's new ones, alike on all "
+        "ranks. What begins from weights (DoRA, `trainable_token_indices`) is one error",
+        "test_peft.py::test_a_base_on_meta_is_loaded_by_its_own_names",
+    ),
+    Row(
+        "PEFT",
         "LoRA on FSDP2 × tp: train, `generate`",
         "as it is",
         "",

@@ -4,12 +4,15 @@ The problem: rotary frequencies, slopes and masks are computed when a model is b
 meta device there is nothing to compute from later. A model of a library that is known can be built again, so a twin of
 the same class is made, with its parameters on meta (they cost nothing) and its buffers real. Other modules have no such
 recipe and are refused by name.
+
+Adapters that were put on a meta model are on meta, too. The twin gets such adapters as their library makes them, on
+weights of which every number is NaN and which take no memory: what an adapter takes from them is NaN as well.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +29,7 @@ from autoplan.common.random_values import BUILDING
 from autoplan.execute.parameters.following import mark_parameters
 from autoplan.execute.parameters.held import plain_name, record_of
 
-__all__ = ["Rebuilt", "rebuild_buffers", "rebuilt_passing_tensors"]
+__all__ = ["Rebuilt", "new_adapters", "rebuild_buffers", "rebuilt_passing_tensors"]
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,26 @@ def rebuilt_passing_tensors(model: nn.Module, device: torch.device) -> list[Rebu
     return _rebuilt(model, list(_passing_meta(model)), device)
 
 
+def new_adapters(model: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """These parameters and buffers of adapters, whole, as their library makes them. Draws from this rank's stream."""
+    if not names:
+        return {}
+    twins, made = _twin_modules(model, list(names)), {}
+    for name in names:
+        path, _, own = name.rpartition(".")
+        value = getattr(twins.get(path), own, None)
+        if not isinstance(value, torch.Tensor) or value.is_meta:
+            raise _cannot_rebuild([name])
+        if value.is_floating_point() and value.isnan().any():
+            raise AutoplanError(
+                f"{name} is computed from weights of the model, which were on meta when the adapter was made",
+                hint="put the adapter on a model that has its weights, or choose an adapter that begins without them "
+                "(LoRA's matrices do)",
+            )
+        made[name] = value.detach()
+    return made
+
+
 def _rebuilt(model: nn.Module, wanted: list[tuple[str, nn.Module, str]], device: torch.device) -> list[Rebuilt]:
     if not wanted:
         return []
@@ -124,8 +147,9 @@ def _cannot_rebuild(names: list[str]) -> AutoplanError:
 
 
 def _twin_modules(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
-    record = record_of(model)
-    build = conventions().builder_of(record.original if record is not None else type(model), model)
+    base = conventions().base_of(model)
+    record = record_of(base)
+    build = conventions().builder_of(record.original if record is not None else type(base), base)
     if build is None:
         raise _cannot_rebuild(names)
     for empty_is_meta in (True, False):  # a few models fill an empty tensor and make that the buffer
@@ -137,7 +161,22 @@ def _twin_modules(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
             torch.set_rng_state(state)
         if not any(True for _ in _passing_meta(twin)):
             break
+    if conventions().base_names(model):
+        _without_memory(twin)
+        with torch.no_grad():
+            twin = conventions().adapted_as(model, twin)
     return dict(twin.named_modules(remove_duplicate=False))
+
+
+def _without_memory(model: nn.Module) -> None:
+    """Parameters that are not on meta, and hold one number, which is NaN."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in module._parameters.items():
+            if old is not None:
+                number = torch.nan if old.is_floating_point() else 0
+                value = torch.full((), number, dtype=old.dtype, device="cpu").expand(old.shape)
+                module._parameters[name] = made.setdefault(id(old), nn.Parameter(value, old.requires_grad))
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from autoplan.execute.collectives import RankGroup, all_reduce
 from autoplan.execute.randomness import streams as random_streams
 from autoplan.patches.seeding import seeding, watch_seeding
 
-__all__ = ["SharedRandomness"]
+__all__ = ["SharedRandomness", "state_of_the_first"]
 
 _Key = tuple[str, int, int]  # name, size and rank of a group
 
@@ -83,18 +83,9 @@ class SharedRandomness:
         self.stream = _of_groups.get(key)
         if self.stream is None or not self.stream.watch.held:
             self.stream = _of_groups[key] = _Shared()
-        self.stream.state = self._of_the_first(random_streams.get_state())
+        self.stream.state = state_of_the_first(random_streams.get_state(), self.group, self.device)
         self.stream.seeding = seeding()
         return self.stream
-
-    def _of_the_first(self, mine: random_streams.Generators) -> random_streams.Generators:
-        if self.device.type == "meta" or detect_fake_mode() is not None or _is_fake(self.group):
-            return mine  # nothing is sent where tensors have no values
-        parts = [part for part in (mine.cpu, mine.cuda) if part is not None]
-        state = torch.cat(parts) if self.group.rank == 0 else torch.zeros_like(torch.cat(parts))
-        first = all_reduce(state.view(torch.int32).to(self.device), self.group).cpu().view(torch.uint8)
-        cpu, *cuda = first.split([part.numel() for part in parts])
-        return random_streams.Generators(cpu.clone(), cuda[0].clone() if cuda else None)
 
     @torch.compiler.disable
     def begin(self) -> None:
@@ -170,6 +161,19 @@ class SharedRandomness:
             moved = random_streams.unlike(left, self.switched[-1].left) != random_streams.Generators(None)
             self.switched[-1] = replace(self.switched[-1], left=left, whole_drew=self.switched[-1].whole_drew or moved)
             random_streams.set_state(switch.left)
+
+
+def state_of_the_first(
+    mine: random_streams.Generators, group: RankGroup, device: torch.device
+) -> random_streams.Generators:
+    """The generators of a group's first rank, on every rank."""
+    if device.type == "meta" or detect_fake_mode() is not None or _is_fake(group):
+        return mine  # nothing is sent where tensors have no values
+    parts = [part for part in (mine.cpu, mine.cuda) if part is not None]
+    state = torch.cat(parts) if group.rank == 0 else torch.zeros_like(torch.cat(parts))
+    first = all_reduce(state.view(torch.int32).to(device), group).cpu().view(torch.uint8)
+    cpu, *cuda = first.split([part.numel() for part in parts])
+    return random_streams.Generators(cpu.clone(), cuda[0].clone() if cuda else None)
 
 
 def _is_fake(group: RankGroup) -> bool:

@@ -5,6 +5,10 @@ weight. Everything is matched and measured first (`key_matching.py`), conversion
 checkpoint of another model changes nothing; then each parameter's piece is read (`files.py`), moved to the mesh's
 device, cast to the parameter's dtype and put in place, under all the names it has. Buffers that no checkpoint holds are
 built again (`parameters/buffers.py`). Ranks exchange no numbers, only whether all of them can fill their part.
+
+A model with adapters is filled from the checkpoint of the model inside, whose tensors have names without the levels
+that adapters bring. The adapters stay as they are; those on meta become new ones as their library makes them, the same
+on every rank: drawn from the first rank's stream, which then is where it was.
 """
 
 from __future__ import annotations
@@ -22,16 +26,19 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
+from autoplan.common.conventions import BaseName, conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
 from autoplan.common.options import check_argument
-from autoplan.execute.agreement import fail_together, meet, voters_of
+from autoplan.execute.agreement import Alike, Voters, fail_together, meet, voters_of
 from autoplan.execute.collectives import mesh_device
-from autoplan.execute.parameters.buffers import rebuilt_passing_tensors
+from autoplan.execute.parameters.buffers import new_adapters, rebuilt_passing_tensors
 from autoplan.execute.parameters.held import Held, plain_name, record_of
 from autoplan.execute.parameters.state_dict import local_piece
 from autoplan.execute.quantised.files import DequantisedFiles, StoredFiles
 from autoplan.execute.quantised.modules import keep_beside
+from autoplan.execute.randomness import streams as random_streams
+from autoplan.execute.randomness.dropout import state_of_the_first
 from autoplan.execute.weights.files import CheckpointFiles
 from autoplan.execute.weights.key_matching import Matched, match_keys, refuse_unmatched
 from autoplan.execute.weights.moved import Make, Moved, follow
@@ -45,7 +52,8 @@ def load_weights(
     """Fill `model`, on meta or holding numbers already, from the safetensors files in `folder`.
 
     Returns the missing and unexpected names, which `strict` makes an error; what is missing stays as it was. Shapes
-    must agree in any case. `dequantise` fills a plain model from a quantised checkpoint, block by block.
+    must agree in any case. A model with adapters may be filled from a folder of the model inside; its adapters stay as
+    they were. `dequantise` fills a plain model from a quantised checkpoint, block by block.
     """
     check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
     with fail_together(voters_of(model), "load_weights"):
@@ -58,11 +66,21 @@ def _load(model: nn.Module, folder: str | Path, strict: bool, dequantise: bool) 
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # its root keeps whole parameters between forwards
-    tensors = list(_saved_tensors(model))
+    base = {plain_name(name): inside for name, inside in conventions().base_names(model).items()}
+    tensors = list(_saved_tensors(model, base))
     places = {name: tensor for tensor in tensors for name in tensor.names}
     groups = [tensor.names for tensor in tensors]
-    passing = tuple(_passing_buffers(model))
+    passing = [name for own in _passing_buffers(model) for name in _aliases(own, base)]
     matched = match_keys(model, groups, passing, files.keys, files.read, files.shape)
+    adapters = [saved for saved in tensors if all(_is_adapter(base.get(name)) for name in saved.names)]
+    if any(name in matched.direct for tensor in adapters for name in tensor.names):
+        adapters = []  # the folder has adapters: it is one of the whole model
+    matched.missing = [name for name in matched.missing if places[name] not in adapters]
+    for saved in adapters:
+        original = base[saved.names[0]].name
+        if saved.tensor.is_meta and original is not None:
+            places[original].copies.append(saved)
+    new = [saved for saved in adapters if saved.tensor.is_meta and base[saved.names[0]].name is None]
     matched.unexpected = [key for key in matched.unexpected if not files.says_nothing(key)]
     wrong = [misfit for name, key in matched.direct.items() if (misfit := _misfit(name, files.form(key), places[name]))]
     if strict or wrong:
@@ -71,11 +89,16 @@ def _load(model: nn.Module, folder: str | Path, strict: bool, dequantise: bool) 
         _refuse_joins(matched, places, files.form)
         conversions = _conversions(model, files, places, matched)
         rebuilt = rebuilt_passing_tensors(model, _device(tensors))
+        made = _new_adapters(model, new)
         meet()
         _fill(files, tensors, matched, conversions)  # from here on the model changes
+        for saved in new:
+            saved.fill(saved.cut(made[saved.names[0]]))
         for one in rebuilt:
             one.put()
-    keep_beside(model, files.headers(), files.quantised_twice() if isinstance(files, StoredFiles) else {})
+    twice = files.quantised_twice() if isinstance(files, StoredFiles) else {}
+    twice |= {name: value for key, value in twice.items() if key in places for name in places[key].names}
+    keep_beside(model, files.headers(), twice)
     _tell_fsdp(model)
     return _IncompatibleKeys(matched.missing, matched.unexpected)
 
@@ -83,14 +106,15 @@ def _load(model: nn.Module, folder: str | Path, strict: bool, dequantise: bool) 
 # ------------------------------------------------------------------------------------------------------ what to fill
 
 
-@dataclass
+@dataclass(eq=False)
 class _Saved:
-    """One parameter or saved buffer of the model with every place it is found at."""
+    """One parameter or saved buffer of the model with every place it is found at. `copies`: what is filled as it is."""
 
     tensor: torch.Tensor
     held: Held | None
     names: list[str] = field(default_factory=list)
     places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    copies: list[_Saved] = field(default_factory=list)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -152,7 +176,29 @@ class _Saved:
         self.tensor = new
 
 
-def _saved_tensors(model: nn.Module) -> Iterator[_Saved]:
+def _aliases(own: str, base: Mapping[str, BaseName]) -> list[str]:
+    """The names that a tensor may have in files: in the model inside of adapters, if it is of that one, and its own."""
+    inside = base.get(own)
+    return [own] if inside is None or inside.name is None or inside.copied else list(dict.fromkeys((inside.name, own)))
+
+
+def _is_adapter(inside: BaseName | None) -> bool:
+    return inside is not None and (inside.copied or inside.name is None)
+
+
+def _new_adapters(model: nn.Module, missing: Sequence[_Saved]) -> dict[str, torch.Tensor]:
+    """Adapters that are on meta, as their library makes them: drawn on each rank from the stream of the first."""
+    names = [saved.names[0] for saved in missing]
+    meet(Alike(" ".join(names), f"adapters on meta are {', '.join(names) or 'none'}", "build the same model"))
+    meshes = {saved.tensor.device_mesh for saved in missing if isinstance(saved.tensor, DTensor)}
+    voters = Voters.of(*meshes)  # of a part of a sharded model, too
+    with random_streams.fork():
+        for group in voters.groups:
+            random_streams.set_state(state_of_the_first(random_streams.get_state(), group, voters.device))
+        return new_adapters(model, names)
+
+
+def _saved_tensors(model: nn.Module, base: Mapping[str, BaseName]) -> Iterator[_Saved]:
     """Everything a checkpoint of the model holds, each tensor once, in the model's order."""
     found: dict[int, _Saved] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -165,7 +211,7 @@ def _saved_tensors(model: nn.Module) -> Iterator[_Saved]:
                 continue
             known = None if record is None else (record.buffers if buffer else record.parameters).get(name)
             entry = found.setdefault(id(tensor), _Saved(tensor, known))
-            entry.names.append(plain_name(f"{path}.{name}" if path else name))
+            entry.names += _aliases(plain_name(f"{path}.{name}" if path else name), base)
             if not any(place is where and key == name for place, key in entry.places):
                 entry.places.append((where, name))
     yield from found.values()
@@ -197,10 +243,11 @@ def _fill(files: CheckpointFiles, tensors: list[_Saved], matched: Matched, conve
     for saved in tensors:
         key = next((matched.direct[name] for name in saved.names if name in matched.direct), None)
         if key is not None:
-            saved.fill(files.read(key, saved.rows()))
+            for each in (saved, *saved.copies):
+                each.fill(files.read(key, each.rows()))
     for joined in matched.joined:
-        saved = owner[joined.name]
-        saved.fill(joined.piece(saved.shape, saved.rows(), saved.tensor.dtype))
+        for each in (owner[joined.name], *owner[joined.name].copies):
+            each.fill(joined.piece(each.shape, each.rows(), each.tensor.dtype))
     for conversion in conversions:
         conversion.fill(files, owner)
 
@@ -226,12 +273,13 @@ class _Conversion:
     moved: Mapping[str, Moved] | None
 
     def fill(self, files: CheckpointFiles, owner: dict[str, _Saved]) -> None:
+        targets = [(saved, name) for name in self.names for saved in (owner[name], *owner[name].copies)]
         if self.moved is not None:
-            for saved, moved in ((owner[name], self.moved[name]) for name in self.names):
-                saved.fill(moved.piece(files.read, saved.rows()))
+            for saved, name in targets:
+                saved.fill(self.moved[name].piece(files.read, saved.rows()))
             return
         whole = self.make(files.read)
-        for saved, name in ((owner[name], name) for name in self.names):
+        for saved, name in targets:
             saved.fill(saved.cut(whole[name]))
 
 
@@ -254,7 +302,7 @@ def _conversions(
     model: nn.Module, files: CheckpointFiles, owner: dict[str, _Saved], matched: Matched
 ) -> list[_Conversion]:
     """Each tensor is made once; what is read directly is not. Raises on what does not fit."""
-    found, done, whole = [], {id(owner[name]) for name in matched.direct}, _Whole(model, owner)
+    found, done, whole = [], {id(owner[name]) for name in matched.direct}, _Whole(conventions().base_of(model), owner)
     for conversion in matched.converted:
         make = partial(conversion.make, whole)
         names = []

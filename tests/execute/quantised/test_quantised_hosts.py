@@ -93,9 +93,14 @@ def _same_as(theirs: torch.Tensor, state: dict[str, Any], said: dict[str, Any], 
 
 @needs("bitsandbytes")
 @needs("peft")
-@pytest.mark.parametrize(("nested", "tp"), [(True, 2), (True, 4), (False, 2)])
-def test_qlora(nested: bool, tp: int, tmp_path: Path) -> None:
-    """A model of bitsandbytes' own modules with peft's adapters: its loss, and its gradients of A and B, on ranks."""
+@pytest.mark.parametrize(
+    ("nested", "tp", "wrapped"), [(True, 2, False), (True, 4, False), (False, 2, False), (True, 2, True)]
+)
+def test_qlora(nested: bool, tp: int, wrapped: bool, tmp_path: Path) -> None:
+    """A model of bitsandbytes' own modules with peft's adapters: its loss, and its gradients of A and B, on ranks.
+
+    Its checkpoint has the names of the model inside, and no adapters, or those that the wrapped model has.
+    """
     from peft import LoraConfig, get_peft_model
 
     said = METHODS["bnb nf4"] | {"bnb_4bit_use_double_quant": nested, "llm_int8_skip_modules": ["lm_head"]}
@@ -103,7 +108,9 @@ def test_qlora(nested: bool, tp: int, tmp_path: Path) -> None:
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     options = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=names)
     torch.manual_seed(0)
-    whole = get_peft_model(_four_bits(built(config), nested), options)
+    base = _four_bits(built(config), nested)
+    state = {key: value.contiguous() for key, value in base.state_dict().items()}
+    whole = get_peft_model(base, options)
     for name, parameter in whole.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
@@ -112,11 +119,18 @@ def test_qlora(nested: bool, tp: int, tmp_path: Path) -> None:
     loss.backward()
     expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     assert len(expected) == 28 and all("lora_" in name for name in expected)
-    state = {key: value.contiguous() for key, value in whole.state_dict().items()}
+    if wrapped:
+        state = {key: value.contiguous() for key, value in whole.state_dict().items()}
     assert any("nested_absmax" in key for key in state) == nested
+    assert any(".base_layer." in key for key in state) == wrapped
     save_file(state, tmp_path / "model.safetensors")
 
-    adapted = partial(_adapted, config, options)
+    def adapted() -> Any:
+        model = _adapted(config, options)
+        if not wrapped:
+            model.load_state_dict({name: value for name, value in whole.state_dict().items() if "lora_" in name}, False)
+        return model
+
     made = autoplan.plan(adapted(), tp_size=tp, prove="none")
     assert made.packed and all(weight.scheme.id == "bnb-4bit" for weight in made.packed)
 
