@@ -36,6 +36,12 @@ How = Annotated[Train, typer.Option("--train", help="Train all, train adapters, 
 LoraRank = Annotated[
     int, typer.Option("--lora-rank", min=1, help="With --train lora: of the adapters, where the model has none.")
 ]
+WeightsStored = Annotated[
+    str | None,
+    typer.Option(
+        "--weights", help="How the checkpoint stores weights, if not as its config says: bfloat16, fp8, nf4 …"
+    ),
+]
 
 
 def choose(
@@ -48,6 +54,7 @@ def choose(
     global_batch: Annotated[int, typer.Option(min=0, help="Sequences a step of all ranks; 0: one for each GPU.")] = 0,
     train: How = ALL,
     lora_rank: LoraRank = 16,
+    weights: WeightsStored = None,
     row: Annotated[int | None, typer.Option("--explain", min=1, metavar="ROW", help="All about one row.")] = None,
     script: Annotated[bool, typer.Option("--script", help="Print a program for torchrun instead.")] = False,
     trust_remote_code: Trust = False,
@@ -65,7 +72,7 @@ def choose(
     with progress(f"choosing among meshes of {gpus} GPUs for {model}"):
         found = autoplan.choose(
             model, gpus=gpus, memory=memory, gpu=gpu, per_node=per_node, sequence=sequence, global_batch=global_batch,
-            train=train.value, lora_rank=lora_rank, trust_remote_code=trust_remote_code,
+            train=train.value, lora_rank=lora_rank, weights=weights, trust_remote_code=trust_remote_code,
         )  # fmt: skip
     if row is not None and row > len(found.rows):
         raise AutoplanError(f"there is no row {row}", hint=f"choose 1 to {len(found.rows)}")
@@ -94,6 +101,7 @@ def estimate(
     checkpointing: Again = "none",
     train: How = ALL,
     lora_rank: LoraRank = 16,
+    weights: WeightsStored = None,
     gpu: Gpu = "h100",
     sequence_parallel: Cut = False,
     ep: EpSize = 1,
@@ -109,7 +117,7 @@ def estimate(
         found = autoplan.estimate(
             model, mesh=mesh, batch=batch, sequence=sequence, train=train.value, lora_rank=lora_rank, device=gpu,
             activation_checkpointing=checkpointing_of(checkpointing), sequence_parallel=sequence_parallel, ep_size=ep,
-            trust_remote_code=trust_remote_code,
+            weights=weights, trust_remote_code=trust_remote_code,
         )  # fmt: skip
     emit(estimate_view(found), found.to_dict(), as_json, output)
 

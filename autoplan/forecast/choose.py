@@ -171,12 +171,13 @@ def choose(
     optimizer: str = "adamw",
     mp_policy: Any = None,
     inputs: Mapping[str, Any] | None = None,
+    weights: str | None = None,
     trust_remote_code: bool = False,
 ) -> Choice:
     """How to run `model` on `gpus` devices of `memory` each: every legal mesh and way, estimated and ranked.
 
     `global_batch`: sequences a step of all ranks (by default one for each GPU); for "inference", those held at once.
-    `train`, `lora_rank`: see `estimate`.
+    `train`, `lora_rank`, `weights`: see `estimate`.
     The device is one of rules/devices, or a file of one's own.
     """
     check_ranks("gpus", gpus)
@@ -189,6 +190,7 @@ def choose(
     device = device if per_node is None else replace(device, per_node=per_node)
     Asked((("dp_shard", gpus),), 1, sequence, mp_policy=mp_policy, optimizer=optimizer, train=train)  # all are checked
     source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
+    source = source if weights is None else source.stored_as(weights)
     steps = Steps(source, None, inputs, lora_rank if train == "lora" else 0)
     size = parse_memory(memory) if memory is not None else device.memory
     sweep = Sweep(steps, device, size, device.per_node, sequence, train, optimizer, mp_policy)

@@ -130,6 +130,7 @@ def estimate(
     device: str | Device = "h100",
     plan: Plan | None = None,
     inputs: Mapping[str, Any] | None = None,
+    weights: str | None = None,
     trust_remote_code: bool = False,
 ) -> Estimate:
     """Memory, messages, operations and seconds of one step of `model` on one rank of `mesh`. Needs no GPU, no weights.
@@ -137,8 +138,9 @@ def estimate(
     `batch`: sequences that a rank takes at once, `accumulate` times a step. `train`: "full", "lora" (what is not
     frozen; where nothing is, adapters of `lora_rank` are put beside the linear layers of the blocks), "inference" (a
     forward that keeps its keys and values). The other keywords are those of `parallelize`. `loss(outputs, labels)` is
-    yours, where the model's own, from labels, is not what you train with: what it keeps is much of the peak. A step
-    runs on a folded copy without storage: what is estimated is what is run.
+    yours, where the model's own, from labels, is not what you train with: what it keeps is much of the peak. `weights`:
+    as the checkpoint stores them, where that is not what the config says: a dtype, or "fp8", "nf4", "mxfp4", "awq" and
+    the like. A step runs on a folded copy without storage: what is estimated is what is run.
 
     A `Plan` in the place of the model needs `plan.model` to say where it is (a folder, a type, a hub id); plans that
     autoplan made name the class: give the model itself, and `plan=`.
@@ -152,7 +154,9 @@ def estimate(
         )
     check_count("lora_rank", lora_rank)
     rank = lora_rank if train == "lora" else 0
-    steps = Steps(resolve(found, trust_remote_code=trust_remote_code, inputs=inputs), given, inputs, rank)
+    source = resolve(found, trust_remote_code=trust_remote_code, inputs=inputs)
+    source = source if weights is None else source.stored_as(weights)
+    steps = Steps(source, given, inputs, rank)
     sizes = mesh_sizes(mesh)
     tp = dict(sizes).get("tp", 1)
     check_expert_size(tp, ep_size)
@@ -182,18 +186,20 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     recorded = _recorded(steps, asked, policy)
     data = _data(asked, policy)
     training = asked.train != "inference"
-    packed, unpacked = (0, 0) if training else _packed(steps, recorded.units)
-    weights = held_bytes(recorded.units, data) + recorded.buffers - packed
-    states = STATES[asked.optimizer] * held_bytes(recorded.units, data, trained=True) if training else 0
-    trained = held_bytes(recorded.units, data, trained=True) if training else 0
+    units = tuple(_as_stored(steps, recorded.units, training))
+    weights = held_bytes(units, data) + recorded.buffers
+    trained = held_bytes(units, data, trained=True) if training else 0
+    states = STATES[asked.optimizer] * trained
     standing = MemoryParts(weights=weights, optimizer=states, gradients=trained if asked.accumulate > 1 else 0)
-    walk = Walk(recorded.program, recorded.left_out, recorded.units, data, standing)
+    walk = Walk(recorded.program, recorded.left_out, units, data, standing)
     peak = walk.run()
     parts = MemoryParts(**{**peak.parts, "overhead": device.overhead(sum(size > 1 for _, size in asked.mesh))})
+    unpacked = max((p.elements * p.size for unit in units for p in unit.parameters if p.packed), default=0)
+    parts = replace(parts, temporary=parts.temporary + unpacked)
     if not training:
-        parts = replace(parts, cache=parts.kept, kept=0, temporary=parts.temporary + unpacked)
+        parts = replace(parts, cache=parts.kept, kept=0)
     where, phase = peak.where, peak.phase
-    stepping = _optimizer_step(recorded.units, data, weights, states, asked) if training else MemoryParts()
+    stepping = _optimizer_step(units, data, weights, states, asked) if training else MemoryParts()
     stepping = replace(stepping, overhead=parts.overhead)
     if asked.updates and stepping.total > parts.total:
         parts, where, phase = stepping, "the optimizer's step", "optimizer"
@@ -208,13 +214,16 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
         time=step_time(load, device, asked.mesh, asked.accumulate), device=device.name, bars=_BARS,
         tokens=asked.batch * asked.sequence * asked.accumulate * copies,
         moments=tuple((*where, size + parts.overhead) for where, size in walk.moments.items()),
-        notes=_notes(steps, asked, recorded.kernels), dtype=_dtype(steps.module),
+        notes=_notes(steps, asked, recorded.kernels, units), dtype=_dtype(steps.module),
+        dtype_origin=steps.source.dtype_origin, stored=_stored(steps, units),
         optimizer=asked.optimizer if training else "",
     )  # fmt: skip
 
 
-def _notes(steps: Steps, asked: Asked, kernels: tuple[str, ...]) -> tuple[str, ...]:
-    found = list(_stored_otherwise(steps, asked.train != "inference"))
+def _notes(
+    steps: Steps, asked: Asked, kernels: tuple[str, ...], units: tuple[UnitSize, ...]
+) -> tuple[str, ...]:  # fmt: skip
+    found = list(_quantised_note(steps, units))
     if steps.adapters:
         found.append(f"nothing of the model is frozen: adapters of rank {steps.lora_rank} were put beside "
                      f"{steps.adapters} linear layers of its blocks, and all else was frozen")  # fmt: skip
@@ -230,27 +239,39 @@ def _notes(steps: Steps, asked: Asked, kernels: tuple[str, ...]) -> tuple[str, .
     return tuple(found)
 
 
-def _packed(steps: Steps, units: tuple[UnitSize, ...]) -> tuple[int, int]:
-    """Bytes that quantised weights of a rank take less than plain ones, and of the largest that a step unpacks."""
+def _as_stored(steps: Steps, units: tuple[UnitSize, ...], training: bool) -> Iterator[UnitSize]:
+    """Quantised weights as the checkpoint holds them, scales included, where they are not trained."""
     shares = {one.name: one.bytes / one.elements for one in steps.packed}
-    plain = [(p.elements * p.size, int(p.elements * shares[p.name]))
-             for unit in units for p in unit.parameters if p.name in shares]  # fmt: skip
-    return sum(wide - narrow for wide, narrow in plain), max((wide for wide, _ in plain), default=0)
+    for unit in units:
+        held = (replace(p, packed=None if training and p.trained else shares.get(p.name)) for p in unit.parameters)
+        yield replace(unit, parameters=tuple(held)) if shares else unit
 
 
-def _stored_otherwise(steps: Steps, training: bool) -> Iterator[str]:
-    """What is counted otherwise than it is stored."""
-    if steps.packed:
-        sizes = {name: parameter.element_size() for name, parameter in steps.module.named_parameters()}
-        plain = sum(weight.elements * sizes[weight.name] for weight in steps.packed) / 2**30
-        stored = sum(weight.bytes for weight in steps.packed) / 2**30
-        yield (
-            f"quantised weights are counted as the numbers that a step computes with, {plain:,.1f} GiB on all ranks "
-            f"together; the checkpoint stores them in {stored:,.1f} GiB, which packed_model keeps"
-            if training else
-            f"quantised weights are counted as packed_model keeps them, {stored:,.1f} GiB on all ranks together and "
-            f"the largest unpacked; as plain numbers they take {plain:,.1f} GiB"
-        )  # fmt: skip
+def _stored(steps: Steps, units: tuple[UnitSize, ...]) -> str:
+    """The format that most of the weights counted as quantised are stored in."""
+    counted = {p.name for unit in units for p in unit.parameters if p.packed}
+    sizes: dict[str, int] = {}
+    for weight in steps.packed:
+        if weight.name in counted:
+            sizes[weight.scheme.title] = sizes.get(weight.scheme.title, 0) + weight.bytes
+    return max(sizes, key=lambda title: sizes[title], default="")
+
+
+def _quantised_note(steps: Steps, units: tuple[UnitSize, ...]) -> Iterator[str]:
+    """Where quantised weights are counted as stored, and where as the numbers that a step computes with."""
+    if not steps.packed:
+        return
+    sizes = {name: parameter.element_size() for name, parameter in steps.module.named_parameters()}
+    plain = sum(weight.elements * sizes[weight.name] for weight in steps.packed) / 2**30
+    stored = sum(weight.bytes for weight in steps.packed) / 2**30
+    kept = any(p.packed for unit in units for p in unit.parameters)
+    yield (
+        f"quantised weights are counted as stored, {stored:,.1f} GiB on all ranks, with the largest of them unpacked "
+        f"beside; in the dtype of the others they take {plain:,.1f} GiB"
+        if kept else
+        f"trained weights are counted as plain numbers, {plain:,.1f} GiB on all ranks; the quantised checkpoint stores "
+        f"them in {stored:,.1f} GiB"
+    )  # fmt: skip
 
 
 def _policy(asked: Asked, steps: Steps) -> MixedPrecisionPolicy | None:

@@ -103,8 +103,10 @@ class Steps:
 
     @cached_property
     def packed(self) -> tuple[PackedWeight, ...]:
-        """What the checkpoint holds in place of weights, where it is quantised; none where adapters were put in."""
-        return () if self.adapters else self.source.packed(self.module)
+        """What the checkpoint holds in place of weights, where it is quantised, by the names that `module` has."""
+        weights = self.source.packed(self.source.module() if self.adapters else self.module)
+        inner = {name.replace(".inner.", "."): name for name, _ in self.module.named_parameters()}
+        return tuple(replace(one, name=inner.get(one.name, one.name)) for one in weights) if self.adapters else weights
 
     @property
     def adapters(self) -> int:

@@ -241,7 +241,7 @@ def test_what_is_stored_quantised_is_said() -> None:
     config = llama(num_hidden_layers=2)
     config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (note,) = autoplan.estimate(config, mesh={"tp": 2}, sequence=64).notes
-    assert "0.8 GiB on all ranks together; the checkpoint stores them in 0.4 GiB" in note
+    assert "0.8 GiB on all ranks; the quantised checkpoint stores them in 0.4 GiB" in note
     assert not autoplan.estimate(llama(num_hidden_layers=2), mesh={"tp": 2}, sequence=64, train="inference").notes
 
 
@@ -336,7 +336,7 @@ def test_the_dtype_of_weights_and_the_optimizer_are_said() -> None:
     config = llama(num_hidden_layers=2, hidden_size=256, intermediate_size=512, num_attention_heads=4,
                    num_key_value_heads=4, vocab_size=1024)  # fmt: skip
     found = autoplan.estimate(config, mesh="tp=2", sequence=64)
-    assert "weights in bfloat16, adamw" in " ".join(str(found).split())
+    assert "weights in bfloat16 (from the config), adamw" in " ".join(str(found).split())
     assert found.to_dict()["optimizer"] == "adamw"
 
 
@@ -347,4 +347,4 @@ def test_quantised_weights_are_counted_as_stored_where_nothing_is_trained() -> N
     )
     less = (127.5 - 32.9) / 8
     assert (training.parts.weights - running.parts.weights) / 2**30 == pytest.approx(less, abs=0.1)
-    assert "as packed_model keeps them, 32.9 GiB" in "".join(running.notes)
+    assert "counted as stored, 32.9 GiB" in "".join(running.notes)

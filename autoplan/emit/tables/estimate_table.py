@@ -63,7 +63,7 @@ def estimate_view(found: Estimate) -> RenderableType:
     head = (
         f"{found.model} on {mesh_text(found.mesh)}: micro-batch {found.batch} × {found.sequence} tokens, {found.train}"
     )
-    head += (f", weights in {found.dtype}" if found.dtype else "") + (f", {found.optimizer}" if found.optimizer else "")
+    head += (f", {found.weights_text}" if found.dtype else "") + (f", {found.optimizer}" if found.optimizer else "")
     lines: list[RenderableType] = [Text(head), Text(""), table]
     lines.append(Text(f"the peak is in the {found.phase}, at {found.where}"))
     lines += [Text(""), sent_table(found.messages)]
@@ -115,6 +115,9 @@ def choice_view(choice: Any) -> RenderableType:
         table.add_row(str(place), *cells, cut, f"{found.peak / 2**30:.1f}", speed, row.binds)
     fitting = sum(row.fits for row in choice.rows)
     head = f"{choice.source.name} on {choice.gpus} × {choice.device.name} with {_gib(choice.memory)}"
+    if choice.rows:
+        asked = choice.rows[0].estimate
+        head += f": {asked.train}, sequences of {asked.sequence} tokens, {asked.weights_text}"
     lines: list[RenderableType] = [
         Text(head),
         Text(f"{fitting} of {len(choice.rows)} ways fit"),
@@ -160,7 +163,8 @@ def estimate_to_dict(found: Estimate) -> dict[str, Any]:
             "total": time.total, "compute": time.compute, "memory": time.memory, "optimizer": time.optimizer,
             "exposed": dict(time.exposed)},
         "bars": {name: {"relative": bar, "against": against} for name, bar, against in found.bars},
-        "notes": list(found.notes), "dtype": found.dtype, "optimizer": found.optimizer,
+        "notes": list(found.notes), "dtype": found.dtype, "dtype_origin": found.dtype_origin, "stored": found.stored,
+        "optimizer": found.optimizer,
     }  # fmt: skip
 
 
