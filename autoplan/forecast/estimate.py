@@ -5,7 +5,7 @@ estimate ── Steps.at (a recording) ── Walk (memory, messages of data par
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +17,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autoplan.common.errors import AutoplanError, SourceError
 from autoplan.common.options import DataParallel, Request, check_argument, check_count, check_expert_size
 from autoplan.execute.data_parallel.fsdp import default_precision
-from autoplan.forecast.adapters import LORA_RANK
+from autoplan.forecast.adapters import LORA_RANK, targets_of
 from autoplan.forecast.devices import Device, load_device
 from autoplan.forecast.memory import DataRanks, Walk, held_bytes
 from autoplan.forecast.meshes import mesh_sizes
 from autoplan.forecast.sharded import UnitSize
-from autoplan.forecast.step import Loss, Recorded, Setting, Steps
+from autoplan.forecast.step import Loss, Setting, Steps, size_priced
 from autoplan.forecast.steptime import Load, step_time
 from autoplan.hf.source import Model, resolve
 from autoplan.values import Plan
@@ -121,6 +121,7 @@ def estimate(
     optimizer: str = "adamw",
     train: str = "full",
     lora_rank: int = LORA_RANK,
+    lora_targets: str | Sequence[str] | None = None,
     reshard_after_forward: bool | None = None,
     sequence_parallel: bool = False,
     ep_size: int = 1,
@@ -136,11 +137,12 @@ def estimate(
     """Memory, messages, operations and seconds of one step of `model` on one rank of `mesh`. Needs no GPU, no weights.
 
     `batch`: sequences that a rank takes at once, `accumulate` times a step. `train`: "full", "lora" (what is not
-    frozen; where nothing is, adapters of `lora_rank` are put beside the linear layers of the blocks), "inference" (a
-    forward that keeps its keys and values). The other keywords are those of `parallelize`. `loss(outputs, labels)` is
-    yours, where the model's own, from labels, is not what you train with: what it keeps is much of the peak. `weights`:
-    as the checkpoint stores them, where that is not what the config says: a dtype, or "fp8", "nf4", "mxfp4", "awq" and
-    the like. A step runs on a folded copy without storage: what is estimated is what is run.
+    frozen; where nothing is, adapters of `lora_rank` are put beside `lora_targets`: endings of names, "all-linear", or
+    as peft chooses for the type of the model), "inference" (a forward that keeps its keys and values). `weights`: as
+    the checkpoint stores them, where that is not what the config says: a dtype, or "fp8", "nf4", "mxfp4", "awq" and
+    the like. `inputs`: the kinds of arguments; their sizes are `batch` and `sequence`. The other keywords are those of
+    `parallelize`. `loss(outputs, labels)` is yours, where the model's own, from labels, is not what you train with:
+    what it keeps is much of the peak. A step runs on a folded copy without storage: what is estimated is what is run.
 
     A `Plan` in the place of the model needs `plan.model` to say where it is (a folder, a type, a hub id); plans that
     autoplan made name the class: give the model itself, and `plan=`.
@@ -156,7 +158,7 @@ def estimate(
     rank = lora_rank if train == "lora" else 0
     source = resolve(found, trust_remote_code=trust_remote_code, inputs=inputs)
     source = source if weights is None else source.stored_as(weights)
-    steps = Steps(source, given, inputs, rank)
+    steps = Steps(source, given, inputs, rank, targets_of(lora_targets))
     sizes = mesh_sizes(mesh)
     tp = dict(sizes).get("tp", 1)
     check_expert_size(tp, ep_size)
@@ -183,7 +185,9 @@ def _says_where(name: str) -> bool:
 def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     """The estimate from recordings that may be there already."""
     policy = _policy(asked, steps)
-    recorded = _recorded(steps, asked, policy)
+    setting = _setting(asked, policy)
+    recorded = steps.at(setting) if asked.exact else steps.scaled(setting)
+    batch, tokens = size_priced(steps, setting)
     data = _data(asked, policy)
     training = asked.train != "inference"
     units = tuple(_as_stored(steps, recorded.units, training))
@@ -209,13 +213,13 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     ahead = walk.ahead / max(1, sum(walk.flops.values()))
     load = Load(tuple(walk.flops.items()), walk.moved, once, trained, ahead, walk.messages("forward"))
     return Estimate(
-        model=steps.source.name, mesh=asked.mesh, batch=asked.batch, sequence=asked.sequence, train=asked.train,
+        model=steps.source.name, mesh=asked.mesh, batch=batch, sequence=tokens, train=asked.train,
         parts=parts, where=where, phase=phase, messages=sent, flops=load.flops * asked.accumulate,
         time=step_time(load, device, asked.mesh, asked.accumulate), device=device.name, bars=_BARS,
-        tokens=asked.batch * asked.sequence * asked.accumulate * copies,
+        tokens=batch * max(1, tokens) * asked.accumulate * copies,
         moments=tuple((*where, size + parts.overhead) for where, size in walk.moments.items()),
-        notes=_notes(steps, asked, recorded.kernels, units), dtype=_dtype(steps.module),
-        dtype_origin=steps.source.dtype_origin, stored=_stored(steps, units),
+        notes=(*_size_note(asked, batch, tokens), *_notes(steps, asked, recorded.kernels, units)),
+        dtype=_dtype(steps.module), dtype_origin=steps.source.dtype_origin, stored=_stored(steps, units),
         optimizer=asked.optimizer if training else "",
     )  # fmt: skip
 
@@ -225,8 +229,9 @@ def _notes(
 ) -> tuple[str, ...]:  # fmt: skip
     found = list(_quantised_note(steps, units))
     if steps.adapters:
+        targets = steps.lora_targets if isinstance(steps.lora_targets, str) else ", ".join(steps.lora_targets or ())
         found.append(f"nothing of the model is frozen: adapters of rank {steps.lora_rank} were put beside "
-                     f"{steps.adapters} linear layers of its blocks, and all else was frozen")  # fmt: skip
+                     f"{steps.adapters} linear layers ({targets}), and all else was frozen")  # fmt: skip
     if kernels:
         found.append(f"with the fused kernels of {', '.join(kernels)}: their references in plain torch keep far more")
     if asked.train == "inference" and asked.shards > 1:
@@ -274,6 +279,15 @@ def _quantised_note(steps: Steps, units: tuple[UnitSize, ...]) -> Iterator[str]:
     )  # fmt: skip
 
 
+def _size_note(asked: Asked, batch: int, tokens: int) -> Iterator[str]:
+    """Where what was priced is not what was asked."""
+    if not tokens:
+        yield f"the inputs have no dim of tokens: sequence={asked.sequence} changes nothing, and speed is in samples"
+    if batch != asked.batch or tokens not in (0, asked.sequence):
+        yield (f"{asked.batch} × {asked.sequence} tokens were asked for; the inputs cannot be made in that size, so "
+               f"all figures are of {batch} × {tokens or 'samples'}")  # fmt: skip
+
+
 def _policy(asked: Asked, steps: Steps) -> MixedPrecisionPolicy | None:
     """FSDP2's policy as `parallelize` settles it: half-precision gradients are summed in float32."""
     if not asked.data_parallel:
@@ -286,14 +300,13 @@ def _policy(asked: Asked, steps: Steps) -> MixedPrecisionPolicy | None:
     return MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)
 
 
-def _recorded(steps: Steps, asked: Asked, policy: MixedPrecisionPolicy | None) -> Recorded:
-    setting = Setting(
+def _setting(asked: Asked, policy: MixedPrecisionPolicy | None) -> Setting:
+    return Setting(
         tp=asked.size("tp"), ep=asked.ep, sequence_parallel=asked.sequence_parallel,
         checkpointing=asked.activation_checkpointing, gather_logits=asked.gather_logits, batch=asked.batch,
         sequence=asked.sequence, training=asked.train != "inference", compute=policy.param_dtype if policy else None,
         output=policy.output_dtype if policy else None, loss=asked.loss,
     )  # fmt: skip
-    return steps.at(setting) if asked.exact else steps.scaled(setting)
 
 
 def _data(asked: Asked, policy: MixedPrecisionPolicy | None) -> DataRanks:
