@@ -36,6 +36,16 @@ How = Annotated[Train, typer.Option("--train", help="Train all, train adapters, 
 LoraRank = Annotated[
     int, typer.Option("--lora-rank", min=1, help="With --train lora: of the adapters, where the model has none.")
 ]
+LoraTargets = Annotated[
+    str | None,
+    typer.Option("--lora-targets", help="Layers that get adapters: q_proj,v_proj, or all-linear; default: peft's."),
+]
+WeightsStored = Annotated[
+    str | None,
+    typer.Option(
+        "--weights", help="How the checkpoint stores weights, if not as its config says: bfloat16, fp8, nf4 …"
+    ),
+]
 
 
 def choose(
@@ -47,7 +57,9 @@ def choose(
     sequence: Length = 2048,
     global_batch: Annotated[int, typer.Option(min=0, help="Sequences a step of all ranks; 0: one for each GPU.")] = 0,
     train: How = ALL,
-    lora_rank: LoraRank = 16,
+    lora_rank: LoraRank = 8,
+    lora_targets: LoraTargets = None,
+    weights: WeightsStored = None,
     row: Annotated[int | None, typer.Option("--explain", min=1, metavar="ROW", help="All about one row.")] = None,
     script: Annotated[bool, typer.Option("--script", help="Print a program for torchrun instead.")] = False,
     trust_remote_code: Trust = False,
@@ -65,7 +77,8 @@ def choose(
     with progress(f"choosing among meshes of {gpus} GPUs for {model}"):
         found = autoplan.choose(
             model, gpus=gpus, memory=memory, gpu=gpu, per_node=per_node, sequence=sequence, global_batch=global_batch,
-            train=train.value, lora_rank=lora_rank, trust_remote_code=trust_remote_code,
+            train=train.value, lora_rank=lora_rank, lora_targets=lora_targets, weights=weights,
+            trust_remote_code=trust_remote_code,
         )  # fmt: skip
     if row is not None and row > len(found.rows):
         raise AutoplanError(f"there is no row {row}", hint=f"choose 1 to {len(found.rows)}")
@@ -93,7 +106,9 @@ def estimate(
     sequence: Length = 2048,
     checkpointing: Again = "none",
     train: How = ALL,
-    lora_rank: LoraRank = 16,
+    lora_rank: LoraRank = 8,
+    lora_targets: LoraTargets = None,
+    weights: WeightsStored = None,
     gpu: Gpu = "h100",
     sequence_parallel: Cut = False,
     ep: EpSize = 1,
@@ -107,9 +122,10 @@ def estimate(
 
     with progress(f"estimating {model} on {mesh}"):
         found = autoplan.estimate(
-            model, mesh=mesh, batch=batch, sequence=sequence, train=train.value, lora_rank=lora_rank, device=gpu,
+            model, mesh=mesh, batch=batch, sequence=sequence, train=train.value, lora_rank=lora_rank,
+            lora_targets=lora_targets, device=gpu,
             activation_checkpointing=checkpointing_of(checkpointing), sequence_parallel=sequence_parallel, ep_size=ep,
-            trust_remote_code=trust_remote_code,
+            weights=weights, trust_remote_code=trust_remote_code,
         )  # fmt: skip
     emit(estimate_view(found), found.to_dict(), as_json, output)
 
@@ -175,7 +191,7 @@ def calibrate(
 
 
 def sizes_of(model: str, plan: Plan, gpu: str | None, trust_remote_code: bool) -> RenderableType | None:
-    """The memory of a rank, and the table over legal sizes of tp; without a device no step is estimated."""
+    """The memory of a rank, and the table over legal sizes of tp; without a device this plan's size alone."""
     from autoplan.emit.tables.sizes_table import sizes_view
 
     if gpu is None:
@@ -186,7 +202,7 @@ def sizes_of(model: str, plan: Plan, gpu: str | None, trust_remote_code: bool) -
     device = load_device(gpu)
     with progress(f"estimating a step of {model} at legal sizes of tp"):
         found = estimated_sizes(model, plan, device, trust_remote_code=trust_remote_code)
-    return sizes_view(plan, found.estimates, device.memory, found.why)
+    return sizes_view(plan, found.plans, found.estimates, device.memory, found.why)
 
 
 def checkpointing_of(text: str) -> bool | str:

@@ -1,11 +1,15 @@
 """Low-rank adapters for a model that has none: what fine-tuning with them costs can be asked before they are put in.
 
-Beside each linear layer of the blocks stand two thin ones, A and B, that alone are trained; all else is frozen. Modules
-of plain torch stand for those of any library: what a step keeps, sends and updates is the same. Experts that lie in one
-tensor, routers that are no linear layers, and what stands outside the blocks get none.
+Beside each target stand two thin linear layers, A and B, that alone are trained; all else is frozen. Modules of plain
+torch stand for those of any library: what a step keeps, sends and updates is the same. Targets are named as peft names
+them: endings of module names, a pattern for whole names, or "all-linear" (of the blocks). Experts that lie in one
+tensor and routers that are no linear layers get none.
 """
 
 from __future__ import annotations
+
+import re
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -15,9 +19,10 @@ from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.hf.stacks import layers
 
-__all__ = ["LORA_RANK", "Adapted", "nothing_frozen", "with_adapters"]
+__all__ = ["ALL_LINEAR", "LORA_RANK", "Adapted", "nothing_frozen", "targets_of", "with_adapters"]
 
-LORA_RANK = 16  # what peft's guides and most published recipes begin with
+LORA_RANK = 8  # of peft's LoraConfig
+ALL_LINEAR = "all-linear"
 
 
 class Adapted(nn.Module):
@@ -43,27 +48,56 @@ class Adapted(nn.Module):
         return out
 
 
+def targets_of(given: str | Sequence[str] | None) -> tuple[str, ...] | str | None:
+    """As they are asked for: a text names one layer, several between commas, or all linear ones."""
+    if given is None or given == ALL_LINEAR:
+        return given
+    names = given.split(",") if isinstance(given, str) else given
+    if (
+        not isinstance(names, Sequence)
+        or not all(isinstance(name, str) and name.strip() for name in names)
+        or not names
+    ):
+        raise AutoplanError(
+            f"lora_targets={given!r}", hint=f"endings of names of layers, such as q_proj, or {ALL_LINEAR}"
+        )
+    return tuple(name.strip() for name in names)
+
+
 def nothing_frozen(model: nn.Module) -> bool:
     """Then adapters were not put in, nor is a part of it trained."""
     return all(parameter.requires_grad for parameter in model.parameters())
 
 
-def with_adapters(model: nn.Module, rank: int) -> nn.Module:
-    """A copy of `model` without storage, frozen, with adapters beside the linear layers of its blocks."""
+def with_adapters(model: nn.Module, rank: int, targets: tuple[str, ...] | str) -> nn.Module:
+    """A copy of `model` without storage, frozen, with adapters beside the targets."""
     copy = fold(model, fold=False).module.requires_grad_(False)
-    blocks = [copy.get_submodule(name) for stack in layers(copy) for name in stack.fqns] or [copy]
+    inside = tuple(f"{name}." for stack in layers(copy) for name in stack.fqns) or ("",)
     adapted: dict[nn.Module, Adapted] = {}
-    parts = {part for block in blocks for part in block.modules()}
-    for part in parts:
-        for key, child in part.named_children():
-            if type(child) is nn.Linear or conventions().is_transposed_linear(child):
+    for path, part in list(copy.named_modules(remove_duplicate=False)):
+        for key, child in list(part.named_children()):
+            name = f"{path}.{key}" if path else key
+            linear = type(child) is nn.Linear or conventions().is_transposed_linear(child)
+            if linear and (name.startswith(inside) if targets == ALL_LINEAR else _is_target(name, targets)):
                 setattr(part, key, adapted.setdefault(child, Adapted(child, rank)))
-    if not adapted:
+    if not adapted and targets == ALL_LINEAR:
         raise AutoplanError(
             f"{type(model).__name__} has no linear layers to put adapters beside, and nothing of it is frozen",
             hint='freeze what is not trained and pass the model itself, or ask for train="full"',
         )
+    if not adapted:
+        named = targets if isinstance(targets, str) else ", ".join(targets)
+        raise AutoplanError(
+            f"{type(model).__name__} has no linear layer called {named}",
+            hint=f"name those that get adapters in lora_targets (--lora-targets), or {ALL_LINEAR}",
+        )
     return copy.train(model.training)
+
+
+def _is_target(name: str, targets: tuple[str, ...] | str) -> bool:
+    if isinstance(targets, str):
+        return re.fullmatch(targets, name) is not None
+    return any(name == one or name.endswith(f".{one}") for one in targets)
 
 
 def _weight(module: nn.Module) -> torch.Tensor:

@@ -5,7 +5,7 @@ choose ── Sweep (sizes that divide, each estimated) ── rows in order ─
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
@@ -18,7 +18,7 @@ from autoplan.check.pipeline import proven_plan
 from autoplan.common.errors import AutoplanError, IndivisibleError
 from autoplan.common.options import Wish, check_argument, check_count, check_ranks
 from autoplan.emit.pages.cases import WhatIf
-from autoplan.forecast.adapters import LORA_RANK
+from autoplan.forecast.adapters import LORA_RANK, targets_of
 from autoplan.forecast.devices import Device, load_device
 from autoplan.forecast.estimate import Asked
 from autoplan.forecast.step import Setting, Steps, inputs_of
@@ -168,15 +168,17 @@ def choose(
     global_batch: int = 0,
     train: str = "full",
     lora_rank: int = LORA_RANK,
+    lora_targets: str | Sequence[str] | None = None,
     optimizer: str = "adamw",
     mp_policy: Any = None,
     inputs: Mapping[str, Any] | None = None,
+    weights: str | None = None,
     trust_remote_code: bool = False,
 ) -> Choice:
     """How to run `model` on `gpus` devices of `memory` each: every legal mesh and way, estimated and ranked.
 
     `global_batch`: sequences a step of all ranks (by default one for each GPU); for "inference", those held at once.
-    `train`, `lora_rank`: see `estimate`.
+    `train`, `lora_rank`, `lora_targets`, `weights`: see `estimate`.
     The device is one of rules/devices, or a file of one's own.
     """
     check_ranks("gpus", gpus)
@@ -189,7 +191,8 @@ def choose(
     device = device if per_node is None else replace(device, per_node=per_node)
     Asked((("dp_shard", gpus),), 1, sequence, mp_policy=mp_policy, optimizer=optimizer, train=train)  # all are checked
     source = resolve(model, trust_remote_code=trust_remote_code, inputs=inputs)
-    steps = Steps(source, None, inputs, lora_rank if train == "lora" else 0)
+    source = source if weights is None else source.stored_as(weights)
+    steps = Steps(source, None, inputs, lora_rank if train == "lora" else 0, targets_of(lora_targets))
     size = parse_memory(memory) if memory is not None else device.memory
     sweep = Sweep(steps, device, size, device.per_node, sequence, train, optimizer, mp_policy)
     rows = sweep.rows(gpus, global_batch or gpus)

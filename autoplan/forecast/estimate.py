@@ -5,7 +5,7 @@ estimate ── Steps.at (a recording) ── Walk (memory, messages of data par
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +17,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autoplan.common.errors import AutoplanError, SourceError
 from autoplan.common.options import DataParallel, Request, check_argument, check_count, check_expert_size
 from autoplan.execute.data_parallel.fsdp import default_precision
-from autoplan.forecast.adapters import LORA_RANK
+from autoplan.forecast.adapters import LORA_RANK, targets_of
 from autoplan.forecast.devices import Device, load_device
 from autoplan.forecast.memory import DataRanks, Walk, held_bytes
 from autoplan.forecast.meshes import mesh_sizes
 from autoplan.forecast.sharded import UnitSize
-from autoplan.forecast.step import Loss, Recorded, Setting, Steps
+from autoplan.forecast.step import Loss, Setting, Steps, size_priced
 from autoplan.forecast.steptime import Load, step_time
 from autoplan.hf.source import Model, resolve
 from autoplan.values import Plan
@@ -121,6 +121,7 @@ def estimate(
     optimizer: str = "adamw",
     train: str = "full",
     lora_rank: int = LORA_RANK,
+    lora_targets: str | Sequence[str] | None = None,
     reshard_after_forward: bool | None = None,
     sequence_parallel: bool = False,
     ep_size: int = 1,
@@ -130,15 +131,18 @@ def estimate(
     device: str | Device = "h100",
     plan: Plan | None = None,
     inputs: Mapping[str, Any] | None = None,
+    weights: str | None = None,
     trust_remote_code: bool = False,
 ) -> Estimate:
     """Memory, messages, operations and seconds of one step of `model` on one rank of `mesh`. Needs no GPU, no weights.
 
     `batch`: sequences that a rank takes at once, `accumulate` times a step. `train`: "full", "lora" (what is not
-    frozen; where nothing is, adapters of `lora_rank` are put beside the linear layers of the blocks), "inference" (a
-    forward that keeps its keys and values). The other keywords are those of `parallelize`. `loss(outputs, labels)` is
-    yours, where the model's own, from labels, is not what you train with: what it keeps is much of the peak. A step
-    runs on a folded copy without storage: what is estimated is what is run.
+    frozen; where nothing is, adapters of `lora_rank` are put beside `lora_targets`: endings of names, "all-linear", or
+    as peft chooses for the type of the model), "inference" (a forward that keeps its keys and values). `weights`: as
+    the checkpoint stores them, where that is not what the config says: a dtype, or "fp8", "nf4", "mxfp4", "awq" and
+    the like. `inputs`: the kinds of arguments; their sizes are `batch` and `sequence`. The other keywords are those of
+    `parallelize`. `loss(outputs, labels)` is yours, where the model's own, from labels, is not what you train with:
+    what it keeps is much of the peak. A step runs on a folded copy without storage: what is estimated is what is run.
 
     A `Plan` in the place of the model needs `plan.model` to say where it is (a folder, a type, a hub id); plans that
     autoplan made name the class: give the model itself, and `plan=`.
@@ -152,7 +156,9 @@ def estimate(
         )
     check_count("lora_rank", lora_rank)
     rank = lora_rank if train == "lora" else 0
-    steps = Steps(resolve(found, trust_remote_code=trust_remote_code, inputs=inputs), given, inputs, rank)
+    source = resolve(found, trust_remote_code=trust_remote_code, inputs=inputs)
+    source = source if weights is None else source.stored_as(weights)
+    steps = Steps(source, given, inputs, rank, targets_of(lora_targets))
     sizes = mesh_sizes(mesh)
     tp = dict(sizes).get("tp", 1)
     check_expert_size(tp, ep_size)
@@ -179,21 +185,25 @@ def _says_where(name: str) -> bool:
 def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     """The estimate from recordings that may be there already."""
     policy = _policy(asked, steps)
-    recorded = _recorded(steps, asked, policy)
+    setting = _setting(asked, policy)
+    recorded = steps.at(setting) if asked.exact else steps.scaled(setting)
+    batch, tokens = size_priced(steps, setting)
     data = _data(asked, policy)
     training = asked.train != "inference"
-    packed, unpacked = (0, 0) if training else _packed(steps, recorded.units)
-    weights = held_bytes(recorded.units, data) + recorded.buffers - packed
-    states = STATES[asked.optimizer] * held_bytes(recorded.units, data, trained=True) if training else 0
-    trained = held_bytes(recorded.units, data, trained=True) if training else 0
+    units = tuple(_as_stored(steps, recorded.units, training))
+    weights = held_bytes(units, data) + recorded.buffers
+    trained = held_bytes(units, data, trained=True) if training else 0
+    states = STATES[asked.optimizer] * trained
     standing = MemoryParts(weights=weights, optimizer=states, gradients=trained if asked.accumulate > 1 else 0)
-    walk = Walk(recorded.program, recorded.left_out, recorded.units, data, standing)
+    walk = Walk(recorded.program, recorded.left_out, units, data, standing)
     peak = walk.run()
     parts = MemoryParts(**{**peak.parts, "overhead": device.overhead(sum(size > 1 for _, size in asked.mesh))})
+    unpacked = max((p.elements * p.size for unit in units for p in unit.parameters if p.packed), default=0)
+    parts = replace(parts, temporary=parts.temporary + unpacked)
     if not training:
-        parts = replace(parts, cache=parts.kept, kept=0, temporary=parts.temporary + unpacked)
+        parts = replace(parts, cache=parts.kept, kept=0)
     where, phase = peak.where, peak.phase
-    stepping = _optimizer_step(recorded.units, data, weights, states, asked) if training else MemoryParts()
+    stepping = _optimizer_step(units, data, weights, states, asked) if training else MemoryParts()
     stepping = replace(stepping, overhead=parts.overhead)
     if asked.updates and stepping.total > parts.total:
         parts, where, phase = stepping, "the optimizer's step", "optimizer"
@@ -203,21 +213,25 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     ahead = walk.ahead / max(1, sum(walk.flops.values()))
     load = Load(tuple(walk.flops.items()), walk.moved, once, trained, ahead, walk.messages("forward"))
     return Estimate(
-        model=steps.source.name, mesh=asked.mesh, batch=asked.batch, sequence=asked.sequence, train=asked.train,
+        model=steps.source.name, mesh=asked.mesh, batch=batch, sequence=tokens, train=asked.train,
         parts=parts, where=where, phase=phase, messages=sent, flops=load.flops * asked.accumulate,
         time=step_time(load, device, asked.mesh, asked.accumulate), device=device.name, bars=_BARS,
-        tokens=asked.batch * asked.sequence * asked.accumulate * copies,
+        tokens=batch * max(1, tokens) * asked.accumulate * copies,
         moments=tuple((*where, size + parts.overhead) for where, size in walk.moments.items()),
-        notes=_notes(steps, asked, recorded.kernels), dtype=_dtype(steps.module),
+        notes=(*_size_note(asked, batch, tokens), *_notes(steps, asked, recorded.kernels, units)),
+        dtype=_dtype(steps.module), dtype_origin=steps.source.dtype_origin, stored=_stored(steps, units),
         optimizer=asked.optimizer if training else "",
     )  # fmt: skip
 
 
-def _notes(steps: Steps, asked: Asked, kernels: tuple[str, ...]) -> tuple[str, ...]:
-    found = list(_stored_otherwise(steps, asked.train != "inference"))
+def _notes(
+    steps: Steps, asked: Asked, kernels: tuple[str, ...], units: tuple[UnitSize, ...]
+) -> tuple[str, ...]:  # fmt: skip
+    found = list(_quantised_note(steps, units))
     if steps.adapters:
+        targets = steps.lora_targets if isinstance(steps.lora_targets, str) else ", ".join(steps.lora_targets or ())
         found.append(f"nothing of the model is frozen: adapters of rank {steps.lora_rank} were put beside "
-                     f"{steps.adapters} linear layers of its blocks, and all else was frozen")  # fmt: skip
+                     f"{steps.adapters} linear layers ({targets}), and all else was frozen")  # fmt: skip
     if kernels:
         found.append(f"with the fused kernels of {', '.join(kernels)}: their references in plain torch keep far more")
     if asked.train == "inference" and asked.shards > 1:
@@ -230,27 +244,48 @@ def _notes(steps: Steps, asked: Asked, kernels: tuple[str, ...]) -> tuple[str, .
     return tuple(found)
 
 
-def _packed(steps: Steps, units: tuple[UnitSize, ...]) -> tuple[int, int]:
-    """Bytes that quantised weights of a rank take less than plain ones, and of the largest that a step unpacks."""
+def _as_stored(steps: Steps, units: tuple[UnitSize, ...], training: bool) -> Iterator[UnitSize]:
+    """Quantised weights as the checkpoint holds them, scales included, where they are not trained."""
     shares = {one.name: one.bytes / one.elements for one in steps.packed}
-    plain = [(p.elements * p.size, int(p.elements * shares[p.name]))
-             for unit in units for p in unit.parameters if p.name in shares]  # fmt: skip
-    return sum(wide - narrow for wide, narrow in plain), max((wide for wide, _ in plain), default=0)
+    for unit in units:
+        held = (replace(p, packed=None if training and p.trained else shares.get(p.name)) for p in unit.parameters)
+        yield replace(unit, parameters=tuple(held)) if shares else unit
 
 
-def _stored_otherwise(steps: Steps, training: bool) -> Iterator[str]:
-    """What is counted otherwise than it is stored."""
-    if steps.packed:
-        sizes = {name: parameter.element_size() for name, parameter in steps.module.named_parameters()}
-        plain = sum(weight.elements * sizes[weight.name] for weight in steps.packed) / 2**30
-        stored = sum(weight.bytes for weight in steps.packed) / 2**30
-        yield (
-            f"quantised weights are counted as the numbers that a step computes with, {plain:,.1f} GiB on all ranks "
-            f"together; the checkpoint stores them in {stored:,.1f} GiB, which packed_model keeps"
-            if training else
-            f"quantised weights are counted as packed_model keeps them, {stored:,.1f} GiB on all ranks together and "
-            f"the largest unpacked; as plain numbers they take {plain:,.1f} GiB"
-        )  # fmt: skip
+def _stored(steps: Steps, units: tuple[UnitSize, ...]) -> str:
+    """The format that most of the weights counted as quantised are stored in."""
+    counted = {p.name for unit in units for p in unit.parameters if p.packed}
+    sizes: dict[str, int] = {}
+    for weight in steps.packed:
+        if weight.name in counted:
+            sizes[weight.scheme.title] = sizes.get(weight.scheme.title, 0) + weight.bytes
+    return max(sizes, key=lambda title: sizes[title], default="")
+
+
+def _quantised_note(steps: Steps, units: tuple[UnitSize, ...]) -> Iterator[str]:
+    """Where quantised weights are counted as stored, and where as the numbers that a step computes with."""
+    if not steps.packed:
+        return
+    sizes = {name: parameter.element_size() for name, parameter in steps.module.named_parameters()}
+    plain = sum(weight.elements * sizes[weight.name] for weight in steps.packed) / 2**30
+    stored = sum(weight.bytes for weight in steps.packed) / 2**30
+    kept = any(p.packed for unit in units for p in unit.parameters)
+    yield (
+        f"quantised weights are counted as stored, {stored:,.1f} GiB on all ranks, with the largest of them unpacked "
+        f"beside; in the dtype of the others they take {plain:,.1f} GiB"
+        if kept else
+        f"trained weights are counted as plain numbers, {plain:,.1f} GiB on all ranks; the quantised checkpoint stores "
+        f"them in {stored:,.1f} GiB"
+    )  # fmt: skip
+
+
+def _size_note(asked: Asked, batch: int, tokens: int) -> Iterator[str]:
+    """Where what was priced is not what was asked."""
+    if not tokens:
+        yield f"the inputs have no dim of tokens: sequence={asked.sequence} changes nothing, and speed is in samples"
+    if batch != asked.batch or tokens not in (0, asked.sequence):
+        yield (f"{asked.batch} × {asked.sequence} tokens were asked for; the inputs cannot be made in that size, so "
+               f"all figures are of {batch} × {tokens or 'samples'}")  # fmt: skip
 
 
 def _policy(asked: Asked, steps: Steps) -> MixedPrecisionPolicy | None:
@@ -265,14 +300,13 @@ def _policy(asked: Asked, steps: Steps) -> MixedPrecisionPolicy | None:
     return MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)
 
 
-def _recorded(steps: Steps, asked: Asked, policy: MixedPrecisionPolicy | None) -> Recorded:
-    setting = Setting(
+def _setting(asked: Asked, policy: MixedPrecisionPolicy | None) -> Setting:
+    return Setting(
         tp=asked.size("tp"), ep=asked.ep, sequence_parallel=asked.sequence_parallel,
         checkpointing=asked.activation_checkpointing, gather_logits=asked.gather_logits, batch=asked.batch,
         sequence=asked.sequence, training=asked.train != "inference", compute=policy.param_dtype if policy else None,
         output=policy.output_dtype if policy else None, loss=asked.loss,
     )  # fmt: skip
-    return steps.at(setting) if asked.exact else steps.scaled(setting)
 
 
 def _data(asked: Asked, policy: MixedPrecisionPolicy | None) -> DataRanks:

@@ -39,12 +39,12 @@ class DataRanks:
         return held.padded(self.shard)
 
     def gathered(self, unit: UnitSize) -> int:
-        return sum(self.padded(p) * (self.compute or p.size) for p in unit.parameters)
+        return sum(int(self.padded(p) * (p.packed or self.compute or p.size)) for p in unit.parameters)
 
     def turned(self, unit: UnitSize) -> int:
         """Of what is gathered, what FSDP2 copies once more, as it cuts it along another dim than the first."""
         inside = (p for p in unit.parameters if p.cut_inside(self.shard))
-        return sum(p.elements * (self.compute or p.size) for p in inside)
+        return sum(int(p.elements * (p.packed or self.compute or p.size)) for p in inside)
 
     def reduced(self, unit: UnitSize) -> int:
         return sum(self.padded(p) * (self.reduce or self.compute or p.size) for p in unit.parameters if p.trained)
@@ -54,7 +54,7 @@ class DataRanks:
 
     def stored(self, held: Held) -> int:
         """Bytes of this rank's piece."""
-        return (self.padded(held) // self.shard if self.on else held.elements) * held.size
+        return int((self.padded(held) // self.shard if self.on else held.elements) * (held.packed or held.size))
 
     def frees(self, unit: UnitSize) -> bool:
         if unit.name == "":

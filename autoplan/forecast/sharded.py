@@ -34,13 +34,15 @@ __all__ = ["Copy", "Held", "UnitSize", "as_on_a_gpu", "faker", "sharded_copy"]
 
 @dataclass(frozen=True)
 class Held:
-    """One parameter as it lies on a rank of tp. `stack`: of matrices, which FSDP2 may cut inside of each."""
+    """One parameter as it lies on a rank of tp. `stack`: of matrices, which FSDP2 may cut inside of each. `packed`:
+    bytes of an element where a frozen weight stays quantised; None: it is plain."""
 
     name: str
     shape: tuple[int, ...]
-    size: int  # bytes of an element as it is stored
+    size: int  # bytes of an element of the plain weight
     trained: bool
     stack: bool
+    packed: float | None = None
 
     @property
     def elements(self) -> int:

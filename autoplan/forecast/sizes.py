@@ -1,16 +1,18 @@
-"""Which tp should I take: what a training step needs of a rank at each legal size, beside what the plan tells.
+"""Which tp should I take: the plan at other legal sizes, and what a training step needs of a rank at each.
 
-Planning and recording share one run of the model, so a size takes about a second.
+A size is planned by itself: what divides at one does not at another. Planning and recording share one run of the model,
+so a size takes about a second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from autoplan.common.errors import AutoplanError
+from autoplan.common.errors import AutoplanError, IndivisibleError
 from autoplan.emit.pages.cases import WhatIf
 from autoplan.emit.tables.sizes_table import shown_sizes
 from autoplan.forecast.devices import Device
@@ -28,8 +30,9 @@ _MOST = 6
 
 @dataclass(frozen=True)
 class Sizes:
-    """An estimate for each size of tp; `why`: there is none, or not for all of them."""
+    """A plan and an estimate for each size of tp; `why`: there is none, or not for all of them."""
 
+    plans: Mapping[int, Plan] = field(default_factory=dict)
     estimates: Mapping[int, Estimate] = field(default_factory=dict)
     why: str = ""
 
@@ -37,6 +40,7 @@ class Sizes:
 def estimated_sizes(model: Model, plan: Plan, device: Device, *, trust_remote_code: bool = False) -> Sizes:
     """One training step of one sequence on each rank of {"tp": n}, for the plan's own size and those near it."""
     steps = Steps(resolve(model, trust_remote_code=trust_remote_code), plan)
+    plans = _planned(steps, plan)
     found: dict[int, Estimate] = {}
     why = ""
     for length in _LENGTHS:
@@ -46,14 +50,14 @@ def estimated_sizes(model: Model, plan: Plan, device: Device, *, trust_remote_co
         except AutoplanError as error:
             why = why or error.message.splitlines()[0]
     if not found:
-        return Sizes(why=why)
+        return Sizes(plans, why=why)
     why = ""
-    for tp in sorted(shown_sizes(plan), key=lambda size: abs(size.bit_length() - plan.tp_size.bit_length()))[:_MOST]:
+    for tp in plans:
         try:
             found.setdefault(tp, _estimate(steps, plan, tp, length, device))
         except AutoplanError as error:
             why = f"at tp {tp}: {error.message.splitlines()[0]}"
-    return Sizes(dict(sorted(found.items())), why)
+    return Sizes(plans, dict(sorted(found.items())), why)
 
 
 def other_sizes(
@@ -65,22 +69,30 @@ def other_sizes(
     steps = Steps(resolve(model, trust_remote_code=trust_remote_code))
     ranks = prod(mesh.values())
     found: dict[int, WhatIf] = {}
-    for tp in shown_sizes(plan)[:_MOST]:
+    for tp, made in _planned(steps, plan).items():
         if tp == plan.ranks:
             continue
-        try:
-            made = steps.plan(tp, tp if plan.tp_size == plan.ep_size else 1)
-            estimate = None
-            if mesh and ranks % tp == 0:
-                sizes = (("dp_shard", ranks // tp), ("tp", tp))
-                along = sequence_parallel and tp > 1
-                experts = 1 < tp == made.ep_size
-                question = Asked(sizes, **asked, sequence_parallel=along, experts=experts)
+        estimate = None
+        if mesh and ranks % tp == 0:
+            sizes = (("dp_shard", ranks // tp), ("tp", tp))
+            along = sequence_parallel and tp > 1
+            question = Asked(sizes, **asked, sequence_parallel=along, experts=1 < tp == made.ep_size)
+            with suppress(AutoplanError):  # at this size no step can be: the page shows the plan
                 estimate = estimate_with(steps, question, device)
-            found[tp] = WhatIf(made, estimate)
-        except AutoplanError:  # at this size it cannot be: the page shows what the plan says
-            continue
+        found[tp] = WhatIf(made, estimate)
     return found
+
+
+def _planned(steps: Steps, plan: Plan) -> dict[int, Plan]:
+    """The plan, and those at the sizes nearest to its own; sizes that cannot be planned are left out."""
+    found = {plan.tp_size: plan}
+    near = sorted(shown_sizes(plan), key=lambda size: abs(size.bit_length() - plan.tp_size.bit_length()))
+    for tp in near[:_MOST]:
+        try:
+            found.setdefault(tp, steps.plan(tp, tp if 1 < plan.tp_size == plan.ep_size else 1))
+        except IndivisibleError:
+            continue
+    return dict(sorted(found.items()))
 
 
 def _estimate(steps: Steps, plan: Plan, tp: int, length: int, device: Device) -> Estimate:

@@ -29,6 +29,8 @@ from autoplan.forecast.recording.record import record_step
 from autoplan.forecast.recording.tape import LeftOut, Tape
 from autoplan.forecast.recording.world import fake_mesh
 from autoplan.forecast.sharded import Copy, UnitSize, sharded_copy
+from autoplan.hf.adapters import usual_targets
+from autoplan.hf.inputs.resize import size_of
 from autoplan.hf.inputs.step import step_inputs
 from autoplan.hf.source import Source
 from autoplan.patches.kernels import on_reference_path
@@ -36,7 +38,7 @@ from autoplan.planning import capture_source, draft_plan
 from autoplan.values import Plan
 from autoplan.values.quantised import PackedWeight
 
-__all__ = ["Loss", "Recorded", "Setting", "Steps", "inputs_of", "loss_of", "own"]
+__all__ = ["Loss", "Recorded", "Setting", "Steps", "inputs_of", "loss_of", "own", "size_priced"]
 
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -81,6 +83,7 @@ class Steps:
     given: Plan | None = None
     inputs: Mapping[str, Any] | None = None
     lora_rank: int = 0  # of adapters that are put in where nothing of the model is frozen; 0: none are
+    lora_targets: tuple[str, ...] | str | None = None  # None: as peft chooses for the type of the model
     plans: dict[tuple[int, int, bool], Plan] = field(default_factory=dict)
     few: dict[tuple[int, int], Plan] = field(default_factory=dict)  # of few blocks, along the sequence too
     known: dict[Setting, Recorded] = field(default_factory=dict)
@@ -99,12 +102,18 @@ class Steps:
     @cached_property
     def module(self) -> nn.Module:
         module = self.source.module()
-        return with_adapters(module, self.lora_rank) if self.lora_rank and nothing_frozen(module) else module
+        if not self.lora_rank or not nothing_frozen(module):
+            return module
+        if self.lora_targets is None:
+            self.lora_targets = usual_targets(self.source.model_type, self.source.config)
+        return with_adapters(module, self.lora_rank, self.lora_targets)
 
     @cached_property
     def packed(self) -> tuple[PackedWeight, ...]:
-        """What the checkpoint holds in place of weights, where it is quantised; none where adapters were put in."""
-        return () if self.adapters else self.source.packed(self.module)
+        """What the checkpoint holds in place of weights, where it is quantised, by the names that `module` has."""
+        weights = self.source.packed(self.source.module() if self.adapters else self.module)
+        inner = {name.replace(".inner.", "."): name for name, _ in self.module.named_parameters()}
+        return tuple(replace(one, name=inner.get(one.name, one.name)) for one in weights) if self.adapters else weights
 
     @property
     def adapters(self) -> int:
@@ -204,6 +213,13 @@ def inputs_of(steps: Steps, setting: Setting) -> dict[str, Any]:
         batch, length, training = key
         steps.fed[key] = step_inputs(steps.source, steps.module, users, batch, length, training=training)
     return dict(steps.fed[key])
+
+
+def size_priced(steps: Steps, setting: Setting) -> tuple[int, int]:
+    """Rows and tokens of the call that is recorded for this setting; 0 tokens where the model takes none."""
+    few = min(setting.batch, 2)
+    rows, tokens = size_of(inputs_of(steps, replace(setting, batch=few)))
+    return (setting.batch if rows == few else rows), tokens
 
 
 def _run(copy: Copy, setting: Setting, given: Mapping[str, Any], groups: Mapping[str, str], how: str) -> Tape:

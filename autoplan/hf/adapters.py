@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from autoplan.common.conventions import BaseName
 from autoplan.common.errors import SourceError
+from autoplan.hf.shrink import all_configs
 
-__all__ = ["adapted_as", "base_names", "settings_of", "wrap"]
+__all__ = ["adapted_as", "base_names", "settings_of", "usual_targets", "wrap"]
 
 
 def settings_of(model: nn.Module) -> dict[str, Any] | None:
@@ -95,3 +96,21 @@ def _base_names(module: nn.Module, path: str, base: str, copied: bool = False) -
         else:
             tensors = (*child.named_parameters(remove_duplicate=False), *child.named_buffers(remove_duplicate=False))
             yield from ((f"{path}{name}.{own}", BaseName(None)) for own, _ in tensors)
+
+
+def usual_targets(model_type: str, config: PretrainedConfig | None) -> tuple[str, ...] | str:
+    """The layers that peft's LoRA is put beside where none are named, for this type of model or a part of it.
+
+    Raises SourceError where peft has no answer: what would be trained is then for the user to say.
+    """
+    hint = "name them: --lora-targets q_proj,v_proj (lora_targets=), or all-linear"
+    try:
+        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as usual
+    except ImportError as error:
+        raise SourceError("peft, which knows the usual layers for adapters, is not installed", hint=hint) from error
+    parts = [] if config is None else all_configs(config)
+    types = dict.fromkeys((model_type, *(getattr(part, "model_type", "") for part in parts)))
+    targets = next((usual[name] for name in types if name in usual), None)
+    if targets is None:
+        raise SourceError(f"peft knows no usual layers for adapters of model type {model_type!r}", hint=hint)
+    return targets if isinstance(targets, str) else tuple(targets)

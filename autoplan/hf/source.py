@@ -28,6 +28,7 @@ from autoplan.common.options import check_argument
 from autoplan.common.random_values import BUILDING, fill_meta, randomise, untouched_randomness
 from autoplan.hf.adapters import settings_of, wrap
 from autoplan.hf.catalogue import class_name_of
+from autoplan.hf.configs.dtypes import settled_dtype, stored_as
 from autoplan.hf.configs.limits import check_config, limited_modules
 from autoplan.hf.inputs.make import arguments_of, core_of, users_feeds
 from autoplan.hf.model_string import from_string, transformers_class
@@ -62,6 +63,7 @@ class Source:
     given: nn.Module | None = None
     shrink: str = "all"  # what of the config a tiny clone makes smaller (see shrink.tiny_config)
     ranks: tuple[int, int] | None = None  # of the plan, and those on which a tiny clone is tried
+    dtype_origin: str = "from the model"  # who says in which dtype weights are
 
     def module(self) -> nn.Module:
         """The given module untouched, or one built on meta from the config, in eval mode."""
@@ -79,6 +81,12 @@ class Source:
             inside: Any = self.given
             config = inside.get_base_model().config
         return quantised_weights(config, module)
+
+    def stored_as(self, weights: str) -> Source:
+        """The same model from a checkpoint whose weights are stored so: a dtype, or a quantised format."""
+        config = stored_as(self.config if self.given is None else None, weights)
+        config, _ = settled_dtype(config, "")
+        return replace(self, config=config, dtype_origin="as asked")
 
     @cached_property
     def can_shrink(self) -> bool:
@@ -276,8 +284,11 @@ def _from_config(
             hint="set config.architectures, or pass the model itself, built under torch.device('meta')",
         )
     cls = transformers_class(name, config, where, trust_remote_code)
-    config = _config_for(cls, config)
-    return Source(_qualname(cls), config.model_type or model_type, config, inputs, trust_remote_code, cls, None)
+    config, origin = settled_dtype(_config_for(cls, config), where)
+    return Source(
+        _qualname(cls), config.model_type or model_type, config, inputs, trust_remote_code, cls, None,
+        dtype_origin=origin,
+    )  # fmt: skip
 
 
 def _config_for(cls: type, config: PretrainedConfig) -> PretrainedConfig:

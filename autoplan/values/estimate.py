@@ -67,7 +67,8 @@ class Estimate:
 
     `flops`: of one step of this rank. `bars`: the relative error that each figure may have, with what it was held
     against. `tokens`: of one step of all ranks. `moments`: phase, module and bytes of the highest moment in each module
-    that is told apart, in order. `dtype`: that most weights are stored in.
+    that is told apart, in order. `dtype`: that most weights have, `dtype_origin`: who says so; `stored`: how quantised
+    weights are stored.
     """
 
     model: str
@@ -88,6 +89,15 @@ class Estimate:
     moments: tuple[tuple[str, str, int], ...] = ()
     dtype: str = ""
     optimizer: str = ""
+    dtype_origin: str = ""
+    stored: str = ""
+
+    @property
+    def weights_text(self) -> str:
+        """In what the weights are, and who says so."""
+        origin = f" ({self.dtype_origin})" if self.dtype_origin else ""
+        return f"weights in {self.stored}, others in {self.dtype}{origin}" if self.stored else (
+            f"weights in {self.dtype}{origin}")  # fmt: skip
 
     @property
     def peak(self) -> int:

@@ -203,9 +203,7 @@ def test_a_failed_proof_is_refused_and_a_missing_one_is_not(proof: Proof, refuse
 
 def test_a_plan_that_was_not_tried_is_applied_with_a_warning() -> None:
     plan = autoplan.Plan("m", 2, proof=Proof("graph", 2, False, trial=Trial("skipped", "no clone", "pass a config")))
-    with pytest.warns(
-        UnprovenPlanWarning, match=r"(?s)m at tp=2 is not proven: not verified.*no clone.*pass a config"
-    ):
+    with pytest.warns(UnprovenPlanWarning, match=r"(?s)m at tp=2 is not proven: not verified.*no clone.*pass a config"):
         warn_unproven(plan)
     for proof in (Proof("none", 1, False), Proof("graph", 2, True, trial=Trial("passed"))):
         warn_unproven(replace(plan, proof=proof))  # warnings are errors here

@@ -22,8 +22,8 @@ def test_a_page_switches_to_other_sizes_without_script() -> None:
     identities = [how["id"] for _, how in read.elements if "id" in how]
     assert len(identities) == len(set(identities)) and {"at-2", "at-16"} <= set(identities)
     shown = [how["class"].split() for _, how in read.elements if "case" in how.get("class", "").split()]
-    assert ["case", "case-16"] in shown  # memory, drawing, messages and what is whole are others there
-    assert sum("case-16" in one for one in shown) == 4 == sum("case-2" in one for one in shown)
+    assert ["case", "case-16"] in shown  # memory, drawing, weights, messages and what is whole
+    assert sum("case-16" in one for one in shown) == 5 == sum("case-2" in one for one in shown)
     assert "body:has(#at-16:checked) .case-16{display:block}" in page
     assert page.count("at elsewhere") == 1 and "peak of a step" in page
     assert "case-16" not in page_of("llama").partition("</style>")[2]  # nothing else is known: nothing to switch

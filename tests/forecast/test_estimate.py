@@ -241,7 +241,7 @@ def test_what_is_stored_quantised_is_said() -> None:
     config = llama(num_hidden_layers=2)
     config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (note,) = autoplan.estimate(config, mesh={"tp": 2}, sequence=64).notes
-    assert "0.8 GiB on all ranks together; the checkpoint stores them in 0.4 GiB" in note
+    assert "0.8 GiB on all ranks; the quantised checkpoint stores them in 0.4 GiB" in note
     assert not autoplan.estimate(llama(num_hidden_layers=2), mesh={"tp": 2}, sequence=64, train="inference").notes
 
 
@@ -278,23 +278,49 @@ def test_adapters_are_put_in_where_nothing_is_frozen() -> None:
     """As those that a model brings, and not as training all of it."""
     config = llama(num_hidden_layers=3, hidden_size=512, intermediate_size=1024, vocab_size=1024)
     keywords: dict[str, Any] = {"mesh": "dp_shard=2,tp=2", "sequence": 256}
-    full, ours, brought = (
-        autoplan.estimate(model, **keywords, train=train)
-        for model, train in ((config, "full"), (config, "lora"), (adapted(config), "lora"))
-    )
+    every: dict[str, Any] = {**keywords, "train": "lora", "lora_targets": "all-linear"}
+    full = autoplan.estimate(config, **keywords)
+    ours, brought = (autoplan.estimate(model, **every, lora_rank=16) for model in (config, adapted(config)))
     assert ours.parts == brought.parts and ours.messages == brought.messages
     assert ours.parts.optimizer < full.parts.optimizer / 4 and ours.flops < full.flops
-    assert "adapters of rank 16 were put beside 21 linear layers" in "".join(ours.notes) and not brought.notes
-    wider = autoplan.estimate(config, **keywords, train="lora", lora_rank=64)
+    assert "adapters of rank 16 were put beside 21 linear layers (all-linear)" in "".join(ours.notes)
+    assert not brought.notes
+    wider = autoplan.estimate(config, **every, lora_rank=64)
     assert wider.parts.optimizer == 4 * ours.parts.optimizer
-    alone = autoplan.estimate(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=128), mesh="tp=2", train="lora",
-                              sequence=64)  # fmt: skip
-    assert "8 linear layers" in "".join(alone.notes)
 
 
-def test_a_model_without_linear_layers_takes_no_adapters() -> None:
-    with pytest.raises(autoplan.AutoplanError, match="no linear layers to put adapters beside"):
-        autoplan.estimate(nn.Sequential(nn.Conv1d(4, 4, 3)), mesh="tp=1", train="lora")
+def test_adapters_stand_where_peft_puts_them() -> None:
+    """Its own model of the same class trains as many numbers."""
+    peft = pytest.importorskip("peft")
+    config = llama(num_hidden_layers=2, hidden_size=256, intermediate_size=512, num_attention_heads=4,
+                   num_key_value_heads=4, vocab_size=1024)  # fmt: skip
+    keywords: dict[str, Any] = {"mesh": "tp=1", "sequence": 64, "train": "lora"}
+    found = autoplan.estimate(config, **keywords)
+    with torch.device("meta"):
+        theirs = peft.get_peft_model(AutoModelForCausalLM.from_config(config), peft.LoraConfig(task_type="CAUSAL_LM"))
+    trained = sum(p.numel() for p in theirs.parameters() if p.requires_grad)
+    assert found.parts.optimizer == 2 * 2 * trained
+    assert "rank 8 were put beside 4 linear layers (q_proj, v_proj)" in "".join(found.notes)
+    fewer = autoplan.estimate(config, **keywords, lora_targets=["o_proj"], lora_rank=4)
+    assert fewer.parts.optimizer == 2 * 2 * 2 * 2 * 4 * 256
+    alone = autoplan.estimate(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=128), **keywords)
+    assert "2 linear layers (c_attn)" in "".join(alone.notes)
+
+
+@pytest.mark.parametrize(
+    ("model", "targets", "said"),
+    [
+        (nn.Sequential(nn.Conv1d(4, 4, 3)), "all-linear", "no linear layers to put adapters beside"),
+        (nn.Sequential(nn.Linear(4, 4)), None, "no usual layers for adapters"),
+        (nn.Sequential(nn.Linear(4, 4)), "q_proj", "no linear layer called q_proj"),
+        (nn.Sequential(nn.Linear(4, 4)), [3], "lora_targets="),
+    ],
+)
+def test_where_adapters_cannot_be_put_is_one_error(model: nn.Module, targets: Any, said: str) -> None:
+    if targets is None:
+        pytest.importorskip("peft")
+    with pytest.raises(autoplan.AutoplanError, match=said):
+        autoplan.estimate(model, mesh="tp=1", train="lora", lora_targets=targets)
 
 
 def test_a_cache_is_keys_and_values_and_no_logits() -> None:
@@ -336,7 +362,7 @@ def test_the_dtype_of_weights_and_the_optimizer_are_said() -> None:
     config = llama(num_hidden_layers=2, hidden_size=256, intermediate_size=512, num_attention_heads=4,
                    num_key_value_heads=4, vocab_size=1024)  # fmt: skip
     found = autoplan.estimate(config, mesh="tp=2", sequence=64)
-    assert "weights in bfloat16, adamw" in " ".join(str(found).split())
+    assert "weights in bfloat16 (from the config), adamw" in " ".join(str(found).split())
     assert found.to_dict()["optimizer"] == "adamw"
 
 
@@ -347,4 +373,4 @@ def test_quantised_weights_are_counted_as_stored_where_nothing_is_trained() -> N
     )
     less = (127.5 - 32.9) / 8
     assert (training.parts.weights - running.parts.weights) / 2**30 == pytest.approx(less, abs=0.1)
-    assert "as packed_model keeps them, 32.9 GiB" in "".join(running.notes)
+    assert "counted as stored, 32.9 GiB" in "".join(running.notes)

@@ -13,7 +13,6 @@ from autoplan.emit.pages.memory import memory_section, stack
 from autoplan.emit.pages.page import cause_first, pictures, plan_parts, whole_page
 from autoplan.emit.pages.sections import block_figure, findings_section
 from autoplan.emit.tables.estimate_table import choice_reasons, row_to_dict
-from autoplan.emit.tables.sizes_table import shown_sizes
 from autoplan.emit.words import bytes_text
 from autoplan.values import Plan, Report
 from autoplan.values.estimate import Row
@@ -102,7 +101,7 @@ def choice_page(choice: Any, plan: Plan | None, known: Mapping[int, WhatIf] = Ma
     title = f"{choice.source.name} on {choice.gpus} × {choice.device.name}"
     looked = [_looked_at(choice, known)] if known else []
     parts = [*choice_parts(choice), *looked, *(plan_parts(plan) if plan is not None else [])]
-    sizes = shown_sizes(plan) if plan is not None else ()
+    sizes = (plan.ranks,) if plan is not None else ()
     return whole_page(title, *parts, held=held, sizes=(*sizes, *(_CASE + n for n in known)))
 
 

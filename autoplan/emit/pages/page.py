@@ -28,7 +28,6 @@ from autoplan.emit.pages.sections import (
     whole_section,
 )
 from autoplan.emit.pages.style import script, styles
-from autoplan.emit.tables.sizes_table import shown_sizes
 from autoplan.values import Finding, Plan
 from autoplan.values.estimate import Estimate
 from autoplan.values.plain import finite
@@ -50,8 +49,9 @@ def plan_page(
     `what_if`: plans at other sizes of tp, to which the page can be switched."""
     said = {"plan": data_of, "estimate": None if estimate is None else estimate.to_dict()}
     known = {**what_if, plan.ranks: WhatIf(plan, estimate)}
-    parts = plan_parts(plan, memory_cases(known, memory, shown_sizes(plan), plan.ranks), known)
-    return whole_page(f"{plan.model} at tp {plan.tp_size}", *parts, held=said, sizes=shown_sizes(plan))
+    sizes = tuple(sorted(known))
+    parts = plan_parts(plan, memory_cases(known, memory, sizes, plan.ranks), known)
+    return whole_page(f"{plan.model} at tp {plan.tp_size}", *parts, held=said, sizes=sizes)
 
 
 def memory_cases(known: Mapping[int, WhatIf], memory: int, numbers: Sequence[int], own: int) -> Safe:
@@ -76,18 +76,19 @@ def plan_parts(
     """All that a page says of a plan, from the verdict down; parts of it at other sizes too."""
     findings = cause_first(plan.findings)
     links = links_of(plan)
-    sizes, own = shown_sizes(plan), plan.ranks
-    plans = {**{n: one.plan for n, one in what_if.items()}, own: plan}
+    own = plan.ranks
+    plans = dict(sorted({**{n: one.plan for n, one in what_if.items()}, own: plan}.items()))
+    sizes = tuple(plans)
     return [
         verdict(plan.proof),
         facts(plan),
-        switch(plan),
+        switch(plans, own),
         after_verdict,
         drawing_section(scene_of(plan, links, findings), drawn=pictures(plans, sizes, own, links)),
-        weights_section(plan),
+        weights_section(plans, own),
         messages_section(plans, sizes, own),
         whole_section(plans, sizes, own),
-        sizes_section(plan, what_if),
+        sizes_section(plans, own, what_if),
         findings_section(findings),
         explanations(plan, links),
     ]

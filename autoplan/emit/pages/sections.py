@@ -11,7 +11,7 @@ from autoplan.emit.pages.geometry import draw_block
 from autoplan.emit.pages.markup import Content, Safe, el, join, table
 from autoplan.emit.pages.picture import Axis, Block, Scene, axes_of
 from autoplan.emit.pages.weights import weight_figure, weights_of
-from autoplan.emit.tables.sizes_table import rank_weights, shown_sizes
+from autoplan.emit.tables.sizes_table import messages_of_a_block, rank_weights
 from autoplan.emit.tables.terminal import proof_text
 from autoplan.emit.words import bytes_text, count
 from autoplan.values import Finding, Plan, Proof, Traffic
@@ -52,8 +52,8 @@ def _sentence(text: str) -> str:
 def facts(plan: Plan) -> Safe:
     said = [f"tp {plan.tp_size}", f"ep {plan.ep_size}" if plan.ep_size > 1 else "", plan.source]
     said += ["sequence parallel" if plan.sequence_parallel else "", f"valid tp: {', '.join(map(str, plan.legal_tp))}"]
-    size, whole = rank_weights(plan, plan.ranks)
-    said.append(f"{bytes_text(size)} of weights on a rank, {bytes_text(whole)} of them whole")
+    size, whole = rank_weights(plan)
+    said.append(f"{bytes_text(size)} of weights on a rank, {bytes_text(whole)} of them replicated")
     return el("ul", *(el("li", one) for one in said if one), class_="facts")
 
 
@@ -87,27 +87,28 @@ def block_figure(block: Block, side: str = "") -> Safe:
               svg_of(draw_block(block, WIDTH), f"{side}{block.title}{times}", "block"))  # fmt: skip
 
 
-def switch(plan: Plan) -> Safe:
+def switch(plans: Mapping[int, Plan], own: int) -> Safe:
     """The sizes between which the page can be switched, by style alone."""
-    sizes = shown_sizes(plan)
     told = [
-        el("span", f"{bytes_text(rank_weights(plan, n)[0])} of weights on a rank", class_=f"tp tp-{n}") for n in sizes
+        el("span", f"{bytes_text(rank_weights(plan)[0])} of weights on a rank", class_=f"tp tp-{n}")
+        for n, plan in plans.items()
     ]
-    return join([chooser({n: f"tp {n}" for n in sizes}, plan.ranks, "What if: a rank at"), el("p", *told)])
+    return join([chooser({n: f"tp {n}" for n in plans}, own, "What if: a rank at"), el("p", *told)])
 
 
-def weights_section(plan: Plan) -> Safe:
-    axes = axes_of(plan.entries)
-    weights = weights_of(plan)
-    longest = max((size for weight in weights for size in weight.sides), default=1)
-    sizes = shown_sizes(plan)
-    figures = [weight_figure(weight, axes.get(weight.entry.pattern), longest, sizes) for weight in weights]
+def weights_section(plans: Mapping[int, Plan], own: int) -> Safe:
+    drawn = {}
+    for n, plan in plans.items():
+        axes, weights = axes_of(plan.entries), weights_of(plan)
+        longest = max((size for weight in weights for size in weight.sides), default=1)
+        figures = [weight_figure(weight, axes.get(weight.entry.pattern), longest, (n,)) for weight in weights]
+        drawn[n] = el("div", *figures, class_="weights")
     about = (
         "Shaded is what rank 0 holds; a line parts packed pieces, each of which is cut by itself. Sides are drawn "
-        "as the root of their rows. At other sizes the cuts of this plan are shown; what does not divide is not shaded."
+        "as the root of their rows."
     )
     return el("section", el("h2", "Weights, to scale", id="weights"), el("p", about, class_="soft"),
-              el("div", *figures, class_="weights"), aria_labelledby="weights")  # fmt: skip
+              cases(drawn, list(plans), own), aria_labelledby="weights")  # fmt: skip
 
 
 def messages_section(plans: Mapping[int, Plan], sizes: Sequence[int], own: int) -> Safe:
@@ -176,30 +177,27 @@ def _whole(plan: Plan) -> Safe:
     return join([shown, more])
 
 
-def sizes_section(plan: Plan, what_if: Mapping[int, WhatIf]) -> Safe:
-    """What if: a line for each legal size; its button switches the page to it."""
-    sizes = shown_sizes(plan)
+def sizes_section(plans: Mapping[int, Plan], own: int, what_if: Mapping[int, WhatIf]) -> Safe:
+    """What if: a line for each size that was planned; its button switches the page to it."""
     peaks = {n: one.estimate.peak for n, one in what_if.items() if one.estimate is not None}
-    sums = [sum(n for n, _ in (*one.forward.values(), *one.backward.values())) for one in plan.communication]
-    sent = str(max(sums)) if sums else "-"
     rows = []
-    for n in sizes:
-        size, whole = rank_weights(plan, n)
-        mark = " (this plan)" if n == plan.ranks else ""
+    for n, plan in plans.items():
+        size, whole = rank_weights(plan)
+        mark = " (this plan)" if n == own else ""
         label = el("label", f"tp {n}{mark}", for_=f"at-{n}")
         peak = [bytes_text(peaks[n]) if n in peaks else ""] if peaks else []
         share = f"{bytes_text(whole)}, {whole / max(size, 1):.0%}"
-        rows.append((label, bytes_text(size), share, "0" if n == 1 else sent, *peak))
-    others = [str(n) for n in plan.legal_tp if n not in sizes]
-    more = el("p", f"Legal too: {', '.join(others)}.", class_="soft") if others else None
+        rows.append((label, bytes_text(size), share, messages_of_a_block(plan), *peak))
+    others = [str(n) for n in plans[own].legal_tp if n not in plans]
+    more = el("p", f"Valid too: {', '.join(others)}.", class_="soft") if others else None
     heads = (
         "size",
         "weights of a rank",
-        "of them whole",
+        "replicated",
         "messages of a block",
         *(["peak of a step"] if peaks else []),
     )
-    made = table(heads, rows, "Legal sizes of tp")
+    made = table(heads, rows, "Valid sizes of tp")
     return el("section", el("h2", "What if", id="sizes"), made, more, aria_labelledby="sizes")
 
 

@@ -60,10 +60,9 @@ def estimate_view(found: Estimate) -> RenderableType:
             share = size / max(found.peak, 1)
             table.add_row(PARTS[part.name], _gib(size), "█" * round(30 * share))
     table.add_row("together", f"{_gib(found.peak)} ± {bars['memory'][0]:.0%}" if bars else _gib(found.peak))
-    head = (
-        f"{found.model} on {mesh_text(found.mesh)}: micro-batch {found.batch} × {found.sequence} tokens, {found.train}"
-    )
-    head += (f", weights in {found.dtype}" if found.dtype else "") + (f", {found.optimizer}" if found.optimizer else "")
+    head = f"{found.model} on {mesh_text(found.mesh)}: micro-batch {found.batch}"
+    head += (f" × {found.sequence} tokens" if found.sequence else " samples") + f", {found.train}"
+    head += (f", {found.weights_text}" if found.dtype else "") + (f", {found.optimizer}" if found.optimizer else "")
     lines: list[RenderableType] = [Text(head), Text(""), table]
     lines.append(Text(f"the peak is in the {found.phase}, at {found.where}"))
     lines += [Text(""), sent_table(found.messages)]
@@ -71,8 +70,9 @@ def estimate_view(found: Estimate) -> RenderableType:
         exposed = "".join(f", {seconds:.2f} s messages over {dim}" for dim, seconds in found.time.exposed)
         told = f"{found.time.compute:.2f} s operations, {found.time.memory:.2f} s bandwidth of memory{exposed}"
         bar = f" ± {bars['time'][0]:.0%}" if bars else ""
+        what = "tokens" if found.sequence else "samples"
         step = f"a step: {found.flops / 1e12:.1f} TFLOP a rank, {found.time.total:.2f} s{bar} on {found.device}"
-        lines += [Text(""), Text(f"{step} ({told}): {found.tokens_per_second:,.0f} tokens a second")]
+        lines += [Text(""), Text(f"{step} ({told}): {found.tokens_per_second:,.0f} {what} a second")]
     lines += [Text(f"note: {text}") for text in found.notes]
     return Group(*lines)
 
@@ -85,7 +85,7 @@ def memory_bar(found: Estimate, memory: int, width: int = 36) -> Text:
     told = ", ".join(f"{_WORDS[letter]} {size / 2**30:.1f}" for letter, size in sizes.items() if size >= 0.05 * 2**30)
     fits = "" if found.peak <= memory else ", does not fit"
     of = f"{found.peak / 2**30:.1f} of {memory / 2**30:.1f} GiB{fits}"
-    step = f"a step of {found.batch} × {found.sequence:,} tokens"
+    step = f"a step of {found.batch}" + (f" × {found.sequence:,} tokens" if found.sequence else " samples")
     return Text(f"Memory of a rank [{stack:·<{width}}] {of} ({step})\n  {told}")
 
 
@@ -98,9 +98,8 @@ def sent_table(sent: Iterable[Sent]) -> Table:
 
 def choice_view(choice: Any) -> RenderableType:
     """The ranked rows, what the first has over the second, and what the nearest that does not fit would need."""
-    table = Table(
-        "", "mesh", "micro", "checkpointing", "seq.", "GiB", "tokens/s", "what binds", box=None, pad_edge=False
-    )
+    speed = "samples/s" if choice.rows and not choice.rows[0].estimate.sequence else "tokens/s"
+    table = Table("", "mesh", "micro", "checkpointing", "seq.", "GiB", speed, "what binds", box=None, pad_edge=False)
     shown = [*choice.rows[:_SHOWN]]
     if choice.nearest is not None and choice.nearest not in shown:
         shown.append(choice.nearest)
@@ -115,6 +114,10 @@ def choice_view(choice: Any) -> RenderableType:
         table.add_row(str(place), *cells, cut, f"{found.peak / 2**30:.1f}", speed, row.binds)
     fitting = sum(row.fits for row in choice.rows)
     head = f"{choice.source.name} on {choice.gpus} × {choice.device.name} with {_gib(choice.memory)}"
+    if choice.rows:
+        asked = choice.rows[0].estimate
+        head += f": {asked.train}, " + (f"sequences of {asked.sequence} tokens, " if asked.sequence else "")
+        head += asked.weights_text
     lines: list[RenderableType] = [
         Text(head),
         Text(f"{fitting} of {len(choice.rows)} ways fit"),
@@ -160,7 +163,8 @@ def estimate_to_dict(found: Estimate) -> dict[str, Any]:
             "total": time.total, "compute": time.compute, "memory": time.memory, "optimizer": time.optimizer,
             "exposed": dict(time.exposed)},
         "bars": {name: {"relative": bar, "against": against} for name, bar, against in found.bars},
-        "notes": list(found.notes), "dtype": found.dtype, "optimizer": found.optimizer,
+        "notes": list(found.notes), "dtype": found.dtype, "dtype_origin": found.dtype_origin, "stored": found.stored,
+        "optimizer": found.optimizer,
     }  # fmt: skip
 
 

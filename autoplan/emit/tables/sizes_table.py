@@ -1,4 +1,4 @@
-"""Which tp to take: for each legal size, the weights of a rank, how much of them is whole, what is sent, and memory."""
+"""Which tp to take: for each planned size, the weights of a rank, what is replicated, what is sent, and memory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ from autoplan.emit.tables.estimate_table import memory_bar
 from autoplan.values import Plan
 from autoplan.values.estimate import Estimate
 
-__all__ = ["rank_weights", "shown_sizes", "sizes_view"]
+__all__ = ["messages_of_a_block", "rank_weights", "shown_sizes", "sizes_view"]
 
 _MOST = 12  # sizes that are shown
 
 
-def rank_weights(plan: Plan, tp: int) -> tuple[int, int]:
-    """Bytes of weights on a rank at another legal size, and how many of them are whole."""
+def rank_weights(plan: Plan) -> tuple[int, int]:
+    """Bytes of weights on a rank, and how many of them are replicated."""
     whole = sum(one.bytes for one in plan.replicated)
-    return whole + sum(-(-entry.bytes // tp) for entry in plan.entries), whole
+    return whole + sum(-(-entry.bytes // plan.ranks) for entry in plan.entries), whole
+
+
+def messages_of_a_block(plan: Plan) -> str:
+    """Of the kind of block that sends the most."""
+    sums = [sum(n for n, _ in (*one.forward.values(), *one.backward.values())) for one in plan.communication]
+    return str(max(sums)) if sums else "0" if plan.ranks == 1 else "-"
 
 
 def shown_sizes(plan: Plan) -> tuple[int, ...]:
@@ -29,30 +35,29 @@ def shown_sizes(plan: Plan) -> tuple[int, ...]:
 
 
 def sizes_view(
-    plan: Plan, estimates: Mapping[int, Estimate] | None = None, memory: int = 0, why: str = ""
+    plan: Plan,
+    plans: Mapping[int, Plan] | None = None,
+    estimates: Mapping[int, Estimate] | None = None,
+    memory: int = 0,
+    why: str = "",
 ) -> RenderableType | None:
-    """A line for each legal size; None where nothing is split. `estimates`: a training step at some of them, against
-    the `memory` of a device; `why` there is none."""
+    """A line for each size in `plans`; None where nothing is split. `estimates`: a training step at some of them,
+    against the `memory` of a device; `why` there is none."""
     known = estimates or {}
     bar = memory_bar(known[plan.tp_size], memory) if plan.tp_size in known else None
     said = [Text(f"a training step was not estimated{': ' if not known else ' '}{why}")] if why else []
     if not plan.entries or len(plan.legal_tp) < 2:
         return Group(bar) if bar is not None else None
-    heads = ("tp", "weights of a rank", "of them whole", "messages of a block")
+    heads = ("tp", "weights of a rank", "replicated", "messages of a block")
     table = Table(*heads, *(("of a step", "memory of a step") if known else ()), box=None, pad_edge=False)
-    sums = [sum(n for n, _ in (*one.forward.values(), *one.backward.values())) for one in plan.communication]
-    sent = str(max(sums)) if sums else "-"
-    shown = shown_sizes(plan)
-    for tp in shown:
-        size, whole = rank_weights(plan, tp)
+    for tp, made in sorted({**(plans or {}), plan.tp_size: plan}.items()):
+        size, whole = rank_weights(made)
         mark = " (this plan)" if tp == plan.tp_size else ""
         share = f"{_gib(whole)}, {whole / max(size, 1):.0%}"
-        told = _step(known.get(tp), memory) if known else ()
-        table.add_row(f"{tp}{mark}", _gib(size), share, "0" if tp == 1 else sent, *told)
-    others = [str(tp) for tp in plan.legal_tp if tp not in shown]
-    more = [Text(f"legal too: {', '.join(others)}")] if others else []
-    head = Text("Sizes of tp that divide everything", style="bold")
-    return Group(*([bar, Text("")] if bar is not None else []), head, table, *more, *said)
+        step = _step(known.get(tp), memory) if known else ()
+        table.add_row(f"{tp}{mark}", _gib(size), share, messages_of_a_block(made), *step)
+    head = Text(f"Valid tp sizes: {', '.join(map(str, plan.legal_tp))}", style="bold")
+    return Group(*([bar, Text("")] if bar is not None else []), head, table, *said)
 
 
 def _step(found: Estimate | None, memory: int) -> tuple[str, str]:

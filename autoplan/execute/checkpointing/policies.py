@@ -19,9 +19,14 @@ from autoplan.ops.records.answers import Drawn
 
 __all__ = ["all_but_drawn", "intact_contexts", "selective_contexts"]
 
+_GATHERED = ("all_gather", "_allgather", "allgather")
+
 
 def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of one call that keep every other matmul, attention and every collective; the rest is computed again."""
+    """Contexts of one call that keep every other matmul, attention and sums over ranks; the rest is computed again.
+
+    Gathers are not kept: those of sequence parallelism have whole sequences as results, which it splits to save memory.
+    """
     first, again = create_selective_checkpoint_contexts(_Policy())
     return first, again
 
@@ -57,7 +62,8 @@ class _Policy:
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = op._opname if hasattr(op, "_opname") else str(op)
         if getattr(op, "namespace", "") in ("_c10d_functional", "c10d"):
-            return CheckpointPolicy.MUST_SAVE
+            again = name.startswith(_GATHERED) or name == "wait_tensor"
+            return CheckpointPolicy.PREFER_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
         drawn = op_record(name).drawn
         if drawn is Drawn.ATTENTION:
             return CheckpointPolicy.MUST_SAVE

@@ -12,6 +12,7 @@ from torch import nn
 from autoplan.common.conventions import conventions
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.inputs.prompts import labels_of
+from autoplan.hf.inputs.resize import resized
 from autoplan.hf.source import Source
 
 __all__ = ["step_inputs"]
@@ -25,12 +26,14 @@ _FIRST = ("image", "audio", "video")  # a prompt with a picture runs the text mo
 def step_inputs(
     source: Source, module: nn.Module, users: Mapping[str, Any] | None, batch: int, length: int, *, training: bool
 ) -> dict[str, Any]:
-    """Keyword arguments of one call. Example inputs of the user's are taken at the size that they have."""
+    """Keyword arguments of one call. Example inputs of the user's give the kinds of arguments, not their sizes."""
     made = make_inputs(
         module, config=source.config, model_type=source.model_type, inputs=users, batch=batch, length=length
     )
     names = [name for name, feed in made.feeds.items() if "@module" not in feed]
     found = dict(made.feeds[next((name for name in _FIRST if name in names), names[0])])
+    if users is not None:
+        found = resized(found, batch, length)
     decoded = found.get(_DECODED)
     if users is None and isinstance(decoded, torch.Tensor) and 1 < decoded.shape[-1] == length - 1:
         found[_DECODED] = torch.cat([decoded, decoded[:, -1:]], dim=1)  # planning tells two sequences apart; a step has

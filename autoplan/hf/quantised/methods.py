@@ -27,6 +27,9 @@ USUAL_CONFIGS: dict[str, dict[str, Any]] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
     "mxfp8": {"quant_method": "mxfp8"},
+    "mxfp4": {"quant_method": "mxfp4"},
+    "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "int8": {"quant_method": "bitsandbytes", "load_in_8bit": True},
 }
 
 _STORED = {"uint8": 1, "int8": 1, "float16": 2, "bfloat16": 2, "float32": 4}

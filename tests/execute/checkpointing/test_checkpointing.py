@@ -146,6 +146,21 @@ def test_selective_never_repeats_a_collective(mode: Any) -> None:
     assert counts[0] == (2 * depth + 1 if mode == "selective" else 3 * depth + 1)
 
 
+def test_selective_keeps_sums_over_ranks_and_gathers_again() -> None:
+    """What sequence parallelism gathers has whole sequences: kept, it would take the memory that was to be saved."""
+    from types import SimpleNamespace
+
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    from autoplan.execute.checkpointing.policies import _Policy
+
+    policy, ops = _Policy(), torch.ops._c10d_functional
+    kept = {op: policy(SimpleNamespace(is_recompute=False), op) is CheckpointPolicy.MUST_SAVE
+            for op in (ops.all_gather_into_tensor.default, ops.wait_tensor.default, ops.all_reduce.default,
+                       ops.reduce_scatter_tensor.default)}  # fmt: skip
+    assert list(kept.values()) == [False, False, True, True]
+
+
 # ------------------------------------------------------------------------------------------------ caches
 
 

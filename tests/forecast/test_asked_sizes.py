@@ -1,0 +1,63 @@
+"""Sizes come from the question: example inputs say the kinds of arguments, and what cannot be scaled is said."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig
+
+import autoplan
+from autoplan.hf.inputs.resize import resized, size_of
+
+CONFIG = LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+                     num_key_value_heads=4, vocab_size=1024, dtype=torch.bfloat16)  # fmt: skip
+
+
+def test_a_step_with_example_inputs_is_as_large_as_asked() -> None:
+    keywords: dict[str, Any] = {"mesh": "tp=2", "batch": 3, "sequence": 96}
+    inputs = {"input_ids": torch.ones(1, 64, dtype=torch.long), "attention_mask": torch.ones(1, 64, dtype=torch.long)}
+    plain, given = (autoplan.estimate(CONFIG, **keywords, inputs=one) for one in (None, inputs))
+    assert (given.batch, given.sequence, given.tokens) == (3, 96, 3 * 96)
+    assert given.flops == pytest.approx(plain.flops, rel=0.01) and not given.notes
+    text = next(row for row in autoplan.choose(CONFIG, gpus=1, sequence=96, inputs=inputs).rows)
+    assert text.estimate.sequence == 96
+
+
+def test_arguments_are_made_longer_and_shorter() -> None:
+    inputs = {"input_ids": torch.arange(12).view(2, 6), "mask": torch.ones(2, 1, 6, 6), "scale": torch.ones(3),
+              "position_ids": torch.arange(6).view(1, 6), "pixel_values": torch.ones(2, 3, 8, 6),
+              "flag": True}  # fmt: skip
+    assert size_of(inputs) == (2, 6)
+    larger = {name: tuple(value.shape) for name, value in resized(inputs, 4, 9).items() if name != "flag"}
+    assert larger == {"input_ids": (4, 9), "mask": (4, 1, 9, 9), "scale": (3,), "position_ids": (1, 9),
+                      "pixel_values": (4, 3, 8, 6)}  # fmt: skip
+    assert resized(inputs, 1, 4)["input_ids"].tolist() == [[0, 1, 2, 3]]
+
+
+class Readout(nn.Module):
+    """Takes no tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return out
+
+
+def readout() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return Readout(), {"x": torch.ones(2, 64)}
+
+
+def test_what_has_no_tokens_is_priced_in_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "readout_of_tests", sys.modules[__name__])
+    found = autoplan.estimate("readout_of_tests:readout", mesh="dp_shard=2", batch=16, sequence=8192)
+    assert (found.batch, found.sequence, found.tokens) == (16, 0, 32)
+    said = " ".join(str(found).split())
+    assert "micro-batch 16 samples" in said and "samples a second" in said and "sequence=8192 changes nothing" in said
