@@ -6,6 +6,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -49,6 +51,95 @@ class Rounds(Mlp):
         for _ in range(rounds):
             x = x + self.down(self.up(x).tanh())
         return x
+
+
+ACTIVATIONS = {"tanh": torch.tanh, "softmax": partial(torch.softmax, dim=-1)}
+
+
+class Dim(Mlp):
+    def forward(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        return x + self.down(self.up(x).softmax(dim))
+
+
+class IndexedDim(Mlp):
+    def forward(self, x: torch.Tensor, reverse: bool = False) -> torch.Tensor:
+        return x + self.down(self.up(x).tanh().cumsum((1, -1)[reverse]))
+
+
+class Function(Mlp):
+    def forward(self, x: torch.Tensor, act: str = "tanh") -> torch.Tensor:
+        return x + self.down(ACTIVATIONS[act](self.up(x)))
+
+
+class Order(Mlp):
+    def forward(self, x: torch.Tensor, p: int = 2) -> torch.Tensor:
+        h = self.up(x)
+        return x + self.down(h / (1 + torch.linalg.vector_norm(h, p, dim=-1, keepdim=True)))
+
+
+class Groups(Mlp):
+    def forward(self, x: torch.Tensor, groups: int = 4) -> torch.Tensor:
+        return x + self.down(nn.functional.group_norm(self.up(x).mT, groups).mT)
+
+
+class Width(Mlp):
+    def forward(self, x: torch.Tensor, width: int = 32) -> torch.Tensor:
+        h = nn.functional.linear(x, self.up.weight[:width], self.up.bias[:width]).tanh()
+        return x + nn.functional.linear(h, self.down.weight[:, :width], self.down.bias)
+
+
+class HeldDim(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dim, self.act, self.setting = 1, nn.Tanh(), SimpleNamespace(norm=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = nn.functional.normalize(self.act(self.up(x)), dim=self.dim)
+        return x + self.down(scaled(h) if self.setting.norm else h)
+
+
+class Large(Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        return x + self.down(scaled(h) if x.abs().max() > 40 else h)
+
+
+class Odd(Mlp):
+    def inner(self, h: torch.Tensor) -> torch.Tensor:
+        return scaled(h) if h.shape[1] % 2 else h
+
+
+class Ticks:
+    count = 0
+
+    def __next__(self) -> int:
+        self.count += 1
+        return self.count
+
+
+class Schedule(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ticks = Ticks()
+
+    def inner(self, h: torch.Tensor) -> torch.Tensor:
+        return scaled(h) if next(self.ticks) > 9 else h
+
+
+def _after_many(change: Callable[[Any], object]) -> Callable[[Any], None]:
+    """A change after calls that were all alike."""
+
+    def prepare(model: Any) -> None:
+        for _ in range(5):
+            model(X)
+        change(model)
+
+    return prepare
+
+
+def _many_lengths(model: Any) -> None:
+    for length in range(2, 40, 2):
+        model(_long(length))
 
 
 class LeftOut(Mlp):
@@ -285,6 +376,18 @@ CASES: dict[str, Case] = {
     "an early return": Case(EarlyReturn, {"early": True}),
     "a loop": Case(Loop, {"rounds": 1}),
     "a second round": Case(Rounds, {"rounds": 2}),
+    "a dim": Case(Dim, {"dim": -1}),
+    "a dim that is looked up": Case(IndexedDim, {"reverse": True}),
+    "a function that is looked up": Case(Function, {"act": "softmax"}),
+    "an order": Case(Order, {"p": 1}),
+    "a rank's number of groups": Case(Groups, {"groups": 2}),
+    "a width": Case(Width, {"width": 24}),
+    "a dim of a module": Case(HeldDim, {}, prepare=_after_many(lambda model: setattr(model, "dim", -1))),
+    "a module": Case(HeldDim, {}, prepare=_after_many(lambda model: setattr(model, "act", nn.Softmax(-1)))),
+    "a setting": Case(HeldDim, {}, prepare=_after_many(lambda model: setattr(model.setting, "norm", True))),
+    "what a whole value holds": Case(Large, {"x": X * 100}, prepare=_after_many(lambda model: None)),
+    "a schedule": Case(Schedule, {}, times=9),
+    "an odd length": Case(Odd, {"x": _long(21)}, prepare=_many_lengths),
     "match": Case(Match, {"kind": "norm"}),
     "a dict of functions": Case(Dispatch, {"kind": "norm"}),
     "getattr": Case(Getattr, {"kind": "norm"}),

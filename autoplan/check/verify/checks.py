@@ -20,6 +20,7 @@ from autoplan.capture.training_paths import has_training_paths
 from autoplan.check.verify.compare import Tolerance, compare
 from autoplan.check.verify.drawn import RUNS, Draws, FixedNoise, laws_of_draws
 from autoplan.check.verify.subject import CANNOT_RUN, SAME, Group, Observation, Subject, plain, tensors_in
+from autoplan.common.code.ways import uncompared
 from autoplan.common.conventions import conventions
 from autoplan.hf.driving import (
     attention_switched,
@@ -142,7 +143,7 @@ def _trained(subject: Subject) -> Observation:
 def _drawn(subject: Subject) -> Observation:
     """What several runs draw; and, if they draw anything, a step with fixed numbers in place of random ones."""
     feeds = calls_the_model(subject.feeds)
-    with _training(subject), torch.no_grad(), Draws() as draws:
+    with _training(subject), torch.no_grad(), uncompared(), Draws() as draws:
         for run in range(RUNS):  # equal seeds show numbers that should be apart, others those that should be equal
             if run in (0, RUNS // 2):
                 subject.seed(3, alike=run > 0)

@@ -8,17 +8,25 @@ object and instruction, and a sharded model compares (execute/guard/).
 outside of the standard library, torch and the packages that are trusted (`Conventions.trusted`). While a torch function
 runs the trace is off, so what is inside of it costs nothing. A trace function that is set already (a debugger,
 coverage) is left alone: nothing is recorded then.
+
+No branch need be there: `h.softmax(dim)` is another function for another `dim`. So the torch calls of the model's code
+are written down too, with the literals that they are given (forms.py).
 """
 
 from __future__ import annotations
 
 import dis
 import linecache
+import os
 import sys
+import sysconfig
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import takewhile
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -26,16 +34,20 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+import autoplan
+from autoplan.common.code.forms import form_of, without_repeats
 from autoplan.common.code.forward_code import code_hash
 from autoplan.common.conventions import conventions
 from autoplan.values.made_for import SeenCode
 
 __all__ = ["PYTHON", "CodeFacts", "Follower", "Paused", "Recorder", "Tracer", "Ways", "added", "facts_of", "follow",
            "has_own_code", "is_module_call", "is_settled", "listener", "others_of", "recording", "seen_code",
-           "source_line", "tracing", "ways_of"]  # fmt: skip
+           "running", "set_running", "source_line", "tracing", "uncompared", "ways_of"]  # fmt: skip
 
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
-_SETTLED = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "autoplan"}
+_SETTLED = frozenset({"torch", "numpy", "autoplan"})
+_OURS, _TORCH = (f"{Path(package.__path__[0])}{os.sep}" for package in (autoplan, torch))
+_PASSING = ("__torch_function__", "_call_impl")  # of ours, they hand a torch call on
 _UNCONDITIONAL = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP", "JUMP_NO_INTERRUPT")
 _FIRST_OF_HANDLER = "PUSH_EXC_INFO"
 _MODULE_CALL = nn.Module._call_impl.__code__.co_filename
@@ -47,14 +59,16 @@ Ways = dict[tuple[str, str], set[str]]  # by place and hash of the code
 class CodeFacts:
     """What of a code object must be known while it runs.
 
-    `going_on`: for each branch the offsets at which code goes on that does not jump. `loops`: the heads of its `for`
-    loops. `stores`: the attributes that it sets.
+    `going_on`: for each branch the offsets at which code goes on that does not jump. `asking`: the branches that may
+    depend on a number or on what a tensor holds. `loops`: the heads of its `for` loops. `stores`: attributes that it
+    sets.
     """
 
     code: CodeType
     place: str
     hash: str
     going_on: dict[int, tuple[int, ...]]
+    asking: tuple[int, ...]
     loops: frozenset[int]
     handlers: frozenset[int]
     stores: tuple[str, ...]
@@ -77,7 +91,23 @@ def facts_of(frame: FrameType) -> CodeFacts | None:
 def is_settled(module: str) -> bool:
     """Is it one whose code is not followed?"""
     top = module.partition(".")[0]
-    return top in _SETTLED or top in conventions().trusted or top.startswith("namedtuple_")
+    trusted = top in _SETTLED or top in conventions().trusted or top.startswith("namedtuple_")
+    return trusted or (top in sys.stdlib_module_names and top != "__main__" and _is_of_python(top))
+
+
+@lru_cache(maxsize=512)
+def _is_of_python(module: str) -> bool:
+    """The standard library's own, and not a file of somebody's that has its name?"""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
+    return file is None or any(Path(file).is_relative_to(folder) for folder in folders) and "site-packages" not in file
+
+
+@lru_cache(maxsize=4096)
+def _hands_on(code: CodeType) -> bool:
+    """May a torch call of the model's own code come through this frame, unchanged?"""
+    file = code.co_filename
+    return file.startswith(_TORCH) or (file.startswith(_OURS) and code.co_name in _PASSING)
 
 
 def has_own_code(model: nn.Module) -> bool:
@@ -89,6 +119,7 @@ def has_own_code(model: nn.Module) -> bool:
 def _read(code: CodeType, module: str) -> CodeFacts:
     instructions = list(dis.get_instructions(code))
     going_on: dict[int, tuple[int, ...]] = {}
+    asking, arguments = [], code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     for number, one in enumerate(instructions):
         jumps = one.opcode in dis.hasjrel or one.opcode in dis.hasjabs
         if jumps and one.opname not in _UNCONDITIONAL:
@@ -96,11 +127,16 @@ def _read(code: CodeType, module: str) -> CodeFacts:
             if following and following[0].opname == "NOT_TAKEN":  # Python 3.14 writes down the way that goes on
                 following = instructions[number + 1 : number + 3]
             going_on[one.offset] = tuple(other.offset for other in following)
+            before = instructions[number - 1]
+            told = before.opname.startswith("LOAD_ATTR") or before.argval in arguments  # a flag, or an attribute
+            if "NONE" not in one.opname and one.opname != "FOR_ITER" and not told:
+                asking.append(one.offset)
     return CodeFacts(
         code,
         f"{module}:{code.co_qualname}:{code.co_firstlineno}",
         f"{PYTHON}:{code_hash(code)}",
         going_on,
+        tuple(asking),
         frozenset(one.offset for one in instructions if one.opname == "FOR_ITER"),
         frozenset(one.offset for one in instructions if one.opname == _FIRST_OF_HANDLER),
         tuple(dict.fromkeys(one.argval for one in instructions if one.opname == "STORE_ATTR")),
@@ -160,12 +196,27 @@ class Tracer:
     def on_torch(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         """A torch function was called."""
 
+    def on_planned(self, function: Any, args: Any, kwargs: Any) -> None:
+        """The model's code made a torch call that the plan rewrites: with these arguments, before that."""
+
+    def caller(self, frame: FrameType | None) -> Follower | None:
+        """Whose torch call it is that is being made: the model's own code, with nothing but torch in between."""
+        while frame is not None:
+            follower = self.frames.get(id(frame))
+            if follower is not None:
+                return follower
+            if not _hands_on(frame.f_code):
+                return None
+            frame = frame.f_back
+        return None
+
 
 class Follower:
     """One running frame. `known`: the ways of its code of which nothing more need be said.
 
     Ways are "12+" and "12-" (a branch goes on, or jumps), "12++" (a loop begins a second round: what its body is given
-    was computed by the round before), "12" (an error is handled) and "12>c0ffee" (a function is called).
+    was computed by the round before), "12" (an error is handled), "12>c0ffee" (a function is called) and
+    "12=softmax(t3,-1)" (a torch function is).
     """
 
     __slots__ = ("before", "earlier", "facts", "frame", "known", "strays", "touched", "tracer")
@@ -237,10 +288,25 @@ def tracing(tracer: Tracer | None) -> Iterator[bool]:
     mode = Paused(tracer)
     with mode:
         follow(tracer.enter)
+        _listening.running = tracer
         try:
             yield True
         finally:
             follow(None)
+            _listening.running = None
+
+
+@contextmanager
+def uncompared() -> Iterator[None]:
+    """What runs here is held against nothing: its ways are not written down."""
+    recorder = _listening.running
+    before = {key: set(ways) for key, ways in recorder.ways.items()} if isinstance(recorder, Recorder) else {}
+    try:
+        yield
+    finally:
+        if isinstance(recorder, Recorder):
+            recorder.ways.clear()
+            recorder.ways.update(before)
 
 
 # ------------------------------------------------------------------------------------------------------------- recorded
@@ -262,6 +328,17 @@ class Recorder(Tracer):
             where = self.frames[id(follower.frame.f_back)]
         where.known.add(way)
 
+    def on_torch(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self._note(function, args, kwargs)
+
+    def on_planned(self, function: Any, args: Any, kwargs: Any) -> None:
+        self._note(function, args, kwargs)
+
+    def _note(self, function: Any, args: Any, kwargs: Any) -> None:
+        caller = self.caller(sys._getframe(3))
+        if caller is not None and (form := form_of(function, args, kwargs)):
+            caller.known.add(f"{caller.frame.f_lasti}={form}")
+
     def forget(self) -> None:
         """Begin anew."""
         self.ways, self.frames = {}, {}
@@ -269,6 +346,7 @@ class Recorder(Tracer):
 
 class _Listening(threading.local):
     recorder: Recorder | None = None
+    running: Tracer | None = None
 
 
 _listening = _Listening()
@@ -290,13 +368,24 @@ def listener() -> Recorder | None:
     return _listening.recorder
 
 
+def running() -> Tracer | None:
+    """Who follows what this thread runs."""
+    return _listening.running
+
+
+def set_running(tracer: Tracer | None) -> None:
+    """A tracer begins to follow this thread, or ends."""
+    _listening.running = tracer
+
+
 def seen_code(ways: Ways) -> tuple[SeenCode, ...]:
     """As a plan holds it."""
-    return tuple(SeenCode(*key, " ".join(sorted(found, key=_in_order))) for key, found in sorted(ways.items()))
+    kept = {key: without_repeats(found) for key, found in ways.items()}
+    return tuple(SeenCode(*key, " ".join(sorted(found, key=_in_order))) for key, found in sorted(kept.items()))
 
 
 def _in_order(way: str) -> tuple[int, str]:
-    number = way.rstrip("+-").partition(">")[0]
+    number = "".join(takewhile(str.isdigit, way))
     return int(number), way
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autoplan.common.code.code_place import call_name, code_place
+from autoplan.common.code.ways import running
 from autoplan.common.layout import Layout
 from autoplan.execute.collectives import copy_to_ranks, take_rows
 from autoplan.execute.executors import At, execute, other_branch
@@ -109,6 +110,9 @@ class ModuleMode(TorchFunctionMode):
         planned = self._planned(name, args) if name in self.calls.names else None
         if planned is None:
             return func(*args, **kwargs)
+        tracer = None if torch.compiler.is_compiling() else running()
+        if tracer is not None:
+            tracer.on_planned(func, args, kwargs)
         result = planned(func, args, kwargs)
         return result if torch.compiler.is_compiling() or looking_on() is None else as_given(planned.planned, result)
 

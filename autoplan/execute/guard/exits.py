@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import copy
 import dis
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -68,53 +68,48 @@ def _held(own: torch.Tensor, words: str) -> HeldPart:
     return made
 
 
+Path = tuple[Any, ...]  # below an attribute: keys and names; "*" for each item of a list
+
+
 class Kept:
     """The attributes of a model's modules in which parts were found: where they are, and for each its words."""
 
     def __init__(self) -> None:
-        self.places: dict[tuple[str, str, Any], str] = {}  # module, attribute, the key where that is a dict
+        self.places: dict[tuple[str, bool, str, Path], str] = {}  # module, is it a buffer, attribute, path below it
         self.given: list[tuple[Any, Any, Any, Any]] = []  # where, under what, what stands there, what was there
 
-    def note(self, model: nn.Module, keepers: list[tuple[nn.Module, tuple[str, ...]]], marks: Marks) -> list[str]:
+    def note(self, model: nn.Module, marks: Marks) -> list[str]:
         """After a call that was followed: those that are new."""
-        found = []
-        names = {id(module): name for name, module in model.named_modules()}
-        for module, attributes in keepers:
-            name = names.get(id(module), "")
-            for attribute in attributes:
-                value = vars(module).get(attribute)
-                items = value.items() if isinstance(value, dict) else ((None, value),)
-                for key, item in items:
-                    place = (name, attribute, key)
-                    if place not in self.places and marks.any_in(item):
-                        words = f"{name}.{attribute}".lstrip(".") + (f"[{key!r}]" if key is not None else "")
-                        self.places[place] = words
-                        found.append(words)
-        return found
+        found: dict[str, None] = {}
+        for name, module in model.named_modules() if marks.tensors else ():
+            for is_buffer, state in ((False, vars(module)), (True, _passing(module))):
+                for attribute in set(state) - _OF_MODULES:
+                    for path, _, _, value in _slots(state, attribute, ()):
+                        place = (name, is_buffer, attribute, path)
+                        if place not in self.places and marks.any_in(value):
+                            steps = (key if str(key).startswith(".") else f"[{key!r}]" for key in path if key != "*")
+                            inside = "".join(steps)
+                            self.places[place] = f"{name}.{attribute}".lstrip(".") + inside
+                            found[self.places[place]] = None
+        return list(found)
 
     def hold(self, model: nn.Module) -> None:
         """No code of the model runs from now on."""
-        for (name, attribute, key), words in self.places.items():
-            owner: Any = vars(model.get_submodule(name))
-            if key is not None:
-                owner, attribute = owner.get(attribute), key
-            if not isinstance(owner, dict) or attribute not in owner:
-                continue
-            own = owner[attribute]
-            changes: list[tuple[Any, Any, Any]] = [(owner, attribute, own)]
-            if isinstance(own, list):
-                changes = [(own, number, item) for number, item in enumerate(own)]
-            for where, under, item in changes:
-                made = _all_held(item, words)
-                if made is not item:
+        for name, is_buffer, attribute in dict.fromkeys(place[:3] for place in self.places):
+            module = model.get_submodule(name)
+            state = module._buffers if is_buffer else vars(module)
+            for path, where, under, own in list(_slots(state, attribute, ())) if attribute in state else ():
+                words = self.places.get((name, is_buffer, attribute, path))
+                made = own if words is None else _all_held(own, words)
+                if made is not own:
                     where[under] = made
-                    self.given.append((where, under, made, item))
+                    self.given.append((where, under, made, own))
 
     def give_back(self) -> None:
         """Code of the model runs: it finds what it kept, unless others put something there."""
         for where, under, made, own in self.given:
-            there = where[under] if isinstance(where, list) and under < len(where) else None
-            if (where.get(under) if isinstance(where, dict) else there) is made:
+            there = where.get(under) if isinstance(where, dict) else where[under] if under < len(where) else None
+            if there is made:
                 where[under] = own
         self.given.clear()
 
@@ -122,6 +117,29 @@ class Kept:
         made = Kept()  # what the copy keeps is itself
         made.places = dict(self.places)
         return made
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+def _passing(module: nn.Module) -> dict[str, Any]:
+    """Its buffers that no checkpoint holds."""
+    return {name: module._buffers.get(name) for name in module._non_persistent_buffers_set}
+
+
+def _slots(state: Any, key: Any, path: Path, depth: int = 3) -> Iterator[tuple[Path, Any, Any, Any]]:
+    """Where tensors are kept below an attribute: by which path, in what, under what. Of a tuple they are one."""
+    value = state[key]
+    if isinstance(value, torch.Tensor | tuple):
+        yield path, state, key, value
+    elif isinstance(value, list | deque) and depth:
+        for number in range(len(value)):
+            yield from _slots(value, number, (*path, "*"), depth - 1)
+    elif depth and not isinstance(value, nn.Module | type | ModuleType):
+        inner = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+        if isinstance(inner, dict) and not type(value).__module__.startswith(("torch", "autoplan")):
+            for name in list(inner):
+                yield from _slots(inner, name, (*path, name if inner is value else f".{name}"), depth - 1)
 
 
 def _all_held(value: Any, words: str) -> Any:

@@ -32,6 +32,7 @@ import numpy
 import torch
 from torch import nn
 
+from autoplan.common.code.forms import Forms, form_of, forms_in
 from autoplan.common.code.ways import (
     PYTHON,
     Follower,
@@ -40,6 +41,7 @@ from autoplan.common.code.ways import (
     follow,
     has_own_code,
     is_module_call,
+    set_running,
     source_line,
     ways_of,
 )
@@ -110,16 +112,20 @@ class PathGuard:
     ) -> None:
         self.model = model
         self.ways = ways_of(plan.paths)
+        self.forms: dict[tuple[str, str], dict[int, Forms]] = {key: forms_in(ways) for key, ways in self.ways.items()}
+        self.has_forms = any(self.forms.values())  # else the plan was made before they were written down
         # Else it looks at exits only: all code is trusted, or the plan knows no ways of this Python.
         self.compares = has_own_code(model) and any(one.code.startswith(f"{PYTHON}:") for one in plan.paths)
         self.kernels = kernels
         self.action, self.group, self.edited = action, group, edited
         self.situations = Situations()
+        self.edited_names = frozenset(attribute.rpartition(".")[2] for _, attribute in edited)
         self.counts: list[tuple[dict[str, Any], str, Any, str]] = []  # as the plan set them: where, name, value, words
         self.running: _Watch | None = None
         self.mode: Paused | None = None
         self.told_unguarded = False
         self.asked: tuple[Any, Any] = ((), ())
+        self.changed: tuple[Any, ...] = ()
         self.kept, self.listeners = Kept(), Listeners(model)
         self.hooked: set[Any] = set()  # hooks and kinds of calls that were followed together
         self.by_itself = False  # is it another call than the model's that is followed?
@@ -172,7 +178,9 @@ class PathGuard:
             return
         kind, numbers = self.asked = self.situations.of(model, given)
         self.together = (self.compares or by_itself) and self.situations.is_new(kind, numbers)
-        if not (self.together or (hooks and (hooks, kind) not in self.hooked)) or _has_no_values(given):
+        self.changed = self.situations.changed() if self.compares else ()
+        alone = (hooks and (hooks, kind) not in self.hooked) or self.situations.is_changed(kind, self.changed)
+        if not (self.together or alone) or _has_no_values(given):
             return
         if _runs_compiled(self.model):
             return
@@ -186,6 +194,7 @@ class PathGuard:
         self.mode = Paused(self.running)
         self.mode.__enter__()
         this.marks = self.running.marks
+        set_running(self.running)
         follow(self.running.enter)
 
     def _note_counts(self) -> None:
@@ -212,6 +221,7 @@ class PathGuard:
         watch, self.running = self.running, None
         if watch is not None and self.mode is not None:
             follow(None)
+            set_running(None)
             this.marks = None
             self.mode.__exit__(None, None, None)
         return watch
@@ -235,10 +245,11 @@ class PathGuard:
 
     def _add(self, watch: _Watch) -> None:
         self.hooked.add((self.listeners.key, self.asked[0]))
+        self.situations.add_changed(self.asked[0], self.changed)
         if self.together:
             self.situations.add(*self.asked, always=watch.reads_values or watch.host_draws())
         with torch._C.DisableTorchFunction():
-            found = self.kept.note(self.model, self.situations.keepers, watch.marks)
+            found = self.kept.note(self.model, watch.marks)
         if found and self.action != "refuse":
             self.kept.places.clear()
             self._say(f"what modules keep is of one rank: {', '.join(found)}", "")
@@ -314,8 +325,9 @@ class _Watch(Tracer):
     def on_enter(self, follower: Follower, frame: FrameType) -> None:
         facts, names = follower.facts, frame.f_code.co_varnames
         owner = frame.f_locals.get(names[0]) if frame.f_code.co_argcount else None
+        situations = self.guard.situations
+        situations.note_code(owner, facts.code, facts.stores, frame.f_globals)
         if isinstance(owner, nn.Module):
-            self.guard.situations.note_code(owner, facts.code, facts.stores)
             follower.touched = not self.counts.get(id(owner), set()).isdisjoint(frame.f_code.co_names)
         known = self.guard.ways.get((facts.place, facts.hash))
         if known is None and facts.code in self.guard.listeners.codes:
@@ -330,6 +342,7 @@ class _Watch(Tracer):
             self._stray(follower, None)
         else:
             follower.known = known
+            situations.open_ways |= not known.issuperset(f"{at}{side}" for at in facts.asking for side in "+-")
 
     def on_way(self, follower: Follower, way: str) -> None:
         if ">" in way:
@@ -405,6 +418,8 @@ class _Watch(Tracer):
     # ------------------------------------------------------------------ torch functions
 
     def on_torch(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        name = getattr(function, "__name__", "")
+        self.reads_values |= name in _VALUES_READ
         with torch._C.DisableTorchFunction():
             kind = self.marks.kind_in((args, kwargs))
             if not kind:
@@ -414,7 +429,23 @@ class _Watch(Tracer):
             if self.escaping and not asks:  # what a hook computes of a whole value is whole
                 for _, tensor in flatten_tensors((args, kwargs)):
                     self.escaping.pop(id(tensor), None)
-        name = getattr(function, "__name__", "")
-        self.reads_values |= name in _VALUES_READ
+        if kind == PART:
+            self._compare(function, args, kwargs, sys._getframe(2))
         if asks:
             self._touch_above(sys._getframe(2))
+
+    def on_planned(self, function: Any, args: Any, kwargs: Any) -> None:
+        if self.marks.kind_in((args, kwargs)) == PART:
+            self._compare(function, args, kwargs, sys._getframe(2))
+
+    def _compare(self, function: Any, args: Any, kwargs: Any, frame: FrameType) -> None:
+        """Is it a call that the plan knows at its place, of this function with these literals? What is computed of a
+        whole value is right whatever it is, and so is the gradient: ranks add up their parts of it."""
+        caller = self.caller(frame) if self.guard.has_forms and self.guard.compares else None
+        if caller is None or caller.known is _EVERY:
+            return
+        form, place = form_of(function, args, kwargs), caller.frame.f_lasti
+        forms = self.guard.forms.get((caller.facts.place, caller.facts.hash), {}).get(place)
+        if form and (forms is None or not forms.has(form, self.guard.edited_names)):
+            text = f"{source_line(caller.facts.code, place)} [{form}]"
+            self.strays[text] = None

@@ -1,16 +1,21 @@
 """Which calls of a sharded model are like ones that were looked at: a cheap key for each call.
 
 A call is like another if its arguments are of the same kinds, dtypes and dims, flags and words are the same, gradients,
-autocast and modes too, and what modules keep of themselves between calls is. Sizes and numbers count apart: the first
-few differing ones are looked at each, then those that leave the range of what was seen by a quarter (a sequence that
-grows by a token with each call would be looked at for ever). The first three calls of a kind are looked at in any case:
-a state may be left behind by the one before.
+autocast and modes too, and what modules keep of themselves between calls is. Sizes and numbers count apart: as long as
+a branch of the code that may ask for a number has a way that was never seen, each new set of them is looked at;
+otherwise the first few, then those that leave the range of what was seen by a quarter (a sequence that grows by a token
+with each call would be looked at for ever). The first three calls of a kind are looked at in any case: a state may be
+left behind by the one before.
+
+What the code only reads is watched: plain values that modules, objects and files of the model hold under names that it
+mentions. A call after one of them has changed is looked at by the rank where it has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +27,8 @@ _FIRST = 3
 _SIZES = 16  # differing sets of sizes and numbers that are looked at each
 _FARTHER = 1.25
 _DEPTH = 4
+_MOST = 4096  # sets of numbers that are remembered
+_ABSENT = object()
 
 Key = tuple[Any, ...]
 
@@ -36,12 +43,12 @@ class _Kind:
     high: list[float] = field(default_factory=list)
     always: bool = False
 
-    def is_new(self, numbers: Key) -> bool:
-        if self.always or self.calls < _FIRST:
+    def is_new(self, numbers: Key, open_ways: bool) -> bool:
+        if self.calls < _FIRST or (self.always and open_ways):
             return True
         if numbers in self.numbers:
             return False
-        if len(self.numbers) < _SIZES or len(numbers) != len(self.low):
+        if len(self.numbers) < (_MOST if open_ways else _SIZES) or len(numbers) != len(self.low):
             return True
         bounds = zip(numbers, self.low, self.high, strict=True)
         return any(one > high * _FARTHER or one < low / _FARTHER for one, low, high in bounds)
@@ -56,13 +63,17 @@ class _Kind:
 
 class Situations:
     """All kinds of calls of one model. `keepers`: modules whose code sets attributes, with the names of these; `modes`:
-    modules whose code asks whether they train."""
+    modules whose code asks whether they train. `watched`: where plain values lie, under which name, and what was there.
+    `open_ways`: has a branch that may ask for a number a way that was never seen?"""
 
     def __init__(self) -> None:
         self.kinds: dict[Key, _Kind] = {}
         self.keepers: list[tuple[nn.Module, tuple[str, ...]]] = []
         self.modes: list[nn.Module] = []
         self.noted: set[tuple[int, int]] = set()
+        self.watched: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
+        self.looked_at: set[tuple[Key, Key]] = set()  # kinds, with changed values
+        self.open_ways = False
 
     def of(self, model: nn.Module, given: Mapping[str, Any]) -> tuple[Key, Key]:
         """The kind of a call, and its numbers."""
@@ -82,19 +93,57 @@ class Situations:
 
     def is_new(self, kind: Key, numbers: Key) -> bool:
         known = self.kinds.get(kind)
-        return known is None or known.is_new(numbers)
+        return known is None or known.is_new(numbers, self.open_ways)
+
+    def changed(self) -> Key:
+        """The watched values that are others than when they were first seen. A number that counts calls is no longer
+        told of where no branch may depend on it."""
+        found: list[Any] = []
+        for place, (state, name, was) in self.watched.items():
+            now = state.get(name, _ABSENT)
+            if now is was or (_is_plain(now) and type(now) is type(was) and now == was):
+                continue
+            few = self.open_ways or len(self.looked_at) < _SIZES
+            if few or not isinstance(now, int) or isinstance(now, bool):
+                found += (place, now if isinstance(now, bool | str | int) else _named(now))
+        return tuple(found)
+
+    def is_changed(self, kind: Key, changed: Key) -> bool:
+        return bool(changed) and (kind, changed) not in self.looked_at
+
+    def add_changed(self, kind: Key, changed: Key) -> None:
+        if len(self.looked_at) >= _MOST:
+            self.looked_at.clear()
+        self.looked_at.add((kind, changed))
 
     def add(self, kind: Key, numbers: Key, *, always: bool) -> None:
         known = self.kinds.setdefault(kind, _Kind())
         known.add(numbers)
         known.always |= always
 
-    def note_code(self, module: Any, code: Any, stores: tuple[str, ...]) -> None:
-        """A function of the model's runs: does it keep something for calls to come, or ask for the mode?"""
-        if not isinstance(module, nn.Module) or (id(module), id(code)) in self.noted:
+    def note_code(self, module: Any, code: Any, stores: tuple[str, ...], around: dict[str, Any]) -> None:
+        """A function of the model's runs, with these names around it: does it keep something for calls to come, or ask
+        for the mode? What does it read?"""
+        if (id(module), id(code)) in self.noted:
             return
         self.noted.add((id(module), id(code)))
         names = code.co_names
+        self._watch(around, names)
+        for name in names:
+            self._watch_inside(around.get(name), names)
+        own = getattr(module, "__dict__", None)
+        if isinstance(own, dict) and not isinstance(module, type | ModuleType):
+            kept = {*stores, "training"} if isinstance(module, nn.Module) else set()  # these are told of by `keepers`
+            self._watch(own, () if isinstance(module, torch.Tensor) else tuple(set(names) - kept), stores)
+            for name in names:
+                self._watch_inside(own.get(name), names)
+        if not isinstance(module, nn.Module):
+            return
+        self._watch(module._modules, names)
+        for name in names:
+            child = module._modules.get(name)
+            if child is not None and not child._parameters and type(child).__module__.startswith("torch.nn"):
+                self._watch(vars(child), tuple(set(vars(child)) - {"training"}))
         kept = tuple(name for name in dict.fromkeys((*stores, *names))
                      if name in stores or isinstance(vars(module).get(name), list | dict))  # fmt: skip
         if kept:
@@ -102,8 +151,37 @@ class Situations:
         if "training" in names and not any(module is one for one in self.modes):
             self.modes.append(module)
 
+    def _watch(self, state: dict[str, Any], names: tuple[str, ...], coming: tuple[str, ...] = ()) -> None:
+        """`coming`: names that may not be there yet."""
+        for name in names:
+            value = state.get(name, _ABSENT)
+            if value is _ABSENT and name not in coming:
+                continue
+            if value is _ABSENT or _is_plain(value) or isinstance(value, nn.Module) or callable(value):
+                self.watched.setdefault((id(state), name), (state, name, value))
+
+    def _watch_inside(self, value: Any, names: tuple[str, ...]) -> None:
+        """The same of a config, a schedule or a dict that is held under a name."""
+        if isinstance(value, dict) and len(value) <= _SIZES and all(isinstance(key, str) for key in value):
+            self._watch(value, tuple(value))
+        elif not isinstance(value, nn.Module | torch.Tensor | type | ModuleType) and not callable(value):
+            state = getattr(value, "__dict__", None)
+            if isinstance(state, dict):
+                self._watch(state, names)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Situations:
         return Situations()  # of another model
+
+
+def _is_plain(value: Any) -> bool:
+    """Is it a value that code may choose by? (Factors are none.)"""
+    if isinstance(value, tuple):
+        return len(value) <= _SIZES and all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | str | torch.dtype)
+
+
+def _named(value: Any) -> Any:
+    return getattr(value, "__qualname__", type(value).__qualname__), id(value)
 
 
 def _describe(value: Any, kind: list[Any], numbers: list[Any], depth: int) -> None:

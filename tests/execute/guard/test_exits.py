@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,6 +80,30 @@ def test_a_kept_part_is_refused_where_it_is_used(read: str) -> None:
         return eval(f"block.{read}", {"block": model.block}).sum()
 
     refused(Keeping, run, rf"block\.{read.split('[')[0]}.* is of one rank")
+
+
+class KeepingElsewhere(Keeping):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("map", None, persistent=False)
+        self.last, self.record = deque(maxlen=2), SimpleNamespace(map=None)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.up(x).relu()
+        self.map, self.record.map = h, h
+        setattr(self, "".join(("na", "med")), h)
+        self.last.append(h)
+        return self.down(h)
+
+
+@pytest.mark.parametrize("read", ["map", "record.map", "named", "last[0]"])
+def test_a_part_is_refused_wherever_it_is_kept(read: str) -> None:
+    def run(model: nn.Module) -> Any:
+        model(X)
+        model(X)
+        return eval(f"block.{read}", {"block": model.block}).sum()
+
+    refused(KeepingElsewhere, run, rf"block\.{read.split('[')[0]} is of one rank")
 
 
 def test_kept_whole_values_and_names_of_parts_can_be_read() -> None:
