@@ -6,7 +6,7 @@ weights right: a row too far, a forgotten partner or a packed segment in the wro
 pass in one process proves all axes together; only when it fails are they tried one by one, to name the culprit.
 
 It cannot speak about axes whose positions mean something: rows of a table that is looked up by number, and axes along
-which the model makes different constants (the slopes of ALiBi). Those are left to the ranks.
+which the model makes different constants (the slopes of ALiBi) or draws random numbers. Those are left to the ranks.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ _POSITIONS_MATTER = {
     Event.CREATED: "the model makes values that differ along it",
     Event.CONST: "the model has constants that differ along it",
 }
+_DRAWN = "the model draws random numbers along it"
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
@@ -72,6 +73,9 @@ def check_permutations(
         return outcome
     limit = _TOLERANCE.get(_dtype(model), tolerance_for(_dtype(model)).limit)
     law = _Law(model, feeds, trace, axes)
+    if law.draws:  # what is drawn for a unit stays where it is
+        outcome.left_out |= {axis: _DRAWN for axis in tried if Event.RANDOM in axis.events}
+        tried = [axis for axis in tried if axis not in outcome.left_out]
     if law.error(tried) <= limit:
         outcome.passed = tried
         return outcome
@@ -90,6 +94,7 @@ class _Law:
     def __init__(self, model: nn.Module, feeds: Mapping[str, Any], trace: Trace, axes: Axes) -> None:
         self.model, self.feeds, self.trace, self.axes = model, feeds, trace, axes
         self.known = {tensor for op in trace.ops for tensor in refs(op.outputs)}
+        self.draws = False
         self.outputs = self._run()
 
     def error(self, permuted: list[Term]) -> float:
@@ -112,9 +117,11 @@ class _Law:
     def _run(self) -> dict[tuple[str, str], torch.Tensor]:
         found: dict[tuple[str, str], torch.Tensor] = {}
         with torch.no_grad(), one_compute_thread(), untouched_randomness(0):
+            before = torch.get_rng_state()
             for feed, inputs in self.feeds.items():
                 outputs = tensors_in(call(copied(self.model), own(dict(inputs))))  # a run may keep tables for the next
                 found.update({(feed, name): tensor.detach() for name, tensor in outputs.items()})
+            self.draws |= not torch.equal(before, torch.get_rng_state())
         return found
 
     def _number(self, feed: str, path: str, tensor: torch.Tensor) -> int | None:

@@ -21,7 +21,7 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,8 +34,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-import autoplan
-from autoplan.common.code.forms import form_of, without_repeats
+from autoplan.common.code.forms import unlike, without_repeats
 from autoplan.common.code.forward_code import code_hash
 from autoplan.common.conventions import conventions
 from autoplan.values.made_for import SeenCode
@@ -46,12 +45,13 @@ __all__ = ["PYTHON", "CodeFacts", "Follower", "Paused", "Recorder", "Tracer", "W
 
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 _SETTLED = frozenset({"torch", "numpy", "autoplan"})
-_OURS, _TORCH = (f"{Path(package.__path__[0])}{os.sep}" for package in (autoplan, torch))
+_OURS, _TORCH = (f"{folder}{os.sep}" for folder in (Path(__file__).parents[2], Path(torch.__file__).parent))
 _PASSING = ("__torch_function__", "_call_impl")  # of ours, they hand a torch call on
 _UNCONDITIONAL = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP", "JUMP_NO_INTERRUPT")
 _FIRST_OF_HANDLER = "PUSH_EXC_INFO"
 _MODULE_CALL = nn.Module._call_impl.__code__.co_filename
 
+FormOf = Callable[[Any, Any, Any], str]
 Ways = dict[tuple[str, str], set[str]]  # by place and hash of the code
 
 
@@ -313,10 +313,11 @@ def uncompared() -> Iterator[None]:
 
 
 class Recorder(Tracer):
-    """Writes every way down."""
+    """Writes every way down. `form_of`: what is written of a torch call, given function, arguments and keywords."""
 
-    def __init__(self) -> None:
+    def __init__(self, form_of: FormOf) -> None:
         super().__init__()
+        self.form_of = form_of
         self.ways: Ways = {}
 
     def on_enter(self, follower: Follower, frame: FrameType) -> None:
@@ -336,7 +337,7 @@ class Recorder(Tracer):
 
     def _note(self, function: Any, args: Any, kwargs: Any) -> None:
         caller = self.caller(sys._getframe(3))
-        if caller is not None and (form := form_of(function, args, kwargs)):
+        if caller is not None and (form := self.form_of(function, args, kwargs)):
             caller.known.add(f"{caller.frame.f_lasti}={form}")
 
     def forget(self) -> None:
@@ -353,9 +354,9 @@ _listening = _Listening()
 
 
 @contextmanager
-def recording(model: nn.Module) -> Iterator[Recorder]:
+def recording(model: nn.Module, form_of: FormOf) -> Iterator[Recorder]:
     """What `record` (capture/recorder.py) runs in this thread meanwhile is written down, the last recording alone."""
-    before, recorder = _listening.recorder, Recorder()
+    before, recorder = _listening.recorder, Recorder(form_of)
     _listening.recorder = recorder if has_own_code(model) else None
     try:
         yield recorder
@@ -401,5 +402,5 @@ def added(ways: Ways, more: Ways) -> Ways:
 
 def others_of(ways: Ways, known: Ways) -> Ways:
     """Those that are not known."""
-    left = {key: found - known.get(key, set()) for key, found in ways.items()}
+    left = {key: unlike(found, known.get(key, set())) for key, found in ways.items()}
     return {key: found for key, found in left.items() if found or key not in known}

@@ -32,7 +32,7 @@ import numpy
 import torch
 from torch import nn
 
-from autoplan.common.code.forms import Forms, form_of, forms_in
+from autoplan.common.code.forms import Forms, forms_in
 from autoplan.common.code.ways import (
     PYTHON,
     Follower,
@@ -52,6 +52,7 @@ from autoplan.execute.guard.exits import Kept, Listeners, loads_of
 from autoplan.execute.guard.marks import GRADIENT, PART, Marks, this
 from autoplan.execute.guard.situations import Situations
 from autoplan.execute.parameters.held import record_of
+from autoplan.ops.forms import form_of
 from autoplan.patches.kernels import optional_kernels
 from autoplan.values import Plan
 
@@ -119,7 +120,7 @@ class PathGuard:
         self.kernels = kernels
         self.action, self.group, self.edited = action, group, edited
         self.situations = Situations()
-        self.edited_names = frozenset(attribute.rpartition(".")[2] for _, attribute in edited)
+        self.edited_names = {"padding_idx", *(attribute.rpartition(".")[2] for _, attribute in edited)}
         self.counts: list[tuple[dict[str, Any], str, Any, str]] = []  # as the plan set them: where, name, value, words
         self.running: _Watch | None = None
         self.mode: Paused | None = None

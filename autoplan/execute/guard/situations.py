@@ -133,8 +133,8 @@ class Situations:
             self._watch_inside(around.get(name), names)
         own = getattr(module, "__dict__", None)
         if isinstance(own, dict) and not isinstance(module, type | ModuleType):
-            kept = {*stores, "training"} if isinstance(module, nn.Module) else set()  # these are told of by `keepers`
-            self._watch(own, () if isinstance(module, torch.Tensor) else tuple(set(names) - kept), stores)
+            kept = {*stores, "training"} if isinstance(module, nn.Module) else ()  # these are told of by `keepers`
+            self._watch(own, () if isinstance(module, torch.Tensor) else tuple(set(names).difference(kept)), stores)
             for name in names:
                 self._watch_inside(own.get(name), names)
         if not isinstance(module, nn.Module):
@@ -144,10 +144,10 @@ class Situations:
             child = module._modules.get(name)
             if child is not None and not child._parameters and type(child).__module__.startswith("torch.nn"):
                 self._watch(vars(child), tuple(set(vars(child)) - {"training"}))
-        kept = tuple(name for name in dict.fromkeys((*stores, *names))
-                     if name in stores or isinstance(vars(module).get(name), list | dict))  # fmt: skip
-        if kept:
-            self.keepers.append((module, kept))
+        keeps = tuple(name for name in dict.fromkeys((*stores, *names))
+                      if name in stores or isinstance(vars(module).get(name), list | dict))  # fmt: skip
+        if keeps:
+            self.keepers.append((module, keeps))
         if "training" in names and not any(module is one for one in self.modes):
             self.modes.append(module)
 

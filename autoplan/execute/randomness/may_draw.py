@@ -49,7 +49,7 @@ def draws_in_code(model: nn.Module) -> frozenset[str]:
         read.add((function, kind))
         names = set(names_in(function.__code__))
         found.update(call_record(name).random.when for name in names)
-        below = (plain_function(getattr(kind, name, None) or function.__globals__.get(name)) for name in names)
+        below = (plain_function(getattr(kind, name, function.__globals__.get(name))) for name in names)
         waiting += [(f, kind) for f in below if f is not None and (f.__module__ or "").partition(".")[0] in packages]
     return frozenset(found - {"never"})
 
