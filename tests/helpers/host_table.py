@@ -141,7 +141,7 @@ ROWS = (
     ),
     Row(
         "TRL",
-        "`SFTTrainer`, `DPOTrainer`, `KTOTrainer`: a step, with LoRA too",
+        "`SFTTrainer` (LoRA too), `DPOTrainer` with a `ref_model` sharded alike: a step",
         "one line",
         "`autoplan.hand_over(SFTTrainer)(model, args=...)`. Their fused head reads the head's weight whole, as it does "
         "under FSDP2: for the time of its forward and backward each rank holds all rows of that one weight",

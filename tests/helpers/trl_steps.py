@@ -46,8 +46,6 @@ def trainer_of(kind: str, model: Any, reference: Any, folder: Path, replicas: in
     rows = [{"prompt": prompt, "completion": f" {good}"} for prompt, good, _ in TEXTS]
     if kind == "DPO":
         rows = [{"prompt": prompt, "chosen": f" {good}", "rejected": f" {bad}"} for prompt, good, bad in TEXTS]
-    if kind == "KTO":
-        rows = [row | {"label": number % 2 == 0} for number, row in enumerate(rows)]
     arguments = getattr(trl, f"{kind}Config")(
         output_dir=str(folder), per_device_train_batch_size=len(TEXTS) // replicas, max_steps=1, report_to=[],
         use_cpu=True, ddp_backend="gloo", disable_tqdm=True, lr_scheduler_type="constant", max_grad_norm=0.5,
@@ -64,7 +62,7 @@ def one_step(rank: int, kind: str, sizes: dict[str, int], adapters: bool, parall
     """The loss of a step and all weights after it."""
     announce(rank, torch.distributed.get_world_size())
     models, host, replicas = [model_of(adapters).train()], lambda cls: cls, 1
-    if kind in ("DPO", "KTO") and not adapters:
+    if kind == "DPO" and not adapters:
         models.append(model_of(adapters))  # it is held against one that does not train
     if sizes:
         plan = autoplan.plan(model_of(adapters), sizes.get("tp", 1), sequence_parallel=parallel, prove="none")

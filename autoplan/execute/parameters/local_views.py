@@ -110,7 +110,7 @@ _CALLED = nn.Module._call_impl.__code__
 
 def _is_read_by_a_new_forward(module: nn.Module) -> bool:
     """Does the forward that someone set on another module read it, and not the forward of that module's class?"""
-    frame = sys._getframe(2)
+    frame: Any = sys._getframe(2)
     if frame.f_locals.get("self") is module:
         return False
     passed: set[CodeType | None] = set()
@@ -122,8 +122,9 @@ def _is_read_by_a_new_forward(module: nn.Module) -> bool:
     caller = frame.f_locals["self"]
     if caller is module or "forward" not in vars(caller):
         return False
-    cls: Any = type(caller)
-    return _code_of_forward(cls) not in passed
+    new, cls = vars(caller)["forward"], caller.__class__
+    running = getattr(getattr(new, "__func__", new), "__code__", None)  # hooks of the module read, too
+    return running in passed and _code_of_forward(cls) not in passed
 
 
 @cache
