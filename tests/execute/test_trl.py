@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.hosts, pytest.mark.gloo]
     [
         ("SFT", {"tp": 2}, False, False),
         ("SFT", {"tp": 2}, False, True),
+        ("SFT", {"dp_shard": 2, "tp": 2}, False, False),
         ("SFT", {"tp": 2}, True, False),
         ("DPO", {"tp": 2}, False, False),
     ],
