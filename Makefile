@@ -23,7 +23,8 @@ export HF_HUB_OFFLINE = 1
 SPREAD ?= -n 3 --dist loadfile
 
 # Libraries that take our plans. Automodel comes without what it needs itself: only its way of reading plans is run.
-HOSTS  ?= nemo-automodel lightning-fabric lightning-utilities bitsandbytes torchao compressed-tensors loguru
+HOSTS  ?= nemo-automodel lightning-fabric lightning-utilities bitsandbytes torchao compressed-tensors loguru \
+          trl datasets multiprocess dill xxhash pyarrow pandas python-dateutil six
 # What DeepSpeed imports to parse what we export for it. It is built from source, and nothing of it is compiled.
 DEEPSPEED_NEEDS ?= hjson msgpack ninja psutil py-cpuinfo pydantic einops wheel setuptools
 

@@ -361,13 +361,14 @@ def _held_twice(layouts: tuple[Layout | None, ...], tp: int) -> bool:
 def _why_whole(tensor: int, done: _Round) -> tuple[Reason, ...]:
     """Why none of a parameter's dims is split: the reasons of the classes that could have been."""
     reasons: list[Reason] = []
+    shape = done.shards.trace.tensors[tensor].shape
     for dim, term in enumerate(done.axes.of(tensor)):
         for leaf in leaves(term):
             reason = done.choice.reasons.get(find(leaf))
             if reason is not None:
-                reasons.append(OfDim(dim, leaf.size, reason))
+                reasons.append(OfDim(dim, leaf.size, reason, 0 if leaf.size == shape[dim] else shape[dim]))
     if not reasons:
-        if prod(done.shards.trace.tensors[tensor].shape) == 1:
+        if prod(shape) == 1:
             return (SingleNumber(),)
         return (NothingToSplit(),) if _used(tensor, done) else (Unused(),)
     return tuple(dict.fromkeys(reasons))

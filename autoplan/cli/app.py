@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -34,12 +35,14 @@ from autoplan.cli.shared import (
     Output,
     TpSize,
     Trust,
+    as_options,
     emit,
     ended_on_request,
     flushed,
     note,
     progress,
     seldom_collected,
+    speaking_of,
 )
 from autoplan.common.errors import AutoplanError
 
@@ -100,6 +103,16 @@ def plan(
     trial_seconds: Annotated[
         float, typer.Option("--trial-seconds", min=0.001, help="How long the trial on simulated ranks may take.")
     ] = 300.0,
+    inputs: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION", help="A function that returns example arguments of the forward."),
+    ] = None,
+    rules: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Rules and plans of your own, which count before ours.")
+    ] = None,
+    cache: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Keep plans there: the same question is answered at once.")
+    ] = None,
     memory: Estimated = True,
     gpu: Gpu = "h100",
     trust_remote_code: Trust = False,
@@ -115,12 +128,17 @@ def plan(
     if output is not None:
         check_suffix(output)
     how: dict[str, Any] = {"ep": ep, "sequence_parallel": sequence_parallel, "trial_seconds": trial_seconds}
-    how |= {"uneven": uneven}
-    made = _make_plan(model, tp, source, prove.value, trust_remote_code, **how)
+    how |= {"uneven": uneven, "rules": rules, "cache": cache}
+    given: dict[str, Any] = {}
+    if inputs is not None:
+        from autoplan.hf.model_string import inputs_from_string
+
+        given["inputs"] = inputs_from_string(inputs)
+    made = _make_plan(model, tp, source, prove.value, trust_remote_code, **how, **given)
     if output is None:
         emit(plan_view(made), made.to_dict(), as_json, None)
         if not as_json:  # the plan can be read while a step is estimated
-            sizes = sizes_of(model, made, gpu if memory else None, trust_remote_code)
+            sizes = sizes_of(model, made, gpu if memory else None, trust_remote_code=trust_remote_code, **given)
             if sizes is not None:
                 emit(Group("", sizes), None, False, None)
     else:
@@ -274,16 +292,23 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without × or → still gets the table
     code = FAILED
-    with ended_on_request(), seldom_collected():
+    with ended_on_request(), seldom_collected(), speaking_of(_options_of(arguments)):
         try:
             code = _answer(arguments)
         except AutoplanError as error:
-            note(f"error: {error}")
+            note(as_options(f"error: {error}"))
         except KeyboardInterrupt:
             note("interrupted")
         except Exception as error:  # a bug of ours must not exit with 1, which means findings
             note(_mishap(error))
     sys.exit(flushed(code))
+
+
+def _options_of(arguments: Sequence[str] | None) -> frozenset[str]:
+    """The options of the command that is asked for."""
+    first = next(iter(sys.argv[1:] if arguments is None else arguments), "")
+    command: Any = vars(typer.main.get_command(app))["commands"].get(first)
+    return frozenset(text for one in getattr(command, "params", ()) for text in one.opts)
 
 
 def _mishap(error: Exception) -> str:
@@ -325,17 +350,14 @@ def _make_plan(
     trust_remote_code: bool,
     *,
     ep: int = 1,
-    sequence_parallel: bool = False,
-    trial_seconds: float | None = None,
-    uneven: str = "never",
+    **how: Any,
 ) -> Plan:
     import autoplan
 
-    how: dict[str, Any] = {"source": source, "prove": prove, "trust_remote_code": trust_remote_code}
+    how |= {"source": source, "prove": prove, "trust_remote_code": trust_remote_code}
     how |= {"ep_size": ep} if ep > 1 else {}
-    how |= {"trial_seconds": trial_seconds} if trial_seconds is not None else {}
     with progress(f"planning {model} for tp {tp}"):
-        return autoplan.plan(model, tp_size=tp, sequence_parallel=sequence_parallel, uneven=uneven, **how)
+        return autoplan.plan(model, tp_size=tp, **how)
 
 
 def _exit_code(findings: tuple[Finding, ...]) -> int:

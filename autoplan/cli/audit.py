@@ -121,7 +121,7 @@ def _memory(model: str, report: Report, tp: int, gpu: str | None, trust_remote_c
         ours = autoplan.plan(model, tp, source="inferred", prove="none", trust_remote_code=trust_remote_code)
     except AutoplanError:  # nothing can be split at this size: the findings say so
         return None
-    sizes = sizes_of(model, ours, gpu, trust_remote_code)
+    sizes = sizes_of(model, ours, gpu, trust_remote_code=trust_remote_code)
     more = report.details["bytes_per_rank"] - report.details["bytes_per_rank_inferred"]
     kept = f"; the audited plan keeps {bytes_text(more)} more weights, and in training their gradients and states" if (
         more > 0) else ""  # fmt: skip

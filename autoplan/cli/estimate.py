@@ -158,7 +158,9 @@ def dryrun(
 
 
 def calibrate(
-    like: Annotated[str, typer.Option("--like", help="The device whose figures stand where nothing is measured.")],
+    like: Annotated[
+        str, typer.Option("--like", help="The device whose figures stand where nothing is measured.")
+    ] = "h100",
     output: Output = None,
 ) -> None:
     """Measure the machine at hand (under torchrun its links too), and write a device file for --gpu."""
@@ -190,7 +192,7 @@ def calibrate(
         dist.destroy_process_group()
 
 
-def sizes_of(model: str, plan: Plan, gpu: str | None, trust_remote_code: bool) -> RenderableType | None:
+def sizes_of(model: str, plan: Plan, gpu: str | None, **how: Any) -> RenderableType | None:
     """The memory of a rank, and the table over legal sizes of tp; without a device this plan's size alone."""
     from autoplan.emit.tables.sizes_table import sizes_view
 
@@ -201,7 +203,7 @@ def sizes_of(model: str, plan: Plan, gpu: str | None, trust_remote_code: bool) -
 
     device = load_device(gpu)
     with progress(f"estimating a step of {model} at legal sizes of tp"):
-        found = estimated_sizes(model, plan, device, trust_remote_code=trust_remote_code)
+        found = estimated_sizes(model, plan, device, **how)
     return sizes_view(plan, found.plans, found.estimates, device.memory, found.why)
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,12 +38,14 @@ __all__ = [
     "Page",
     "TpSize",
     "Trust",
+    "as_options",
     "emit",
     "ended_on_request",
     "flushed",
     "note",
     "progress",
     "seldom_collected",
+    "speaking_of",
 ]
 
 OK, FINDINGS, FAILED = 0, 1, 2
@@ -68,6 +72,54 @@ Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", h
 Page = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write a page to look at, too: .html.")]
 
 
+_WORDS = re.compile(
+    r"\b(?P<name>[a-z_]+)=(?P<value>\{(?:[^{}]|\{[^{}]*\})*\}|'[\w-]+'|\"[\w-]+\"|True|False|[\d.]*\d)?(?![\w=])"
+    r"(?: \(--[a-z-]+\))?"
+)
+_OTHERWISE = {"tp_size": "--tp", "ep_size": "--ep"}
+_options: ContextVar[frozenset[str]] = ContextVar("_options", default=frozenset())
+
+
+@contextmanager
+def speaking_of(options: frozenset[str]) -> Iterator[None]:
+    """Text that is printed in the block speaks of these options, where it names arguments of Python's."""
+    before = _options.set(options)
+    try:
+        yield
+    finally:
+        _options.reset(before)
+
+
+def as_options(text: str) -> str:
+    """The text with arguments of Python functions as options of the command that runs, if it has them.
+
+    >>> with speaking_of(frozenset(("--prove", "--inputs", "--tp", "--sequence-parallel"))):
+    ...     for text in ("prove='none' plans it", "with inputs={'x': tensor}", "tp_size=3", "pass inputs= if", "a=1"):
+    ...         print(as_options(text))
+    --prove none plans it
+    with --inputs MODULE:FUNCTION (it returns {'x': tensor})
+    --tp 3
+    pass --inputs if
+    a=1
+    """
+    return _WORDS.sub(_as_option, text)
+
+
+def _as_option(match: re.Match[str]) -> str:
+    option = _OTHERWISE.get(match["name"], f"--{match['name'].replace('_', '-')}")
+    if option not in _options.get():
+        return match[0]
+    match match["value"]:
+        case None | "True":
+            return option
+        case "False":
+            return f"no {option}"
+        case value if value.startswith("{"):
+            return f"{option} MODULE:FUNCTION (it returns {value})"
+        case value:
+            return f"{option} {value.strip(chr(34) + chr(39))}"
+
+
 def emit(view: RenderableType | str, data: Any, as_json: bool, output: Path | None) -> None:
     """Text, a table or JSON, to stdout or a file. Colour only on a terminal; elsewhere what `str(plan)` gives."""
     from autoplan.emit.tables.terminal import plain_text
@@ -75,9 +127,12 @@ def emit(view: RenderableType | str, data: Any, as_json: bool, output: Path | No
     if output is None and not as_json and not isinstance(view, str) and sys.stdout.isatty():
         from rich.console import Console
 
-        Console(highlight=False, markup=False).print(view)
+        console = Console(highlight=False, markup=False)
+        with console.capture() as captured:
+            console.print(view)
+        print(as_options(captured.get()), end="")
         return
-    shown = view if isinstance(view, str) else plain_text(view)
+    shown = as_options(view if isinstance(view, str) else plain_text(view))
     text = json.dumps(data, indent=2, ensure_ascii=False) if as_json else shown
     if output is None:
         with _to_stdout():

@@ -37,9 +37,16 @@ class Sizes:
     why: str = ""
 
 
-def estimated_sizes(model: Model, plan: Plan, device: Device, *, trust_remote_code: bool = False) -> Sizes:
+def estimated_sizes(
+    model: Model,
+    plan: Plan,
+    device: Device,
+    *,
+    inputs: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> Sizes:
     """One training step of one sequence on each rank of {"tp": n}, for the plan's own size and those near it."""
-    steps = Steps(resolve(model, trust_remote_code=trust_remote_code), plan)
+    steps = Steps(resolve(model, trust_remote_code=trust_remote_code, inputs=inputs), plan, inputs)
     plans = _planned(steps, plan)
     found: dict[int, Estimate] = {}
     why = ""

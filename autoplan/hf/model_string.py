@@ -29,7 +29,7 @@ from autoplan.common.importing import importable_here
 from autoplan.hf.configs.limits import check_config
 from autoplan.hf.type_rules import open_fields
 
-__all__ = ["Found", "default_config", "from_string", "transformers_class"]
+__all__ = ["Found", "default_config", "from_string", "inputs_from_string", "transformers_class"]
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _refuse_remote_code(data: Mapping[str, Any], where: str, trust_remote_code: 
 def _remote_code_error(where: str) -> SourceError:
     return SourceError(
         f"{where} brings its own modeling code, which is not run unasked",
-        hint="read that code, then say --trust-remote-code (trust_remote_code=True)",
+        hint="read that code, then say trust_remote_code=True (--trust-remote-code)",
     )
 
 
@@ -173,6 +173,26 @@ def _from_builder(module_name: str, function_name: str) -> Found:
     return Found(module=module, inputs=inputs)
 
 
+def inputs_from_string(text: str) -> Mapping[str, Any]:
+    """Call `package.module:function`, which returns example arguments of a model's forward by name."""
+    module_name, colon, function_name = text.strip().partition(":")
+    if not colon or not module_name or not function_name:
+        raise SourceError(
+            f"--inputs {text!r} is not 'package.module:function'",
+            hint="name a function that returns {argument of the forward: tensor}; it is called without arguments",
+        )
+    function = _import_builder(module_name, function_name, text)
+    try:
+        made = function()
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        raise SourceError(
+            f"{text}() raised {type(error).__name__}: {error}", hint="it is called without arguments"
+        ) from error
+    if not isinstance(made, Mapping):
+        raise SourceError(f"{text}() returned {type(made).__name__}", hint="return a dict: argument name -> tensor")
+    return made
+
+
 def _import_builder(module_name: str, function_name: str, what: str) -> Any:
     try:
         with importable_here():
@@ -180,7 +200,7 @@ def _import_builder(module_name: str, function_name: str, what: str) -> Any:
     except (Exception, SystemExit) as error:  # importing runs the user's code
         raise SourceError(
             f"{what}: importing {module_name!r} raised {type(error).__name__}: {error}",
-            hint="write 'package.module:builder'; the module must import from here",
+            hint="write 'package.module:function'; the module must import from here",
         ) from error
     builder: Any = module
     for part in function_name.split("."):
@@ -188,11 +208,11 @@ def _import_builder(module_name: str, function_name: str, what: str) -> Any:
     if not callable(builder):
         if builder is not None:
             kind = type(builder).__name__
-            raise SourceError(f"{what} is a {kind}", hint="name a function that returns the model")
+            raise SourceError(f"{what} is a {kind}", hint="name a function")
         near = difflib.get_close_matches(function_name, [n for n in vars(module) if not n.startswith("_")], 3)
         raise SourceError(
             f"{what}: {module_name} has no function {function_name!r}",
-            hint=f"did you mean {', '.join(near)}?" if near else "name a function that returns the model",
+            hint=f"did you mean {', '.join(near)}?" if near else "name a function of that module",
         )
     return builder
 

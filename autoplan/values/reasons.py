@@ -360,14 +360,21 @@ class TableByColumns(Reason):
 
 @dataclass(frozen=True)
 class OfDim(Reason):
-    """Why one axis in a dim of a parameter is whole. `size` is that of the axis."""
+    """Why one axis in a dim of a parameter is whole. `size` is that of the axis, `rows` that of the dim if larger."""
 
     dim: int
     size: int
     why: Reason
+    rows: int = 0
 
     def __str__(self) -> str:
-        return f"dim {self.dim} ({self.size}): {self.why}"
+        """
+        >>> print(OfDim(0, 16, NeverContracted()), OfDim(1, 8, ResidualStream(), rows=16), sep=chr(10))
+        dim 0 (16): no weight contracts it, so cutting it saves nothing
+        dim 1 (a factor 8 of 16): it is the residual stream, which every rank holds whole
+        """
+        size = f"a factor {self.size} of {self.rows}" if self.rows else self.size
+        return f"dim {self.dim} ({size}): {self.why}"
 
 
 @dataclass(frozen=True)

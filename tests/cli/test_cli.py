@@ -76,7 +76,7 @@ def run(*arguments: str) -> int:
 
 
 OFF = {"sequence_parallel": False, "trust_remote_code": False}
-PLANNED = OFF | {"trial_seconds": 300.0, "uneven": "never"}
+PLANNED = OFF | {"trial_seconds": 300.0, "uneven": "never", "rules": None, "cache": None}
 
 
 def test_plan_prints_the_table(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,6 +107,26 @@ def test_plan_says_what_a_step_takes(asked: Asked, capsys: pytest.CaptureFixture
 def test_plan_options_arrive(asked: Asked) -> None:
     run("plan", "x/y", "--tp", "4", "--source", "hf", "--prove", "ranks", "--trust-remote-code")
     assert asked.calls[0][2] == {**PLANNED, "tp_size": 4, "source": "hf", "prove": "ranks", "trust_remote_code": True}
+
+
+def test_inputs_rules_and_a_cache_arrive(asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "fed_by_hand.py").write_text("def inputs():\n    return {'x': 3}\n\ndef number():\n    return 3\n")
+    assert run("plan", "x/y", "--tp", "4", "--inputs", "fed_by_hand:inputs", "--rules", "mine", "--cache", "plans") == 0
+    named = {"inputs": {"x": 3}, "rules": Path("mine"), "cache": Path("plans")}
+    assert {name: value for name, value in asked.calls[0][2].items() if name in named} == named
+    for text, error in (("fed_by_hand", "is not 'package.module:function'"), ("fed_by_hand:number", "returned int")):
+        assert run("plan", "x/y", "--tp", "4", "--inputs", text) == 2
+        assert error in capsys.readouterr().err
+
+
+def test_hints_name_options_that_the_command_has(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    asked.error = SourceError("no", hint="pass inputs={'x': tensor}, or plan with prove='none'")
+    assert run("plan", "x/y", "--tp", "4") == 2
+    assert (
+        "pass --inputs MODULE:FUNCTION (it returns {'x': tensor}), or plan with --prove none" in capsys.readouterr().err
+    )
+    assert run("verify", "x/y") == 2
+    assert "pass inputs={'x': tensor}" in capsys.readouterr().err  # it has no such option
 
 
 def test_plan_json_is_the_plan_file(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,6 +140,14 @@ ROWS = (
         error="weights of its own, after the model was sharded",
     ),
     Row(
+        "TRL",
+        "`SFTTrainer` (LoRA too), `DPOTrainer` with a `ref_model` sharded alike: a step",
+        "one line",
+        "`autoplan.hand_over(SFTTrainer)(model, args=...)`. Their fused head reads the head's weight whole, as it does "
+        "under FSDP2: for the time of its forward and backward each rank holds all rows of that one weight",
+        "test_trl.py::test_a_step_is_that_of_one_process",
+    ),
+    Row(
         "torch",
         "losses of one's own: `F.cross_entropy(logits.view(-1, v), labels)`, `gather`, `kl_div`, label smoothing",
         "as it is",

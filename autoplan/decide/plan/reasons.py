@@ -93,7 +93,9 @@ def _unit_of_gates(layout: Layout) -> str:
 
 
 def _is_minor(layout: Layout) -> bool:
-    """Is the factor that is sharded the last of a product whose earlier factors are not?"""
+    """Is the factor that is sharded the last of a product whose earlier factors are not, in all segments?"""
+    if layout.kind == "concatenation":
+        return all(_is_minor(part) for part in layout.parts if part.is_split)
     last = layout.parts[-1] if layout.kind == "product" else layout
     return last is not layout and last.is_split and not any(part.is_split for part in layout.parts[:-1])
 

@@ -94,9 +94,8 @@ def _refusal(path: Path, tensor: torch.Tensor, strange: tuple[tuple[int, int, in
             hint="where this call takes another path, plan with inputs= that show it; else the plan does not "
             "fit this model: make it again, and try it with autoplan.verify(model, plan)",
         )
-    asks = f" (transformers: 'output_{path[0]}': True)" if path and isinstance(path[0], str) else ""
     return PlanMismatchError(
         f"output {name!r} of shape {list(tensor.shape)} is not the same on all ranks: each has a part of it, and the "
         "plan knows nothing of it, since the model did not return it when it was planned",
-        hint=f"plan with inputs= that ask for it{asks}, or do without",
+        hint="plan with inputs= in which the arguments that ask for it are those of this call, or do without",
     )

@@ -13,6 +13,10 @@ local tensor. "While code of the model runs" is one flag per model, raised by ev
 The local tensor is a differentiable view: its gradient becomes the DTensor's gradient, summed over ranks first where
 every rank computes only a part of it (`ParameterRule.gradient`).
 
+A forward that a library sets on a model (a fused head: log-probabilities without logits) may read weights of modules
+that it does not call. Nothing of the plan is done there, and each rank computes the same: it reads whole tensors, and
+each rank keeps its rows of the gradient.
+
 A DTensor on more than one mesh dim is the form FSDP2 keeps between uses. No forward may compute with it, and FSDP2 does
 read it through the attribute: it is handed out as it is.
 """
@@ -20,10 +24,11 @@ read it through the attribute: it is handed out as it is.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -37,11 +42,13 @@ from autoplan.execute.collectives import (
     all_reduce,
     copy_rows,
     copy_to_ranks,
+    gather_over_ranks,
     part_of_sum,
     recorded_again,
 )
 from autoplan.execute.guard.marks import GRADIENT, PART, looking_on
 from autoplan.execute.parameters.held import Held, record_of
+from autoplan.execute.parameters.state_dict import gathered, local_piece
 from autoplan.execute.parameters.transforms import refuse_transforms
 from autoplan.execute.parameters.unseen_paths import SHAPE_ERRORS, unseen_path
 from autoplan.patches.classes import subclass_of
@@ -67,6 +74,63 @@ def local_view(parameter: torch.Tensor | None, held: Held | None) -> torch.Tenso
             shared = held.shared
             local = _SumSharedRows.apply(local, held.group, held.dim, shared.positions, shared.places, shared.count)
     return part_of_sum(local, held.group.size) if held.divide and held.group.size > 1 else local
+
+
+def _whole_view(parameter: torch.Tensor | None, held: Held | None) -> torch.Tensor | None:
+    """The whole tensor, for code that computes the same with it on every rank of tp."""
+    if not isinstance(parameter, DTensor) or held is None:
+        return parameter
+    if parameter.device_mesh.ndim > 1:  # in an FSDP2 unit that does not run: nobody gathers it
+        whole: torch.Tensor = _WholeOfUnit.apply(parameter, held)
+        return whole
+    local = held.held_of(_local(parameter))
+    return local if held.dim is None else gather_over_ranks(local, held.group, held.dim, held.rows)
+
+
+class _WholeOfUnit(Recorded):
+    """A parameter as FSDP2 keeps it, whole. Its gradient is the mean of the data-parallel ranks', as FSDP2's."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor, held: Held) -> torch.Tensor:
+        ctx.spec, ctx.held = parameter._spec, held
+        return held.to_checkpoint_order(gathered(parameter.detach(), held.room if held.dim is not None else None))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        spec, held = ctx.spec, ctx.held
+        for dim in range(spec.mesh.ndim - 1):
+            group = RankGroup.of(spec.mesh.get_group(dim))
+            gradient = all_reduce(gradient, group) / group.size
+        piece = local_piece(gradient, held, spec.mesh, spec.placements)
+        return DTensor(piece.contiguous(), spec, requires_grad=False), None
+
+
+_CALLED = nn.Module._call_impl.__code__
+
+
+def _is_read_by_a_new_forward(module: nn.Module) -> bool:
+    """Does the forward that someone set on another module read it, and not the forward of that module's class?"""
+    frame: Any = sys._getframe(2)
+    if frame.f_locals.get("self") is module:
+        return False
+    passed: set[CodeType | None] = set()
+    while frame.f_code is not _CALLED:
+        passed.add(frame.f_code)
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    caller = frame.f_locals["self"]
+    if caller is module or "forward" not in vars(caller):
+        return False
+    new, cls = vars(caller)["forward"], caller.__class__
+    running = getattr(getattr(new, "__func__", new), "__code__", None)  # hooks of the module read, too
+    return running in passed and _code_of_forward(cls) not in passed
+
+
+@cache
+def _code_of_forward(cls: Any) -> CodeType | None:
+    code: CodeType | None = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    return code
 
 
 def _local(parameter: DTensor) -> torch.Tensor:
@@ -284,6 +348,8 @@ def _parameter_property(name: str, computed: Any = None) -> property:
         if isinstance(computed, property) and computed.fget is not None:
             return computed.fget(self)
         held = record.parameters.get(name)
+        if not torch.compiler.is_compiling() and _is_read_by_a_new_forward(self):
+            return _whole_view(parameters[name], held)
         if not torch._C._is_torch_function_mode_enabled():
             return local_view(parameters[name], held)
         with torch._C.DisableTorchFunction():  # a scoped function mode counts the module's calls, not ours

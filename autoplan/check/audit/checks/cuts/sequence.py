@@ -33,7 +33,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     if reason:
         text += f"; the whole sequence is needed: {reason}"
     where = tuple(line.pattern for line in lines)
-    hint = "autoplan.plan(sequence_parallel=True) cuts the stream only where every consumer is known"
+    hint = "sequence_parallel=True cuts the stream only where every consumer is known"
     names = [name for line in lines for weight in subject.of_line(line) for name in weight.names]
     yield subject.suspect(NAME, where, text, hint, names=names)
 
