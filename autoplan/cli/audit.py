@@ -60,6 +60,9 @@ def audit(
         str | None,
         typer.Option(metavar="METHOD", help="With --all-hf: at which tp do the blocks of this method part (fp8, awq)?"),
     ] = None,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Write the corrected plan, in its own dialect and audited, to the file of -o.")
+    ] = False,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
     as_sarif: Annotated[bool, typer.Option("--sarif", help="Print SARIF 2.1.0, for code review.")] = False,
@@ -85,10 +88,16 @@ def audit(
 
     if page is not None:
         check_page(page)
+    if fix and output is None:
+        raise AutoplanError("--fix writes the corrected plan to a file", hint="give -o FILE")
 
     with progress(f"auditing {plan} for {model} at tp {tp}"):
         report = run(model, plan, tp, layers=layers, tokens=tokens, dtype=dtype, trust_remote_code=trust_remote_code)
     _paged(report, page)
+    if fix:
+        assert output is not None
+        _write_fixed(model, plan, report, output, trust_remote_code)
+        output = None
     if as_sarif:
         emit(json.dumps(_sarif(report, plan), indent=2, ensure_ascii=False), None, False, output)
     else:
@@ -98,6 +107,27 @@ def audit(
         emit(markdown(report) if as_markdown else view, report.to_dict(), as_json, output)
     levels = ("error",) if fail_on == FailOn.error else ("error", "warn")
     raise typer.Exit(FINDINGS if any(finding.level in levels for finding in report.findings) else OK)
+
+
+def _write_fixed(model: str, plan: str, report: Report, output: Path, trust_remote_code: bool) -> None:
+    """The corrected plan, or the plan as it is where nothing is wrong; nothing where no correction passed its audit."""
+    from autoplan.check.audit.lines import plan_as_written
+    from autoplan.check.audit.repair.write import write_fixed
+    from autoplan.hf.source import resolve
+
+    fixed = report.fixed
+    if fixed is None and not report.ok:
+        note(f"no correction of {plan} was seen to pass its audit; {output} was not written")
+        return
+    if fixed is None:
+        source = resolve(model, trust_remote_code=trust_remote_code)
+        fixed = plan_as_written(plan, source.module(), source.name)
+    write_fixed(fixed, output, f"{plan} for {model}")
+    note(
+        f"the corrected plan is in {output}"
+        if report.fixed is not None
+        else f"nothing to correct: {output} is as it was"
+    )
 
 
 def _refuse_together(forms: int, quantised: str | None, all_hf: bool) -> None:

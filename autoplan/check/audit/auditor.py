@@ -17,6 +17,7 @@ from typing import Any
 from autoplan.check.audit.checks import CHECKS
 from autoplan.check.audit.drawn import drawn_of
 from autoplan.check.audit.lines import ForeignPlan, foreign_of, read_foreign
+from autoplan.check.audit.repair import needs_repair, repair, with_causes
 from autoplan.check.audit.subject import Audited, Settings
 from autoplan.check.audit.trial import AuditRun, try_on_ranks
 from autoplan.check.audit.verdicts import held_bytes, unsplit_share, verdicts
@@ -73,11 +74,18 @@ def _check_arguments(tokens: Any, gradient_norm: Any, dtype: Any) -> None:
         raise AutoplanError(f"dtype={dtype!r}", hint=f"choose one of {', '.join(DTYPES)}")
 
 
-def audit_source(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAULT, *, run: bool = True) -> Report:
-    """`audit` for a source that is already resolved. Without `run` nothing is tried on ranks."""
+def audit_source(
+    source: Any, plan: Any, tp_size: int, settings: Settings = DEFAULT, *, run: bool = True, mend: bool = True
+) -> Report:
+    """`audit` for a source that is already resolved. Without `run` nothing is tried on ranks; without `mend` no
+    correction is looked for."""
     start = time.perf_counter()
     subject = subject_of(source, plan, tp_size, settings, run=run)
-    findings = sorted(_findings(subject), key=lambda finding: (_ORDER[finding.level], finding.is_consequence))
+    found = tuple(_findings(subject))
+    mended = repair(subject, source) if run and mend and needs_repair(subject, found) else None
+    if mended is not None:
+        found = with_causes(subject, found, mended)
+    findings = sorted(found, key=lambda finding: (_ORDER[finding.level], finding.is_consequence))
     held, possible = held_bytes(subject)
     numbers = subject.numbers
     return Report(
@@ -99,6 +107,7 @@ def audit_source(source: Any, plan: Any, tp_size: int, settings: Settings = DEFA
             "seconds": round(time.perf_counter() - start, 2),
         },
         drawn=drawn_of(subject),
+        fixed=None if mended is None else mended.raw,
     )
 
 
@@ -145,7 +154,7 @@ def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAUL
         unproven=trial.reason or "the unsharded model's numbers are NaN",
         right=right,
         ran_at_full_size=trial.full_size,
-        extra={"clone": trial.tiny, "thawed": trial.thawed},
+        extra={"clone": trial.tiny, "thawed": trial.thawed, "captured": captured},
         packed=source.packed(module),
     )
 

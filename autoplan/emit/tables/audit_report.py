@@ -48,7 +48,8 @@ def audit_view(report: Report) -> RenderableType:
     if consequences:
         lines.append(Padding(Text("What follows", "bold"), (1, 0, 0, 0)))
         lines += [
-            Padding(Text(f"{finding.message}: {_sentence(finding.proof)}"), (0, 0, 0, 2)) for finding in consequences
+            Padding(Text(f"{_where(finding)}{finding.message}: {_sentence(finding.proof)}"), (0, 0, 0, 2))
+            for finding in consequences
         ]
     return Group(*lines)
 
@@ -59,6 +60,10 @@ def _by_cause(report: Report) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]
     if not any(finding.level == "error" for finding in causes):
         return report.findings, ()
     return causes, tuple(finding for finding in report.findings if finding.is_consequence)
+
+
+def _where(finding: Finding) -> str:
+    return f"{finding.where}: " if finding.kind == "follows" and finding.where else ""
 
 
 def _sentence(text: str) -> str:
