@@ -75,16 +75,16 @@ def _check_arguments(tokens: Any, gradient_norm: Any, dtype: Any) -> None:
 
 
 def audit_source(
-    source: Any, plan: Any, tp_size: int, settings: Settings = DEFAULT, *, run: bool = True, mend: bool = True
+    source: Any, plan: Any, tp_size: int, settings: Settings = DEFAULT, *, run: bool = True, correct: bool = True
 ) -> Report:
-    """`audit` for a source that is already resolved. Without `run` nothing is tried on ranks; without `mend` no
+    """`audit` for a source that is already resolved. Without `run` nothing is tried on ranks; without `correct` no
     correction is looked for."""
     start = time.perf_counter()
     subject = subject_of(source, plan, tp_size, settings, run=run)
     found = tuple(_findings(subject))
-    mended = repair(subject, source) if run and mend and needs_repair(subject, found) else None
-    if mended is not None:
-        found = with_causes(subject, found, mended)
+    corrected = repair(subject, source) if run and correct and needs_repair(subject, found) else None
+    if corrected is not None:
+        found = with_causes(subject, found, corrected)
     findings = sorted(found, key=lambda finding: (_ORDER[finding.level], finding.is_consequence))
     held, possible = held_bytes(subject)
     numbers = subject.numbers
@@ -107,7 +107,7 @@ def audit_source(
             "seconds": round(time.perf_counter() - start, 2),
         },
         drawn=drawn_of(subject),
-        fixed=None if mended is None else mended.raw,
+        fixed=None if corrected is None else corrected.raw,
     )
 
 

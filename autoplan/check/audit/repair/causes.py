@@ -1,4 +1,4 @@
-"""Say what is wrong by what mends it: a finding for each row to change, first; what follows from it beneath.
+"""Say what is wrong by what repairs it: a finding for each row to change, first; what follows from it beneath.
 
 A check that named the row has said why; where none did, the change itself says it.
 """

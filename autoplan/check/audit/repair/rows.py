@@ -14,11 +14,11 @@ from autoplan.common.patterns import fold_names
 from autoplan.decide.plan.folding import starred
 from autoplan.decide.written_plans.deepspeed import specs_of
 
-__all__ = ["Change", "Row", "changed", "covered_by", "effective_key", "plain_key", "rows_of"]
+__all__ = ["Change", "PlanRow", "changed", "covered_by", "effective_key", "plain_key", "rows_of"]
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """A row: its key (DeepSpeed: its expressions), its value, and the modules or parameters that it decides about."""
 
     key: Any
@@ -50,7 +50,7 @@ class Change:
         return tuple(dict.fromkeys((*written, *self.patterns)))
 
 
-def rows_of(subject: Audited, dialect: Dialect) -> tuple[Row, ...]:
+def rows_of(subject: Audited, dialect: Dialect) -> tuple[PlanRow, ...]:
     """Every row of the plan, dead ones too."""
     names = [name for name in dict.fromkeys([*subject.modules, *subject.parameters]) if name]
     if isinstance(dialect, DeepSpeed):
@@ -61,7 +61,9 @@ def rows_of(subject: Audited, dialect: Dialect) -> tuple[Row, ...]:
             if place is not None:
                 decided.setdefault(place, []).append(name.removesuffix(".weight"))
         return tuple(
-            Row(tuple(spec["patterns"]), {k: v for k, v in spec.items() if k != "patterns"}, tuple(decided.get(n, ())))
+            PlanRow(
+                tuple(spec["patterns"]), {k: v for k, v in spec.items() if k != "patterns"}, tuple(decided.get(n, ()))
+            )
             for n, spec in enumerate(specs)
         )
     reached: dict[str, list[str]] = {line.pattern: [] for line in subject.plan.lines}
@@ -71,10 +73,10 @@ def rows_of(subject: Audited, dialect: Dialect) -> tuple[Row, ...]:
         ):
             if subject.plan.reaches(line, name):
                 reached[line.pattern].append(name)
-    return tuple(Row(key, subject.plan.raw[key], tuple(found)) for key, found in reached.items())
+    return tuple(PlanRow(key, subject.plan.raw[key], tuple(found)) for key, found in reached.items())
 
 
-def changed(rows: Iterable[Row], changes: Iterable[Change], subject: Audited) -> tuple[Row, ...]:
+def changed(rows: Iterable[PlanRow], changes: Iterable[Change], subject: Audited) -> tuple[PlanRow, ...]:
     """The rows with these changes. A row that says more than what changes is written out for the rest of it."""
     result = list(rows)
     universe = [*subject.modules, *subject.parameters]
@@ -90,12 +92,12 @@ def changed(rows: Iterable[Row], changes: Iterable[Change], subject: Audited) ->
                 continue
             rest = [name for name in row.names if name not in common]
             place = result.index(row)
-            new: list[Row] = []
+            new: list[PlanRow] = []
             if change.new is not None and not done:
                 key = row.key if not rest and len(common) == len(change.names) else None
-                new = [Row(key, change.new, change.names)] if key is not None else _new(change)
+                new = [PlanRow(key, change.new, change.names)] if key is not None else _new(change)
                 done = True
-            kept = [Row(p, row.value, tuple(n for n in rest if starred(n) == starred(p) and _means(p, n)))
+            kept = [PlanRow(p, row.value, tuple(n for n in rest if starred(n) == starred(p) and _means(p, n)))
                     for p in fold_names(rest, universe)]  # fmt: skip
             result[place : place + 1] = [*new, *kept]
         if not done and change.new is not None:
@@ -103,7 +105,7 @@ def changed(rows: Iterable[Row], changes: Iterable[Change], subject: Audited) ->
     return tuple(result)
 
 
-def covered_by(rows: Iterable[Row], change: Change, subject: Audited, dialect: Dialect) -> Any:
+def covered_by(rows: Iterable[PlanRow], change: Change, subject: Audited, dialect: Dialect) -> Any:
     """The key of another row that means all of these names, and says of them what the change wants."""
     if change.new is None or change.key is None:
         return None
@@ -124,9 +126,9 @@ def _means(pattern: str, name: str) -> bool:
     return all(p in ("*", n) for p, n in zip(pattern.split("."), name.split("."), strict=True))
 
 
-def _new(change: Change) -> list[Row]:
+def _new(change: Change) -> list[PlanRow]:
     return [
-        Row(pattern, change.new, tuple(name for name in change.names if _means(pattern, name)))
+        PlanRow(pattern, change.new, tuple(name for name in change.names if _means(pattern, name)))
         for pattern in change.patterns
     ]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from autoplan.check.audit.repair.dialects import Dialect, dialect_of
 from autoplan.check.audit.repair.parts import Part, parts_of
-from autoplan.check.audit.repair.rows import Change, Row, changed, covered_by, effective_key, plain_key, rows_of
+from autoplan.check.audit.repair.rows import Change, PlanRow, changed, covered_by, effective_key, plain_key, rows_of
 from autoplan.check.audit.repair.sequence import is_sequence_parallel, sequence_ways
 from autoplan.check.audit.repair.trials import Trials
 from autoplan.check.audit.subject import Audited
@@ -29,14 +29,14 @@ __all__ = ["Repair", "needs_repair", "repair"]
 
 @dataclass(frozen=True)
 class Repair:
-    """The changes, by the part of the model that they mend, and the corrected plan, which passes its audit.
+    """The changes, by the part of the model that they correct, and the corrected plan, which passes its audit.
 
     `written` are the rows as they were; `proof` is what running the first wrong part by itself showed.
     """
 
     dialect: Dialect
     changes: tuple[tuple[Change, ...], ...]
-    written: tuple[Row, ...]
+    written: tuple[PlanRow, ...]
     raw: Mapping[str, Any]
     proof: str = ""
 
@@ -76,8 +76,8 @@ def repair(subject: Audited, source: Any) -> Repair | None:
         changes = [_least(part, trials, subject, dialect, trusting) for part in parts]
         groups = [_as_written(group, rows, subject, dialect) for group in changes if group]
         groups += _renamed([change for group in groups for change in group], rows, subject, dialect)
-        if None not in changes and (mended := _together(groups, rows, trials, subject, dialect)) is not None:
-            return mended
+        if None not in changes and (corrected := _together(groups, rows, trials, subject, dialect)) is not None:
+            return corrected
     return None
 
 
@@ -93,7 +93,7 @@ def _inferred(subject: Audited, source: Any) -> Plan | None:
         return None
 
 
-def _whole_plan(rows: Sequence[Row], subject: Audited, dialect: Dialect, right: Plan) -> Part:
+def _whole_plan(rows: Sequence[PlanRow], subject: Audited, dialect: Dialect, right: Plan) -> Part:
     """Under sequence parallelism the stream between parts is cut too: they are right or wrong together."""
     says = {starred(name): row.value for row in rows for name in row.names}
     return Part("", ("",), says, sequence_ways(subject, dialect, says, right))
@@ -160,7 +160,7 @@ def _change(subject: Audited, part: Part, name: str, value: Any) -> Change:
 
 
 def _as_written(
-    changes: Iterable[Change], rows: Sequence[Row], subject: Audited, dialect: Dialect
+    changes: Iterable[Change], rows: Sequence[PlanRow], subject: Audited, dialect: Dialect
 ) -> tuple[Change, ...]:
     """The same changes, each with the row that reaches its names now, or that was written for them and misses."""
     dead = [row for row in rows if not row.names]
@@ -173,7 +173,7 @@ def _as_written(
     return tuple(result)
 
 
-def _written_for(change: Change, dead: Sequence[Row], subject: Audited) -> Any:
+def _written_for(change: Change, dead: Sequence[PlanRow], subject: Audited) -> Any:
     """The key that matches nothing and was meant for these modules: they are the nearest to it."""
     folded = fold_names([*subject.modules, *subject.parameters])
     for row in dead:
@@ -185,7 +185,7 @@ def _written_for(change: Change, dead: Sequence[Row], subject: Audited) -> Any:
 
 
 def _renamed(
-    changes: Sequence[Change], rows: Sequence[Row], subject: Audited, dialect: Dialect
+    changes: Sequence[Change], rows: Sequence[PlanRow], subject: Audited, dialect: Dialect
 ) -> list[tuple[Change, ...]]:
     """Keys that match nothing, written as the paths that they were meant for, where those have no row."""
     taken = {name for row in rows for name in row.names} | {name for change in changes for name in change.names}
@@ -210,13 +210,13 @@ def _renamed(
 
 
 def _together(
-    groups: Sequence[tuple[Change, ...]], rows: Sequence[Row], trials: Trials, subject: Audited, dialect: Dialect
+    groups: Sequence[tuple[Change, ...]], rows: Sequence[PlanRow], trials: Trials, subject: Audited, dialect: Dialect
 ) -> Repair | None:
     """All changes in one plan, audited."""
-    mended = changed(rows, [change for group in groups for change in group], subject)
+    corrected = changed(rows, [change for group in groups for change in group], subject)
     if not groups:
         return None
-    raw = dialect.written([(row.key, row.value) for row in mended])
+    raw = dialect.written([(row.key, row.value) for row in corrected])
     if any(finding.level == "error" for finding in trials.findings(raw)):
         return None
     return Repair(dialect, tuple(groups), tuple(rows), raw, trials.proof)

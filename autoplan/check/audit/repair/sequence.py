@@ -1,6 +1,6 @@
 """Plans under sequence parallelism: the stream between parts is cut along the sequence, and every row must know.
 
-People write it in three ways, and a plan is mended in its own: norms that hand on the whole sequence (Automodel),
+People write it in three ways, and a plan is corrected in its own: norms that hand on the whole sequence (Automodel),
 inputs of attention and MLP that are gathered (`PrepareModuleInput`, torchtitan), or column layers that gather.
 """
 
