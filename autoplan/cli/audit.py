@@ -63,6 +63,9 @@ def audit(
     fix: Annotated[
         bool, typer.Option("--fix", help="Write the corrected plan, in its own dialect and audited, to the file of -o.")
     ] = False,
+    claims: Annotated[
+        bool, typer.Option("--claims", help="Hold all that the class claims against it: tp, ep, pp, cp, checkpointing.")
+    ] = False,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
     as_sarif: Annotated[bool, typer.Option("--sarif", help="Print SARIF 2.1.0, for code review.")] = False,
@@ -80,6 +83,10 @@ def audit(
         raise typer.Exit(_all_hf(tp, mapping, only, as_json, output))
     if model is None:
         raise typer.BadParameter("needed, unless --all-hf is given", param_hint="MODEL")
+    levels = ("error",) if fail_on == FailOn.error else ("error", "warn")
+    if claims:
+        report = _claims(model, tp, trust_remote_code, as_json, output)
+        raise typer.Exit(FINDINGS if any(finding.level in levels for finding in report.findings) else OK)
     from rich.console import Group
 
     from autoplan.check.audit import audit as run
@@ -105,8 +112,18 @@ def audit(
         told = _memory(model, report, tp, gpu if plain else None, trust_remote_code)
         view = audit_view(report) if told is None else Group(audit_view(report), "", told)
         emit(markdown(report) if as_markdown else view, report.to_dict(), as_json, output)
-    levels = ("error",) if fail_on == FailOn.error else ("error", "warn")
     raise typer.Exit(FINDINGS if any(finding.level in levels for finding in report.findings) else OK)
+
+
+def _claims(model: str, tp: int, trust_remote_code: bool, as_json: bool, output: Path | None) -> Report:
+    from autoplan.check.audit.claims import audit_claims
+    from autoplan.emit.tables.audit_report import claims_view
+    from autoplan.hf.source import resolve
+
+    with progress(f"trying what {model} claims"):
+        report = audit_claims(resolve(model, trust_remote_code=trust_remote_code), tp)
+    emit(claims_view(report), report.to_dict(), as_json, output)
+    return report
 
 
 def _write_fixed(model: str, plan: str, report: Report, output: Path, trust_remote_code: bool) -> None:

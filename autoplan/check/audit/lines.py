@@ -69,7 +69,7 @@ class ForeignPlan:
     def reaches(self, line: Line, name: str) -> bool:
         """Does a key mean this module or parameter?"""
         if self.dialect == "transformers":
-            return line.pattern in (name, numbers_starred(name))
+            return line.pattern == numbers_starred(name)  # a layer's own number is never looked up
         if self.dialect == "torch":
             keys, parts = line.pattern.split("."), name.split(".")
             return len(keys) == len(parts) and all(fnmatchcase(p, k) for p, k in zip(parts, keys, strict=True))
