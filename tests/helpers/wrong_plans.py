@@ -13,6 +13,13 @@ from functools import partial
 from typing import Any
 
 from corpus.toys import ATTENTION, GOOD, MLP, TABLES, Attention, FusedAttention, decoder
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 Plan = dict[str, Any]
 LAYERS = "layers.*."
@@ -69,9 +76,13 @@ MUTATIONS = (
     ),
     Mutation("wrong path of gate", moved(f"{M}w3", f"{LAYERS}ffn.w3"), (f"{LAYERS}ffn.w3", f"{M}w3")),
     Mutation("wrong name of o", moved(f"{A}o_proj", f"{A}out_proj"), (f"{A}out_proj", f"{A}o_proj")),
-    Mutation("prefix", lambda plan: {f"model.{key}": style for key, style in plan.items()}, ("model.embed",)),
-    Mutation("one of four missing", without("layers.2.attn.k_proj"), ("layers.2.attn.k_proj",), right=_SEPARATE),
-    Mutation("one of four other", having({"layers.1.mlp.w2": "colwise"}), ("layers.1.mlp.w2",), right=_SEPARATE),
+    Mutation("prefix", lambda plan: {f"model.{key}": style for key, style in plan.items()}, ("model.embed", f"model.{A}q_proj")),
+    Mutation("one of four missing", without("layers.2.attn.k_proj"), ("layers.2.attn.k_proj",), right=_SEPARATE,
+             dialects=("torch", "deepspeed")),
+    Mutation("one of four other", having({"layers.1.mlp.w2": "colwise"}), ("layers.1.mlp.w2",), right=_SEPARATE,
+             dialects=("torch", "deepspeed")),
+    Mutation("keys by number", lambda plan: plan, tuple(key for key in _SEPARATE if "layers" in key), right=_SEPARATE,
+             dialects=("transformers",)),
     Mutation("head without gather", having({"head": "colwise"}), ("head",), dialects=("torch", "transformers")),
     Mutation("head by rows", having({"head": "rowwise"}), ("head",), dialects=("torch", "transformers")),
     Mutation("table without inputs", having({"embed": "rowwise"}), ("embed",), dialects=("torch",)),
@@ -94,13 +105,51 @@ MUTATIONS = (
 )  # fmt: skip
 
 
+# ------------------------------------------------------------------------------------------------ sequence parallelism
+
+
+class GatheringNorm(SequenceParallel):
+    """A norm on a part of the sequence that hands on the whole of it, as NeMo Automodel has one."""
+
+    @staticmethod
+    def _prepare_output_fn(use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any) -> Any:
+        return outputs.redistribute(device_mesh, [Replicate()]).to_local()
+
+
+def sequence_plan(how: str) -> Plan:
+    """A right plan with the stream cut along the sequence: in Automodel's words, or in torchtitan's."""
+    whole, part = Replicate(), Shard(1)
+    norm = GatheringNorm if how == "automodel" else SequenceParallel
+    gathered = PrepareModuleInput(input_layouts=(part,), desired_input_layouts=(whole,))
+    inputs = {} if how == "automodel" else {f"{LAYERS}attn": gathered, f"{LAYERS}mlp": gathered}
+    return {
+        "embed": RowwiseParallel(input_layouts=whole, output_layouts=part),
+        f"{LAYERS}input_norm": norm(),
+        f"{LAYERS}post_norm": norm(),
+        **inputs,
+        **{key: ColwiseParallel() for key, style in {**ATTENTION, **MLP}.items() if style == "colwise"},
+        f"{A}o_proj": RowwiseParallel(output_layouts=part),
+        f"{M}w2": RowwiseParallel(output_layouts=part),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=part, output_layouts=whole),
+    }
+
+
+SEQUENCE_MUTATIONS: dict[str, tuple[Callable[[Plan], Plan], tuple[str, ...]]] = {
+    "norm missing": (without(f"{LAYERS}post_norm"), (f"{LAYERS}post_norm",)),
+    "last norm missing": (without("norm"), ("norm",)),
+    "o whole": (lambda plan: {**plan, f"{A}o_proj": RowwiseParallel()}, (f"{A}o_proj",)),
+    "table whole": (lambda plan: {**plan, "embed": RowwiseParallel(input_layouts=Replicate())}, ("embed",)),
+    "head takes whole": (lambda plan: {**plan, "head": ColwiseParallel(output_layouts=Replicate())}, ("head",)),
+    "gate missing": (without(f"{M}w3"), (f"{M}w3",)),
+    "o by columns": (lambda plan: {**plan, f"{A}o_proj": ColwiseParallel()}, (f"{A}o_proj",)),
+}
+
+
 # ------------------------------------------------------------------------------------------------ dialects
 
 
 def as_torch(plan: Plan) -> Plan:
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
     made = {
         "colwise": ColwiseParallel,
         "rowwise": RowwiseParallel,

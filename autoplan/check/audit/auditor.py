@@ -17,7 +17,7 @@ from typing import Any
 from autoplan.check.audit.checks import CHECKS
 from autoplan.check.audit.drawn import drawn_of
 from autoplan.check.audit.lines import ForeignPlan, foreign_of, read_foreign
-from autoplan.check.audit.repair import needs_repair, repair, with_causes
+from autoplan.check.audit.repair import needs_repair, ours, repair, with_causes
 from autoplan.check.audit.subject import Audited, Settings
 from autoplan.check.audit.trial import AuditRun, try_on_ranks
 from autoplan.check.audit.verdicts import held_bytes, unsplit_share, verdicts
@@ -82,9 +82,7 @@ def audit_source(
     start = time.perf_counter()
     subject = subject_of(source, plan, tp_size, settings, run=run)
     found = tuple(_findings(subject))
-    corrected = repair(subject, source) if run and correct and needs_repair(subject, found) else None
-    if corrected is not None:
-        found = with_causes(subject, found, corrected)
+    found, fixed = _corrected(subject, source, found) if run and correct else (found, None)
     findings = sorted(found, key=lambda finding: (_ORDER[finding.level], finding.is_consequence))
     held, possible = held_bytes(subject)
     numbers = subject.numbers
@@ -107,8 +105,20 @@ def audit_source(
             "seconds": round(time.perf_counter() - start, 2),
         },
         drawn=drawn_of(subject),
-        fixed=None if corrected is None else corrected.raw,
+        fixed=fixed,
     )
+
+
+def _corrected(subject: Audited, source: Any, findings: tuple[Finding, ...]) -> tuple[tuple[Finding, ...], Any]:
+    """The findings with their causes first, and a correction of the plan that passes its own audit, if one does."""
+    if subject.plan.plan is None:
+        repaired = repair(subject, source) if needs_repair(subject, findings) else None
+        return (findings, None) if repaired is None else (with_causes(subject, findings, repaired), repaired.raw)
+    if subject.is_wrong:
+        for other in ours.candidates(subject, source):
+            if audit_source(source, other, subject.plan.plan.tp_size, correct=False).ok:
+                return ours.with_differences(subject, findings, other), other
+    return findings, None
 
 
 def _ran(subject: Audited) -> str:

@@ -12,6 +12,7 @@ import inspect
 import queue
 from collections.abc import Iterator
 from dataclasses import replace
+from enum import StrEnum
 from typing import Any
 
 from autoplan.capture.copies import copied
@@ -28,24 +29,37 @@ __all__ = ["audit_claims"]
 
 _STAGES = 2
 _ALLOWED = 1e-5
-_MAPPED = {"error": "wrong", "warn": "doubtful", "note": "as claimed"}
+
+
+class Verdict(StrEnum):
+    """What became of a claim, as tables and --json say it."""
+
+    HOLDS = "holds"
+    WRONG = "wrong"
+    DOUBTFUL = "doubtful"
+    NOT_CLAIMED = "not claimed"
 
 
 def audit_claims(source: Any, tp_size: int = 2) -> Report:
     """Try every claim of a model's class. `details["claims"]` says of each: holds, wrong, doubtful, or not claimed."""
     from autoplan.check.verify.clone import clone_of
-    from autoplan.hf.claims import claims_of
+    from autoplan.hf.training.claims import claims_of
 
     module = source.module()
     claims = claims_of(module)
     clone = clone_of(source)
-    verdicts: dict[str, str] = {}
+    verdicts: dict[str, Verdict] = {}
     findings: list[Finding] = []
 
     def noted(claim: str, is_made: bool, more: Iterator[Finding]) -> None:
         own = [replace(finding, check=claim) for finding in more]
-        worst = next((level for level in ("error", "warn") if any(f.level == level for f in own)), "")
-        verdicts[claim] = _MAPPED[worst] if worst else "holds" if is_made else "not claimed"
+        levels = {finding.level for finding in own}
+        verdicts[claim] = (
+            Verdict.WRONG if "error" in levels
+            else Verdict.DOUBTFUL if "warn" in levels
+            else Verdict.HOLDS if is_made
+            else Verdict.NOT_CLAIMED
+        )  # fmt: skip
         findings.extend(own)
 
     shipped = conventions().shipped_plan(module)
@@ -64,9 +78,9 @@ def audit_claims(source: Any, tp_size: int = 2) -> Report:
     )
 
 
-def _verdict(verdicts: dict[str, str]) -> str:
-    made = [word for word in verdicts.values() if word != "not claimed"]
-    return f"{made.count('holds')} of {len(made)} claims hold"
+def _verdict(verdicts: dict[str, Verdict]) -> str:
+    made = [verdict for verdict in verdicts.values() if verdict is not Verdict.NOT_CLAIMED]
+    return f"{made.count(Verdict.HOLDS)} of {len(made)} claims hold"
 
 
 def _plan(source: Any, plan: Any, tp_size: int) -> Iterator[Finding]:
@@ -89,7 +103,7 @@ def _plan(source: Any, plan: Any, tp_size: int) -> Iterator[Finding]:
 
 def _pipeline(clone: Any, plan: Any, module: Any) -> Iterator[Finding]:
     """The model on two stages, split by transformers, against the whole model: outputs alone, for it trains none."""
-    from autoplan.hf.claims import splits_pipelines, unsplit_children
+    from autoplan.hf.training.claims import splits_pipelines, unsplit_children
 
     known = {name for name, _ in module.named_modules()}
     for key in plan:
@@ -135,7 +149,7 @@ def _on_stages(model: Any, feed: Any, want: Any) -> float:
 
     from autoplan.check.ranks.run import run_ranks
     from autoplan.check.verify.compare import error_of, largest_of
-    from autoplan.hf.claims import as_pipeline_stage
+    from autoplan.hf.training.claims import as_pipeline_stage
 
     models = [copied(model).eval() for _ in range(_STAGES)]
     between: list[queue.Queue[Any]] = [queue.Queue() for _ in range(_STAGES)]
@@ -179,7 +193,7 @@ def _context(source: Any, module: Any, is_claimed: bool | None) -> Iterator[Find
 
 
 def _blocks(module: Any, names: tuple[str, ...]) -> Iterator[Finding]:
-    """`_no_split_modules` against the classes and the blocks of the model."""
+    """The modules that are not to be split, against the classes and the blocks of the model."""
     from autoplan.hf.stacks import layers
 
     if not names:
@@ -190,12 +204,12 @@ def _blocks(module: Any, names: tuple[str, ...]) -> Iterator[Finding]:
     if absent:
         blocks = ", ".join(dict.fromkeys(classes[stack.fqns[0]] for stack in stacks))
         level: Level = "error" if len(absent) == len(names) else "note"
-        text = f"_no_split_modules names {', '.join(absent)}, which this model has not"
+        text = f"the classes not to be split are {', '.join(absent)}, which this model has not"
         yield Finding("", level, "", text, f"its blocks are {blocks}" if blocks else "")
     for stack in stacks if len(absent) < len(names) else ():
         split = [b for b in stack.fqns if not {classes[n] for n in (b, *holders(b)) if n in classes} & {*names}]
         if split:
-            text = f"{len(split)} of {len(stack.fqns)} blocks of {stack.name} are of no class in _no_split_modules"
+            text = f"{len(split)} of {len(stack.fqns)} blocks of {stack.name} are of no class that is not to be split"
             yield Finding("", "warn", split[0], text, f"add {classes[split[0]]}")
 
 
@@ -232,7 +246,7 @@ def _step(model: Any, feed: Any, is_checkpointed: bool) -> tuple[dict[str, Any],
     import torch
 
     from autoplan.check.verify.subject import tensors_in, weighted_sum
-    from autoplan.hf.claims import checkpoint_its_blocks
+    from autoplan.hf.training.claims import checkpoint_its_blocks
 
     model = copied(model).train()
     if is_checkpointed:

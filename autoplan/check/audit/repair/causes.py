@@ -32,9 +32,10 @@ def with_causes(subject: Audited, findings: Sequence[Finding], repair: Repair) -
     causes: list[Finding] = []
     for group in repair.changes:
         reasons = [_reason(findings, change) for change in group]
-        shared = [f for f in reasons if f is not None and f.check in _WHOLE_PART]
+        shared = _of_the_part(findings, group)
         if len(group) > 1 and shared and all(_gives_up(change, repair) for change in group):
-            causes.append(_for_all(subject, repair, group, [f for f in shared if f.check == shared[0].check]))
+            first = min(shared, key=lambda finding: _SURE.index(finding.check))
+            causes.append(_for_all(repair, group, [f for f in shared if f.check == first.check]))
         else:
             pairs = zip(group, reasons, strict=True)
             causes += [_cause(subject, repair, change, reason, findings) for change, reason in pairs]
@@ -56,6 +57,18 @@ def with_causes(subject: Audited, findings: Sequence[Finding], repair: Repair) -
             finding = replace(finding, kind="follows")
         rest.append(finding)
     return (*causes, *rest)
+
+
+def _of_the_part(findings: Iterable[Finding], group: Sequence[Change]) -> list[Finding]:
+    """Errors in the container of these rows for which its rows may all have to change."""
+    patterns = [starred(pattern) for change in group for pattern in change.patterns]
+    inside = {pattern.rpartition(".")[0] for pattern in patterns} - {""}
+    return [
+        finding
+        for finding in findings
+        if finding.level == "error" and finding.check in _WHOLE_PART
+        and any(is_under(home, starred(place)) for place in finding.about for home in (*inside, *patterns))
+    ]  # fmt: skip
 
 
 def _gives_up(change: Change, repair: Repair) -> bool:
@@ -85,11 +98,11 @@ def _is_about(finding: Finding, change: Change) -> bool:
     )
 
 
-def _for_all(subject: Audited, repair: Repair, group: Sequence[Change], reasons: Sequence[Finding]) -> Finding:
+def _for_all(repair: Repair, group: Sequence[Change], reasons: Sequence[Finding]) -> Finding:
     """One mistake for which several rows change."""
     places = tuple(dict.fromkeys(place for finding in reasons for place in finding.about))
     hints = [_fix(repair, change) for change in group]
-    return replace(reasons[0], where=few(places), places=places, hint="; ".join(hints), proof=_proof(subject, group[0]))
+    return replace(reasons[0], where=few(places), places=places, hint="; ".join(hints))
 
 
 def _cause(
