@@ -60,6 +60,12 @@ def audit(
         str | None,
         typer.Option(metavar="METHOD", help="With --all-hf: at which tp do the blocks of this method part (fp8, awq)?"),
     ] = None,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Write the corrected plan, in its own dialect and audited, to the file of -o.")
+    ] = False,
+    claims: Annotated[
+        bool, typer.Option("--claims", help="Hold all that the class claims against it: tp, ep, pp, cp, checkpointing.")
+    ] = False,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
     as_sarif: Annotated[bool, typer.Option("--sarif", help="Print SARIF 2.1.0, for code review.")] = False,
@@ -77,6 +83,10 @@ def audit(
         raise typer.Exit(_all_hf(tp, mapping, only, as_json, output))
     if model is None:
         raise typer.BadParameter("needed, unless --all-hf is given", param_hint="MODEL")
+    levels = ("error",) if fail_on == FailOn.error else ("error", "warn")
+    if claims:
+        report = _claims(model, tp, trust_remote_code, as_json, output)
+        raise typer.Exit(FINDINGS if any(finding.level in levels for finding in report.findings) else OK)
     from rich.console import Group
 
     from autoplan.check.audit import audit as run
@@ -85,10 +95,16 @@ def audit(
 
     if page is not None:
         check_page(page)
+    if fix and output is None:
+        raise AutoplanError("--fix writes the corrected plan to a file", hint="give -o FILE")
 
     with progress(f"auditing {plan} for {model} at tp {tp}"):
         report = run(model, plan, tp, layers=layers, tokens=tokens, dtype=dtype, trust_remote_code=trust_remote_code)
     _paged(report, page)
+    if fix:
+        assert output is not None
+        _write_fixed(model, plan, report, output, trust_remote_code)
+        output = None
     if as_sarif:
         emit(json.dumps(_sarif(report, plan), indent=2, ensure_ascii=False), None, False, output)
     else:
@@ -96,8 +112,39 @@ def audit(
         told = _memory(model, report, tp, gpu if plain else None, trust_remote_code)
         view = audit_view(report) if told is None else Group(audit_view(report), "", told)
         emit(markdown(report) if as_markdown else view, report.to_dict(), as_json, output)
-    levels = ("error",) if fail_on == FailOn.error else ("error", "warn")
     raise typer.Exit(FINDINGS if any(finding.level in levels for finding in report.findings) else OK)
+
+
+def _claims(model: str, tp: int, trust_remote_code: bool, as_json: bool, output: Path | None) -> Report:
+    from autoplan.check.audit.claims import audit_claims
+    from autoplan.emit.tables.audit_report import claims_view
+    from autoplan.hf.source import resolve
+
+    with progress(f"trying what {model} claims"):
+        report = audit_claims(resolve(model, trust_remote_code=trust_remote_code), tp)
+    emit(claims_view(report), report.to_dict(), as_json, output)
+    return report
+
+
+def _write_fixed(model: str, plan: str, report: Report, output: Path, trust_remote_code: bool) -> None:
+    """The corrected plan, or the plan as it is where nothing is wrong; nothing where no correction passed its audit."""
+    from autoplan.check.audit.lines import plan_as_written
+    from autoplan.check.audit.repair.write import write_fixed
+    from autoplan.hf.source import resolve
+
+    fixed = report.fixed
+    if fixed is None and not report.ok:
+        note(f"no correction of {plan} was seen to pass its audit; {output} was not written")
+        return
+    if fixed is None:
+        source = resolve(model, trust_remote_code=trust_remote_code)
+        fixed = plan_as_written(plan, source.module(), source.name)
+    write_fixed(fixed, output, f"{plan} for {model}")
+    note(
+        f"the corrected plan is in {output}"
+        if report.fixed is not None
+        else f"nothing to correct: {output} is as it was"
+    )
 
 
 def _refuse_together(forms: int, quantised: str | None, all_hf: bool) -> None:

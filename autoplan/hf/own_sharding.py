@@ -117,7 +117,12 @@ def shard_as_transformers(model: Any, mesh: Any, *, plan: dict[str, str]) -> Any
     ties = list(_untied(model))
     whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
     expanded = DistributedMixin._expand_parallel_plan(model, plan)
-    apply_tensor_parallelism(model, mesh, expanded)
+    if "ep_dispatch_experts" in expanded.values():
+        from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+        apply_expert_parallelism(model, mesh, mesh, expanded)
+    else:
+        apply_tensor_parallelism(model, mesh, expanded)
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "placements"):
             _set_local(parameter, slice_of(parameter, whole[name]))

@@ -19,8 +19,8 @@ class Finding:
     """One thing a check has to say. `message` and `hint` are for people; code that tells findings apart asks `kind`.
 
     "not-comparable": the unsharded model's own numbers are NaN. "cannot-run": the sharded model raised.
-    "wrong-numbers": it ran, and computed something else. `places`: every pattern that it is about, where `where` names
-    several, or only the first of them.
+    "wrong-numbers": it ran, and computed something else. "follows": it is so because of another finding. `places`:
+    every pattern that it is about, where `where` names several, or only the first of them.
     """
 
     check: str
@@ -30,7 +30,7 @@ class Finding:
     hint: str = ""
     bytes: int = 0
     proof: str = ""
-    kind: Literal["", "not-comparable", "cannot-run", "wrong-numbers"] = ""
+    kind: Literal["", "not-comparable", "cannot-run", "wrong-numbers", "follows"] = ""
     places: tuple[str, ...] = ()
 
     @property
@@ -40,8 +40,8 @@ class Finding:
 
     @property
     def is_consequence(self) -> bool:
-        """Does it say what running a plan showed, rather than what is wrong with it?"""
-        return self.kind in ("cannot-run", "wrong-numbers")
+        """Does it say what comes of a mistake, rather than what is wrong?"""
+        return self.kind in ("cannot-run", "wrong-numbers", "follows")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of `verify` or `audit`. `drawn`: what `report` draws, where plans were held against a model."""
+    """The outcome of `verify` or `audit`. `drawn`: what `report` draws, where plans were held against a model.
+
+    `fixed`: an audited plan in its own dialect, corrected, where a correction was seen to pass.
+    """
 
     ok: bool
     findings: tuple[Finding, ...] = ()
@@ -79,6 +82,7 @@ class Report:
     tp_size: int = 1
     details: dict[str, Any] = field(default_factory=dict)
     drawn: Drawn | None = field(default=None, compare=False, repr=False)
+    fixed: Any = field(default=None, compare=False, repr=False)
 
     @property
     def verdict(self) -> str:
@@ -94,8 +98,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data: what `autoplan verify --json` prints. JSON has no NaN: such errors are null."""
-        report: dict[str, Any] = finite(plain(replace(self, drawn=None)))
-        del report["drawn"]
+        report: dict[str, Any] = finite(plain(replace(self, drawn=None, fixed=None)))
+        del report["drawn"], report["fixed"]
         return report
 
     def report(self, path: str | PathLike[str]) -> None:

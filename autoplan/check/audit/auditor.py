@@ -17,6 +17,7 @@ from typing import Any
 from autoplan.check.audit.checks import CHECKS
 from autoplan.check.audit.drawn import drawn_of
 from autoplan.check.audit.lines import ForeignPlan, foreign_of, read_foreign
+from autoplan.check.audit.repair import needs_repair, ours, repair, with_causes
 from autoplan.check.audit.subject import Audited, Settings
 from autoplan.check.audit.trial import AuditRun, try_on_ranks
 from autoplan.check.audit.verdicts import held_bytes, unsplit_share, verdicts
@@ -73,11 +74,16 @@ def _check_arguments(tokens: Any, gradient_norm: Any, dtype: Any) -> None:
         raise AutoplanError(f"dtype={dtype!r}", hint=f"choose one of {', '.join(DTYPES)}")
 
 
-def audit_source(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAULT, *, run: bool = True) -> Report:
-    """`audit` for a source that is already resolved. Without `run` nothing is tried on ranks."""
+def audit_source(
+    source: Any, plan: Any, tp_size: int, settings: Settings = DEFAULT, *, run: bool = True, correct: bool = True
+) -> Report:
+    """`audit` for a source that is already resolved. Without `run` nothing is tried on ranks; without `correct` no
+    correction is looked for."""
     start = time.perf_counter()
     subject = subject_of(source, plan, tp_size, settings, run=run)
-    findings = sorted(_findings(subject), key=lambda finding: (_ORDER[finding.level], finding.is_consequence))
+    found = tuple(_findings(subject))
+    found, fixed = _corrected(subject, source, found) if run and correct else (found, None)
+    findings = sorted(found, key=lambda finding: (_ORDER[finding.level], finding.is_consequence))
     held, possible = held_bytes(subject)
     numbers = subject.numbers
     return Report(
@@ -99,7 +105,20 @@ def audit_source(source: Any, plan: Any, tp_size: int, settings: Settings = DEFA
             "seconds": round(time.perf_counter() - start, 2),
         },
         drawn=drawn_of(subject),
+        fixed=fixed,
     )
+
+
+def _corrected(subject: Audited, source: Any, findings: tuple[Finding, ...]) -> tuple[tuple[Finding, ...], Any]:
+    """The findings with their causes first, and a correction of the plan that passes its own audit, if one does."""
+    if subject.plan.plan is None:
+        repaired = repair(subject, source) if needs_repair(subject, findings) else None
+        return (findings, None) if repaired is None else (with_causes(subject, findings, repaired), repaired.raw)
+    if subject.is_wrong:
+        for other in ours.candidates(subject, source):
+            if audit_source(source, other, subject.plan.plan.tp_size, correct=False).ok:
+                return ours.with_differences(subject, findings, other), other
+    return findings, None
 
 
 def _ran(subject: Audited) -> str:
@@ -145,7 +164,7 @@ def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAUL
         unproven=trial.reason or "the unsharded model's numbers are NaN",
         right=right,
         ran_at_full_size=trial.full_size,
-        extra={"clone": trial.tiny, "thawed": trial.thawed},
+        extra={"clone": trial.tiny, "thawed": trial.thawed, "captured": captured},
         packed=source.packed(module),
     )
 

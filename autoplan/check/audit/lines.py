@@ -25,7 +25,7 @@ from autoplan.decide.written_plans.torch_styles import read_styles
 from autoplan.decide.written_plans.transformers_plans import read_strings
 from autoplan.values import Plan
 
-__all__ = ["Dialect", "ForeignPlan", "Line", "foreign_of", "read_foreign"]
+__all__ = ["Dialect", "ForeignPlan", "Line", "foreign_of", "plan_as_written", "read_foreign"]
 
 Dialect = Literal["transformers", "torch", "deepspeed", "autoplan"]
 RESERVED = ("auto", "inferred", "handwritten")
@@ -57,16 +57,19 @@ class ForeignPlan:
     def line_for(self, parameter: str) -> Line | None:
         """The line that decides about a parameter, by the rules of the plan's own library."""
         module = parameter.rpartition(".")[0]
-        for name in (parameter, module):
-            found = [line for line in self.lines if self.reaches(line, name)]
-            if found:
-                return found[-1] if self.dialect == "torch" else found[0]
-        return None
+        return self.line_at(parameter) or self.line_at(module)
+
+    def line_at(self, name: str) -> Line | None:
+        """The line that counts where several mean this very module or parameter."""
+        lines = [line for line in self.lines if self.reaches(line, name)]
+        if not lines:
+            return None
+        return lines[-1] if self.dialect == "torch" else lines[0]
 
     def reaches(self, line: Line, name: str) -> bool:
         """Does a key mean this module or parameter?"""
         if self.dialect == "transformers":
-            return line.pattern in (name, numbers_starred(name))
+            return line.pattern == numbers_starred(name)  # a layer's own number is never looked up
         if self.dialect == "torch":
             keys, parts = line.pattern.split("."), name.split(".")
             return len(keys) == len(parts) and all(fnmatchcase(p, k) for p, k in zip(parts, keys, strict=True))
@@ -109,6 +112,14 @@ def read_foreign(source: Any, model: Any, name: str) -> ForeignPlan | str:
     return foreign_of(value, text) if isinstance(value, Plan) else _of_mapping(value, text, model)
 
 
+def plan_as_written(source: Any, model: Any, name: str) -> Any:
+    """The plan itself, in its own dialect. One that must be made first is not written by anybody."""
+    foreign = read_foreign(source, model, name)
+    if isinstance(foreign, str):
+        raise WrittenPlanError(f"{foreign!r} is no written plan", hint="`autoplan plan MODEL -o FILE` writes it")
+    return foreign.plan or foreign.raw
+
+
 def foreign_of(plan: Plan, name: str = "") -> ForeignPlan:
     """One of our own plans."""
     lines = tuple(Line(entry.pattern, entry.style, entry.style) for entry in plan.entries)
@@ -137,7 +148,7 @@ def _of_file(path: Path, model: Any) -> ForeignPlan:
 def _of_mapping(data: Mapping[str, Any], name: str, model: Any) -> ForeignPlan:
     if is_deepspeed(data):
         names = [parameter for parameter, _ in model.named_parameters(remove_duplicate=False)]
-        choices = read_deepspeed(data, name, names)
+        choices = read_deepspeed(data, name, names, tolerant=True)
         return ForeignPlan(name, "deepspeed", tuple(Line(c.pattern, c.style, c.written) for c in choices), data)
     for key in data:
         check_key(key, name)

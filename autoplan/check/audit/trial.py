@@ -18,7 +18,7 @@ from autoplan.common.errors import AutoplanError
 from autoplan.decide.plan.folding import starred
 from autoplan.values import Plan, Report
 
-__all__ = ["AuditRun", "sharding_for", "try_on_ranks"]
+__all__ = ["AuditRun", "run_on", "sharding_for", "try_on_ranks"]
 
 _LIBRARIES = {"torch": torch_sharding, "transformers": transformers_sharding, "deepspeed": autotp_sharding}
 _TINY_TP = 2
@@ -50,7 +50,6 @@ class AuditRun:
 def try_on_ranks(source: Any, plan: ForeignPlan, tp_size: int, right: Plan | None = None) -> AuditRun:
     """Run the plan on a tiny clone, at `tp_size` where the clone is the model itself, else at 2."""
     from autoplan.check.verify.clone import clone_of
-    from autoplan.check.verify.sharded import check_sharding
 
     if not plan.lines or tp_size == 1:
         return AuditRun(reason="there is nothing to run")
@@ -58,14 +57,22 @@ def try_on_ranks(source: Any, plan: ForeignPlan, tp_size: int, right: Plan | Non
         clone = clone_of(source)
     except (AutoplanError, ImportError) as error:
         return AuditRun(reason=f"no tiny clone: {str(error).splitlines()[0]}")
-    same = _shapes(clone.model) == _shapes(source.module())
     if plan.plan is not None:
+        same = _shapes(clone.model) == _shapes(source.module())
         return _try_ours(clone, source, plan, same, right)
+    return run_on(clone, source.module(), plan, tp_size)
+
+
+def run_on(clone: Any, model: Any, plan: ForeignPlan, tp_size: int) -> AuditRun:
+    """Run a foreign plan on a tiny clone of a model."""
+    from autoplan.check.verify.sharded import check_sharding
+
+    same = _shapes(clone.model) == _shapes(model)
     size = tp_size if same and tp_size <= _LARGEST_TP else _TINY_TP
     if plan.dialect == "deepspeed" and (why := not_imitated(clone.model, plan.raw, size)):
         return AuditRun(reason=why, tiny=clone)
     thawed: dict[str, None] = {}
-    _freeze_alike(clone.model, source.module())
+    _freeze_alike(clone.model, model)
     sharding = _noticing(sharding_for(plan), thawed)
     with quiet():  # torch logs what cannot run with its traceback: here that is an answer
         report = check_sharding(clone.model, clone.feeds, sharding, size, checks=_CHECKS)

@@ -19,7 +19,8 @@ __all__ = ["held_bytes", "unsplit_share", "verdicts"]
 
 def verdicts(subject: Audited, findings: Iterable[Finding]) -> dict[str, str]:
     """The verdict of every line, by pattern."""
-    errors = [place for finding in findings if finding.level == "error" for place in finding.about]
+    findings = tuple(findings)
+    errors = [place for f in findings if f.level == "error" and f.kind != "follows" for place in f.about]
     dead = {finding.where for finding in findings if finding.check == "dead-keys"}
     return {
         line.pattern: "dead" if line.pattern in dead else _verdict(subject, line, errors) for line in subject.plan.lines

@@ -17,7 +17,7 @@ from autoplan.common.files.shapes import misshapen
 from autoplan.common.patterns import fold_names
 from autoplan.decide.written_plans.choices import ChosenCut, WrittenPlanError
 
-__all__ = ["COUNTS", "heads_of", "is_deepspeed", "kind_of", "read_deepspeed", "spec_for"]
+__all__ = ["COUNTS", "heads_of", "is_deepspeed", "kind_of", "read_deepspeed", "spec_for", "specs_of"]
 
 # Attributes that AutoTP divides, by name, on every module above a layer that it cuts (release 0.19).
 COUNTS = (
@@ -36,10 +36,11 @@ _MORE = {
 
 def is_deepspeed(data: Any) -> bool:
     """Is this a DeepSpeed config, or the part of one that is about tensor parallelism?"""
-    return _specs(data) is not None
+    return specs_of(data) is not None
 
 
-def _specs(data: Any) -> list[Any] | None:
+def specs_of(data: Any) -> list[Any] | None:
+    """The specs of a config; None where it is none."""
     for key in ("tensor_parallel", "partition_config"):
         if isinstance(data, Mapping) and key in data:
             data = data[key]
@@ -50,7 +51,7 @@ def _specs(data: Any) -> list[Any] | None:
 def spec_for(data: Any, parameter: str) -> Mapping[str, Any] | None:
     """The spec that decides about a parameter."""
     matching = (
-        s for s in _specs(data) or [] if any(_matches(e, parameter, "a pattern") for e in s.get("patterns", ()))
+        s for s in specs_of(data) or [] if any(_matches(e, parameter, "a pattern") for e in s.get("patterns", ()))
     )
     return next(matching, None)
 
@@ -67,18 +68,23 @@ def kind_of(spec: Mapping[str, Any]) -> str:
     return str(spec.get("partition_type", "column")).lower()
 
 
-def read_deepspeed(data: Any, name: str, parameters: Iterable[str]) -> tuple[ChosenCut, ...]:
-    """The choices of a partition config, on the parameters of one model. The first spec that matches counts."""
+def read_deepspeed(data: Any, name: str, parameters: Iterable[str], tolerant: bool = False) -> tuple[ChosenCut, ...]:
+    """The choices of a partition config, on the parameters of one model. The first spec that matches counts.
+
+    `tolerant`: a spec that matches nothing is a choice for its first expression.
+    """
     if problem := misshapen(data, _SHAPE):
         raise WrittenPlanError(f"{name}: {problem}", hint="see DeepSpeed's partition_config")
     known = list(parameters)
     taken: set[str] = set()
     choices = []
-    for index, spec in enumerate(_specs(data) or []):
+    for index, spec in enumerate(specs_of(data) or []):
         where = f"{name}: layer_specs[{index}]"
         style = _style_of(spec, where)
         matched = [p for p in known if p not in taken and any(_matches(e, p, where) for e in spec.get("patterns", ()))]
-        if not matched:
+        if not matched and tolerant and spec.get("patterns"):
+            choices.append(ChosenCut(str(spec["patterns"][0]), style, where, kind_of(spec)))
+        elif not matched:
             raise WrittenPlanError(
                 f"{where}: {spec.get('patterns')} match no parameter of the model that is still free",
                 hint="DeepSpeed matches from the start of a name (begin with '.*'); parameters look like "

@@ -25,7 +25,7 @@ from autoplan.emit.exports.expressible import (
 from autoplan.emit.exports.hf import OLD_NAMES, hf_entries
 from autoplan.values import Entry, Plan
 
-__all__ = ["to_accelerate", "to_deepspeed", "to_megatron_fsdp", "to_vllm"]
+__all__ = ["packed_shape", "to_accelerate", "to_deepspeed", "to_megatron_fsdp", "to_vllm"]
 
 _WITHOUT_VIEWS = ("read", "shape")  # DeepSpeed and vLLM replace modules: what leaves may be changed in place
 _GATHERED = {"packed_colwise": "colwise_rep", "colwise": "colwise_rep", "rowwise": "rowwise_rep"}
@@ -47,7 +47,7 @@ def to_deepspeed(plan: Plan, *, drop: bool = False) -> dict[str, Any]:
                 "partition_type": "row" if entry.style == "rowwise" else "column",
             }
             if entry.style == "packed_colwise":
-                spec |= {"shape": _shape(entry), "partition_dim": 0}
+                spec |= {"shape": packed_shape(entry), "partition_dim": 0}
             specs.append(spec)
     check_nothing_lost(refused, "DeepSpeed", drop)
     config = {"use_default_specs": False, "layer_specs": specs}
@@ -64,7 +64,7 @@ def _not_for_deepspeed(part: Part) -> str:
         return "AutoTP splits linear layers only, and sums no gradient of whole parameters"
     if any(e.style not in ("colwise", "rowwise", "packed_colwise") for e in part.entries):
         return "AutoTP knows column and row layers only"
-    if any(e.style == "packed_colwise" and _shape(e) is None for e in part.entries):
+    if any(e.style == "packed_colwise" and packed_shape(e) is None for e in part.entries):
         return "AutoTP packs whole segments only"
     return ""
 
@@ -78,7 +78,7 @@ def _divides_too_much(plan: Plan, part: Part) -> str:
     return ""
 
 
-def _shape(entry: Entry) -> list[Any] | None:
+def packed_shape(entry: Entry) -> list[Any] | None:
     """Packed segments as DeepSpeed writes them: [3, -1] for equal ones, [[q, k, v], -1] for others."""
     layout = layout_of(entry)
     if layout is None or layout.kind != "concatenation" or not all(part.is_split for part in layout.parts):

@@ -21,7 +21,7 @@ from autoplan.emit.words import bytes_text
 from autoplan.values import Finding, Report
 from autoplan.version import __version__
 
-__all__ = ["audit_view", "markdown", "sarif"]
+__all__ = ["audit_view", "claims_view", "markdown", "sarif"]
 
 _COLOURS = {"same": "green", "costlier": "yellow", "different": "cyan", "wrong": "bold red", "dead": "dim"}
 _SARIF_LEVELS = {"error": "error", "warn": "warning", "note": "note"}
@@ -48,8 +48,21 @@ def audit_view(report: Report) -> RenderableType:
     if consequences:
         lines.append(Padding(Text("What follows", "bold"), (1, 0, 0, 0)))
         lines += [
-            Padding(Text(f"{finding.message}: {_sentence(finding.proof)}"), (0, 0, 0, 2)) for finding in consequences
+            Padding(Text(f"{_where(finding)}{finding.message}: {_sentence(finding.proof)}"), (0, 0, 0, 2))
+            for finding in consequences
         ]
+    return Group(*lines)
+
+
+def claims_view(report: Report) -> RenderableType:
+    """What a class claims, and whether it holds."""
+    colours = {"holds": "green", "wrong": "bold red", "doubtful": "yellow", "not claimed": "dim"}
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    for claim, word in report.details["claims"].items():
+        table.add_row(Text(claim, "cyan"), Text(word, colours[word]))
+    lines: list[RenderableType] = [Text(f"{report.details['model']} · {report.details['verdict']}", "bold"), table]
+    if report.findings:
+        lines += [Padding(Text("Findings", "bold"), (1, 0, 0, 0)), *findings_view(report.findings)]
     return Group(*lines)
 
 
@@ -59,6 +72,10 @@ def _by_cause(report: Report) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]
     if not any(finding.level == "error" for finding in causes):
         return report.findings, ()
     return causes, tuple(finding for finding in report.findings if finding.is_consequence)
+
+
+def _where(finding: Finding) -> str:
+    return f"{finding.where}: " if finding.kind == "follows" and finding.where else ""
 
 
 def _sentence(text: str) -> str:

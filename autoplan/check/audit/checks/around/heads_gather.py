@@ -27,7 +27,7 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
         if weight is None or (subject.plan.plan is not None and weight.said.dim is not None):
             continue
         if line is not None and "gather" in line.style:
-            hint = "keep the logits split over the vocabulary: 'colwise', and a loss that takes them so"
+            hint = "split logits need a loss that takes them so, which no row of the plan says"
             text, more = _gathered(subject, head.columns), gather_bytes(subject, head.columns)[1]
             yield Finding(NAME, "warn", line.pattern, text, hint, more)
         elif weight.said.dim is None:
@@ -53,5 +53,10 @@ def _gathered(subject: Audited, rows: int) -> str:
 def _whole(subject: Audited, pattern: str, weight: Weight) -> Finding:
     text = f"the head stays whole: {bytes_text(weight.bytes)} on every rank, and logits of full width"
     return Finding(
-        NAME, "warn", pattern, text, f"{pattern!r}: 'colwise'", weight.bytes * (subject.tp_size - 1) // subject.tp_size
+        NAME,
+        "warn",
+        pattern,
+        text,
+        "`autoplan plan` splits it",
+        weight.bytes * (subject.tp_size - 1) // subject.tp_size,
     )

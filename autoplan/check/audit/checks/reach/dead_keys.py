@@ -22,6 +22,11 @@ def run(subject: Audited, found: tuple[Finding, ...]) -> Iterator[Finding]:
     for line in subject.plan.lines:
         if not any(subject.plan.reaches(line, name) for name in known):
             close = nearest(line.pattern, folded)
+            if subject.plan.dialect == "deepspeed":
+                shown = ", ".join(fold_names(subject.parameters)[:3])
+                hint = f"DeepSpeed matches from the start of a name (begin with '.*'); parameters look like {shown}"
+                yield Finding(NAME, "warn", line.pattern, f"{line} matches no parameter that is still free", hint)
+                continue
             hint = f"did you mean {close[0]!r}?" if close else "remove it, or look the path up in `autoplan plan MODEL`"
             size = sum(w.bytes for w in subject.weights if close and _under(close[0], w.name))
             yield Finding(NAME, "warn", line.pattern, f"{line} matches no module and no parameter", hint, size)

@@ -1,0 +1,161 @@
+"""Say what is wrong by what repairs it: a finding for each row to change, first; what follows from it beneath.
+
+A check that named the row has said why; where none did, the change itself says it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from autoplan.check.audit.repair.rows import Change
+from autoplan.check.audit.repair.search import Repair
+from autoplan.check.audit.subject import Audited, Level, few
+from autoplan.common.patterns import is_under
+from autoplan.decide.plan.folding import starred
+from autoplan.values import Finding
+
+__all__ = ["with_causes"]
+
+# Checks that say why a row is wrong, the surest first. Those that hold two rows against each other come last: either
+# may be the wrong one.
+_SURE = (
+    *("dialects", "overlaps", "adapters", "frozen", "tied", "experts", "packed", "units", "norms", "gradients"),
+    *("head-counts", "embeddings", "layouts", "sequence", "wrapping", "edges", "pairing"),
+)
+# Reasons for which no style of the dialect may do, so that all rows of a part change for one mistake.
+_WHOLE_PART = ("tied", "experts", "packed", "units", "norms", "gradients", "head-counts", "wrapping")
+
+
+def with_causes(subject: Audited, findings: Sequence[Finding], repair: Repair) -> tuple[Finding, ...]:
+    """The causes, then all else; errors that are no cause follow from one."""
+    causes: list[Finding] = []
+    for group in repair.changes:
+        reasons = [_reason(findings, change) for change in group]
+        shared = _of_the_part(findings, group)
+        if len(group) > 1 and shared and all(_gives_up(change, repair) for change in group):
+            first = min(shared, key=lambda finding: _SURE.index(finding.check))
+            causes.append(_for_all(repair, group, [f for f in shared if f.check == first.check]))
+        else:
+            pairs = zip(group, reasons, strict=True)
+            causes += [_cause(subject, repair, change, reason, findings) for change, reason in pairs]
+    rest = []
+    renamed = {
+        key
+        for group in repair.changes
+        for change in group
+        if change.renames is not None
+        for key in ([change.renames] if isinstance(change.renames, str) else change.renames)
+    }
+    replaced = {(cause.check, cause.message) for cause in causes}
+    for finding in findings:
+        if (finding.check, finding.message) in replaced:
+            continue
+        if finding.level == "error" and not finding.is_consequence:
+            finding = replace(finding, kind="follows", hint="")
+        if finding.check in ("dead-keys", "prefixes") and renamed & {*finding.about, *finding.where.split(", ")}:
+            finding = replace(finding, kind="follows")
+        rest.append(finding)
+    return (*causes, *rest)
+
+
+def _of_the_part(findings: Iterable[Finding], group: Sequence[Change]) -> list[Finding]:
+    """Errors in the container of these rows for which its rows may all have to change."""
+    patterns = [starred(pattern) for change in group for pattern in change.patterns]
+    inside = {pattern.rpartition(".")[0] for pattern in patterns} - {""}
+    return [
+        finding
+        for finding in findings
+        if finding.level == "error" and finding.check in _WHOLE_PART
+        and any(is_under(home, starred(place)) for place in finding.about for home in (*inside, *patterns))
+    ]  # fmt: skip
+
+
+def _gives_up(change: Change, repair: Repair) -> bool:
+    """Is the row right only with less split than it wanted: gathered at once, or whole?"""
+    return (
+        change.new is None
+        or "gather" in repair.dialect.text(change.new)
+        or ("Replicate" in repair.dialect.text(change.new) or "split_input" in repair.dialect.text(change.new))
+    )
+
+
+def _reason(findings: Iterable[Finding], change: Change) -> Finding | None:
+    """The finding that says why this row is wrong."""
+    about = [f for f in findings if f.level == "error" and not f.is_consequence and _is_about(f, change)]
+    known = [finding for finding in about if finding.check in _SURE]
+    if change.key is None:  # a row that is missing: what holds its neighbours against it is about them
+        known = [finding for finding in known if finding.check in ("gradients", "experts")]
+    return min(known, key=lambda finding: _SURE.index(finding.check), default=None)
+
+
+def _is_about(finding: Finding, change: Change) -> bool:
+    return any(
+        place == change.key
+        or any(is_under(place, name) for name in change.names)
+        or any(is_under(pattern, starred(place)) for pattern in map(starred, change.patterns))
+        for place in finding.about
+    )
+
+
+def _for_all(repair: Repair, group: Sequence[Change], reasons: Sequence[Finding]) -> Finding:
+    """One mistake for which several rows change."""
+    places = tuple(dict.fromkeys(place for finding in reasons for place in finding.about))
+    hints = [_fix(repair, change) for change in group]
+    return replace(reasons[0], where=few(places), places=places, hint="; ".join(hints))
+
+
+def _cause(
+    subject: Audited, repair: Repair, change: Change, reason: Finding | None, findings: Sequence[Finding]
+) -> Finding:
+    places = _places(change)
+    check, message = ("pairing", "") if reason is None else (reason.check, reason.message)
+    if change.renames is not None:
+        check, key = "dead-keys", change.renames if isinstance(change.renames, str) else change.renames[0]
+        message = f"{key!r} matches no module and no parameter, so that {few(change.patterns)} has no row"
+        places = (key, *change.patterns)
+    elif not message:
+        check, message = _told(repair, change)
+    proof = (reason.proof if reason is not None else "") or _proof(subject, change)
+    proof = proof or next((f.proof for f in findings if f.proof), "") or repair.proof
+    level: Level = "error" if subject.is_wrong or repair.proof or reason is not None else "warn"
+    size = reason.bytes if reason is not None else 0
+    return Finding(check, level, few(places), message, _fix(repair, change), size, proof, places=places)
+
+
+def _places(change: Change) -> tuple[str, ...]:
+    """The row as it is written, or the modules that it should have named."""
+    return (change.key,) if isinstance(change.key, str) else change.patterns
+
+
+def _told(repair: Repair, change: Change) -> tuple[str, str]:
+    """Why a change is needed where no check named its row."""
+    names = few(change.patterns)
+    if change.old is None:
+        return "pairing", f"the plan has no row for {names}, and the rows around it need one"
+    text = repair.dialect.text(change.old)
+    if change.new is None:
+        return "layouts", f"{names} must stay as it is on every rank, and the plan gives it {text}"
+    return "edges", f"{text} is not what {names} needs: the layouts of its neighbours do not match"
+
+
+def _proof(subject: Audited, change: Change) -> str:
+    return subject.proof([*change.names, *(f"{name}.weight" for name in change.names)])
+
+
+def _fix(repair: Repair, change: Change) -> str:
+    """What to write, in the dialect's words. The plan that has it passed its audit."""
+    if change.new is None or change.covered is not None:
+        key = change.key if isinstance(change.key, str) else few(change.patterns)
+        return (
+            f"remove {key!r}"
+            if set(change.names) >= set(repair.names_of(change.key))
+            else f"take {few(change.patterns)} out of {key!r}"
+        )
+    rows = ", ".join(repair.dialect.row(pattern, change.new) for pattern in change.patterns[:3])
+    if change.renames is not None:
+        return f"write {rows} in place of {change.renames!r}" if isinstance(change.renames, str) else f"write {rows}"
+    if change.key is None:
+        return f"add {rows}"
+    rest = set(repair.names_of(change.key)) - set(change.names)
+    return f"write {rows}" + (f", and name the others of {change.key!r} by themselves" if rest else "")

@@ -1,0 +1,153 @@
+"""The rows of a plan as they were written, and the same rows with changes put in: the fewest keys are touched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from autoplan.check.audit.lines import Line
+from autoplan.check.audit.repair.dialects import DeepSpeed, Dialect
+from autoplan.check.audit.subject import Audited
+from autoplan.common.patterns import fold_names
+from autoplan.decide.plan.folding import starred
+from autoplan.decide.written_plans.deepspeed import specs_of
+
+__all__ = ["Change", "PlanRow", "changed", "covered_by", "effective_key", "plain_key", "rows_of"]
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """A row: its key (DeepSpeed: its expressions), its value, and the modules or parameters that it decides about."""
+
+    key: Any
+    value: Any
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Change:
+    """One row to change: `names` get `new` (None: no row) in place of `old`. `key`: the row that reaches them now.
+
+    `patterns` are the names as few patterns; `renames`: the new row has the value of a key that matches nothing;
+    `covered`: another row says so already, once this one is gone.
+    """
+
+    names: tuple[str, ...]
+    patterns: tuple[str, ...]
+    old: Any
+    new: Any
+    key: Any = None
+    renames: Any = None
+    covered: Any = None
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """What a finding about it names: the row's own key where it has one."""
+        own = self.renames if self.renames is not None else self.key
+        written = (own,) if isinstance(own, str) else ()
+        return tuple(dict.fromkeys((*written, *self.patterns)))
+
+
+def rows_of(subject: Audited, dialect: Dialect) -> tuple[PlanRow, ...]:
+    """Every row of the plan, dead ones too."""
+    names = [name for name in dict.fromkeys([*subject.modules, *subject.parameters]) if name]
+    if isinstance(dialect, DeepSpeed):
+        decided: dict[int, list[str]] = {}
+        specs = specs_of(subject.plan.raw) or []
+        for name in subject.parameters:
+            place = next((n for n, spec in enumerate(specs) if dialect.matches(spec, name)), None)
+            if place is not None:
+                decided.setdefault(place, []).append(name.removesuffix(".weight"))
+        return tuple(
+            PlanRow(
+                tuple(spec["patterns"]), {k: v for k, v in spec.items() if k != "patterns"}, tuple(decided.get(n, ()))
+            )
+            for n, spec in enumerate(specs)
+        )
+    reached: dict[str, list[str]] = {line.pattern: [] for line in subject.plan.lines}
+    for name in names:
+        for line in (
+            subject.plan.lines if subject.plan.dialect == "torch" else filter(None, [subject.plan.line_at(name)])
+        ):
+            if subject.plan.reaches(line, name):
+                reached[line.pattern].append(name)
+    return tuple(PlanRow(key, subject.plan.raw[key], tuple(found)) for key, found in reached.items())
+
+
+def changed(rows: Iterable[PlanRow], changes: Iterable[Change], subject: Audited) -> tuple[PlanRow, ...]:
+    """The rows with these changes. A row that says more than what changes is written out for the rest of it."""
+    result = list(rows)
+    universe = [*subject.modules, *subject.parameters]
+    for change in changes:
+        if change.renames is not None:
+            result = [row for row in result if row.key != change.renames]
+        done = change.covered is not None
+        for row in list(result):
+            if done and row.key == change.covered:
+                continue
+            common = set(row.names) & set(change.names)
+            if not common:
+                continue
+            rest = [name for name in row.names if name not in common]
+            place = result.index(row)
+            new: list[PlanRow] = []
+            if change.new is not None and not done:
+                key = row.key if not rest and len(common) == len(change.names) else None
+                new = [PlanRow(key, change.new, change.names)] if key is not None else _new(change)
+                done = True
+            kept = [PlanRow(p, row.value, tuple(n for n in rest if starred(n) == starred(p) and _means(p, n)))
+                    for p in fold_names(rest, universe)]  # fmt: skip
+            result[place : place + 1] = [*new, *kept]
+        if not done and change.new is not None:
+            result += _new(change)
+    return tuple(result)
+
+
+def covered_by(rows: Iterable[PlanRow], change: Change, subject: Audited, dialect: Dialect) -> Any:
+    """The key of another row that means all of these names, and says of them what the change wants."""
+    if change.new is None or change.key is None:
+        return None
+    return next(
+        (
+            row.key
+            for row in rows
+            if row.key != change.key
+            and isinstance(row.key, str)
+            and dialect.key_of(row.value) == dialect.key_of(change.new)
+            and all(subject.plan.reaches(Line(row.key, "", ""), name) for name in change.names)
+        ),
+        None,
+    )
+
+
+def _means(pattern: str, name: str) -> bool:
+    return all(p in ("*", n) for p, n in zip(pattern.split("."), name.split("."), strict=True))
+
+
+def _new(change: Change) -> list[PlanRow]:
+    return [
+        PlanRow(pattern, change.new, tuple(name for name in change.names if _means(pattern, name)))
+        for pattern in change.patterns
+    ]
+
+
+def effective_key(subject: Audited, dialect: Dialect, name: str) -> Any:
+    """The key of the row that decides about a module or parameter; None where there is none."""
+    if isinstance(dialect, DeepSpeed):
+        parameter = dialect.parameter(name)
+        return next(
+            (tuple(s["patterns"]) for s in specs_of(subject.plan.raw) or () if dialect.matches(s, parameter)), None
+        )
+    line = subject.plan.line_at(name)
+    return None if line is None else line.pattern
+
+
+def plain_key(key: Any) -> str:
+    """A key as a path: an expression without its signs."""
+    if isinstance(key, str):
+        return key
+    text = re.sub(r"^\^?(\.\*)?\.?", "", key[0].replace("\\.", "."))
+    text = re.sub(r"\\d\+|\[\^?[^\]]*\]\+|\.\*", "*", text).removesuffix("$")
+    return text.removesuffix(".weight")

@@ -1,0 +1,222 @@
+"""Find the fewest rows of a wrong plan that must change, by auditing changed plans.
+
+    the parts of the plan → which of them are wrong by themselves → for each, the way of saying it right that is nearest
+    → of its changes, those without which the audit fails → all together, audited once more
+
+No check's suspicion enters here: a change is kept because the plan is wrong without it and right with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autoplan.check.audit.repair.dialects import Dialect, dialect_of
+from autoplan.check.audit.repair.parts import Part, parts_of
+from autoplan.check.audit.repair.rows import Change, PlanRow, changed, covered_by, effective_key, plain_key, rows_of
+from autoplan.check.audit.repair.sequence import is_sequence_parallel, sequence_ways
+from autoplan.check.audit.repair.trials import Trials
+from autoplan.check.audit.subject import Audited
+from autoplan.common.errors import AutoplanError
+from autoplan.common.options import Wish
+from autoplan.common.patterns import fold_names, nearest
+from autoplan.decide.plan.folding import starred
+from autoplan.values import Finding, Plan
+
+__all__ = ["Repair", "needs_repair", "repair"]
+
+
+@dataclass(frozen=True)
+class Repair:
+    """The changes, by the part of the model that they correct, and the corrected plan, which passes its audit.
+
+    `written` are the rows as they were; `proof` is what running the first wrong part by itself showed.
+    """
+
+    dialect: Dialect
+    changes: tuple[tuple[Change, ...], ...]
+    written: tuple[PlanRow, ...]
+    raw: Mapping[str, Any]
+    proof: str = ""
+
+    def names_of(self, key: Any) -> tuple[str, ...]:
+        """The modules and parameters that a row of the plan decides about."""
+        return next((row.names for row in self.written if row.key == key), ())
+
+
+def needs_repair(subject: Audited, findings: Iterable[Finding]) -> bool:
+    """Is anything wrong, or written for modules that the model has not? Or for blocks that the tiny clone has not?"""
+    if any(finding.level == "error" or finding.check == "dead-keys" for finding in findings):
+        return True
+    clone = subject.extra.get("clone")
+    return clone is not None and any(
+        any(part.isdigit() for part in name.split(".")) and name not in {n for n, _ in clone.model.named_modules()}
+        for line in subject.plan.lines
+        for name in [line.pattern]
+        if "*" not in line.pattern
+    )
+
+
+def repair(subject: Audited, source: Any) -> Repair | None:
+    """The smallest change after which the audit passes; None where none was seen to."""
+    dialect = dialect_of(subject.plan)
+    if dialect is None or subject.extra.get("clone") is None or subject.tp_size == 1:
+        return None
+    right = _inferred(subject, source)
+    if right is None:
+        return None
+    trials = Trials(subject, dialect)
+    rows = rows_of(subject, dialect)
+    if is_sequence_parallel(subject.plan):
+        parts: tuple[Part, ...] = (_whole_plan(rows, subject, dialect, right),)
+    else:
+        parts = parts_of(subject, right, dialect)
+    for trusting in (True, False):  # a part that says what analysis says is tried only where all together is wrong
+        changes = [_least(part, trials, subject, dialect, trusting) for part in parts]
+        groups = [_as_written(group, rows, subject, dialect) for group in changes if group]
+        groups += _renamed([change for group in groups for change in group], rows, subject, dialect)
+        if None not in changes and (corrected := _together(groups, rows, trials, subject, dialect)) is not None:
+            return corrected
+    return None
+
+
+def _inferred(subject: Audited, source: Any) -> Plan | None:
+    """What analysis alone would do."""
+    from autoplan.planning import draft_plan
+
+    try:
+        return draft_plan(
+            source, Wish(subject.tp_size), module=subject.model, captured=subject.extra.get("captured")
+        ).plan
+    except AutoplanError:
+        return None
+
+
+def _whole_plan(rows: Sequence[PlanRow], subject: Audited, dialect: Dialect, right: Plan) -> Part:
+    """Under sequence parallelism the stream between parts is cut too: they are right or wrong together."""
+    says = {starred(name): row.value for row in rows for name in row.names}
+    return Part("", ("",), says, sequence_ways(subject, dialect, says, right))
+
+
+def _least(part: Part, trials: Trials, subject: Audited, dialect: Dialect, trusting: bool) -> tuple[Change, ...] | None:
+    """The fewest changes that make a part right: none where it is; None where no way of saying it was seen to be."""
+    if trusting and any(
+        not any(_differs(dialect, part.says.get(n), way.get(n)) for n in {**part.says, **way}) for way in part.ways
+    ):
+        return ()
+    if trials.passes(part.says.items()):
+        return ()
+    best: tuple[tuple[str, Any], ...] | None = None
+    for way in part.ways:
+        names = [n for n in {**part.says, **way} if _differs(dialect, part.says.get(n), way.get(n))]
+        if not names or not trials.passes(way.items()):
+            continue
+        needed = _needed(part.says, way, names, trials, dialect)
+        if best is None or len(needed) < len(best):
+            best = tuple((name, way.get(name)) for name in needed)
+        if len(best) == 1:
+            break
+    if best is None:
+        return None
+    order = {name: place for place, name in enumerate(dict.fromkeys([*subject.modules, *subject.parameters]))}
+    changes = [_change(subject, part, name, value) for name, value in best]
+    return tuple(sorted(changes, key=lambda change: order[change.names[0]]))
+
+
+def _differs(dialect: Dialect, one: Any, other: Any) -> bool:
+    return bool(dialect.key_of(one) != dialect.key_of(other))
+
+
+def _needed(
+    says: Mapping[str, Any], way: Mapping[str, Any], names: list[str], trials: Trials, dialect: Dialect
+) -> list[str]:
+    """Of the changes that make a way of what a plan says, those without which it is wrong."""
+    needed = list(names)
+    for name in sorted(names, key=lambda name: (name in says, name not in way)):  # new rows are dropped first
+        fewer = [other for other in needed if other != name]
+        if fewer and trials.passes(_mixed(says, way, fewer).items()):
+            needed = fewer
+    return needed
+
+
+def _mixed(says: Mapping[str, Any], way: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """What the plan says, but for these names."""
+    mixed = dict(says)
+    for name in names:
+        mixed.pop(name, None)
+        if way.get(name) is not None:
+            mixed[name] = way[name]
+    return mixed
+
+
+def _change(subject: Audited, part: Part, name: str, value: Any) -> Change:
+    known = {**subject.modules, **subject.parameters}
+    names = tuple(full for full in part.names(name) if full in known)
+    if part.container == "" and part.places == ("",):
+        names = tuple(full for full in known if starred(full) == name)
+    universe = list(subject.parameters if name in map(starred, subject.parameters) else subject.modules)
+    return Change(names, fold_names(names, universe), part.says.get(name), value)
+
+
+def _as_written(
+    changes: Iterable[Change], rows: Sequence[PlanRow], subject: Audited, dialect: Dialect
+) -> tuple[Change, ...]:
+    """The same changes, each with the row that reaches its names now, or that was written for them and misses."""
+    dead = [row for row in rows if not row.names]
+    result = []
+    for change in changes:
+        key = next((row.key for row in rows if row.key == effective_key(subject, dialect, change.names[0])), None)
+        misses = _written_for(change, dead, subject) if key is None else None
+        known = replace(change, key=key, renames=misses)
+        result.append(replace(known, covered=covered_by(rows, known, subject, dialect)))
+    return tuple(result)
+
+
+def _written_for(change: Change, dead: Sequence[PlanRow], subject: Audited) -> Any:
+    """The key that matches nothing and was meant for these modules: they are the nearest to it."""
+    folded = fold_names([*subject.modules, *subject.parameters])
+    for row in dead:
+        text = plain_key(row.key)
+        same_leaf = text.rpartition(".")[2] == change.patterns[0].rpartition(".")[2]
+        if same_leaf or set(nearest(text, folded)[:1]) & set(change.patterns):
+            return row.key
+    return None
+
+
+def _renamed(
+    changes: Sequence[Change], rows: Sequence[PlanRow], subject: Audited, dialect: Dialect
+) -> list[tuple[Change, ...]]:
+    """Keys that match nothing, written as the paths that they were meant for, where those have no row."""
+    taken = {name for row in rows for name in row.names} | {name for change in changes for name in change.names}
+    done = {repr(change.renames) for change in changes}
+    known = [name for name in [*subject.modules, *subject.parameters] if name]
+    result: list[tuple[Change, ...]] = []
+    for row in rows:
+        if row.names or repr(row.key) in done:
+            continue
+        text = starred(plain_key(row.key))
+        below = [name for name in known if starred(name) == text or starred(name).endswith(f".{text}")]
+        shorter = text.partition(".")[2]
+        names = below or [name for name in known if shorter and starred(name) == shorter]
+        if not names:
+            close = nearest(plain_key(row.key), fold_names(known))[:1]
+            names = [name for name in known if close and starred(name) == starred(close[0])]
+        if names and not taken & set(names):
+            taken |= set(names)
+            patterns = fold_names(names, known)
+            result.append((Change(tuple(names), patterns, None, row.value, None, row.key),))
+    return result
+
+
+def _together(
+    groups: Sequence[tuple[Change, ...]], rows: Sequence[PlanRow], trials: Trials, subject: Audited, dialect: Dialect
+) -> Repair | None:
+    """All changes in one plan, audited."""
+    corrected = changed(rows, [change for group in groups for change in group], subject)
+    if not groups:
+        return None
+    raw = dialect.written([(row.key, row.value) for row in corrected])
+    if any(finding.level == "error" for finding in trials.findings(raw)):
+        return None
+    return Repair(dialect, tuple(groups), tuple(rows), raw, trials.proof)

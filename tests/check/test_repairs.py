@@ -1,0 +1,126 @@
+"""An audit names the culprit: the cause is the first finding, in the words of the plan's dialect, and its fix works.
+
+Wrong plans are made of right ones (`helpers/wrong_plans.py`). The sample here is quick; `long` does all of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from corpus.toys import FusedAttention, decoder
+from wrong_plans import DIALECTS, MUTATIONS, SEQUENCE_MUTATIONS, Mutation, sequence_plan, wrong_plan
+
+import autoplan
+from autoplan.cli.app import main
+from autoplan.values import AllReduce, IntegerEdit, Plan, Report, replace
+
+CASES = [
+    pytest.param(dialect, mutation, id=f"{dialect}-{mutation.name.replace(' ', '_')}", marks=pytest.mark.long)
+    for dialect in DIALECTS
+    for mutation in MUTATIONS
+    if dialect in mutation.dialects
+]
+QUICK = ("o_proj the other way", "w3 missing", "two mistakes")
+
+
+def audited(dialect: str, mutation: Mutation) -> tuple[Report, Any]:
+    plan, model = wrong_plan(mutation, dialect), mutation.model()
+    return autoplan.audit(model, plan, mutation.tp_size), model
+
+
+def is_about(report: Report, number: int, cause: str) -> bool:
+    """Is a finding about these modules? DeepSpeed's keys are expressions on parameters."""
+    plain = {
+        re.sub(r"\\[.d]\+?|\[0-9\]\+|[\^$]", "", place).replace(".*", "") for place in report.findings[number].about
+    }
+    wanted = cause.replace(".*", "").replace(".", "")
+    return any(place == cause or place.replace(".", "") in (wanted, f"{wanted}weight") for place in [
+        *report.findings[number].about, *plain])  # fmt: skip
+
+
+@pytest.mark.parametrize(("dialect", "mutation"), CASES)
+def test_the_cause_is_first_and_its_fix_works(dialect: str, mutation: Mutation) -> None:
+    report, model = audited(dialect, mutation)
+    shown = [(f.level, f.check, f.where, f.message[:80], f.hint[:120]) for f in report.findings[:4]]
+    assert any(is_about(report, 0, cause) for cause in mutation.causes), shown
+    if mutation.name.startswith("two"):  # two mistakes give two findings
+        assert all(is_about(report, 0, cause) or is_about(report, 1, cause) for cause in mutation.causes), shown
+    assert report.fixed is not None, shown
+    again = autoplan.audit(model, report.fixed, mutation.tp_size)
+    assert again.ok and again.details["outcome"] == "exact", again
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("name", QUICK)
+def test_causes_in_each_dialect(dialect: str, name: str) -> None:
+    (mutation,) = [mutation for mutation in MUTATIONS if mutation.name == name]
+    test_the_cause_is_first_and_its_fix_works(dialect, mutation)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["automodel", "torchtitan"])
+@pytest.mark.parametrize("name", [name for name in SEQUENCE_MUTATIONS if name != "head takes whole"])
+def test_causes_under_sequence_parallelism(how: str, name: str) -> None:
+    """(A head that takes the norm's output for whole is exact: the norm hands on a DTensor, which says what it is.)"""
+    spoil, causes = SEQUENCE_MUTATIONS[name]
+    report = autoplan.audit(decoder(), spoil(sequence_plan(how)), 2)
+    assert any(is_about(report, 0, cause) for cause in causes), report
+    assert autoplan.audit(decoder(), report.fixed, 2).ok
+
+
+def without_instruction(plan: Plan, kind: type, name: str) -> Plan:
+    kept = tuple(i for i in plan.runtime.instructions if not (isinstance(i, kind) and name in i.pattern))
+    assert kept != plan.runtime.instructions
+    return replace(plan, runtime=replace(plan.runtime, instructions=kept))
+
+
+def with_rule(plan: Plan, name: str, **changes: Any) -> Plan:
+    rules = tuple(replace(rule, **changes) if name in rule.pattern else rule for rule in plan.runtime.parameters)
+    assert rules != plan.runtime.parameters
+    return replace(plan, runtime=replace(plan.runtime, parameters=rules))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "cause"),
+    [
+        pytest.param(lambda plan: with_rule(plan, "w2.weight", dim=None, layout=None), "mlp.w2", id="cut"),
+        pytest.param(
+            lambda plan: with_rule(plan, "qkv", layout="96!"), "qkv_proj", id="packed", marks=pytest.mark.long
+        ),
+        pytest.param(
+            lambda plan: without_instruction(plan, IntegerEdit, ""), "attn", id="count", marks=pytest.mark.long
+        ),
+        pytest.param(lambda plan: without_instruction(plan, AllReduce, "w2"), "w2", id="sum", marks=pytest.mark.long),
+    ],
+)
+def test_a_plan_file_that_was_spoiled(spoil: Callable[[Plan], Plan], cause: str) -> None:
+    model = decoder(FusedAttention)
+    report = autoplan.audit(model, spoil(autoplan.plan(model, tp_size=2, prove="none")), 2)
+    assert not report.ok and cause in report.findings[0].where, report
+    assert autoplan.audit(model, report.fixed, 2).ok
+
+
+WRONG = wrong_plan(next(m for m in MUTATIONS if m.name == "o_proj the other way"), "torch")
+
+
+def test_fix_writes_the_corrected_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """In the same dialect: torch's objects as Python, which is read back by its dotted path."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    command = ("audit", "corpus.toys:decoder", "--no-memory", "--plan")
+    for arguments, code in (
+        ((*command, "test_repairs:WRONG", "--fix", "-o", str(tmp_path / "fixed_styles.py")), 1),
+        ((*command, "fixed_styles:PLAN"), 0),
+        ((*command, "test_repairs:WRONG", "--fix"), 2),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(list(arguments))
+        assert ended.value.code == code, capsys.readouterr()
+    text = (tmp_path / "fixed_styles.py").read_text()
+    assert (
+        "'layers.*.attn.o_proj': RowwiseParallel()," in text and "ColwiseParallel(output_layouts=Replicate())" in text
+    )
+    assert "give -o FILE" in capsys.readouterr().err
