@@ -16,7 +16,7 @@ TRAIN = ("full", "lora", "inference")  # what is done with the model
 class MemoryParts:
     """Bytes of one rank at its peak, by what they are for.
 
-    `kept`: activations that backward needs. `temporary`: values of the moment. `unsharded`: units of data parallelism
+    `kept`: activations that backward needs. `temporary`: temporary buffers. `unsharded`: units of data parallelism
     that are gathered, and buffers of their messages. `cache`: keys and values that decoding keeps. `overhead`: what
     the device, its libraries and its communicators take.
     """
@@ -157,10 +157,13 @@ class Row:
         return {name: size for name, size in self.estimate.mesh if size > 1} or {"dp_shard": 1}
 
     def __str__(self) -> str:
-        told = [" × ".join(f"{name} {size}" for name, size in self.mesh.items())]
+        sizes = " × ".join(f"{name} {size}" for name, size in self.estimate.mesh if size > 1) or "one rank"
+        told = [
+            f"{sizes}, whole copies" if self.estimate.train == "inference" and "dp_replicate" in self.mesh else sizes
+        ]
         told += ["experts apart"] if self.experts else []
         told += ["sequence parallel"] if self.sequence_parallel else []
         told += [f"checkpointing {'blocks' if self.checkpointing is True else self.checkpointing}"] if (
             self.checkpointing) else []  # fmt: skip
-        told += ["weights kept after forward"] if self.reshard is False else []
+        told += ["no reshard after forward"] if self.reshard is False else []
         return ", ".join([*told, f"micro-batch {self.estimate.batch}"])
