@@ -38,7 +38,7 @@ LoraRank = Annotated[
 ]
 LoraTargets = Annotated[
     str | None,
-    typer.Option("--lora-targets", help="Layers that get adapters: q_proj,v_proj, or all-linear; default: peft's."),
+    typer.Option("--lora-targets", help="Names of the layers that get adapters, or all-linear; default: peft's."),
 ]
 Updates = Annotated[str, typer.Option("--optimizer", help="adamw, adamw8bit, muon, adafactor … (docs/estimate.md).")]
 WeightsStored = Annotated[
@@ -97,7 +97,12 @@ def choose(
             "model": found.source.name, "gpus": gpus, "memory_bytes": found.memory, "fits": found.fits,
             "enough": found.enough, "nearest": near, "dropped": list(found.dropped), "notes": list(found.notes),
         }  # fmt: skip
-        emit(choice_view(found), data | {"rows": [row_to_dict(one) for one in found.rows]}, as_json, output)
+        emit(
+            choice_view(found),
+            data | {"rows": [row_to_dict(one) | {"tie": one.ties(found.rows[0])} for one in found.rows]},
+            as_json,
+            output,
+        )
     raise typer.Exit(OK if found.fits else FINDINGS)
 
 

@@ -16,6 +16,7 @@ from math import lcm
 from typing import Any
 
 from autoplan.common.errors import IndivisibleError, PlanMismatchError
+from autoplan.common.stages import stage
 from autoplan.decide.rulebook.read import rule_named
 from autoplan.forecast.devices import Device
 from autoplan.forecast.estimate import Asked, estimate_with
@@ -130,6 +131,7 @@ class Sweep:
             return (False,)
 
     def _of_split(self, copies: int, split: Split, along: bool, each: int) -> list[Row]:
+        stage(f"{split}{', sequence parallel' if along else ''}")
         try:
             smallest = self._smallest(copies, split, along, each)
         except IndivisibleError as error:  # of a prompt with several sequences, one may not divide

@@ -7,8 +7,9 @@ from typing import Any
 
 from autoplan.values.conveniences import done_above
 
-__all__ = ["TRAIN", "Estimate", "MemoryParts", "Row", "Sent", "StepTime"]
+__all__ = ["TIE", "TRAIN", "Estimate", "MemoryParts", "Row", "Sent", "StepTime"]
 
+TIE = 0.1  # of speed: the orders of published layouts differ from the estimated ones by as much (docs/estimate.md)
 TRAIN = ("full", "lora", "inference")  # what is done with the model
 
 
@@ -143,6 +144,10 @@ class Row:
         bar = next((bar for name, bar, _ in self.estimate.bars if name == "memory"), 0.0)
         own = self.estimate.peak - self.estimate.parts.overhead
         return self.fits and self.estimate.peak + bar * own > memory
+
+    def ties(self, first: Row) -> bool:
+        """Is it slower than `first` by less than what tells rows apart?"""
+        return self.fits and self.estimate.tokens_per_second >= (1 - TIE) * first.estimate.tokens_per_second
 
     @property
     def tp(self) -> int:

@@ -263,6 +263,16 @@ def test_what_no_script_is_written_for(model: Any, why: str) -> None:
         found.script()
 
 
+def test_rows_that_the_estimate_cannot_tell_apart_are_a_tie(chosen: Choice) -> None:
+    first = chosen.rows[0]
+    slower = replace(first.estimate, tokens=int(first.estimate.tokens * 0.95))
+    much_slower = replace(first.estimate, tokens=int(first.estimate.tokens * 0.8))
+    rows = (first, replace(first, estimate=slower), replace(first, estimate=much_slower))
+    assert [row.ties(first) for row in rows] == [True, True, False]
+    said = str(replace(chosen, rows=rows))
+    assert "2 configurations are within 10% of the fastest" in said and "\n2= " in said and "\n3  " in said
+
+
 def test_a_row_that_fits_only_without_its_bar_is_marked(chosen: Choice) -> None:
     row = chosen.rows[0]
     peak, overhead = row.estimate.peak, row.estimate.parts.overhead

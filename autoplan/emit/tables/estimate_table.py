@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoplan.values.estimate import Estimate, MemoryParts, Row, Sent
+from autoplan.values.estimate import TIE, Estimate, MemoryParts, Row, Sent
 
 __all__ = [
     "PARTS",
@@ -103,6 +103,7 @@ def choice_view(choice: Any) -> RenderableType:
     shown = [*choice.rows[:_SHOWN]]
     if choice.nearest is not None and choice.nearest not in shown:
         shown.append(choice.nearest)
+    ties = sum(row.ties(choice.rows[0]) for row in choice.rows) if choice.fits else 0
     for row in shown:
         place = choice.rows.index(row) + 1
         found = row.estimate
@@ -111,7 +112,8 @@ def choice_view(choice: Any) -> RenderableType:
         speed = f"{found.tokens_per_second:,.0f}{'?' * row.narrow(choice.memory)}" if row.fits else "does not fit"
         cells = (mesh_text(found.mesh) + kept, f"{found.batch} × {row.accumulate}", again)
         cut = "cut" if row.sequence_parallel else ""
-        table.add_row(str(place), *cells, cut, f"{found.peak / 2**30:.1f}", speed, row.binds)
+        tie = "=" if row.fits and ties > 1 and row.ties(choice.rows[0]) else ""
+        table.add_row(f"{place}{tie}", *cells, cut, f"{found.peak / 2**30:.1f}", speed, row.binds)
     fitting = sum(row.fits for row in choice.rows)
     head = f"{choice.source.name} on {choice.gpus} × {choice.device.name} with {_gib(choice.memory)}"
     if choice.rows:
@@ -136,6 +138,9 @@ def choice_reasons(choice: Any) -> Iterable[str]:
     else:
         more = f"{choice.enough} such GPUs would do" if choice.enough else "no number of such GPUs would do"
         yield f"nothing fits; {more}"
+    ties = sum(row.ties(choice.rows[0]) for row in choice.rows) if choice.fits else 0
+    if ties > 1:
+        yield f"=: {ties} configurations are within {TIE:.0%} of the fastest, closer than the estimate tells apart"
     if any(row.narrow(choice.memory) for row in choice.rows):
         yield "?: it fits by less than what the estimate of its memory may be off"
     near = choice.nearest
