@@ -38,8 +38,9 @@ LoraRank = Annotated[
 ]
 LoraTargets = Annotated[
     str | None,
-    typer.Option("--lora-targets", help="Layers that get adapters: q_proj,v_proj, or all-linear; default: peft's."),
+    typer.Option("--lora-targets", help="Names of the layers that get adapters, or all-linear; default: peft's."),
 ]
+Updates = Annotated[str, typer.Option("--optimizer", help="adamw, adamw8bit, muon, adafactor … (docs/estimate.md).")]
 WeightsStored = Annotated[
     str | None,
     typer.Option(
@@ -60,6 +61,7 @@ def choose(
     lora_rank: LoraRank = 8,
     lora_targets: LoraTargets = None,
     weights: WeightsStored = None,
+    optimizer: Updates = "adamw",
     row: Annotated[int | None, typer.Option("--explain", min=1, metavar="ROW", help="All about one row.")] = None,
     script: Annotated[bool, typer.Option("--script", help="Print a program for torchrun instead.")] = False,
     trust_remote_code: Trust = False,
@@ -77,7 +79,7 @@ def choose(
     with progress(f"choosing among meshes of {gpus} GPUs for {model}"):
         found = autoplan.choose(
             model, gpus=gpus, memory=memory, gpu=gpu, per_node=per_node, sequence=sequence, global_batch=global_batch,
-            train=train.value, lora_rank=lora_rank, lora_targets=lora_targets, weights=weights,
+            train=train.value, lora_rank=lora_rank, lora_targets=lora_targets, weights=weights, optimizer=optimizer,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
     if row is not None and row > len(found.rows):
@@ -95,7 +97,12 @@ def choose(
             "model": found.source.name, "gpus": gpus, "memory_bytes": found.memory, "fits": found.fits,
             "enough": found.enough, "nearest": near, "dropped": list(found.dropped), "notes": list(found.notes),
         }  # fmt: skip
-        emit(choice_view(found), data | {"rows": [row_to_dict(one) for one in found.rows]}, as_json, output)
+        emit(
+            choice_view(found),
+            data | {"rows": [row_to_dict(one) | {"tie": one.ties(found.rows[0])} for one in found.rows]},
+            as_json,
+            output,
+        )
     raise typer.Exit(OK if found.fits else FINDINGS)
 
 
@@ -109,9 +116,11 @@ def estimate(
     lora_rank: LoraRank = 8,
     lora_targets: LoraTargets = None,
     weights: WeightsStored = None,
+    optimizer: Updates = "adamw",
     gpu: Gpu = "h100",
     sequence_parallel: Cut = False,
     ep: EpSize = 1,
+    cpu_offload: Annotated[bool, typer.Option("--cpu-offload", help="FSDP2 keeps what it shards in the host.")] = False,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
     output: Output = None,
@@ -125,7 +134,7 @@ def estimate(
             model, mesh=mesh, batch=batch, sequence=sequence, train=train.value, lora_rank=lora_rank,
             lora_targets=lora_targets, device=gpu,
             activation_checkpointing=checkpointing_of(checkpointing), sequence_parallel=sequence_parallel, ep_size=ep,
-            weights=weights, trust_remote_code=trust_remote_code,
+            weights=weights, optimizer=optimizer, cpu_offload=cpu_offload, trust_remote_code=trust_remote_code,
         )  # fmt: skip
     emit(estimate_view(found), found.to_dict(), as_json, output)
 

@@ -68,6 +68,12 @@ def _plans() -> bool:
     return isinstance(LlamaForCausalLM._tp_plan, dict) and isinstance(LlamaConfig.base_model_tp_plan, dict)
 
 
+def _attention_paths() -> bool:
+    from transformers import PreTrainedModel
+
+    return not (PreTrainedModel._supports_sdpa or PreTrainedModel._supports_flash_attn)
+
+
 def _missing_keys() -> bool:
     from transformers import PreTrainedModel
 
@@ -199,6 +205,16 @@ OTHERS = (
         "transformers.PreTrainedModel._keys_to_ignore_on_load_unexpected",
         "which keys of a checkpoint are nobody's",
         _missing_keys,
+    ),
+    Private(
+        "transformers.PreTrainedModel._supports_flash_attn",
+        "a step of a model without SDPA is priced with the flash kernel",
+        _attention_paths,
+    ),
+    Private(
+        "transformers.PreTrainedModel._supports_sdpa",
+        "a step of a model without SDPA is priced with the flash kernel",
+        _attention_paths,
     ),
     Private(
         "transformers.PretrainedConfig._attn_implementation",

@@ -58,9 +58,7 @@ def targets_of(given: str | Sequence[str] | None) -> tuple[str, ...] | str | Non
         or not all(isinstance(name, str) and name.strip() for name in names)
         or not names
     ):
-        raise AutoplanError(
-            f"lora_targets={given!r}", hint=f"endings of names of layers, such as q_proj, or {ALL_LINEAR}"
-        )
+        raise AutoplanError(f"lora_targets={given!r}", hint=f"endings of names of layers, or {ALL_LINEAR}")
     return tuple(name.strip() for name in names)
 
 

@@ -21,16 +21,17 @@ from autoplan.forecast.adapters import LORA_RANK, targets_of
 from autoplan.forecast.devices import Device, load_device
 from autoplan.forecast.memory import DataRanks, Walk, held_bytes
 from autoplan.forecast.meshes import mesh_sizes
+from autoplan.forecast.optimizers import OPTIMIZERS, Optimizer
 from autoplan.forecast.sharded import UnitSize
-from autoplan.forecast.step import Loss, Setting, Steps, size_priced
-from autoplan.forecast.steptime import Load, step_time
+from autoplan.forecast.step import Loss, Recorded, Setting, Steps, size_priced
+from autoplan.forecast.steptime import HOST_LINK, HOST_MEMORY, Load, step_time
+from autoplan.hf.inputs.positions import check_positions
 from autoplan.hf.source import Model, resolve
 from autoplan.values import Plan
 from autoplan.values.estimate import TRAIN, Estimate, MemoryParts
 
 __all__ = ["Asked", "estimate", "estimate_with"]
 
-STATES = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "none": 0}  # numbers that an optimizer keeps for each trained
 _BARS = (
     (
         "memory",
@@ -67,18 +68,24 @@ class Asked:
     experts: bool = False  # whole ones on the ranks of tp
     updates: bool = True  # look at the optimizer's step as well
     loss: Loss | None = None
+    cpu_offload: bool = False
 
     def __post_init__(self) -> None:
         if self.train not in TRAIN:
             raise AutoplanError(f"train={self.train!r}", hint=f"choose one of {', '.join(TRAIN)}")
-        if not isinstance(self.optimizer, str) or self.optimizer not in STATES:
-            raise AutoplanError(f"optimizer={self.optimizer!r}", hint=f"choose one of {', '.join(STATES)}")
+        if not isinstance(self.optimizer, str) or self.optimizer not in OPTIMIZERS:
+            raise AutoplanError(f"optimizer={self.optimizer!r}", hint=f"choose one of {', '.join(OPTIMIZERS)}")
         for name in ("batch", "sequence", "accumulate"):
             check_count(name, getattr(self, name))
         if self.sequence < 2:
             raise AutoplanError(f"sequence={self.sequence}", hint="a sequence has two tokens at least")
-        for name in ("sequence_parallel", "experts", "updates"):
+        for name in ("sequence_parallel", "experts", "updates", "cpu_offload"):
             check_argument(name, getattr(self, name), bool, "choose True or False")
+        if self.cpu_offload and not self.data_parallel:
+            raise AutoplanError(
+                f"cpu_offload=True on {dict(self.mesh)} with train={self.train!r}",
+                hint="FSDP2 offloads what it shards in training: give a mesh with dp_shard",
+            )
         DataParallel(mp_policy=self.mp_policy, reshard_after_forward=self.reshard_after_forward)
         if self.reshard_after_forward is not None:
             check_argument("reshard_after_forward", self.reshard_after_forward, bool,
@@ -123,6 +130,7 @@ def estimate(
     lora_rank: int = LORA_RANK,
     lora_targets: str | Sequence[str] | None = None,
     reshard_after_forward: bool | None = None,
+    cpu_offload: bool = False,
     sequence_parallel: bool = False,
     ep_size: int = 1,
     gather_logits: bool = False,
@@ -164,7 +172,7 @@ def estimate(
     check_expert_size(tp, ep_size)
     asked = Asked(sizes, batch, sequence, activation_checkpointing, mp_policy, optimizer, train,
                   reshard_after_forward, sequence_parallel, accumulate, gather_logits, experts=ep_size == tp > 1,
-                  loss=loss)  # fmt: skip
+                  loss=loss, cpu_offload=cpu_offload)  # fmt: skip
     return estimate_with(steps, asked, device if isinstance(device, Device) else load_device(device))
 
 
@@ -186,6 +194,7 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     """The estimate from recordings that may be there already."""
     policy = _policy(asked, steps)
     setting = _setting(asked, policy)
+    check_positions(steps.source.name, steps.module, asked.sequence)
     recorded = steps.at(setting) if asked.exact else steps.scaled(setting)
     batch, tokens = size_priced(steps, setting)
     data = _data(asked, policy)
@@ -193,7 +202,7 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     units = tuple(_as_stored(steps, recorded.units, training))
     weights = held_bytes(units, data) + recorded.buffers
     trained = held_bytes(units, data, trained=True) if training else 0
-    states = STATES[asked.optimizer] * trained
+    states = _states(units, data, OPTIMIZERS[asked.optimizer]) if training else 0
     standing = MemoryParts(weights=weights, optimizer=states, gradients=trained if asked.accumulate > 1 else 0)
     walk = Walk(recorded.program, recorded.left_out, units, data, standing)
     peak = walk.run()
@@ -211,22 +220,39 @@ def estimate_with(steps: Steps, asked: Asked, device: Device) -> Estimate:
     sent = tuple(replace(s, number=s.number * asked.accumulate, bytes=s.bytes * asked.accumulate) for s in once)
     copies = asked.ranks // (asked.size("tp") * asked.size("ep"))
     ahead = walk.ahead / max(1, sum(walk.flops.values()))
-    load = Load(tuple(walk.flops.items()), walk.moved, once, trained, ahead, walk.messages("forward"))
+    host = replace(data, offload=False)
+    pieces = (held_bytes(units, host), held_bytes(units, host, trained=True)) if asked.cpu_offload else (0, 0)
+    load = Load(tuple(walk.flops.items()), walk.moved, once, trained, ahead, walk.messages("forward"), *pieces)
     return Estimate(
         model=steps.source.name, mesh=asked.mesh, batch=batch, sequence=tokens, train=asked.train,
         parts=parts, where=where, phase=phase, messages=sent, flops=load.flops * asked.accumulate,
         time=step_time(load, device, asked.mesh, asked.accumulate), device=device.name, bars=_BARS,
         tokens=batch * max(1, tokens) * asked.accumulate * copies,
         moments=tuple((*where, size + parts.overhead) for where, size in walk.moments.items()),
-        notes=(*_size_note(asked, batch, tokens), *_notes(steps, asked, recorded.kernels, units)),
+        notes=(*_size_note(asked, batch, tokens), *_notes(steps, asked, setting, recorded, units, load.flops)),
         dtype=_dtype(steps.module), dtype_origin=steps.source.dtype_origin, stored=_stored(steps, units),
         optimizer=asked.optimizer if training else "",
     )  # fmt: skip
 
 
+def _same_tokens(steps: Steps, asked: Asked, setting: Setting, flops: int) -> str:
+    """What it costs that all ranks of a dim of experts take the same tokens, in operations."""
+    ranks = asked.size("ep")
+    alone = replace(setting, ep=1)
+    recorded = steps.scaled(alone)
+    walk = Walk(recorded.program, recorded.left_out, recorded.units, DataRanks(), MemoryParts())
+    walk.run()
+    more = flops * ranks / max(1, sum(walk.flops.values()))
+    return (
+        f"the {ranks} ranks of ep take the same tokens: all but experts is computed {ranks} times, which takes "
+        f"{more:.1f} times the operations of ranks that exchange tokens"
+    )
+
+
 def _notes(
-    steps: Steps, asked: Asked, kernels: tuple[str, ...], units: tuple[UnitSize, ...]
+    steps: Steps, asked: Asked, setting: Setting, recorded: Recorded, units: tuple[UnitSize, ...], flops: int
 ) -> tuple[str, ...]:  # fmt: skip
+    kernels = recorded.kernels
     found = list(_quantised_note(steps, units))
     if steps.adapters:
         targets = steps.lora_targets if isinstance(steps.lora_targets, str) else ", ".join(steps.lora_targets or ())
@@ -238,6 +264,17 @@ def _notes(
         found.append(
             f"inference gathers nothing: each of the {asked.shards} data-parallel ranks holds the weights whole"
         )
+    if asked.cpu_offload:
+        found.append(
+            f"cpu_offload: parameters, gradients and states lie in the host's memory; seconds assume "
+            f"{HOST_LINK / 1e9:.0f} GB/s to it and {HOST_MEMORY / 1e9:.0f} GB/s of it for each rank"
+        )
+    if asked.train != "inference" and OPTIMIZERS[asked.optimizer].paged:
+        found.append(
+            f"{asked.optimizer}: its states are counted in the host's memory, where they go when short of room"
+        )
+    if asked.size("ep") > 1:
+        found.append(_same_tokens(steps, asked, setting, flops))
     tp, legal = asked.size("tp"), steps.plan(asked.size("tp"), asked.ep).legal_tp
     if tp > 1 and legal and tp not in legal:
         found.append(f"tp {tp} does not divide all that could be split; sizes that do: {', '.join(map(str, legal))}")
@@ -315,7 +352,17 @@ def _data(asked: Asked, policy: MixedPrecisionPolicy | None) -> DataRanks:
     compute, reduce = policy.param_dtype, policy.reduce_dtype
     return DataRanks(asked.shards, asked.size("dp_replicate"), True, compute.itemsize if compute else None,
                      reduce.itemsize if reduce else None, asked.reshard_after_forward,
-                     policy.output_dtype is not None)  # fmt: skip
+                     policy.output_dtype is not None, asked.cpu_offload)  # fmt: skip
+
+
+def _states(units: tuple[UnitSize, ...], data: DataRanks, optimizer: Optimizer) -> int:
+    """Bytes that the optimizer keeps on the device."""
+    if optimizer.paged:
+        return 0
+    return sum(
+        int(data.stored(p) / p.size * optimizer.bytes_of(p, unit.block))
+        for unit in units for p in unit.parameters if p.trained
+    )  # fmt: skip
 
 
 def _optimizer_step(

@@ -24,7 +24,8 @@ _KINDS_OF_PART = {"kept": "kept", "temporary": "temporary", "gradient": "gradien
 class DataRanks:
     """How parameters are sharded over data-parallel ranks. `compute`, `reduce`: bytes of an element when gathered and
     when gradients are summed; None: as stored. `reshard`: None frees all units but the last of each stack. `casts`: of
-    what the model returns; the last gather's buffer is held until then."""
+    what the model returns; the last gather's buffer is held until then. `offload`: pieces of parameters, gradients and
+    states lie in the host's memory."""
 
     shard: int = 1
     replicate: int = 1
@@ -33,6 +34,7 @@ class DataRanks:
     reduce: int | None = None
     reshard: bool | None = None
     casts: bool = False
+    offload: bool = False
 
     def padded(self, held: Held) -> int:
         """Elements of a parameter when every rank holds as many as the first."""
@@ -53,7 +55,9 @@ class DataRanks:
         return sum(p.elements * (self.compute or p.size) for p in unit.parameters if p.trained)
 
     def stored(self, held: Held) -> int:
-        """Bytes of this rank's piece."""
+        """Bytes of this rank's piece on the device."""
+        if self.offload:
+            return 0
         return int((self.padded(held) // self.shard if self.on else held.elements) * (held.packed or held.size))
 
     def frees(self, unit: UnitSize) -> bool:

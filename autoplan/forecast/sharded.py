@@ -27,6 +27,7 @@ from autoplan.execute.data_parallel.units import choose_units, cut_dim, is_stack
 from autoplan.execute.parallelize import shard_model
 from autoplan.forecast.recording.record import Marks
 from autoplan.forecast.recording.tape import LeftOut
+from autoplan.hf.configs.attention import take_flash_attention
 from autoplan.values import Fold, Plan
 
 __all__ = ["Copy", "Held", "UnitSize", "as_on_a_gpu", "faker", "sharded_copy"]
@@ -79,6 +80,7 @@ class Copy:
     units: tuple[UnitSize, ...]
     left_out: LeftOut
     buffers: int
+    flash: bool = False  # does the flash kernel stand for eager attention?
 
 
 def sharded_copy(
@@ -98,6 +100,7 @@ def sharded_copy(
     module = copy.module
     stored = {name: p.element_size() for name, p in model.named_parameters()}
     as_on_a_gpu(module)
+    flash = take_flash_attention(module)
     fitted = _fitted(plan, module)
     options = Options(tensor=tensor, checkpointing=checkpointing)
     shard_model(module, mesh, fitted, options)
@@ -114,7 +117,7 @@ def sharded_copy(
     buffers = sum(_local(b).numel() * b.element_size() for b in module.buffers())
     lasts = {stack.fqns[-1] for stack in plan.layers if stack.fqns}
     everything = (*recorded, *_units_left_out(recorded, left_out, lasts))
-    return Copy(module, mode, Marks(tuple(named), blocks, places), everything, left_out, buffers)
+    return Copy(module, mode, Marks(tuple(named), blocks, places), everything, left_out, buffers, flash)
 
 
 def faker(mode: FakeTensorMode, dtype: torch.dtype | None) -> Callable[[torch.Tensor, str], torch.Tensor]:

@@ -202,7 +202,8 @@ class Steps:
             groups = {mesh.get_group().group_name: dim}
             with untouched_randomness(), on_reference_path():
                 tape = _run(copy, setting, given, groups, how)
-        return Recorded(program_of(tape), copy.left_out, copy.units, copy.buffers, tape.kernels)
+        kernels = (*tape.kernels, *(["flash attention"] if copy.flash else []))
+        return Recorded(program_of(tape), copy.left_out, copy.units, copy.buffers, kernels)
 
 
 def inputs_of(steps: Steps, setting: Setting) -> dict[str, Any]:

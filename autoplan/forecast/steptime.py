@@ -13,16 +13,19 @@ from dataclasses import dataclass
 from autoplan.forecast.devices import Device
 from autoplan.values.estimate import Sent, StepTime
 
-__all__ = ["Load", "step_time"]
+__all__ = ["HOST_LINK", "HOST_MEMORY", "Load", "step_time"]
 
 _HIDDEN = ("dp_shard", "dp", "fsdp", "dp_shard_cp", "dp_replicate")
+HOST_LINK = 25e9  # bytes a second of a rank, one way: half of PCIe 5.0 × 16, which two ranks often share
+HOST_MEMORY = 40e9  # bytes a second of a rank: eight of them share about 300 GB/s of a socket's channels
 _OPTIMIZER_PASSES = 7  # read and write of weights and two states, read of gradients
 
 
 @dataclass(frozen=True)
 class Load:
     """What a rank does in one micro-batch: operations by dtype, bytes that elementwise work moves, messages, bytes of
-    trained weights. `forward`: the forward's share of the operations; `sent_forward`: which messages are its."""
+    trained weights. `forward`: the forward's share of the operations; `sent_forward`: which messages are its.
+    `offloaded` and `offloaded_trained`: bytes of weights that lie in the host's memory."""
 
     flops_by_dtype: tuple[tuple[str, int], ...]
     moved: int
@@ -30,6 +33,8 @@ class Load:
     trained: int = 0
     forward: float = 1 / 3
     sent_forward: tuple[Sent, ...] = ()
+    offloaded: int = 0
+    offloaded_trained: int = 0
 
     @property
     def flops(self) -> int:
@@ -50,7 +55,9 @@ def step_time(load: Load, device: Device, mesh: tuple[tuple[str, int], ...], acc
     data = accumulate * _not_hidden(load, compute + memory, device, mesh)
     if data:
         exposed.append(("dp_shard", data))
-    optimizer = _OPTIMIZER_PASSES * load.trained / device.bandwidth
+    if load.offloaded:  # weights are fetched for forward and for backward, gradients are brought back
+        exposed.append(("the host", accumulate * (2 * load.offloaded + load.offloaded_trained) / HOST_LINK))
+    optimizer = _OPTIMIZER_PASSES * (load.trained / device.bandwidth + load.offloaded_trained / HOST_MEMORY)
     return StepTime(accumulate * compute, accumulate * memory, tuple(exposed), optimizer)
 
 

@@ -16,6 +16,7 @@ from math import lcm
 from typing import Any
 
 from autoplan.common.errors import IndivisibleError, PlanMismatchError
+from autoplan.common.stages import stage
 from autoplan.decide.rulebook.read import rule_named
 from autoplan.forecast.devices import Device
 from autoplan.forecast.estimate import Asked, estimate_with
@@ -27,8 +28,9 @@ __all__ = ["Split", "Sweep"]
 
 _CHECKPOINTING: tuple[bool | str, ...] = (False, "selective", True)
 _MOST_GPUS = 1 << 16
+_MUCH_SLOWER = 0.9  # than the fastest with fewer replicas: more replicas are not looked at
 _PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer states", "kept": "activations kept",
-          "temporary": "values of the moment", "unsharded": "units that are gathered", "communication": "messages",
+          "temporary": "temporary buffers", "unsharded": "units that are gathered", "communication": "messages",
           "cache": "keys and values", "overhead": "context, libraries, communicators"}  # fmt: skip
 
 
@@ -77,9 +79,13 @@ class Sweep:
         return _CHECKPOINTING if self.steps.plan(1).layers else (False,)
 
     def tensor_sizes(self, gpus: int) -> list[int]:
-        """Legal sizes of tp that divide the GPUs and stay in a node."""
+        """Legal sizes of tp that divide the GPUs; those of training stay in a node."""
         legal = self.steps.plan(1).legal_tp
-        return [tp for tp in legal if gpus % tp == 0 and tp <= min(gpus, self.per_node)]
+        return [tp for tp in legal if gpus % tp == 0 and tp <= self._most_ranks(gpus)]
+
+    def _most_ranks(self, gpus: int) -> int:
+        """Of one split: a step of training sends too much between nodes, weights to be served may need several."""
+        return gpus if self.train == "inference" else min(gpus, self.per_node)
 
     def splits(self, gpus: int) -> Iterator[Split]:
         """Sizes of tp with experts cut inside, the same with whole experts apart on those ranks, and experts alone."""
@@ -88,7 +94,7 @@ class Sweep:
             yield Split(tp, 1)
         if not self.has_experts:
             return
-        most = min(gpus, self.per_node)
+        most = self._most_ranks(gpus)
         alone = [Split(1, ep) for ep in (2**n for n in range(1, most.bit_length())) if gpus % ep == 0 and ep <= most]
         for split in (*(Split(tp, tp) for tp in sizes if tp > 1), *alone):
             if self._apart(split):
@@ -125,6 +131,7 @@ class Sweep:
             return (False,)
 
     def _of_split(self, copies: int, split: Split, along: bool, each: int) -> list[Row]:
+        stage(f"{split}{', sequence parallel' if along else ''}")
         try:
             smallest = self._smallest(copies, split, along, each)
         except IndivisibleError as error:  # of a prompt with several sequences, one may not divide
@@ -151,16 +158,33 @@ class Sweep:
                 if not fitted and not (at_once and micro == each):
                     continue
                 fitted = False
-                for mesh in self._meshes(copies, split):
-                    for reshard in (None, False) if copies > 1 else (None,):
-                        row = self._row(self._asked(mesh, micro, checkpointing, along, reshard, each, split))
+                for reshard in (None, False) if copies > 1 else (None,):
+                    for row in self._replicated(copies, split, micro, checkpointing, along, reshard, each):
                         fitted, at_once = fitted or row.fits, at_once or _may_fit_at_once(row)
                         yield row
 
+    def _replicated(
+        self, copies: int, split: Split, micro: int, checkpointing: bool | str, along: bool, reshard: bool | None,
+        each: int,
+    ) -> Iterator[Row]:  # fmt: skip
+        """With more and more replicas, as long as it fits and the next is not slower than the last by far.
+
+        Fewer ranks that share parameters need more memory of each, and gather over fewer nodes.
+        """
+        fastest = 0.0
+        for mesh in self._meshes(copies, split):
+            row = self._row(self._asked(mesh, micro, checkpointing, along, reshard, each, split))
+            yield row
+            speed = row.estimate.tokens_per_second
+            if not row.fits or speed < _MUCH_SLOWER * fastest:
+                return
+            fastest = max(fastest, speed)
+
     def _meshes(self, copies: int, split: Split) -> list[tuple[tuple[str, int], ...]]:
-        """FSDP2 over all copies of the split, and over those of a node or of a few, with replicas between (HSDP)."""
+        """FSDP2 over all copies of the split, and over ever fewer with replicas between (HSDP): halves, and a node."""
         near = max(1, self.per_node // split.ranks)
-        shards = sorted({copies, *(n for n in (near, near * 4) if 1 < n < copies and copies % n == 0)}, reverse=True)
+        halves = (copies >> place for place in range(copies.bit_length()) if copies % (1 << place) == 0)
+        shards = sorted({n for n in (*halves, near) if 1 < n <= copies and copies % n == 0} or {copies}, reverse=True)
         return [(("dp_replicate", copies // n), ("dp_shard", n), *split.dims) for n in shards]
 
     def _asked(self, mesh: tuple[tuple[str, int], ...], micro: int, checkpointing: bool | str, along: bool,

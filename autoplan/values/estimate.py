@@ -7,8 +7,9 @@ from typing import Any
 
 from autoplan.values.conveniences import done_above
 
-__all__ = ["TRAIN", "Estimate", "MemoryParts", "Row", "Sent", "StepTime"]
+__all__ = ["TIE", "TRAIN", "Estimate", "MemoryParts", "Row", "Sent", "StepTime"]
 
+TIE = 0.1  # of speed: the orders of published layouts differ from the estimated ones by as much (docs/estimate.md)
 TRAIN = ("full", "lora", "inference")  # what is done with the model
 
 
@@ -16,7 +17,7 @@ TRAIN = ("full", "lora", "inference")  # what is done with the model
 class MemoryParts:
     """Bytes of one rank at its peak, by what they are for.
 
-    `kept`: activations that backward needs. `temporary`: values of the moment. `unsharded`: units of data parallelism
+    `kept`: activations that backward needs. `temporary`: temporary buffers. `unsharded`: units of data parallelism
     that are gathered, and buffers of their messages. `cache`: keys and values that decoding keeps. `overhead`: what
     the device, its libraries and its communicators take.
     """
@@ -144,6 +145,10 @@ class Row:
         own = self.estimate.peak - self.estimate.parts.overhead
         return self.fits and self.estimate.peak + bar * own > memory
 
+    def ties(self, first: Row) -> bool:
+        """Is it slower than `first` by less than what tells rows apart?"""
+        return self.fits and self.estimate.tokens_per_second >= (1 - TIE) * first.estimate.tokens_per_second
+
     @property
     def tp(self) -> int:
         return self.mesh.get("tp", 1)
@@ -157,10 +162,13 @@ class Row:
         return {name: size for name, size in self.estimate.mesh if size > 1} or {"dp_shard": 1}
 
     def __str__(self) -> str:
-        told = [" × ".join(f"{name} {size}" for name, size in self.mesh.items())]
+        sizes = " × ".join(f"{name} {size}" for name, size in self.estimate.mesh if size > 1) or "one rank"
+        told = [
+            f"{sizes}, whole copies" if self.estimate.train == "inference" and "dp_replicate" in self.mesh else sizes
+        ]
         told += ["experts apart"] if self.experts else []
         told += ["sequence parallel"] if self.sequence_parallel else []
         told += [f"checkpointing {'blocks' if self.checkpointing is True else self.checkpointing}"] if (
             self.checkpointing) else []  # fmt: skip
-        told += ["weights kept after forward"] if self.reshard is False else []
+        told += ["no reshard after forward"] if self.reshard is False else []
         return ", ".join([*told, f"micro-batch {self.estimate.batch}"])

@@ -312,7 +312,7 @@ def test_a_choice_shows_its_ways_to_one_scale_and_the_plan_of_the_first() -> Non
     page = choice_page(choice, plan_of("llama"))
     read = Read(page)
     assert len(read.data["rows"]) == 2 and read.data["plan"]["model"] == plan_of("llama").model
-    assert page.count('class="limit"') == 4 and "1 of 2 ways fit" in page
+    assert page.count('class="limit"') == 4 and "1 of 2 configurations fit" in page
 
 
 def test_values_write_pages_and_refuse_other_names(tmp_path: Path) -> None:

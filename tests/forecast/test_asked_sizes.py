@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig
+from transformers import GPT2Config, GptOssConfig, LlamaConfig, MixtralConfig
 
 import autoplan
 from autoplan.hf.inputs.resize import resized, size_of
@@ -61,3 +61,43 @@ def test_what_has_no_tokens_is_priced_in_samples(tmp_path: Path, monkeypatch: py
     assert (found.batch, found.sequence, found.tokens) == (16, 0, 32)
     said = " ".join(str(found).split())
     assert "micro-batch 16 samples" in said and "samples a second" in said and "sequence=8192 changes nothing" in said
+
+
+def test_a_sequence_without_positions_is_one_error() -> None:
+    """A table of 128 positions; rotary ones have none."""
+    learned = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=512, n_positions=128)
+    assert autoplan.estimate(learned, mesh="tp=1", sequence=128).peak
+    with pytest.raises(autoplan.AutoplanError, match="table of 128 positions"):
+        autoplan.estimate(learned, mesh="tp=1", sequence=129)
+    with pytest.raises(autoplan.AutoplanError, match="table of 128 positions"):
+        autoplan.choose(learned, gpus=2, sequence=256)
+    rotary = LlamaConfig(**{**CONFIG.to_dict(), "max_position_embeddings": 128})
+    assert autoplan.estimate(rotary, mesh="tp=1", sequence=256).peak
+
+
+def test_what_is_offloaded_is_not_on_the_device() -> None:
+    keywords: dict[str, Any] = {"mesh": "dp_shard=4", "sequence": 64}
+    plain, offloaded = (autoplan.estimate(CONFIG, **keywords, cpu_offload=one) for one in (False, True))
+    assert offloaded.parts.optimizer == 0 and offloaded.parts.weights < plain.parts.weights / 10
+    assert offloaded.time is not None and plain.time is not None and offloaded.time.total > plain.time.total
+    assert "the host" in dict(offloaded.time.exposed) and "cpu_offload" in "".join(offloaded.notes)
+    with pytest.raises(autoplan.AutoplanError, match="cpu_offload"):
+        autoplan.estimate(CONFIG, mesh="tp=2", cpu_offload=True)
+
+
+def test_what_the_same_tokens_cost_ranks_of_experts_is_said() -> None:
+    config = MixtralConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+                           num_key_value_heads=4, vocab_size=1024, num_local_experts=4,
+                           dtype=torch.bfloat16)  # fmt: skip
+    note = next(text for text in autoplan.estimate(config, mesh="ep=4", sequence=64).notes if "same tokens" in text)
+    times = float(note.split("takes ")[1].split(" times")[0])
+    assert 1 < times <= 4
+
+
+def test_attention_without_sdpa_is_priced_as_the_kernel_that_its_class_takes() -> None:
+    """Eager attention keeps all scores: four times as much at twice the length."""
+    config = GptOssConfig(hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=16,
+                          num_key_value_heads=2, head_dim=64, num_local_experts=4, num_experts_per_tok=2,
+                          vocab_size=512, dtype=torch.bfloat16)  # fmt: skip
+    short, long = (autoplan.estimate(config, mesh="tp=2", sequence=n) for n in (512, 1024))
+    assert long.parts.kept / short.parts.kept < 2.2 and "flash attention" in "".join(long.notes)

@@ -147,7 +147,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert data["model"].endswith("LlamaForCausalLM") and data["nearest"] is None and data["dropped"] == []
     alone = [arguments[0], "--gpus", "1", "--sequence", "255"]
     ran = CliRunner().invoke(app, ["choose", *alone, "--memory", "8GB", "--explain", "1"])
-    assert ran.exit_code == 0 and "the peak is in the" in ran.stdout
+    assert ran.exit_code == 0 and "peak: " in ran.stdout
     assert CliRunner().invoke(app, ["choose", *alone, "--memory", "1.2GB"]).exit_code == 1
     ran = CliRunner().invoke(app, ["dryrun", str(tmp_path), "--mesh", "dp_shard=16,tp=4", "--sequence", "64"])
     assert ran.exit_code == 0 and "reduce-scatter" in ran.stdout
@@ -218,6 +218,23 @@ def _of_eight_heads() -> Choice:
     return choose(config, gpus=4, memory="1GB", sequence=2048, per_node=2)
 
 
+def test_replicas_are_swept_over_all_that_fit() -> None:
+    """Parameters lie on ever fewer ranks, with replicas between, until a rank's part does not fit."""
+    found = choose(_llama(), gpus=256, memory="2GB", sequence=128, global_batch=256)
+    shards = {row.mesh["dp_shard"] for row in found.rows if row.tp == 1 and row.fits}
+    assert {256, 128, 64, 32, 16, 8} <= shards and 1 not in shards
+    first = found.rows[0].estimate
+    assert first.tokens_per_second >= max(row.estimate.tokens_per_second for row in found.rows if row.fits)
+
+
+def test_weights_that_are_served_may_lie_over_nodes() -> None:
+    config = _llama(num_attention_heads=16, num_key_value_heads=16, num_hidden_layers=8)
+    found = choose(config, gpus=4, per_node=2, memory="1.4GB", sequence=64, global_batch=4, train="inference")
+    assert found.best.tp == 4 and "dp_shard" not in str(found)
+    copies = choose(config, gpus=4, per_node=2, memory="8GB", sequence=64, global_batch=4, train="inference")
+    assert any("whole copies" in str(row) for row in copies.rows)
+
+
 def test_inference_on_copies_shards_nothing_over_them() -> None:
     found = choose(_llama(), gpus=4, memory="2GB", sequence=64, global_batch=4, train="inference")
     assert found.best.mesh == {"dp_replicate": 4}
@@ -244,6 +261,16 @@ def test_what_no_script_is_written_for(model: Any, why: str) -> None:
     found = choose(model, gpus=1, sequence=16)
     with pytest.raises(autoplan.AutoplanError, match=why):
         found.script()
+
+
+def test_rows_that_the_estimate_cannot_tell_apart_are_a_tie(chosen: Choice) -> None:
+    first = chosen.rows[0]
+    slower = replace(first.estimate, tokens=int(first.estimate.tokens * 0.95))
+    much_slower = replace(first.estimate, tokens=int(first.estimate.tokens * 0.8))
+    rows = (first, replace(first, estimate=slower), replace(first, estimate=much_slower))
+    assert [row.ties(first) for row in rows] == [True, True, False]
+    said = str(replace(chosen, rows=rows))
+    assert "2 configurations are within 10% of the fastest" in said and "\n2= " in said and "\n3  " in said
 
 
 def test_a_row_that_fits_only_without_its_bar_is_marked(chosen: Choice) -> None:

@@ -208,7 +208,7 @@ def test_bytes_of_data_parallelism_follow_the_ranks() -> None:
 def test_every_device_is_whole_and_dense() -> None:
     for name in device_names():
         device = load_device(name)
-        assert device.sources and device.memory > 10**10 and device.flops["bfloat16"] >= 1e14
+        assert device.sources and device.memory > 10**10 and device.flops["bfloat16"] >= 7e13
     assert load_device("H100").flops["bfloat16"] < 1e15  # 1,979 TFLOPS are with sparsity
 
 
@@ -217,7 +217,7 @@ def test_every_device_is_whole_and_dense() -> None:
     [
         ({"mesh": "tp=x"}, "no size"),
         ({"mesh": "tp=2", "train": "some"}, "train="),
-        ({"mesh": "tp=2", "optimizer": "lion"}, "optimizer="),
+        ({"mesh": "tp=2", "optimizer": "sophia"}, "optimizer="),
         ({"mesh": "tp=2", "batch": 0}, "batch is 0"),
         ({"mesh": "tp=2", "device": "abacus"}, "no device"),
         ({"mesh": "tp=2", "device": 3}, "the device is 3"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoplan
 from autoplan.hf.source import resolve
@@ -77,3 +77,25 @@ def test_a_plain_config_is_asked_about_in_other_formats() -> None:
         autoplan.estimate(config, mesh="tp=1", weights="fp7")
     with pytest.raises(autoplan.AutoplanError, match="no config describes"):
         autoplan.choose(nn.Linear(8, 8), gpus=1, weights="fp8")
+
+
+def test_each_optimizer_keeps_what_its_own_code_keeps() -> None:
+    """Those of torch are run; the others are held against what their documents say of a number."""
+    config = llama(dtype=torch.float32, num_hidden_layers=2)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model = model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    trained = sum(parameter.numel() for parameter in model.parameters())
+    found = {name: autoplan.estimate(config, mesh="tp=1", sequence=64, optimizer=name).parts.optimizer
+             for name in ("adamw", "adafactor", "adagrad", "adamw8bit", "paged_adamw8bit", "muon")}  # fmt: skip
+    kinds = {"adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor, "adagrad": torch.optim.Adagrad}
+    for name, kind in kinds.items():
+        optimizer = kind(model.parameters(), lr=0.0)
+        optimizer.step()
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        kept = sum(value.nbytes for value in states if isinstance(value, torch.Tensor) and value.dim())
+        assert found[name] == pytest.approx(kept, rel=0.02), name
+    assert found["adamw8bit"] == pytest.approx(2 * trained, rel=0.02) and found["paged_adamw8bit"] == 0
+    assert found["adamw"] / 2 < found["muon"] < found["adamw"]

@@ -120,8 +120,8 @@ def _looked_at(choice: Any, known: Mapping[int, WhatIf]) -> Safe:
 def choice_parts(choice: Any, most: int = _MOST) -> list[Content]:
     state = "ok" if choice.fits else "bad"
     fitting = sum(row.fits for row in choice.rows)
-    bar = el("p", f"{fitting} of {len(choice.rows)} ways fit {bytes_text(choice.memory)}.", class_=f"verdict {state}",
-             role="status")  # fmt: skip
+    said = f"{fitting} of {len(choice.rows)} configurations fit {bytes_text(choice.memory)}."
+    bar = el("p", said, class_=f"verdict {state}", role="status")
     reasons = el("ul", *(el("li", text) for text in choice_reasons(choice)))
     shown = list(choice.rows[:most])
     if choice.nearest is not None and choice.nearest not in shown:

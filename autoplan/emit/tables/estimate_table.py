@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoplan.values.estimate import Estimate, MemoryParts, Row, Sent
+from autoplan.values.estimate import TIE, Estimate, MemoryParts, Row, Sent
 
 __all__ = [
     "PARTS",
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer states",
-          "kept": "activations kept for backward", "temporary": "values of the moment",
+          "kept": "activations kept for backward", "temporary": "temporary buffers",
           "unsharded": "units gathered, and their buffers", "communication": "messages",
           "cache": "keys and values", "overhead": "context, libraries, communicators"}  # fmt: skip
 _LETTERS = {"W": ("weights",), "G": ("gradients",), "O": ("optimizer",), "A": ("kept", "cache"),
@@ -59,12 +59,12 @@ def estimate_view(found: Estimate) -> RenderableType:
         if size:
             share = size / max(found.peak, 1)
             table.add_row(PARTS[part.name], _gib(size), "█" * round(30 * share))
-    table.add_row("together", f"{_gib(found.peak)} ± {bars['memory'][0]:.0%}" if bars else _gib(found.peak))
+    table.add_row("total", f"{_gib(found.peak)} ± {bars['memory'][0]:.0%}" if bars else _gib(found.peak))
     head = f"{found.model} on {mesh_text(found.mesh)}: micro-batch {found.batch}"
     head += (f" × {found.sequence} tokens" if found.sequence else " samples") + f", {found.train}"
     head += (f", {found.weights_text}" if found.dtype else "") + (f", {found.optimizer}" if found.optimizer else "")
     lines: list[RenderableType] = [Text(head), Text(""), table]
-    lines.append(Text(f"the peak is in the {found.phase}, at {found.where}"))
+    lines.append(Text(f"peak: {found.phase}, at {found.where}"))
     lines += [Text(""), sent_table(found.messages)]
     if found.time is not None:
         exposed = "".join(f", {seconds:.2f} s messages over {dim}" for dim, seconds in found.time.exposed)
@@ -103,15 +103,17 @@ def choice_view(choice: Any) -> RenderableType:
     shown = [*choice.rows[:_SHOWN]]
     if choice.nearest is not None and choice.nearest not in shown:
         shown.append(choice.nearest)
+    ties = sum(row.ties(choice.rows[0]) for row in choice.rows) if choice.fits else 0
     for row in shown:
         place = choice.rows.index(row) + 1
         found = row.estimate
         again = {True: "blocks", False: "none"}.get(row.checkpointing, str(row.checkpointing))
-        kept = (", experts apart" if row.experts else "") + (", kept" if row.reshard is False else "")
+        kept = (", experts apart" if row.experts else "") + (", no reshard" if row.reshard is False else "")
         speed = f"{found.tokens_per_second:,.0f}{'?' * row.narrow(choice.memory)}" if row.fits else "does not fit"
         cells = (mesh_text(found.mesh) + kept, f"{found.batch} × {row.accumulate}", again)
         cut = "cut" if row.sequence_parallel else ""
-        table.add_row(str(place), *cells, cut, f"{found.peak / 2**30:.1f}", speed, row.binds)
+        tie = "=" if row.fits and ties > 1 and row.ties(choice.rows[0]) else ""
+        table.add_row(f"{place}{tie}", *cells, cut, f"{found.peak / 2**30:.1f}", speed, row.binds)
     fitting = sum(row.fits for row in choice.rows)
     head = f"{choice.source.name} on {choice.gpus} × {choice.device.name} with {_gib(choice.memory)}"
     if choice.rows:
@@ -120,7 +122,7 @@ def choice_view(choice: Any) -> RenderableType:
         head += asked.weights_text
     lines: list[RenderableType] = [
         Text(head),
-        Text(f"{fitting} of {len(choice.rows)} ways fit"),
+        Text(f"{fitting} of {len(choice.rows)} configurations fit"),
         Text(""),
         table,
         Text(""),
@@ -132,10 +134,13 @@ def choice_view(choice: Any) -> RenderableType:
 def choice_reasons(choice: Any) -> Iterable[str]:
     if choice.fits:
         first = choice.rows[0]
-        yield f"first: {first}; it is the fastest that fits ({first.binds})"
+        yield f"recommended: {first}; the fastest that fits ({first.binds})"
     else:
         more = f"{choice.enough} such GPUs would do" if choice.enough else "no number of such GPUs would do"
         yield f"nothing fits; {more}"
+    ties = sum(row.ties(choice.rows[0]) for row in choice.rows) if choice.fits else 0
+    if ties > 1:
+        yield f"=: {ties} configurations are within {TIE:.0%} of the fastest, closer than the estimate tells apart"
     if any(row.narrow(choice.memory) for row in choice.rows):
         yield "?: it fits by less than what the estimate of its memory may be off"
     near = choice.nearest

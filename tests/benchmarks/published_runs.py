@@ -1,0 +1,131 @@
+"""Runs that others published, estimated and sorted by error: the table of truth in published_runs.md beside ours.
+
+python tests/benchmarks/published_runs.py [WORD …]    # rows in which each word stands
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GptOssConfig, LlamaConfig, Qwen3MoeConfig
+
+import autoplan
+from autoplan.forecast.devices import load_device
+
+TABLE = Path(__file__).with_suffix(".md")
+
+
+def llama(layers: int, hidden: int, inner: int, heads: int, keys: int = 8, vocabulary: int = 128256) -> LlamaConfig:
+    return LlamaConfig(num_hidden_layers=layers, hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads,
+                       num_key_value_heads=keys, vocab_size=vocabulary, max_position_embeddings=131072)  # fmt: skip
+
+
+def mpt(layers: int, hidden: int, heads: int) -> GPT2Config:
+    """MPT with learned positions: GPT-2's shape, run with fused attention as llm-foundry runs it."""
+    return GPT2Config(n_layer=layers, n_embd=hidden, n_head=heads, vocab_size=50368, n_positions=65536, attn_pdrop=0.0,
+                      resid_pdrop=0.0, embd_pdrop=0.0)  # fmt: skip
+
+
+MODELS: dict[str, Any] = {
+    "llama-3.1-8b": llama(32, 4096, 14336, 32),
+    "llama-3.1-70b": llama(80, 8192, 28672, 64),
+    "llama-3.1-405b": llama(126, 16384, 53248, 128),
+    "llama-2-7b": llama(32, 4096, 11008, 32, 32, 32000),
+    "llama-2-13b": llama(40, 5120, 13824, 40, 40, 32000),
+    "llama-2-70b": llama(80, 8192, 28672, 64, 8, 32000),
+    "codellama-34b": llama(48, 8192, 22016, 64, 8, 32000),
+    "mpt-70b": mpt(80, 8192, 64),
+    "mpt-30b": mpt(48, 7168, 56),
+    "mpt-13b": mpt(40, 5120, 40),
+    "mpt-7b": mpt(32, 4096, 32),
+    "mpt-3b": mpt(32, 2560, 20),
+    "mpt-1b": mpt(24, 2048, 16),
+    "gpt-oss-20b": GptOssConfig(num_hidden_layers=24, num_local_experts=32),
+    "gpt-oss-120b": GptOssConfig(),
+    "qwen3-30b-a3b": Qwen3MoeConfig(hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
+                                    num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+                                    num_experts=128, num_experts_per_tok=8, vocab_size=151936),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """One row of the table, as it is written there."""
+
+    source: str
+    model: str
+    gpu: str
+    mesh: str
+    batch: str
+    sequence: str
+    times: str
+    checkpointing: str
+    train: str
+    weights: str
+    gib: str
+    speed: str
+    otherwise: str
+
+    def estimated(self) -> autoplan.Estimate:
+        along = self.mesh.endswith(",sp")
+        again: Any = {"none": False, "block": True}.get(self.checkpointing, self.checkpointing)
+        return autoplan.estimate(
+            MODELS[self.model], mesh=self.mesh.removesuffix(",sp"), batch=int(self.batch), sequence=int(self.sequence),
+            accumulate=int(self.times), activation_checkpointing=again, sequence_parallel=along, train=self.train,
+            weights=self.weights, mp_policy="bf16" if self.weights == "float32" else None, device=load_device(self.gpu),
+        )  # fmt: skip
+
+
+def runs() -> list[Run]:
+    lines = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")][1:]
+    return [Run(*(cell.strip() for cell in line.strip()[1:-1].split("|"))) for line in lines]
+
+
+def errors(run: Run, found: autoplan.Estimate) -> tuple[float | None, float | None]:
+    """Of memory, without what the context and communicators take, and of speed."""
+    gib = (found.peak - found.parts.overhead) / 2**30
+    gpus = 1
+    for _, size in found.mesh:
+        gpus *= size
+    speed = found.tokens_per_second / gpus
+    return (None if run.gib == "-" else gib / float(run.gib) - 1,
+            None if run.speed == "-" else speed / float(run.speed) - 1)  # fmt: skip
+
+
+def main(*words: str) -> None:
+    rows = []
+    for run in runs():
+        if not all(any(word in cell for cell in vars(run).values()) for word in words):
+            continue
+        started = time.process_time()
+        try:
+            memory, speed = errors(run, run.estimated())
+        except autoplan.AutoplanError as error:
+            print(run.source, run.model, run.mesh, "cannot be asked:", error.message, flush=True)
+            continue
+        rows.append((memory, speed, run))
+        shown = [f"{one:+.1%}" if one is not None else "-" for one in (memory, speed)]
+        cells = (run.source, run.model, run.mesh, f"{run.batch} x {run.sequence}", run.checkpointing, run.train,
+                 run.weights, run.gib, run.speed, *shown, run.otherwise)  # fmt: skip
+        print(*cells, f"{time.process_time() - started:.0f} s", sep=" | ", flush=True)
+    for place, name in enumerate(("memory", "speed")):
+        for matches in (True, False):
+            off = [abs(row[place]) for row in rows if row[place] is not None and bool(row[2].otherwise) != matches]
+            if off:
+                engine = "the engine is the one estimated" if matches else "it is another"
+                near, far = (sum(one <= bar for one in off) for bar in (0.1, 0.4))
+                print(
+                    f"{name}, where {engine}: {len(off)} runs, median error {median(off):.1%}, within 10 %: {near}, "
+                    f"within 40 %: {far}"
+                )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(*sys.argv[1:])
