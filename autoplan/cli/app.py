@@ -19,7 +19,7 @@ import typer
 
 from autoplan.cli.audit import audit, compare
 from autoplan.cli.doctor import doctor
-from autoplan.cli.estimate import Estimated, Gpu, calibrate, choose, dryrun, estimate, sizes_of
+from autoplan.cli.estimate import AskedGpu, Estimated, calibrate, choose, dryrun, estimate, sizes_of
 from autoplan.cli.report import report
 from autoplan.cli.rules import rules_app
 from autoplan.cli.scoreboard import scoreboard
@@ -113,8 +113,8 @@ def plan(
     cache: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Keep plans there: the same question is answered at once.")
     ] = None,
-    memory: Estimated = True,
-    gpu: Gpu = "h100",
+    memory: Estimated = False,
+    gpu: AskedGpu = None,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
     output: Output = None,
@@ -138,7 +138,7 @@ def plan(
     if output is None:
         emit(plan_view(made), made.to_dict(), as_json, None)
         if not as_json:  # the plan can be read while a step is estimated
-            sizes = sizes_of(model, made, gpu if memory else None, trust_remote_code=trust_remote_code, **given)
+            sizes = sizes_of(model, made, memory, gpu, trust_remote_code=trust_remote_code, **given)
             if sizes is not None:
                 emit(Group("", sizes), None, False, None)
     else:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoplan.cli.estimate import Estimated, Gpu, sizes_of
+from autoplan.cli.estimate import AskedGpu, Estimated, sizes_of
 from autoplan.cli.shared import FINDINGS, OK, AsJson, Output, Page, TpSize, Trust, emit, note, progress
 from autoplan.common.errors import AutoplanError
 
@@ -70,8 +70,8 @@ def audit(
     as_json: AsJson = False,
     as_sarif: Annotated[bool, typer.Option("--sarif", help="Print SARIF 2.1.0, for code review.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, for a pull request.")] = False,
-    memory: Estimated = True,
-    gpu: Gpu = "h100",
+    memory: Estimated = False,
+    gpu: AskedGpu = None,
     page: Page = None,
     output: Output = None,
 ) -> None:
@@ -108,8 +108,8 @@ def audit(
     if as_sarif:
         emit(json.dumps(_sarif(report, plan), indent=2, ensure_ascii=False), None, False, output)
     else:
-        plain = memory and not as_json and not as_markdown
-        told = _memory(model, report, tp, gpu if plain else None, trust_remote_code)
+        plain = (memory or gpu is not None) and not as_json and not as_markdown
+        told = _memory(model, report, tp, gpu or "h100", trust_remote_code) if plain else None
         view = audit_view(report) if told is None else Group(audit_view(report), "", told)
         emit(markdown(report) if as_markdown else view, report.to_dict(), as_json, output)
     raise typer.Exit(FINDINGS if any(finding.level in levels for finding in report.findings) else OK)
@@ -154,10 +154,8 @@ def _refuse_together(forms: int, quantised: str | None, all_hf: bool) -> None:
         raise AutoplanError("--quantised goes with --all-hf", hint="a single model says in its config how it is stored")
 
 
-def _memory(model: str, report: Report, tp: int, gpu: str | None, trust_remote_code: bool) -> RenderableType | None:
+def _memory(model: str, report: Report, tp: int, gpu: str, trust_remote_code: bool) -> RenderableType | None:
     """What a rank needs with all split that can be, at legal sizes of tp; and how much more the audited plan keeps."""
-    if gpu is None:
-        return None
     from rich.console import Group
     from rich.text import Text
 
@@ -168,7 +166,7 @@ def _memory(model: str, report: Report, tp: int, gpu: str | None, trust_remote_c
         ours = autoplan.plan(model, tp, source="inferred", prove="none", trust_remote_code=trust_remote_code)
     except AutoplanError:  # nothing can be split at this size: the findings say so
         return None
-    sizes = sizes_of(model, ours, gpu, trust_remote_code=trust_remote_code)
+    sizes = sizes_of(model, ours, True, gpu, trust_remote_code=trust_remote_code)
     more = report.details["bytes_per_rank"] - report.details["bytes_per_rank_inferred"]
     kept = f"; the audited plan keeps {bytes_text(more)} more weights, and in training their gradients and states" if (
         more > 0) else ""  # fmt: skip

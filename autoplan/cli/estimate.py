@@ -16,7 +16,18 @@ if TYPE_CHECKING:
 
     from autoplan.values import Plan
 
-__all__ = ["ALL", "Estimated", "Gpu", "calibrate", "checkpointing_of", "choose", "dryrun", "estimate", "sizes_of"]
+__all__ = [
+    "ALL",
+    "AskedGpu",
+    "Estimated",
+    "Gpu",
+    "calibrate",
+    "checkpointing_of",
+    "choose",
+    "dryrun",
+    "estimate",
+    "sizes_of",
+]
 
 
 Train = StrEnum("Train", [(way, way) for way in TRAIN])  # type: ignore[misc]  # what is done with the model
@@ -30,7 +41,10 @@ Again = Annotated[
     str, typer.Option("--checkpointing", help="none, block, submodule or selective: what backward computes again.")
 ]
 Estimated = Annotated[
-    bool, typer.Option("--memory/--no-memory", help="Estimate a training step of a rank at legal sizes of tp.")
+    bool, typer.Option("--memory/--no-memory", help="Estimate a training step of a rank at valid sizes of tp.")
+]
+AskedGpu = Annotated[
+    str | None, typer.Option("--gpu", help="One of rules/devices, or a .toml of your own; implies --memory.")
 ]
 How = Annotated[Train, typer.Option("--train", help="Train all, train adapters, or only run it with its cache.")]
 LoraRank = Annotated[
@@ -201,16 +215,16 @@ def calibrate(
         dist.destroy_process_group()
 
 
-def sizes_of(model: str, plan: Plan, gpu: str | None, **how: Any) -> RenderableType | None:
-    """The memory of a rank, and the table over legal sizes of tp; without a device this plan's size alone."""
+def sizes_of(model: str, plan: Plan, memory: bool, gpu: str | None, **how: Any) -> RenderableType | None:
+    """The memory of a rank, and the table over valid sizes of tp; where nobody asked, this plan's size alone."""
     from autoplan.emit.tables.sizes_table import sizes_view
 
-    if gpu is None:
+    if not memory and gpu is None:
         return sizes_view(plan)
     from autoplan.forecast.devices import load_device
     from autoplan.forecast.sizes import estimated_sizes
 
-    device = load_device(gpu)
+    device = load_device(gpu or "h100")
     with progress(f"estimating a step of {model} at legal sizes of tp"):
         found = estimated_sizes(model, plan, device, **how)
     return sizes_view(plan, found.plans, found.estimates, device.memory, found.why)

@@ -1,6 +1,6 @@
 """How long does planning take, compared with what it cannot do without?
 
-The whole process `autoplan plan FOLDER --tp 8 --source inferred --no-memory`, proof included, is timed compared with a
+The whole process `autoplan plan FOLDER --tp 8 --source inferred`, proof included, is timed compared with a
 process that only imports torch and transformers and builds the same model on the meta device; the ratio is what
 matters, seconds belong to a machine. "with memory": the table of what a step needs at each legal size comes after the
 plan. Then the analysis alone is timed on a stack of blocks and on one twice as deep. Nothing is
@@ -79,7 +79,7 @@ def measure(shape: str, runs: int) -> dict[str, Any]:
     folder = SHAPES / shape
     command = [sys.executable, "-m", "autoplan", "plan", str(folder), "--tp", "8", "--source", "inferred"]
     build_only = [sys.executable, "-c", BUILD, str(folder)]
-    times = [[seconds(build_only), seconds([*command, "--no-memory"]), seconds(command)] for _ in range(runs)]
+    times = [[seconds(build_only), seconds(command), seconds([*command, "--memory"])] for _ in range(runs)]
     build, plan, with_memory = fastest(times)
     config = json.loads((folder / "config.json").read_text())
     deeper = {**config, "num_hidden_layers": 2 * config["num_hidden_layers"]}

@@ -100,7 +100,7 @@ def test_plan_says_what_a_step_takes(asked: Asked, capsys: pytest.CaptureFixture
     assert "Memory of a rank [WWWWWWWWWWOOOOOOOOOOOOOOOOOOO·······] 61.0 of 74.5 GiB (a step of 1 × 2,048" in out
     assert "Weights 20.0, Optimizer 40.0, Context 1.0" in out
     assert "65, 2.00 GiB" in out and "80.00 GiB, does not fit" in out
-    assert run("plan", "llama", "--tp", "8", "--no-memory") == 0
+    assert run("plan", "llama", "--tp", "8") == 0
     assert "Memory of a rank" not in capsys.readouterr().out
 
 

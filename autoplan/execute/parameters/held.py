@@ -134,10 +134,12 @@ def _rows(layout: str, tp: int) -> tuple[tuple[int, ...], ...]:
 @dataclass
 class Reading:
     """One per model: is code of the model running, so that reading a parameter gives the local tensor? `guard`: what is
-    told of each outermost call of one of its modules (a `PathGuard`)."""
+    told of each outermost call of one of its modules (a `PathGuard`). `new_forward`: has a library set a forward on one
+    of them?"""
 
     inside: bool = False
     guard: Any = None
+    new_forward: bool = False
 
 
 @dataclass

@@ -108,6 +108,13 @@ class _WholeOfUnit(Recorded):
 _CALLED = nn.Module._call_impl.__code__
 
 
+def _has_new_forward(module: nn.Module, depth: int = 3) -> bool:
+    """Has a library set a forward on it, or on a model inside of it (which adapters wrap)?"""
+    if "forward" in vars(module):
+        return True
+    return depth > 0 and any(_has_new_forward(one, depth - 1) for one in module._modules.values() if one is not None)
+
+
 def _is_read_by_a_new_forward(module: nn.Module) -> bool:
     """Does the forward that someone set on another module read it, and not the forward of that module's class?"""
     frame: Any = sys._getframe(2)
@@ -256,6 +263,7 @@ def _reading_call(cls: type) -> Callable[..., Any]:
             return base(self, *args, **kwargs)
         refuse_transforms(self)
         guard = None if torch.compiler.is_compiling() else reading.guard
+        reading.new_forward = not torch.compiler.is_compiling() and _has_new_forward(self)
         reading.inside = True
         try:
             if guard is None:
@@ -348,7 +356,7 @@ def _parameter_property(name: str, computed: Any = None) -> property:
         if isinstance(computed, property) and computed.fget is not None:
             return computed.fget(self)
         held = record.parameters.get(name)
-        if not torch.compiler.is_compiling() and _is_read_by_a_new_forward(self):
+        if record.reading.new_forward and not torch.compiler.is_compiling() and _is_read_by_a_new_forward(self):
             return _whole_view(parameters[name], held)
         if not torch._C._is_torch_function_mode_enabled():
             return local_view(parameters[name], held)

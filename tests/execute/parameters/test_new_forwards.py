@@ -61,6 +61,6 @@ def test_its_value_and_gradients_are_those_of_the_whole_model(sizes: dict[str, i
         for name, gradient in autoplan.full_tensors(model, grads=True).items():
             torch.testing.assert_close(gradient, whole.get_parameter(name).grad, msg=name)
         if at is None:
-            assert abs(model(IDS, IDS).loss.item() - plain) < 1e-9
+            assert abs(model(IDS, IDS).loss.item() - plain) < 1e-5  # the loss is of single precision
 
     run_ranks(rank_body, prod(sizes.values()))
