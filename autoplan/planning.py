@@ -34,7 +34,7 @@ from autoplan.hf.configs.expert_counts import without_namesakes
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import Source
 from autoplan.hf.stacks import calls_causal, layers
-from autoplan.ops.forms import form_of
+from autoplan.ops.questions import literals_say
 from autoplan.patches.kernels import kernel_note
 from autoplan.values import Capabilities, Finding, LocalExperts, Plan, SeenCode, Stack, Trace
 from autoplan.values.quantised import PackedWeight
@@ -69,10 +69,10 @@ def draft_plan(
     """
     module = source.module() if module is None else module
     capabilities = wanted_capabilities(wish) if capabilities is None else capabilities
-    ways = Recorder(form_of)
+    ways = Recorder(literals_say)
     if captured is None:
         stage("recording a run of the model")
-        with recording(module, form_of) as ways:
+        with recording(module, literals_say) as ways:
             captured = capture_source(source, module, choices)
     stage("deciding what is split")
     packed = source.packed(module)

@@ -1,14 +1,17 @@
-"""Ops that only ask about a tensor and touch none of its dims."""
+"""Ops that only ask about a tensor and touch none of its dims; and what may be asked of a call by its name."""
 
 from __future__ import annotations
 
+from typing import Literal
+
+from autoplan.ops.elementwise import elementwise
 from autoplan.ops.records.answers import NEVER, Linear
 from autoplan.ops.records.on_shards import as_written
-from autoplan.ops.records.record import nothing, op, unknown
+from autoplan.ops.records.record import call_record, nothing, op, op_record, unknown
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES
 
-__all__ = ["asks"]
+__all__ = ["asks", "literals_say"]
 
 
 @op("_assert_tensor_metadata", "sym_size", "sym_numel", "sym_stride", "sym_storage_offset",
@@ -20,3 +23,15 @@ def asks(_: Site) -> Answer:
 
 op("_local_scalar_dense",
    sizes=NO_SIZES, reduces=nothing, linear=Linear.NO, random=NEVER, runs=as_written, tells=True)(unknown)  # fmt: skip
+
+
+def literals_say(name: str) -> Literal["nothing", "function", "numbers", "all"]:
+    """What decides about the result of a call of this name on a rank's part of a value, beside the value.
+
+    What an op does to each element it does with any number; that one which scales or adds is called at all says nothing
+    either. A layer that draws at a rate is told whether it trains, and is tried in both modes.
+    """
+    record = call_record(name)
+    if op_record(record.becomes or name).dims is elementwise:
+        return "nothing" if record.linear is not Linear.NO else "function"
+    return "numbers" if record.random.when == "rate" else "all"

@@ -20,7 +20,7 @@ from autoplan.common.code.ways import Recorder, has_own_code, tracing
 from autoplan.common.errors import AutoplanError, OutsideError
 from autoplan.common.stages import stage
 from autoplan.hf.processes import note_what_is_collected
-from autoplan.ops.forms import form_of
+from autoplan.ops.questions import literals_say
 from autoplan.values import Finding
 
 __all__ = ["CheckFailed", "Job", "Sharding", "attentively", "copy_of", "observe_all", "said"]
@@ -143,7 +143,7 @@ def _observe(rank: int, job: Job, mesh: Any) -> tuple[dict[str, Any], dict[str, 
     follows = rank == 0 and has_own_code(model)
     seen: dict[str, Any] = {}
     collectives: dict[str, Any] = {}
-    ways = Recorder(form_of)
+    ways = Recorder(literals_say)
     for check in CHECKS:
         if check.name in job.checks:
             try:

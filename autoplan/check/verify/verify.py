@@ -32,7 +32,7 @@ from autoplan.common.random_values import untouched_randomness
 from autoplan.common.surroundings import plain_surroundings
 from autoplan.decide.plan.whole_blocks import whole_blocks
 from autoplan.decide.written_plans.choices import ChosenCuts
-from autoplan.ops.forms import form_of
+from autoplan.ops.questions import literals_say
 from autoplan.patches.process_group import alone
 from autoplan.values import Boundary, CallRewrite, Capabilities, Finding, Plan, Report, SplitLogits
 
@@ -374,7 +374,7 @@ def _plan_for(
     captured = None
     if choices is None:
         if "run" not in clone.recorded:
-            with recording(clone.model, form_of) as ways:
+            with recording(clone.model, literals_say) as ways:
                 clone.recorded["run"] = capture_source(found, clone.model)
             clone.recorded["ways"] = ways.ways
         captured = clone.recorded["run"]

@@ -1,21 +1,96 @@
-"""The forms of torch calls, compared: which function, with which literals, on tensors of how many dims.
+"""The forms of torch calls, written and compared: which function, with which literals, on tensors of how many dims.
 
-A form is one word, "softmax(t3,-1)" (ops/forms.py writes it). A size is "*" in it and a factor "~": these may differ
-from call to call without another proof. A number that is kept as an attribute stands there with its name ("@dim:1"):
-sharding may have set another.
+The path guard (execute/guard/) compares those of a sharded model's calls with those that its plan has seen. A form is
+one word, "softmax(T3,-1)". A size is "*" in it and a factor "~": these may differ from call to call without another
+proof. A number that is kept as an attribute stands there with its name ("@dim:1"): sharding may have set another.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-__all__ = ["ANY", "FACTOR", "Forms", "forms_in", "unlike", "without_repeats"]
+import torch
 
-ANY, FACTOR = "*", "~"
+from autoplan.common.code.code_place import call_name
+
+__all__ = ["Forms", "form_of", "forms_in", "unlike", "without_repeats"]
+
+_ANY, _FACTOR = "*", "~"
 _MOST_VALUES = 3  # as many different numbers at one place are any number: the number of a round
+
+
+def form_of(literals_say: Callable[[str], str], function: Any, args: Any, kwargs: Any) -> str:
+    """The form of a call; "" where it computes nothing, or scales and adds. `literals_say`: as ops/ answers it."""
+    name = call_name(function)
+    told = literals_say(name)
+    if name.startswith(("attr:", "_set_")) or told == "nothing":
+        return ""
+    if told == "function":
+        return f"{_plain(name)}()"
+    words = [word for value in args for word in _words(value)]
+    words += [f"{key}:{word}" for key in sorted(kwargs) for word in _words(kwargs[key])]
+    if told == "numbers":
+        words = [re.sub(r"(^|:)(True|False|f-?\d+|~)$", rf"\1{_ANY}", word) for word in words]
+    if not any(word.rpartition(":")[2].isdigit() for word in words):  # no dim is counted from the front
+        words = [re.sub(r"(^|:)T\d+$", r"\1T", word) for word in words]
+    return f"{_plain(name)}({','.join(words)})"
+
+
+def _words(value: Any) -> Iterator[str]:
+    if isinstance(value, torch.Tensor):
+        yield f"T{value.dim()}"
+    elif value is None or isinstance(value, (bool, torch.dtype, torch.layout, torch.memory_format)):
+        yield str(value).removeprefix("torch.")
+    elif isinstance(value, int):
+        yield _number(value)
+    elif isinstance(value, float):
+        yield f"f{int(value)}" if value.is_integer() else _FACTOR
+    elif isinstance(value, str):
+        yield _plain(value)
+    elif isinstance(value, slice):
+        yield from ("slice", *_words(value.start), *_words(value.stop), *_words(value.step))
+    elif isinstance(value, (list, tuple)):
+        words = [word for item in value for word in _words(item)]
+        yield "["
+        for before, word in zip(["", *words], words, strict=False):  # as many tensors as there are
+            if not (word == before and word.startswith("T")):
+                yield word
+        yield "]"
+    elif isinstance(value, torch.device):
+        yield "device"
+    else:
+        yield _plain(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def _plain(text: str) -> str:
+    """One word, whatever stands in it."""
+    return text if re.fullmatch(r"[\w.]+", text) else "x" + hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _number(value: int) -> str:
+    origin = getattr(value, "origin", None)
+    if origin is None:
+        return str(int(value))
+    names = list(_attributes(origin))
+    return f"@{'|'.join(map(str, names))}:{int(value)}" if names and None not in names else _ANY
+
+
+def _attributes(origin: tuple[Any, ...]) -> Iterator[str | None]:
+    """The names of the attributes that a number comes from; None for a size."""
+    if origin[0] in ("attr", "config"):
+        yield _plain(str(origin[2]))
+    elif origin[0] in ("size", "numel"):
+        yield None
+    elif origin[0] != "const":
+        for part in origin[1:]:
+            yield from _attributes(part)
+
+
+# ------------------------------------------------------------------------------------------------------------- compared
 
 
 class _Word(NamedTuple):
@@ -35,11 +110,11 @@ class _Word(NamedTuple):
         """Is any value that the other stands for one of this one's?"""
         if self.key != other.key:
             return False
-        return self.value == other.value or (self.value == ANY and other.is_number)
+        return self.value == other.value or (self.value == _ANY and other.is_number)
 
     @property
     def is_number(self) -> bool:
-        return self.value in (ANY, "None") or self.value.lstrip("-").isdigit()
+        return self.value in (_ANY, "None") or self.value.lstrip("-").isdigit()
 
 
 def _taken_apart(form: str) -> tuple[str, tuple[_Word, ...]]:
@@ -69,9 +144,9 @@ def _is_like(edited: Collection[str], word: _Word, seen: _Word, many: bool) -> b
         return True
     if any(name in edited for name in seen.attributes):
         return True
-    if "t" in (word.value, seen.value):  # where no dim was counted from the front
+    if "T" in (word.value, seen.value):  # where no dim was counted from the front
         return word.value[:1] == seen.value[:1]
-    return FACTOR in (word.value, seen.value) and {word.value[:1], seen.value[:1]} <= {"f", FACTOR}
+    return _FACTOR in (word.value, seen.value) and {word.value[:1], seen.value[:1]} <= {"f", _FACTOR}
 
 
 def forms_in(ways: Iterable[str]) -> dict[int, Forms]:
@@ -110,4 +185,4 @@ def unlike(ways: Collection[str], known: Collection[str]) -> set[str]:
 
 def _skeleton(way: str) -> str:
     """A form with any number in the place of each, which no attribute gives."""
-    return re.sub(r"(?<=[(,:@])(?:@?[\w.|]+:(?=-?\d+[,)]))?-?\d+(?=[,)])", ANY, way)
+    return re.sub(r"(?<=[(,:@])(?:@?[\w.|]+:(?=-?\d+[,)]))?-?\d+(?=[,)])", _ANY, way)

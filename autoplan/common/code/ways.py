@@ -34,7 +34,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autoplan.common.code.forms import unlike, without_repeats
+from autoplan.common.code.forms import form_of, unlike, without_repeats
 from autoplan.common.code.forward_code import code_hash
 from autoplan.common.conventions import conventions
 from autoplan.values.made_for import SeenCode
@@ -51,7 +51,7 @@ _UNCONDITIONAL = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT",
 _FIRST_OF_HANDLER = "PUSH_EXC_INFO"
 _MODULE_CALL = nn.Module._call_impl.__code__.co_filename
 
-FormOf = Callable[[Any, Any, Any], str]
+LiteralsSay = Callable[[str], str]
 Ways = dict[tuple[str, str], set[str]]  # by place and hash of the code
 
 
@@ -216,7 +216,7 @@ class Follower:
 
     Ways are "12+" and "12-" (a branch goes on, or jumps), "12++" (a loop begins a second round: what its body is given
     was computed by the round before), "12" (an error is handled), "12>c0ffee" (a function is called) and
-    "12=softmax(t3,-1)" (a torch function is).
+    "12=softmax(T3,-1)" (a torch function is).
     """
 
     __slots__ = ("before", "earlier", "facts", "frame", "known", "strays", "touched", "tracer")
@@ -313,11 +313,11 @@ def uncompared() -> Iterator[None]:
 
 
 class Recorder(Tracer):
-    """Writes every way down. `form_of`: what is written of a torch call, given function, arguments and keywords."""
+    """Writes every way down. `literals_say`: as ops/questions.py answers it."""
 
-    def __init__(self, form_of: FormOf) -> None:
+    def __init__(self, literals_say: LiteralsSay) -> None:
         super().__init__()
-        self.form_of = form_of
+        self.literals_say = literals_say
         self.ways: Ways = {}
 
     def on_enter(self, follower: Follower, frame: FrameType) -> None:
@@ -337,7 +337,7 @@ class Recorder(Tracer):
 
     def _note(self, function: Any, args: Any, kwargs: Any) -> None:
         caller = self.caller(sys._getframe(3))
-        if caller is not None and (form := self.form_of(function, args, kwargs)):
+        if caller is not None and (form := form_of(self.literals_say, function, args, kwargs)):
             caller.known.add(f"{caller.frame.f_lasti}={form}")
 
     def forget(self) -> None:
@@ -354,9 +354,9 @@ _listening = _Listening()
 
 
 @contextmanager
-def recording(model: nn.Module, form_of: FormOf) -> Iterator[Recorder]:
+def recording(model: nn.Module, literals_say: LiteralsSay) -> Iterator[Recorder]:
     """What `record` (capture/recorder.py) runs in this thread meanwhile is written down, the last recording alone."""
-    before, recorder = _listening.recorder, Recorder(form_of)
+    before, recorder = _listening.recorder, Recorder(literals_say)
     _listening.recorder = recorder if has_own_code(model) else None
     try:
         yield recorder

@@ -32,7 +32,7 @@ import numpy
 import torch
 from torch import nn
 
-from autoplan.common.code.forms import Forms, forms_in
+from autoplan.common.code.forms import Forms, form_of, forms_in
 from autoplan.common.code.ways import (
     PYTHON,
     Follower,
@@ -52,7 +52,7 @@ from autoplan.execute.guard.exits import Kept, Listeners, loads_of
 from autoplan.execute.guard.marks import GRADIENT, PART, Marks, this
 from autoplan.execute.guard.situations import Situations
 from autoplan.execute.parameters.held import record_of
-from autoplan.ops.forms import form_of
+from autoplan.ops.questions import literals_say
 from autoplan.patches.kernels import optional_kernels
 from autoplan.values import Plan
 
@@ -445,7 +445,7 @@ class _Watch(Tracer):
         caller = self.caller(frame) if self.guard.has_forms and self.guard.compares else None
         if caller is None or caller.known is _EVERY:
             return
-        form, place = form_of(function, args, kwargs), caller.frame.f_lasti
+        form, place = form_of(literals_say, function, args, kwargs), caller.frame.f_lasti
         forms = self.guard.forms.get((caller.facts.place, caller.facts.hash), {}).get(place)
         if form and (forms is None or not forms.has(form, self.guard.edited_names)):
             text = f"{source_line(caller.facts.code, place)} [{form}]"
