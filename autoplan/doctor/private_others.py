@@ -68,6 +68,21 @@ def _plans() -> bool:
     return isinstance(LlamaForCausalLM._tp_plan, dict) and isinstance(LlamaConfig.base_model_tp_plan, dict)
 
 
+def _claims() -> bool:
+    from transformers import LlamaForCausalLM
+
+    named = LlamaForCausalLM._no_split_modules, LlamaForCausalLM._pp_plan, LlamaForCausalLM._ep_plan
+    return bool(named[0] and named[1]) and (named[2] is None or isinstance(named[2], dict))
+
+
+def _pipeline_stage() -> bool:
+    """A model that transformers splits over stages holds its own. (Older ones split none: nothing is claimed then.)"""
+    home = "transformers.distributed.pipeline_parallel"
+    return importlib.util.find_spec(home) is None or "model._pp_stage = " in inspect.getsource(
+        importlib.import_module(home)
+    )
+
+
 def _attention_paths() -> bool:
     from transformers import PreTrainedModel
 
@@ -175,6 +190,26 @@ OTHERS = (
         "transformers.PreTrainedModel._from_config",
         "buffers of a model without storage are computed again",
         _has("transformers.PreTrainedModel._from_config"),
+    ),
+    Private(
+        "transformers.PreTrainedModel._ep_plan",
+        "what a class claims of expert parallelism is audited",
+        _claims,
+    ),
+    Private(
+        "transformers.PreTrainedModel._no_split_modules",
+        "the blocks that a class names are held against the model",
+        _claims,
+    ),
+    Private(
+        "transformers.PreTrainedModel._pp_plan",
+        "what a class claims of pipelines is audited",
+        _claims,
+    ),
+    Private(
+        "transformers.PreTrainedModel._pp_stage",
+        "a stage of a split model is run without its messages",
+        _pipeline_stage,
     ),
     Private(
         "transformers.PreTrainedModel._tp_plan",
