@@ -157,7 +157,7 @@ def test_a_reason_stands_in_a_file_as_text_and_as_a_value() -> None:
     (row,) = plan_to_dict(plan)["replicated"]
     assert row["reason"] == "router: dim 1 (5): …" and row["roles"] == ["router"]
     assert row["why"] == [
-        {"kind": "OfDim", "dim": 1, "size": 5, "why": {"kind": "DoesNotDivide", "size": 5, "ranks": 2}}
+        {"kind": "OfDim", "dim": 1, "size": 5, "why": {"kind": "DoesNotDivide", "size": 5, "ranks": 2}, "rows": 0}
     ]
     assert plan_from_dict(plan_to_dict(plan)) == plan
 

@@ -193,7 +193,7 @@ def test_an_audit_says_what_a_rank_needs(tmp_path: Path) -> None:
 
 
 def test_adapters_are_chosen_for_and_said() -> None:
-    found = choose(_llama(), gpus=2, sequence=128, train="lora", lora_rank=8)
+    found = choose(_llama(), gpus=2, sequence=128, train="lora", lora_rank=8, lora_targets="all-linear")
     assert found.fits and "adapters of rank 8" in str(found)
     assert found.best.estimate.parts.optimizer < found.best.estimate.parts.weights / 10
     for carried_out in (lambda: found.plan, found.script):

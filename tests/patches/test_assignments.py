@@ -37,6 +37,7 @@ INSTANCES = {
         "autoplan/check/ranks/kept_outside.py",
         "register_module_forward_hook",
     ): "torch's hook, removed at the end of its block",
+    ("autoplan/hf/configs/attention.py", "AttentionInterface.register"): "an entry of ours beside transformers' own",
     ("autoplan/forecast/adapters.py", "part"): "a copy without storage, for an estimate",
     ("autoplan/execute/hooks/running.py", "made"): "an object of ours",
     ("autoplan/execute/hooks/replaced.py", "super(made, self).__setattr__(name, value)"): "a module sets its own child",

@@ -53,7 +53,7 @@ def not_imitated(model: nn.Module, config: Mapping[str, Any], tp_size: int) -> s
         sizes = _parts(module.weight.shape[_dim(spec)], spec)
         if sizes is None or any(size % tp_size for size in sizes):
             sizes = sizes or spec["shape"]
-            return f"{name}: {sizes} do not divide by {tp_size}; AutoTP cuts them by rules that are not imitated"
+            return f"{name}: {sizes} are not divisible by {tp_size}; AutoTP cuts them by rules that are not imitated"
     return ""
 
 

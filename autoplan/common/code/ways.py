@@ -107,6 +107,8 @@ def _is_of_python(module: str) -> bool:
 def _hands_on(code: CodeType) -> bool:
     """May a torch call of the model's own code come through this frame, unchanged?"""
     file = code.co_filename
+    if file.startswith(f"{_TORCH}distributed{os.sep}"):  # FSDP2's hooks make calls of their own
+        return False
     return file.startswith(_TORCH) or (file.startswith(_OURS) and code.co_name in _PASSING)
 
 

@@ -430,7 +430,7 @@ class _Watch(Tracer):
             if self.escaping and not asks:  # what a hook computes of a whole value is whole
                 for _, tensor in flatten_tensors((args, kwargs)):
                     self.escaping.pop(id(tensor), None)
-        if kind == PART:
+        if kind == PART and (result is None or next(flatten_tensors(result), None) is not None):
             self._compare(function, args, kwargs, sys._getframe(2))
         if asks:
             self._touch_above(sys._getframe(2))

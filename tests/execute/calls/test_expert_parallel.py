@@ -384,10 +384,10 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
             main(arguments)
         return int(caught.value.code or 0), "".join(capsys.readouterr())
 
-    code, text = run("plan", "mixtral", "--tp", "4", "--ep", "4", "--prove", "none", "--no-memory")
+    code, text = run("plan", "mixtral", "--tp", "4", "--ep", "4", "--prove", "none")
     assert code == 0 and "tp 4 · ep 4" in text
     code, text = run("plan", "mixtral", "--tp", "4", "--ep", "3")
-    assert code == 2 and "ep_size=4" in text
+    assert code == 2 and "--ep 4" in text
     code, text = run("verify", "gpt_oss", "--ep", "2")
     assert code == 0 and "passed" in text
 
