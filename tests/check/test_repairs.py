@@ -1,6 +1,6 @@
 """An audit names the culprit: the cause is the first finding, in the words of the plan's dialect, and its fix works.
 
-Wrong plans are made of right ones (`helpers/wrong_plans.py`). The sample here is quick; `long` does all of them.
+Wrong plans are made of right ones (`helpers/wrong_plans.py`). The sample here is quick; `slow` does all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autoplan.cli.app import main
 from autoplan.values import AllReduce, IntegerEdit, Plan, Report, replace
 
 CASES = [
-    pytest.param(dialect, mutation, id=f"{dialect}-{mutation.name.replace(' ', '_')}", marks=pytest.mark.long)
+    pytest.param(dialect, mutation, id=f"{dialect}-{mutation.name.replace(' ', '_')}", marks=pytest.mark.slow)
     for dialect in DIALECTS
     for mutation in MUTATIONS
     if dialect in mutation.dialects
@@ -61,7 +61,7 @@ def test_causes_in_each_dialect(dialect: str, name: str) -> None:
     test_the_cause_is_first_and_its_fix_works(dialect, mutation)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["automodel", "torchtitan"])
 @pytest.mark.parametrize("name", [name for name in SEQUENCE_MUTATIONS if name != "head takes whole"])
 def test_causes_under_sequence_parallelism(how: str, name: str) -> None:
@@ -89,12 +89,12 @@ def with_rule(plan: Plan, name: str, **changes: Any) -> Plan:
     [
         pytest.param(lambda plan: with_rule(plan, "w2.weight", dim=None, layout=None), "mlp.w2", id="cut"),
         pytest.param(
-            lambda plan: with_rule(plan, "qkv", layout="96!"), "qkv_proj", id="packed", marks=pytest.mark.long
+            lambda plan: with_rule(plan, "qkv", layout="96!"), "qkv_proj", id="packed", marks=pytest.mark.slow
         ),
         pytest.param(
-            lambda plan: without_instruction(plan, IntegerEdit, ""), "attn", id="count", marks=pytest.mark.long
+            lambda plan: without_instruction(plan, IntegerEdit, ""), "attn", id="count", marks=pytest.mark.slow
         ),
-        pytest.param(lambda plan: without_instruction(plan, AllReduce, "w2"), "w2", id="sum", marks=pytest.mark.long),
+        pytest.param(lambda plan: without_instruction(plan, AllReduce, "w2"), "w2", id="sum", marks=pytest.mark.slow),
     ],
 )
 def test_a_plan_file_that_was_spoiled(spoil: Callable[[Plan], Plan], cause: str) -> None:
