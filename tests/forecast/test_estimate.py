@@ -289,9 +289,10 @@ def test_adapters_are_put_in_where_nothing_is_frozen() -> None:
     assert wider.parts.optimizer == 4 * ours.parts.optimizer
 
 
+@pytest.mark.hosts
 def test_adapters_stand_where_peft_puts_them() -> None:
     """Its own model of the same class trains as many numbers."""
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="NOT TRIED: peft is absent; `make test-hosts` installs it")
     config = llama(num_hidden_layers=2, hidden_size=256, intermediate_size=512, num_attention_heads=4,
                    num_key_value_heads=4, vocab_size=1024)  # fmt: skip
     keywords: dict[str, Any] = {"mesh": "tp=1", "sequence": 64, "train": "lora"}
@@ -311,14 +312,14 @@ def test_adapters_stand_where_peft_puts_them() -> None:
     ("model", "targets", "said"),
     [
         (nn.Sequential(nn.Conv1d(4, 4, 3)), "all-linear", "no linear layers to put adapters beside"),
-        (nn.Sequential(nn.Linear(4, 4)), None, "no usual layers for adapters"),
+        pytest.param(nn.Sequential(nn.Linear(4, 4)), None, "no usual layers for adapters", marks=pytest.mark.hosts),
         (nn.Sequential(nn.Linear(4, 4)), "q_proj", "no linear layer called q_proj"),
         (nn.Sequential(nn.Linear(4, 4)), [3], "lora_targets="),
     ],
 )
 def test_where_adapters_cannot_be_put_is_one_error(model: nn.Module, targets: Any, said: str) -> None:
     if targets is None:
-        pytest.importorskip("peft")
+        pytest.importorskip("peft", reason="NOT TRIED: peft is absent; `make test-hosts` installs it")
     with pytest.raises(autoplan.AutoplanError, match=said):
         autoplan.estimate(model, mesh="tp=1", train="lora", lora_targets=targets)
 
