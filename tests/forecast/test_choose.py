@@ -187,7 +187,7 @@ def test_a_measured_machine_is_a_device(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_an_audit_says_what_a_rank_needs(tmp_path: Path) -> None:
     _llama(num_hidden_layers=2, hidden_size=256, intermediate_size=512, vocab_size=512).save_pretrained(tmp_path)
-    ran = CliRunner().invoke(app, ["audit", str(tmp_path), "--tp", "2"])
+    ran = CliRunner().invoke(app, ["audit", str(tmp_path), "--tp", "2", "--memory"])
     assert ran.exit_code == 0, ran.output
     assert "Memory of a rank [" in ran.stdout and "messages of a block" in ran.stdout
 
