@@ -316,3 +316,26 @@ class IntegersOnly(nn.Module):
 @case(call(X), input_gradients=True, inputs={"x": floats(2, 6, 16).requires_grad_()})
 class InputGradients(Mlp):
     """The input asks for its gradient, as it did when the plan was made."""
+
+
+@case(call(X))
+class PenaltyOverParameters(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Mlp(16)
+
+    def forward(self, x):
+        return self.inner(x) + 1e-3 * sum(p.pow(2).sum() for p in self.parameters())
+
+
+@case(call(X))
+class PenaltyByName(nn.Module):
+    """Of another module's weights, by their names."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.rate = Mlp(16), 0.1
+
+    def forward(self, x):
+        lasso = sum(p.abs().sum() for name, p in self.inner.named_parameters(prefix="of") if name.endswith("weight"))
+        return self.inner(x), self.rate * lasso
