@@ -22,6 +22,7 @@ from autoplan.common.errors import (
     PlanRefusedError,
     SourceError,
     UnprovenPlanWarning,
+    UntestedVersionWarning,
 )
 from autoplan.deprecated import Renamed, successor
 from autoplan.values import (
@@ -137,6 +138,7 @@ __all__ = [
     "Traffic",
     "Trial",
     "UnprovenPlanWarning",
+    "UntestedVersionWarning",
     "WhatIf",
     "Wish",
     "__version__",

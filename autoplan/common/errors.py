@@ -12,6 +12,7 @@ __all__ = [
     "PlanRefusedError",
     "SourceError",
     "UnprovenPlanWarning",
+    "UntestedVersionWarning",
 ]
 
 
@@ -61,3 +62,7 @@ class PlanRefusedError(AutoplanError):
 
 class UnprovenPlanWarning(UserWarning):
     """A plan that could not be verified is applied."""
+
+
+class UntestedVersionWarning(UserWarning):
+    """torch or transformers is newer than any release that autoplan was tested with."""

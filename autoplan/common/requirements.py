@@ -6,7 +6,7 @@ import re
 import warnings
 from functools import cache
 
-from autoplan.common.errors import AutoplanError
+from autoplan.common.errors import AutoplanError, UntestedVersionWarning
 
 __all__ = ["TESTED", "check_versions", "installed_versions", "untested"]
 
@@ -48,7 +48,7 @@ def untested(installed: dict[str, str] | None = None) -> tuple[str, ...]:
 
 @cache
 def _warn_once(text: str) -> None:
-    warnings.warn(text, UserWarning, stacklevel=4)
+    warnings.warn(text, UntestedVersionWarning, stacklevel=4)
 
 
 def _release(version: str) -> tuple[int, int]:
