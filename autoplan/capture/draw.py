@@ -35,10 +35,14 @@ class Draw:
     def integers(self, low: int, high: int, shape: Sequence[int]) -> torch.Tensor:
         return torch.randint(low, max(high, low + 1), _few(shape), generator=self.generator)
 
-    def choice(self, allowed: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    def spread(self, allowed: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """Some of the allowed numbers, from all parts of them; a quarter is drawn freely, so that some come twice."""
         if not allowed:
             raise SourceError("there is nothing to choose example ids from", hint="look for a vocabulary of no ids")
-        return torch.tensor(allowed)[self.integers(0, len(allowed), shape)]
+        count = prod(_few(shape))
+        even = torch.arange(count - count // 4) * len(allowed) // max(1, count - count // 4)
+        places = torch.cat([even, self.integers(0, len(allowed), (count // 4,))])
+        return torch.tensor(allowed)[places[torch.randperm(count, generator=self.generator)]].reshape(tuple(shape))
 
     def described(self, rule: Mapping[str, Any], known: Mapping[str, Any]) -> Any:
         """One argument as a rule file describes it: kind, shape, for ids low and high; or a plain `value` or `size`."""

@@ -31,6 +31,7 @@ from autoplan.hf.type_rules import type_rules
 __all__ = ["make_feeds"]
 
 _SAMPLES, _FRAMES = 4000, 128
+_TINY = 256  # rows of a vocabulary
 _PICTURE = ("pixel_values",)
 _AUDIO = ("input_features", "input_values", "audio_values")
 
@@ -99,12 +100,12 @@ class _Maker:
 
     def ids(self, batch: int | None = None, length: int | None = None) -> torch.Tensor:
         """Ordinary tokens: below every vocabulary, and no special token."""
-        text = self.config.get_text_config()
-        vocab = getattr(text, "vocab_size", None)
+        vocab = getattr(self.config.get_text_config(), "vocab_size", None)
         special = set(_special_ids(self.configs))
-        top = min(vocab if isinstance(vocab, int) else 100, 100)
-        allowed = [i for i in range(min(20, top // 2), top) if i not in special] or list(range(top))
-        return self.draw.choice(allowed, (batch or self.batch, length or self.length))
+        tiny = isinstance(vocab, int) and vocab <= _TINY  # of a clone: each rank's rows of the table are to be read
+        top = min(vocab, vocab if tiny else 100) if isinstance(vocab, int) else 100
+        allowed = [i for i in range(min(20, top // (16 if tiny else 2)), top) if i not in special] or list(range(top))
+        return self.draw.spread(allowed, (batch or self.batch, length or self.length))
 
     def main_feed(self) -> dict[str, Any]:
         """The text pass where there is one, else whatever the model mainly takes."""
