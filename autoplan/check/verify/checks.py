@@ -123,20 +123,23 @@ def dropout(subject: Subject) -> Observation:
 
 
 def _trained(subject: Subject) -> Observation:
-    """One step in training mode, and what it leaves in buffers (running statistics).
+    """Two steps in training mode, and what the first leaves in buffers (running statistics): what it left behind may
+    lead the second another way (values that are set by the first batch).
 
-    Unsharded, a second one with another seed tells whether it draws random numbers.
+    Unsharded, one more with another seed tells whether it draws random numbers.
     """
     feeds = calls_the_model(subject.feeds)  # a part draws its random numbers within the model's run
     with _training(subject):
         subject.seed(1)
         first = _each(subject, feeds)
         left = _buffers(subject.model)
+        again = _each(subject, feeds)
     if subject.gather is None:
         with _training(subject):
             subject.seed(2)
             second = _each(subject, feeds)
         first[NOISE] = {} if _same(first, second) else {"yes": torch.ones(1)}
+    first |= {replace(one, name=f"{one.name} of a second step"): seen for one, seen in again.items()}
     return first | {Group(f"buffer {name} after a step"): {name: value} for name, value in left.items()}
 
 
