@@ -16,9 +16,9 @@ from __future__ import annotations
 import copy
 import dis
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
-from types import CodeType, ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -72,34 +72,59 @@ Path = tuple[Any, ...]  # below an attribute: keys and names; "*" for each item 
 
 
 class Kept:
-    """The attributes of a model's modules in which parts were found: where they are, and for each its words."""
+    """Where parts were found that a call left behind: attributes of modules, and names around the model's code (globals
+    of its file, variables of a function that made it)."""
 
     def __init__(self) -> None:
-        self.places: dict[tuple[str, bool, str, Path], str] = {}  # module, is it a buffer, attribute, path below it
+        self.places: dict[tuple[str, int, str, Path], str] = {}  # module, kind of state, name, path below it: its words
+        self.around: dict[int, tuple[dict[str, Any], set[str]]] = {}  # by kind of state: names that code mentions there
         self.given: list[tuple[Any, Any, Any, Any]] = []  # where, under what, what stands there, what was there
+
+    def note_code(self, frame: FrameType) -> None:
+        """A function of the model's begins."""
+        code, outer = frame.f_code, frame.f_globals
+        self.around.setdefault(id(outer), (outer, set()))[1].update(code.co_names)
+        for name in code.co_freevars:
+            value = frame.f_locals.get(name)
+            if isinstance(value, list | dict | deque):
+                self.around.setdefault(id(value), ({name: value}, {name}))
 
     def note(self, model: nn.Module, marks: Marks) -> list[str]:
         """After a call that was followed: those that are new."""
         found: dict[str, None] = {}
-        for name, module in model.named_modules() if marks.tensors else ():
-            for is_buffer, state in ((False, vars(module)), (True, _passing(module))):
-                for attribute in set(state) - _OF_MODULES:
-                    for path, _, _, value in _slots(state, attribute, ()):
-                        place = (name, is_buffer, attribute, path)
-                        if place not in self.places and marks.any_in(value):
-                            steps = (key if str(key).startswith(".") else f"[{key!r}]" for key in path if key != "*")
-                            inside = "".join(steps)
-                            self.places[place] = f"{name}.{attribute}".lstrip(".") + inside
-                            found[self.places[place]] = None
+        for name, kind, state, attributes in self._states(model) if marks.tensors else ():
+            for attribute in attributes:
+                for path, _, _, value in _slots(state, attribute, ()):
+                    place = (name, kind, attribute, path)
+                    if place not in self.places and marks.any_in(value):
+                        steps = (key if str(key).startswith(".") else f"[{key!r}]" for key in path if key != "*")
+                        inside = "".join(steps)
+                        self.places[place] = f"{name}.{attribute}".lstrip(".") + inside
+                        found[self.places[place]] = None
         return list(found)
+
+    def _states(self, model: nn.Module) -> Iterator[tuple[str, int, dict[str, Any], Iterable[str]]]:
+        for name, _ in model.named_modules():
+            for kind in (_ATTRIBUTES, _BUFFERS):
+                state = self._state(model, name, kind)
+                yield name, kind, state, set(state) - _OF_MODULES
+        for kind, (outer, names) in self.around.items():
+            yield "", kind, outer, names & outer.keys()
+
+    def _state(self, model: nn.Module, name: str, kind: int) -> dict[str, Any]:
+        if kind in self.around:
+            return self.around[kind][0]
+        module = model.get_submodule(name)
+        if kind == _ATTRIBUTES:
+            return vars(module)
+        return {one: module._buffers.get(one) for one in module._non_persistent_buffers_set}  # no checkpoint holds them
 
     def hold(self, model: nn.Module) -> None:
         """No code of the model runs from now on."""
-        for name, is_buffer, attribute in dict.fromkeys(place[:3] for place in self.places):
-            module = model.get_submodule(name)
-            state = module._buffers if is_buffer else vars(module)
+        for name, kind, attribute in dict.fromkeys(place[:3] for place in self.places):
+            state = model.get_submodule(name)._buffers if kind == _BUFFERS else self._state(model, name, kind)
             for path, where, under, own in list(_slots(state, attribute, ())) if attribute in state else ():
-                words = self.places.get((name, is_buffer, attribute, path))
+                words = self.places.get((name, kind, attribute, path))
                 made = own if words is None else _all_held(own, words)
                 if made is not own:
                     where[under] = made
@@ -114,17 +139,13 @@ class Kept:
         self.given.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Kept:
-        made = Kept()  # what the copy keeps is itself
-        made.places = dict(self.places)
+        made = Kept()  # what the copy's modules keep is its own
+        made.places = {place: words for place, words in self.places.items() if place[1] in (_ATTRIBUTES, _BUFFERS)}
         return made
 
 
 _OF_MODULES = frozenset(vars(nn.Module()))
-
-
-def _passing(module: nn.Module) -> dict[str, Any]:
-    """Its buffers that no checkpoint holds."""
-    return {name: module._buffers.get(name) for name in module._non_persistent_buffers_set}
+_ATTRIBUTES, _BUFFERS = 0, 1  # of a module; other kinds are ids of dicts
 
 
 def _slots(state: Any, key: Any, path: Path, depth: int = 3) -> Iterator[tuple[Path, Any, Any, Any]]:

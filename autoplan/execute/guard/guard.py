@@ -50,7 +50,7 @@ from autoplan.common.nested import flatten_tensors
 from autoplan.execute.collectives import RankGroup, all_reduce
 from autoplan.execute.guard.exits import Kept, Listeners, loads_of
 from autoplan.execute.guard.marks import GRADIENT, PART, Marks, this
-from autoplan.execute.guard.situations import Situations
+from autoplan.execute.guard.situations import Situations, reads_outside
 from autoplan.execute.parameters.held import record_of
 from autoplan.ops.questions import literals_say
 from autoplan.patches.kernels import optional_kernels
@@ -328,6 +328,8 @@ class _Watch(Tracer):
         owner = frame.f_locals.get(names[0]) if frame.f_code.co_argcount else None
         situations = self.guard.situations
         situations.note_code(owner, facts.code, facts.stores, frame.f_globals)
+        self.guard.kept.note_code(frame)
+        self.reads_values |= reads_outside(frame)
         if isinstance(owner, nn.Module):
             follower.touched = not self.counts.get(id(owner), set()).isdisjoint(frame.f_code.co_names)
         known = self.guard.ways.get((facts.place, facts.hash))

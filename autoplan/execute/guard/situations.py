@@ -7,6 +7,7 @@ otherwise the first few, then those that leave the range of what was seen by a q
 with each call would be looked at for ever). The first three calls of a kind are looked at in any case: a state may be
 left behind by the one before.
 
+Calls whose code may read the environment or a clock are looked at each time, and those that read values of tensors.
 What the code only reads is watched: plain values that modules, objects and files of the model hold under names that it
 mentions. A call after one of them has changed is looked at by the rank where it has.
 """
@@ -15,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["Situations"]
+__all__ = ["Situations", "reads_outside"]
 
 _FIRST = 3
 _SIZES = 16  # differing sets of sizes and numbers that are looked at each
@@ -29,6 +30,7 @@ _FARTHER = 1.25
 _DEPTH = 4
 _MOST = 4096  # sets of numbers that are remembered
 _ABSENT = object()
+_OUTSIDE = frozenset({"datetime", "os", "posix", "secrets", "socket", "time", "uuid"})  # the environment, a clock
 
 Key = tuple[Any, ...]
 
@@ -171,6 +173,16 @@ class Situations:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Situations:
         return Situations()  # of another model
+
+
+def reads_outside(frame: FrameType) -> bool:
+    """May its code read what no value of the program tells of?"""
+    for name in frame.f_code.co_names:
+        value = frame.f_globals.get(name)
+        module = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", name)
+        if module in _OUTSIDE:
+            return True
+    return False
 
 
 def _is_plain(value: Any) -> bool:

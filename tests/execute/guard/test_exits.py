@@ -106,6 +106,33 @@ def test_a_part_is_refused_wherever_it_is_kept(read: str) -> None:
     refused(KeepingElsewhere, run, rf"block\.{read.split('[')[0]} is of one rank")
 
 
+LATEST: dict[str, Any] = {}
+
+
+class KeepingAround(Mlp):
+    """In a variable of the function that made its methods, and in a global."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        box: list[Any] = []
+        self.put, self.get = lambda h: box.__setitem__(slice(None), [h]), lambda: box[0]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.up(x).relu()
+        self.put(h)
+        LATEST["hidden"] = h
+        return self.down(h)
+
+
+@pytest.mark.parametrize(("read", "words"), [("block.get()", "box"), ("LATEST['hidden']", r"LATEST\['hidden'\]")])
+def test_a_part_that_is_kept_around_the_code_is_refused(read: str, words: str) -> None:
+    def run(model: nn.Module) -> Any:
+        model(X)
+        return eval(read, {"block": model.block, "LATEST": LATEST}).sum()
+
+    refused(KeepingAround, run, rf"{words} is of one rank")
+
+
 def test_kept_whole_values_and_names_of_parts_can_be_read() -> None:
     def run(model: nn.Module) -> Any:
         model(X)
