@@ -11,7 +11,7 @@ from autoplan.common.errors import AutoplanError, UntestedVersionWarning
 __all__ = ["TESTED", "check_versions", "installed_versions", "untested"]
 
 # Oldest and newest release that the tests ran with. pyproject.toml states the oldest too, README both; tests compare.
-TESTED = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 10), (5, 24))}
+TESTED = {"torch": ((2, 11), (2, 15)), "transformers": ((5, 10), (5, 24))}
 
 
 def installed_versions() -> dict[str, str]:

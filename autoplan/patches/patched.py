@@ -234,16 +234,22 @@ def note_holds(notes: Notes) -> None:
 _asked: dict[Callable[[], bool], bool] = {}  # canaries of patches that can be left out, by what they answered
 
 
+def _ask(canary: Callable[[], bool]) -> None:
+    try:
+        _asked[canary] = canary()
+    except Exception:  # whatever has moved: the patch is left out, and said
+        _asked[canary] = False
+
+
 def _is_left_out(patch: Patch) -> bool:
     """Ask the canary of a patch that can be left out, once, under versions that nobody tested."""
     if not patch.without or not untested():
         return False
     if patch.canary not in _asked:
         _asked[patch.canary] = True  # the canary itself uses the patch
-        try:
-            _asked[patch.canary] = patch.canary()
-        except Exception:  # whatever has moved: it is left out, and said
-            _asked[patch.canary] = False
+        asked = threading.Thread(target=_ask, args=(patch.canary,))  # not in the modes that this thread is in
+        asked.start()
+        asked.join()
         if not _asked[patch.canary]:
             text = f"left out, since the installed version has moved {patch.replaces}: {patch.without}"
             warnings.warn(f"{patch.name}: {text}; see `autoplan doctor`", UserWarning, stacklevel=2)
