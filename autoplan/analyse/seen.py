@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoplan.analyse.infer import Axes
-from autoplan.analyse.placement.callflow import CallFlow
-from autoplan.analyse.placement.placement import Placement
+from autoplan.analyse.placement.callflow import CallFlow, Placement
 from autoplan.analyse.placement.sums import place
 from autoplan.analyse.shards import Shards
 from autoplan.common.patterns import holders

@@ -12,29 +12,25 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from autoplan.analyse.infer import Axes, infer_axes
-from autoplan.analyse.placement.callflow import CallFlow
+from autoplan.analyse.placement.callflow import CallFlow, Placement
 from autoplan.analyse.placement.calls import Scope, draws, scope
-from autoplan.analyse.placement.placement import Placement
 from autoplan.analyse.placement.sums import place
 from autoplan.analyse.seen import given, idle, of_constants, returned, unsummed
 from autoplan.analyse.sequence.parallel import SequencePlacement, place_sequence, sequence_boundaries
 from autoplan.analyse.shards import Shards
-from autoplan.analyse.splits.choose import SplitMarks, choose, occurrences
+from autoplan.analyse.splits.choose import SplitMarks, Tried, choose, legal_sizes, occurrences
 from autoplan.analyse.splits.integer_edits import Edits, solve_edits
-from autoplan.analyse.splits.legal_sizes import Tried, legal_sizes
 from autoplan.analyse.splits.model_ends import (
     gathered_leaves,
     head_sites,
+    looked_up_in,
     output_shapes,
     products_to_gather,
     refuse_unplaced_logits,
     vocabularies,
 )
-from autoplan.analyse.splits.own_loss import without_own_loss
-from autoplan.analyse.splits.packed import parted_blocks, unevenly
-from autoplan.analyse.splits.recurrent import Recurrent, recurrent
-from autoplan.analyse.splits.requests import NO_DEMANDS, Demands
-from autoplan.analyse.splits.tables import looked_up_in
+from autoplan.analyse.splits.packed import NO_DEMANDS, Demands, parted_blocks, unevenly
+from autoplan.analyse.splits.special import Recurrent, recurrent, without_own_loss
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.common.layout import Layout
 from autoplan.ops.records.answers import Reduction

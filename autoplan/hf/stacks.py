@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from autoplan.analyse.picture.blocks import Blocks, find_blocks
-from autoplan.analyse.picture.stack_kinds import kind_of
+from autoplan.analyse.picture.stacks import Blocks, find_blocks, kind_of
 from autoplan.common.options import check_argument
 from autoplan.ops import call_record
 from autoplan.values import Call, Stack, Trace

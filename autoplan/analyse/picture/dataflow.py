@@ -19,18 +19,17 @@ from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
 
-from autoplan.analyse.picture.drawing import CONSTANT, Canvas, Value
-from autoplan.analyse.picture.flow import Flow, Node
-from autoplan.analyse.picture.regions import collapse_scans, prune
-from autoplan.analyse.picture.weight_views import View, dequantised, follow_view
-from autoplan.analyse.picture.weighted_boxes import (
+from autoplan.analyse.picture.boxes import (
+    collapse_scans,
     contraction,
     convolution,
     fused_attention,
     fused_norm,
     lookup,
+    prune,
     weighted,
 )
+from autoplan.analyse.picture.flow import CONSTANT, Canvas, Flow, Node, Value, View, dequantised, follow_view
 from autoplan.ops import op_record
 from autoplan.ops.random import makes_anew
 from autoplan.ops.records.answers import Drawn, Shows

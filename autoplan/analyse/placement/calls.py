@@ -13,12 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoplan.analyse.placement.call_instructions import call_instruction
-from autoplan.analyse.placement.callflow import CallFlow
-from autoplan.analyse.placement.placement import Placement
+from autoplan.analyse.placement.callflow import CallFlow, Placement
 from autoplan.analyse.shards import Shards
-from autoplan.analyse.splits.equal_pieces import pieces_given
 from autoplan.analyse.splits.integer_edits import Edits
-from autoplan.analyse.splits.literal_sizes import made_in_shards, made_whole
+from autoplan.analyse.splits.literal_sizes import made_in_shards, made_whole, pieces_given
 from autoplan.axes.terms import Term, find, leaves
 from autoplan.ops import call_record, op_record
 from autoplan.ops.records.answers import Shows

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from autoplan.analyse.placement.callflow import CallFlow, Crossing
-from autoplan.analyse.placement.deferred_sums import adds
+from autoplan.analyse.placement.delayed_sums import adds
 from autoplan.ops import call_record
 from autoplan.ops.records.answers import Shows
 from autoplan.values import Call

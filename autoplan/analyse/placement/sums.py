@@ -20,16 +20,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from autoplan.analyse.placement.callflow import CallFlow
-from autoplan.analyse.placement.deferred_sums import Way, follow_down
-from autoplan.analyse.placement.hook_points import HookPoint, HookPoints
+from autoplan.analyse.placement.call_instructions import gathered_dim, reduction_of, row_bias_of
+from autoplan.analyse.placement.callflow import CallFlow, HookPoint, HookPoints, Placement, Refusal
+from autoplan.analyse.placement.delayed_sums import Way, follow_down, shared_sums
 from autoplan.analyse.placement.inside_calls import made_of
-from autoplan.analyse.placement.joined_gradients import join_gradients
-from autoplan.analyse.placement.joined_sums import shared_sums
 from autoplan.analyse.placement.parallel_branches import pairs_of_branches
-from autoplan.analyse.placement.partial_gradients import PartialGradients
-from autoplan.analyse.placement.placement import Placement, Refusal
-from autoplan.analyse.placement.reductions import gathered_dim, reduction_of, row_bias_of
+from autoplan.analyse.placement.partial_gradients import PartialGradients, join_gradients
 from autoplan.analyse.shards import Shards
 from autoplan.ops import op_record
 from autoplan.ops.records.answers import Drawn, Reduction

@@ -18,8 +18,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import reduce
 
-from autoplan.analyse.placement.callflow import CallFlow, Crossing
-from autoplan.analyse.placement.placement import Placement
+from autoplan.analyse.placement.callflow import CallFlow, Crossing, Placement
 from autoplan.analyse.sequence.stream import SequencePlacement, Stream
 from autoplan.analyse.shards import Shards
 from autoplan.values import (

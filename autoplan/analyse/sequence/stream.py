@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autoplan.analyse.placement.callflow import Crossing
-from autoplan.analyse.sequence.positions import Positions, integers
-from autoplan.analyse.sequence.stream_state import Again, CutStream, Refused, SequencePlacement
+from autoplan.analyse.sequence.stream_state import Again, CutStream, Positions, Refused, SequencePlacement, integers
 from autoplan.analyse.splits.literal_sizes import evaluate
 from autoplan.axes.terms import Term
 from autoplan.ops import call_record

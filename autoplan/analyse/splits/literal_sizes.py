@@ -1,9 +1,4 @@
-"""Which integers a module's Python passes to torch, and what each must be on a rank.
-
-A recorded call has its literals with their origins (`values.Symbolic`). For every literal that follows a split
-dimension this module states a requirement: at this place, this rank must pass this number. Whether an edited
-attribute already makes it so is arithmetic on the origin (`evaluate`), nothing is run.
-"""
+"""Find the integers that Python passes to torch, and the value that each needs on a rank."""
 
 from __future__ import annotations
 
@@ -12,8 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoplan.analyse.shards import Shards
-from autoplan.analyse.splits.arguments import argument, is_integer, number
-from autoplan.analyse.splits.equal_pieces import parted_dim, pieces_given
 from autoplan.ops import call_record, op_record
 from autoplan.ops.records.answers import Drawn
 from autoplan.ops.records.sizes import (
@@ -25,6 +18,7 @@ from autoplan.ops.records.sizes import (
     Lengths,
     MadeWhole,
     OutputShape,
+    PieceCount,
     RepeatEach,
     Repeats,
     Sizes,
@@ -32,15 +26,77 @@ from autoplan.ops.records.sizes import (
 )
 from autoplan.values import Call, Ref, Symbolic, Trace, refs
 
-__all__ = [
-    "Requirement",
-    "attributes_of",
-    "evaluate",
-    "made_in_shards",
-    "made_whole",
-    "requirements",
-    "sizes_given",
-]
+# Reading the arguments of a recorded call.
+
+
+def is_integer(value: Any) -> bool:
+    return isinstance(value, Symbolic) or (isinstance(value, int) and not isinstance(value, bool))
+
+
+def number(value: Any) -> int:
+    return value.value if isinstance(value, Symbolic) else int(value)
+
+
+def argument(call: Call, position: int, *names: str) -> tuple[tuple[Any, ...], Any]:
+    """An argument by position or name, with its path."""
+    if len(call.args) > position:
+        return ("args", position), call.args[position]
+    for name in names:
+        if name in call.kwargs:
+            return ("kwargs", name), call.kwargs[name]
+    return (), None
+
+
+# Calls that make equal pieces of a value, where ranks hold unequal ones.
+#
+# Of two pieces of one projection one may be split while its neighbour stays whole. No number that the call is told
+# gives a rank's lengths then, so they are planned.
+
+
+def parted_dim(call: Call, shards: Shards) -> int:
+    dims = len(shards.trace.tensors[next(refs((call.args, call.kwargs)))].shape)
+    told = call_record(call.name).sizes
+    if isinstance(told, PieceCount) and told.dim is not None:  # the call says it by its name
+        return min(told.dim, dims - 1)
+    _, given = argument(call, 2, "dim")
+    return number(given if given is not None else 0) % dims
+
+
+def pieces_given(call: Call, shards: Shards) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
+    """Of a call that makes equal pieces: along which dim, and how long they must be on each rank, where those differ.
+
+    They do where one piece is split and its neighbour is not.
+    """
+    told = call_record(call.name).sizes
+    if not isinstance(told, (Lengths, PieceCount)):
+        return None
+    _, sections = argument(
+        call, told.at, "split_size_or_sections", "split_size", "chunks", "sections", "indices_or_sections"
+    )
+    outputs = list(refs(call.outputs))
+    if not is_integer(sections) or not outputs:
+        return None
+    dim = parted_dim(call, shards)
+    wanted = tuple(
+        tuple(shards.local_size(shards.axes.of(output)[dim], rank) for output in outputs) for rank in range(shards.tp)
+    )
+    return None if all(_follow(told, sizes, len(outputs)) for sizes in wanted) else (dim, wanted)
+
+
+def _follow(told: Lengths | PieceCount, sizes: tuple[int, ...], count: int) -> bool:
+    """Would the call give pieces of these lengths, were it told the length of the first, or their number?"""
+    whole = sum(sizes)
+    if isinstance(told, PieceCount) and told.even:
+        return sizes == tuple(whole // count + (place < whole % count) for place in range(count))
+    first = sizes[0] if isinstance(told, Lengths) else -(-whole // count)
+    return first > 0 and sizes == tuple(max(0, min(first, whole - place * first)) for place in range(count))
+
+
+# Which integers a module's Python passes to torch, and what each must be on a rank.
+#
+# A recorded call has its literals with their origins (`values.Symbolic`). For every literal that follows a split
+# dimension this module states a requirement: at this place, this rank must pass this number. Whether an edited
+# attribute already makes it so is arithmetic on the origin (`evaluate`), nothing is run.
 
 Path = tuple[Any, ...]
 Found = list[tuple[Path, Any, tuple[int, ...]]]
@@ -149,7 +205,7 @@ def _found(sizes: Sizes, call: Call, outputs: list[int], shards: Shards) -> Foun
             return _repeat_interleave(sizes, call, outputs[0], shards)
         case Groups():
             return _groups(sizes, call, shards)
-    return []  # none, sizes of what is made whole, or a number of pieces (`equal_pieces.py`)
+    return []  # none, sizes of what is made whole, or a number of pieces (`pieces_given`)
 
 
 def made_in_shards(call: Call, shards: Shards) -> bool:

@@ -138,7 +138,7 @@ def _findings(subject: Audited) -> Iterable[Finding]:
 def subject_of(source: Any, plan: Any, tp_size: int, settings: Settings = DEFAULT, *, run: bool = True) -> Audited:
     """Read the plan, analyse the model, run the plan."""
     from autoplan.analyse.picture.dataflow import dataflow
-    from autoplan.analyse.solve_experts import solve_experts
+    from autoplan.analyse.splits.experts import solve_experts
     from autoplan.hf.stacks import layers
     from autoplan.planning import capture_source
 

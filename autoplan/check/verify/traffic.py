@@ -63,7 +63,7 @@ def against_the_least(measured: Mapping[str, Any], planned: Iterable[Traffic]) -
 
 
 def _tokens(values: Any, ranks: int) -> int:
-    """How many tokens the stream has that a block takes in: as `analyse/traffic/moved.py` counts them."""
+    """How many tokens the stream has that a block takes in: as `analyse/moved.py` counts them."""
     stream = next((tensor for tensor in _tensors(values) if tensor.is_floating_point() and tensor.dim() > 1), None)
     if stream is None:
         return 1

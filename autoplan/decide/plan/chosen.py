@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from autoplan.analyse.solve import Solution
-from autoplan.analyse.solve_experts import Experts, solve_experts
-from autoplan.analyse.splits.requests import NO_DEMANDS, Demands, stay_whole
+from autoplan.analyse.splits.experts import Experts, solve_experts
+from autoplan.analyse.splits.packed import NO_DEMANDS, Demands, stay_whole
 from autoplan.common.errors import IndivisibleError
 from autoplan.decide.plan.folding import Names
 from autoplan.decide.plan.packed import packed_in_trace

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from autoplan.analyse.moved import block_traffic
 from autoplan.analyse.solve import Solution
-from autoplan.analyse.traffic.moved import block_traffic
 from autoplan.decide.plan.folding import Names
 from autoplan.values import Finding, Stack, Traffic
 

@@ -13,7 +13,7 @@ from autoplan.values.reasons import Reason
 
 if TYPE_CHECKING:
     from autoplan.analyse.solve import Solution
-    from autoplan.analyse.solve_experts import Experts
+    from autoplan.analyse.splits.experts import Experts
 
 __all__ = ["expert_findings", "experts_of"]
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from autoplan.analyse.picture.dataflow import dataflow
 from autoplan.analyse.picture.flow import Flow, node_of
 from autoplan.analyse.solve import Solution, solve
-from autoplan.analyse.splits.requests import Demands
+from autoplan.analyse.splits.packed import Demands
 from autoplan.common.errors import IndivisibleError
 from autoplan.common.layout import Layout
 from autoplan.decide.plan.folding import Names

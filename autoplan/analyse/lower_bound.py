@@ -15,14 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
+from autoplan.analyse.placement.call_instructions import lengths_in, row_bias_of
 from autoplan.analyse.placement.callflow import CallFlow
-from autoplan.analyse.placement.deferred_sums import adds, is_linear
-from autoplan.analyse.placement.reductions import lengths_in, row_bias_of
+from autoplan.analyse.placement.delayed_sums import adds, is_linear
 from autoplan.analyse.shards import Shards
-from autoplan.analyse.splits.low_rank import thin_matrix
+from autoplan.analyse.splits.special import thin_matrix
 from autoplan.ops import call_record
-
-__all__ = ["Payment", "least_payments", "variance_numbers"]
 
 _WHOLE = 0.999
 

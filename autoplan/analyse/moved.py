@@ -15,24 +15,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
+from autoplan.analyse.lower_bound import Payment, least_payments, variance_numbers
+from autoplan.analyse.placement.call_instructions import lengths_in
 from autoplan.analyse.placement.callflow import CallFlow
-from autoplan.analyse.placement.reductions import lengths_in
 from autoplan.analyse.shards import Shards
-from autoplan.analyse.traffic.lower_bound import Payment, least_payments, variance_numbers
 from autoplan.ops.records.answers import Reduction
-from autoplan.values import (
-    Amount,
-    Boundary,
-    CallRewrite,
-    Collective,
-    Instruction,
-    ModuleVisit,
-    Move,
-    Runtime,
-    Traffic,
-)
-
-__all__ = ["Excess", "block_traffic"]
+from autoplan.values import Amount, Boundary, CallRewrite, Collective, Instruction, ModuleVisit, Move, Runtime, Traffic
 
 _BOTH_WAYS = Collective.ALL_REDUCE  # costs twice what a gather or a reduce-scatter does
 _NEAR = 200  # values to look at in search of the one that is summed
