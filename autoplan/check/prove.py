@@ -25,9 +25,8 @@ from autoplan.common.code.ways import Ways
 from autoplan.common.dtypes import inputs_in, tried_dtypes, working_dtype
 from autoplan.common.errors import AutoplanError, CaptureError
 from autoplan.common.patterns import is_under, matches
-from autoplan.decide.plan.chosen import choices_of_plan, solve_chosen
-from autoplan.decide.plan.experts import experts_of
-from autoplan.decide.plan.whole_blocks import BLOCKS
+from autoplan.decide.plan.chosen import choices_of_plan, experts_of, solve_chosen
+from autoplan.decide.plan.folding import BLOCKS
 from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import Source

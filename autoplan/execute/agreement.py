@@ -31,7 +31,7 @@ from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.common.options import TensorParallel
 from autoplan.execute.collectives import RankGroup, all_gather_rows, mesh_device
 from autoplan.values import Plan
-from autoplan.values.steering import digest
+from autoplan.values.plan import digest
 
 __all__ = ["APPLIED", "Alike", "Voters", "fail_together", "meet", "refuse_differing_plans", "same_model", "same_plan",
            "voters_here", "voters_of"]  # fmt: skip

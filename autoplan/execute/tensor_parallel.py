@@ -22,23 +22,20 @@ from autoplan.common.patterns import matches, nearest
 from autoplan.execute.agreement import APPLIED, Voters, meet
 from autoplan.execute.calls.kernel_guard import guard_kernels
 from autoplan.execute.collectives import RankGroup
+from autoplan.execute.dropout import SharedRandomness, draws_in_code
 from autoplan.execute.executors import At, execute
-from autoplan.execute.fits import check_fits
+from autoplan.execute.fits import check_fits, is_stored_packed, stored_rules
 from autoplan.execute.guard.guard import PathGuard, guard_of
-from autoplan.execute.hooks.inner_entries import install_inner_entries
 from autoplan.execute.hooks.install import ModuleWork, install, install_root
-from autoplan.execute.hooks.replaced import watch_children, watch_no_longer
+from autoplan.execute.hooks.replaced import install_inner_entries, watch_children, watch_no_longer
 from autoplan.execute.hooks.running import Running
-from autoplan.execute.hooks.unrecorded import watch_unrecorded
-from autoplan.execute.parameters.following import stop_following
+from autoplan.execute.hooks.unseen import watch_unrecorded
+from autoplan.execute.parameters.optimizer import stop_following
 from autoplan.execute.parameters.shard import mesh_device, prepare_parameters
-from autoplan.execute.quantised.rules import is_stored_packed, stored_rules
-from autoplan.execute.randomness.dropout import SharedRandomness
-from autoplan.execute.randomness.may_draw import draws_in_code
 from autoplan.execute.reproducible import make_reproducible
 from autoplan.execute.weights.methods import leave_methods
 from autoplan.patches.as_it_was import whole_or_as_it_was
-from autoplan.patches.recorded_code import open_scripts
+from autoplan.patches.classes import open_scripts
 from autoplan.values import (
     Boundary,
     CallRewrite,

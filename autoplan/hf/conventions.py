@@ -57,19 +57,19 @@ def _checkpoint_names(model: nn.Module) -> CheckpointNames:
 def _checkpoint_writer(
     model: nn.Module, original: bool, stored: Mapping[str, tuple[PackedWeight, PackedTensor]]
 ) -> CheckpointWriter:
-    from autoplan.hf.saving import checkpoint_writer
+    from autoplan.hf.checkpoints import checkpoint_writer
 
     return checkpoint_writer(model, original, stored)
 
 
 def _stored_aliases(folder: Path, keys: tuple[str, ...]) -> Mapping[str, str]:
-    from autoplan.hf.quantised.checkpoint import stored_aliases
+    from autoplan.hf.quantised.weights import stored_aliases
 
     return stored_aliases(folder, keys)
 
 
 def _stored_weights(*what: Any) -> tuple[PackedWeight, ...]:
-    from autoplan.hf.quantised.checkpoint import stored_weights
+    from autoplan.hf.quantised.weights import stored_weights
 
     return stored_weights(*what)
 

@@ -26,7 +26,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from autoplan.common.errors import SourceError
 from autoplan.common.files.plain import NotPlain, is_folder, read_plain
 from autoplan.common.importing import importable_here
-from autoplan.hf.configs.limits import check_config
+from autoplan.hf.configs import check_config
 from autoplan.hf.type_rules import open_fields
 
 __all__ = ["Found", "default_config", "from_string", "inputs_from_string", "transformers_class"]

@@ -187,7 +187,7 @@ def _folders(mapping: str) -> tuple[str, ...]:
     """The folders of transformers' models that a mapping names."""
     from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-    from autoplan.hf.catalogue import architectures
+    from autoplan.hf.type_rules import architectures
 
     return tuple(dict.fromkeys(model_type_to_module_name(kind) for kind, _ in architectures(mapping)))
 

@@ -18,20 +18,26 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from autoplan.common.errors import SourceError
-from autoplan.hf.relations import (
+from autoplan.hf.tiny_sizes import (
     HEADS,
     HIDDEN,
     ROTARY_WIDTHS,
+    VARIANTS,
+    Sizes,
+    amount,
     equal_widths,
+    field_rule,
     first_of,
     fit_rotary_lists,
+    fitted,
     has_listed_stages,
+    is_layer_count,
+    is_token_id,
     related_width,
     sections_of_depth,
     smaller_sections,
     vision_layers,
 )
-from autoplan.hf.tiny_sizes import VARIANTS, Sizes, amount, field_rule, fitted, is_layer_count, is_token_id
 from autoplan.hf.type_rules import type_rules
 
 __all__ = ["all_configs", "sub_configs", "tiny_config"]
@@ -80,7 +86,7 @@ def tiny_config(
     """A tiny config of the same class that makes the same choices. `config` is not touched. `ranks`: those of the plan,
     and those on which the clone is tried: it leaves on each of them what the plan leaves (`tiny_sizes.fitted`).
 
-    `shrink="related"` leaves widths multiples of each other (see relations.py), "depth" leaves every width as it is,
+    `shrink="related"` leaves widths multiples of each other (see tiny_sizes.py), "depth" leaves every width as it is,
     "nothing" the layers too: for models whose sizes depend on each other in ways that no field tells. Raises
     SourceError when the class refuses the shrunk fields.
     """

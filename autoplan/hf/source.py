@@ -27,14 +27,13 @@ from autoplan.common.errors import SourceError
 from autoplan.common.options import check_argument
 from autoplan.common.random_values import BUILDING, fill_meta, randomise, untouched_randomness
 from autoplan.hf.adapters import settings_of, wrap
-from autoplan.hf.catalogue import class_name_of
-from autoplan.hf.configs.dtypes import settled_dtype, stored_as
-from autoplan.hf.configs.limits import check_config, limited_modules
+from autoplan.hf.configs import check_config, limited_modules, settled_dtype, stored_as
 from autoplan.hf.inputs.make import arguments_of, core_of, users_feeds
 from autoplan.hf.model_string import from_string, transformers_class
 from autoplan.hf.quantised.weights import quantised_weights, refuse_packed_by_others
 from autoplan.hf.shrink import all_configs, tiny_config
 from autoplan.hf.tiny_sizes import leaves_single_units
+from autoplan.hf.type_rules import class_name_of
 from autoplan.values.quantised import PackedWeight
 
 __all__ = ["Model", "Source", "resolve"]

@@ -9,11 +9,8 @@ In: plain data. Out: the same, checked when it is made. May import: nothing of o
 
 from dataclasses import replace
 
-from autoplan.values.costs import Cost
-from autoplan.values.facts import ClassFact, ParameterFact
-from autoplan.values.fed import Fed
-from autoplan.values.findings import Finding, Report, Score, Scoreboard, Traffic, Verdict
-from autoplan.values.flow import CutsOf, Drawn, FlowPart
+from autoplan.values.estimate import Cost
+from autoplan.values.findings import CutsOf, Drawn, Fed, Finding, FlowPart, Report, Score, Scoreboard, Traffic, Verdict
 from autoplan.values.instructions import (
     INSTRUCTIONS,
     AllGather,
@@ -69,13 +66,29 @@ from autoplan.values.instructions import (
     WithholdPartial,
     instruction,
 )
-from autoplan.values.made_for import UNKNOWN, ForwardCode, MadeFor, SeenCode, Sizes, Version
-from autoplan.values.plan import Change, Entry, Obstacle, Plan, Proof, Replicated, Stack, Trial
+from autoplan.values.plan import (
+    UNKNOWN,
+    Change,
+    Entry,
+    ForwardCode,
+    MadeFor,
+    Obstacle,
+    Plan,
+    Proof,
+    Replicated,
+    SeenCode,
+    Sizes,
+    Stack,
+    Trial,
+    Version,
+)
 from autoplan.values.trace import (
     Call,
+    ClassFact,
     Fold,
     ModuleVisit,
     Op,
+    ParameterFact,
     Ref,
     Symbolic,
     TensorInfo,

@@ -7,7 +7,7 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from math import isfinite
 from typing import Any
 
-from autoplan.values.costs import Cost
+from autoplan.values.estimate import Cost
 from autoplan.values.instructions import INSTRUCTIONS, Instruction
 from autoplan.values.reasons import REASONS, Reason
 

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autoplan
 from autoplan.check.ranks.run import run_processes
-from autoplan.execute.parameters.gather import full_tensors
-from autoplan.execute.randomness.may_draw import draws_in_code, may_draw
+from autoplan.execute.dropout import draws_in_code, may_draw
+from autoplan.execute.parameters.buffers import full_tensors
 from autoplan.hf.source import resolve
 from autoplan.values import LocalExperts
 

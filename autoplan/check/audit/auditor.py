@@ -23,7 +23,7 @@ from autoplan.check.audit.trial import AuditRun, try_on_ranks
 from autoplan.check.audit.verdicts import held_bytes, unsplit_share, verdicts
 from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.common.options import check_count
-from autoplan.decide.plan.experts import experts_of
+from autoplan.decide.plan.chosen import experts_of
 from autoplan.values import Capabilities, Finding, Plan, Report
 
 __all__ = ["audit", "audit_source", "subject_of"]

@@ -100,7 +100,7 @@ def scoreboard(
 
 
 def _chosen(mapping: str, only: Sequence[str]) -> list[tuple[str, str]]:
-    from autoplan.hf.catalogue import architectures
+    from autoplan.hf.type_rules import architectures
 
     known = architectures(mapping)
     types = [model_type for model_type, _ in known]

@@ -113,8 +113,8 @@ def _on_live_mesh(job: Job, mesh: Any) -> list[Any]:
     """The ranks are real and every one of them is here: observe, then tell each other."""
     import torch.distributed as dist
 
+    from autoplan.execute import random_streams
     from autoplan.execute.agreement import meet
-    from autoplan.execute.randomness import streams as random_streams
 
     ((name, _),) = job.dims
     group = mesh[name].get_group()

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from autoplan.common.patterns import matches
-from autoplan.execute.hooks.sequence_shards import is_shard
-from autoplan.execute.sequence.moves import deals_out
+from autoplan.execute.hooks.sequence import deals_out, is_shard
 from autoplan.values import Collective, Traffic
 
 __all__ = ["against_the_least", "measured_traffic"]

@@ -14,15 +14,10 @@ from autoplan.analyse.picture.flow import Flow
 from autoplan.analyse.picture.obstacles import obstacles
 from autoplan.analyse.solve import Solution
 from autoplan.common.patterns import matches
-from autoplan.decide.matching.facts import gathered_parameters, with_facts
-from autoplan.decide.matching.match import Matching, match_rules
-from autoplan.decide.matching.naming import Naming, name_parameters, readings
-from autoplan.decide.plan.communication import communication
-from autoplan.decide.plan.costs import Costs
-from autoplan.decide.plan.flow import flow_of
+from autoplan.decide.match import Matching, match_rules
+from autoplan.decide.naming import Naming, gathered_parameters, name_parameters, readings, with_facts
+from autoplan.decide.plan.entries import Costs, communication, flow_of, reason_text, style_of, units_text, whole_text
 from autoplan.decide.plan.folding import Names, fold_runtime, starred
-from autoplan.decide.plan.reasons import reason_text, units_text, whole_text
-from autoplan.decide.plan.styles import style_of
 from autoplan.decide.rulebook.read import GENERIC, Rule, load_rules
 from autoplan.values import (
     Cost,

@@ -18,13 +18,17 @@ from autoplan.common.files.plain import NotPlain, is_file, read_plain
 from autoplan.common.patterns import matches
 from autoplan.decide.plan.chosen import choices_of_plan
 from autoplan.decide.written_plans.choices import ChosenCut, ChosenCuts, WrittenPlanError, check_key
-from autoplan.decide.written_plans.deepspeed import is_deepspeed, read_deepspeed
-from autoplan.decide.written_plans.dotted import looks_dotted, plan_at
+from autoplan.decide.written_plans.dialects import (
+    hf_plan,
+    looks_dotted,
+    plan_at,
+    read_strings,
+    read_styles,
+    with_prefix,
+)
+from autoplan.decide.written_plans.foreign import ancestors_of, is_deepspeed, read_deepspeed, unwrapped
 from autoplan.decide.written_plans.handwritten import find_plan, load_plans, plan_by_id
 from autoplan.decide.written_plans.plan_file import load_plan
-from autoplan.decide.written_plans.torch_styles import read_styles
-from autoplan.decide.written_plans.transformers_plans import hf_plan, read_strings, with_prefix
-from autoplan.decide.written_plans.wrappers import ancestors_of, unwrapped
 from autoplan.values import Plan
 from autoplan.values.module_tree import NamedModules
 

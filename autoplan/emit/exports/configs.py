@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable
 from typing import Any
 
 from autoplan.decide.plan.folding import starred
-from autoplan.decide.written_plans.deepspeed import COUNTS
+from autoplan.decide.written_plans.foreign import COUNTS
 from autoplan.emit.exports.expressible import (
     ExportError,
     Part,

@@ -20,10 +20,10 @@ from autoplan.emit.exports.expressible import (
     Part,
     Refused,
     check_nothing_lost,
+    cut_otherwise,
     layout_of,
     parts_of,
 )
-from autoplan.emit.exports.stored import cut_otherwise
 from autoplan.values import AllReduceGradient, Entry, Plan
 from autoplan.values.reasons import OfDim
 

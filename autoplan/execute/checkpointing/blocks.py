@@ -29,8 +29,13 @@ from torch.utils.checkpoint import checkpoint
 
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
-from autoplan.execute.checkpointing.cache_copies import CacheCopies, is_cache
-from autoplan.execute.checkpointing.policies import all_but_drawn, intact_contexts, selective_contexts
+from autoplan.execute.checkpointing.policies import (
+    CacheCopies,
+    all_but_drawn,
+    intact_contexts,
+    is_cache,
+    selective_contexts,
+)
 from autoplan.execute.hooks.running import Running
 from autoplan.execute.parameters.held import record_of
 

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from autoplan.common.errors import AutoplanError
 from autoplan.common.options import check_argument
 from autoplan.execute.collectives import RankGroup, all_reduce, index_of, mesh_device
-from autoplan.execute.parameters.counted import answered_for, repeats
 from autoplan.execute.parameters.held import Held, held_by, held_parameters
 from autoplan.execute.parameters.local_views import reading_locally
+from autoplan.execute.parameters.optimizer import answered_for, repeats
 
 __all__ = ["clip_gradients", "global_norm", "to_local", "unshard"]
 

@@ -21,16 +21,13 @@ from autoplan.common.layout import chunk
 from autoplan.common.nested import change_if_returned, change_input, change_output, flatten_tensors, signature_names
 from autoplan.execute.calls.function_mode import ModuleMode, PlannedCalls
 from autoplan.execute.collectives import gather_pieces, mesh_device
+from autoplan.execute.dropout import may_draw
 from autoplan.execute.executors import Around, At, execute
 from autoplan.execute.guard.guard import PathGuard
 from autoplan.execute.guard.marks import as_given, looking_on
-from autoplan.execute.hooks.closures import copied_with_closure
-from autoplan.execute.hooks.running import Running
-from autoplan.execute.hooks.sequence_shards import SequenceShard, shards_in
-from autoplan.execute.hooks.traced import unwatched
-from autoplan.execute.hooks.unseen_outputs import UnseenOutputs
-from autoplan.execute.randomness.may_draw import may_draw
-from autoplan.execute.sequence.apply import gather_shard
+from autoplan.execute.hooks.running import Running, copied_with_closure, unwatched
+from autoplan.execute.hooks.sequence import SequenceShard, gather_shard, shards_in
+from autoplan.execute.hooks.unseen import UnseenOutputs
 from autoplan.execute.vocabulary.leaving import leaving
 from autoplan.execute.vocabulary.split_logits import SplitLogits, columns_in
 from autoplan.values import AroundModule, Boundary, CallRewrite, Instruction, Runtime

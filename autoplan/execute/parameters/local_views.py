@@ -49,8 +49,7 @@ from autoplan.execute.collectives import (
 from autoplan.execute.guard.marks import GRADIENT, PART, looking_on
 from autoplan.execute.parameters.held import Held, record_of
 from autoplan.execute.parameters.state_dict import gathered, local_piece
-from autoplan.execute.parameters.transforms import refuse_transforms
-from autoplan.execute.parameters.unseen_paths import SHAPE_ERRORS, unseen_path
+from autoplan.execute.parameters.unseen_paths import SHAPE_ERRORS, refuse_transforms, unseen_path
 from autoplan.patches.classes import subclass_of
 
 __all__ = ["local_view", "reading_locally", "stored_tensor", "view_class"]

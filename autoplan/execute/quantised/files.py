@@ -16,8 +16,7 @@ import torch
 
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import SourceError
-from autoplan.execute.quantised.formats import dequantise
-from autoplan.execute.quantised.twice import QuantisedTwice
+from autoplan.execute.quantised.formats import QuantisedTwice, dequantise
 from autoplan.execute.weights.files import CheckpointFiles
 from autoplan.values.quantised import PackedTensor, PackedWeight
 

@@ -22,8 +22,7 @@ from autoplan.common.options import check_argument
 from autoplan.common.patterns import matches
 from autoplan.execute.parameters.held import plain_name, record_of
 from autoplan.execute.parameters.local_views import stored_tensor
-from autoplan.execute.quantised.formats import can_dequantise, dequantise
-from autoplan.execute.quantised.twice import QuantisedTwice
+from autoplan.execute.quantised.formats import QuantisedTwice, can_dequantise, dequantise
 from autoplan.patches.classes import give_class, subclass_of
 from autoplan.values import Plan
 from autoplan.values.quantised import PackedTensor, PackedWeight

@@ -25,8 +25,7 @@ from autoplan.common.errors import PlanMismatchError
 from autoplan.common.layout import chunk
 from autoplan.common.nested import changed_inside, is_record
 from autoplan.execute.collectives import RankGroup, gather_pieces
-from autoplan.execute.vocabulary.losses import cross_entropy
-from autoplan.execute.vocabulary.shards import Columns
+from autoplan.execute.vocabulary.shards import Columns, cross_entropy
 from autoplan.ops.records.record import writes_in_place
 
 __all__ = ["SplitLogits", "can_stay_split", "columns_in", "dressed", "moved", "split_class"]

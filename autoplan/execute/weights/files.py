@@ -158,7 +158,7 @@ def _read_scattered(source: Any, index: list[Any], dim: int, rows: Sequence[int]
 
 def _find(folder: Path) -> dict[str, str]:
     """Name of each tensor -> file that has it, as transformers reads a folder: model.safetensors if it is there (and no
-    index counts it among others), else what an index says, else all files. `switch.py` relies on that order."""
+    index counts it among others), else what an index says, else all files. `save.py` relies on that order."""
     if not folder.is_dir():
         raise SourceError(f"no folder {folder}", hint="give the folder that holds the .safetensors files")
     indexes, single = sorted(folder.glob("*.safetensors.index.json")), folder / "model.safetensors"

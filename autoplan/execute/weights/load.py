@@ -30,15 +30,15 @@ from autoplan.common.conventions import BaseName, conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.common.layout import chunk
 from autoplan.common.options import check_argument
+from autoplan.execute import random_streams
 from autoplan.execute.agreement import Alike, Voters, fail_together, meet, voters_of
 from autoplan.execute.collectives import mesh_device
+from autoplan.execute.dropout import state_of_the_first
 from autoplan.execute.parameters.buffers import new_adapters, rebuilt_passing_tensors
 from autoplan.execute.parameters.held import Held, plain_name, record_of
 from autoplan.execute.parameters.state_dict import local_piece
 from autoplan.execute.quantised.files import DequantisedFiles, StoredFiles
 from autoplan.execute.quantised.modules import keep_beside
-from autoplan.execute.randomness import streams as random_streams
-from autoplan.execute.randomness.dropout import state_of_the_first
 from autoplan.execute.weights.files import CheckpointFiles
 from autoplan.execute.weights.key_matching import Matched, match_keys, refuse_unmatched
 from autoplan.execute.weights.moved import Make, Moved, follow

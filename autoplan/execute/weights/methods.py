@@ -1,30 +1,33 @@
-"""Methods of a sharded model that its library knows nothing better about, done the sharded way or refused.
-
-The problem: `save_pretrained` writes from one rank what one rank holds; `resize_token_embeddings` copies rows of a
-part; an adapter that is added later is whole beside a layer that is cut; DistributedDataParallel sends parts to ranks
-that hold other ones. They fail with an error of torch's, or go on. So a sharded model, and each model inside it, has
-these methods on itself: saving writes the whole together, and the others say what to do.
-"""
+"""Methods of a sharded model that load and save, and the state of training."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import AutoplanError
 from autoplan.execute.agreement import Voters, fail_together, meet, same_model, voters_of
 from autoplan.execute.parameters.held import record_of
-from autoplan.execute.weights.save import save_weights, whole_on_writer, writes
-from autoplan.execute.weights.switch import replace_files
+from autoplan.execute.weights.save import replace_files, save_weights, whole_on_writer, writes
 
-__all__ = ["leave_methods", "take_methods"]
+# Methods of a sharded model that its library knows nothing better about, done the sharded way or refused.
+#
+# The problem: `save_pretrained` writes from one rank what one rank holds; `resize_token_embeddings` copies rows of a
+# part; an adapter that is added later is whole beside a layer that is cut; DistributedDataParallel sends parts to ranks
+# that hold other ones. They fail with an error of torch's, or go on. So a sharded model, and each model inside it, has
+# these methods on itself: saving writes the whole together, and the others say what to do.
 
 _NOTHING_TO_US = ("safe_serialization", "save_function", "save_peft_format", "token")  # how others would write
 _CHOICES = ("selected_adapters", "save_embedding_layers")  # of adapters, and of what is written beside them
@@ -187,3 +190,42 @@ def _fill_adapter(model: nn.Module, method: str, at: int, *args: Any, **options:
             )
         meet()
         return getattr(type(model), method)(model, *args, **options)
+
+
+# The state of a sharded optimizer in a folder: what a run needs besides its weights to go on, at any number of ranks.
+#
+# Saved with torch.distributed.checkpoint, by names of parameters and in the checkpoint's order
+# (`parameters/optimizer.py`), so that each rank writes its own shards and a run may go on at another tp size.
+
+
+def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str]) -> None:
+    """Write the optimizer's state. Every rank calls it."""
+    with fail_together(Voters.everyone(model), "save_optimizer"):
+        meet(same_model(model))
+        state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        files = dcp.FileSystemWriter(folder, overwrite=True)
+        meet()
+        with _as_our_error(f"{folder} could not be written", "is the disk full, and may every rank write there?"):
+            dcp.save(state, storage_writer=files)
+
+
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str]) -> None:
+    """Read it back into an optimizer of the same kind, fresh or not. Every rank calls it."""
+    with fail_together(Voters.everyone(model), "load_optimizer"):
+        meet(same_model(model))
+        state: dict[str, Any] = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        meet()
+        with _as_our_error(f"{folder} could not be read", "is it what save_optimizer wrote, and whole?"):
+            dcp.load(state, checkpoint_id=folder)
+        meet()
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
+@contextmanager
+def _as_our_error(told: str, hint: str) -> Iterator[None]:
+    """torch tells all ranks what some of them had, in an error that nobody expects: it is no Exception."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (failure, _) = min(error.failures.items())
+        raise AutoplanError(f"{told} by rank {rank}: {type(failure).__name__}: {failure}", hint=hint) from error

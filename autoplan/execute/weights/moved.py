@@ -3,7 +3,7 @@
 The problem: such a conversion takes whole tensors, and a rank that holds some rows should read these and no others.
 Where a number goes does not depend on the numbers, and along most dims none moves. So the conversion is run once on
 places, each a number that says where it comes from, with one row along every dim where nothing moves; each rank then
-reads what its rows are made of. `joined.py` knows the joins that are known without a run, and those of scales.
+reads what its rows are made of. `key_matching.py` knows the joins that are known without a run, and those of scales.
 """
 
 from __future__ import annotations

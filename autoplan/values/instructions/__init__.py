@@ -16,12 +16,18 @@ from autoplan.values.instructions.base import (
 )
 from autoplan.values.instructions.boundaries import (
     AllGather,
+    AllGatherSequence,
+    AllGatherSequenceSumGradient,
     AllReduce,
     AllReduceGradient,
     Boundary,
     JoinPartial,
     MeanOverRanks,
+    NoteShard,
+    ReduceScatterSequence,
     ScaleGradient,
+    ScatterSequence,
+    SequenceBoundary,
     SequenceName,
     Side,
     WithholdPartial,
@@ -30,15 +36,18 @@ from autoplan.values.instructions.calls import (
     AttentionCall,
     CallRewrite,
     CallSite,
+    CellCall,
     Cut,
     DrawOnShards,
     EmbeddingCall,
     EqualPieces,
     GatherCall,
+    HeldRows,
     LengthCall,
     LiteralArgument,
     MeanCall,
     NormCall,
+    RecurrentCall,
     RewriteCall,
     RowCall,
     SumCall,
@@ -46,21 +55,16 @@ from autoplan.values.instructions.calls import (
 )
 from autoplan.values.instructions.modules import (
     AroundModule,
+    Capabilities,
+    Constant,
     IntegerEdit,
     LocalExperts,
+    OutputShape,
     ParallelBlock,
+    ParameterRule,
+    Runtime,
     SplitLogits,
     VocabularyTable,
-)
-from autoplan.values.instructions.recurrent import CellCall, HeldRows, RecurrentCall
-from autoplan.values.instructions.runtime import Capabilities, Constant, OutputShape, ParameterRule, Runtime
-from autoplan.values.instructions.sequence import (
-    AllGatherSequence,
-    AllGatherSequenceSumGradient,
-    NoteShard,
-    ReduceScatterSequence,
-    ScatterSequence,
-    SequenceBoundary,
 )
 
 __all__ = [

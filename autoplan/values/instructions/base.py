@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar, TypeVar
 
-from autoplan.values.costs import Cost
+from autoplan.values.estimate import Cost
 
 __all__ = [
     "INSTRUCTIONS",
