@@ -9,7 +9,7 @@ expressed marks both of its sides, so that what looks free to split is.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autoplan.axes.algebra import Conflict
@@ -20,8 +20,6 @@ from autoplan.ops.questions import asks
 from autoplan.ops.records.answers import Shows
 from autoplan.ops.records.site import Dims, Inference, Site
 from autoplan.values import Op, Ref, Trace, refs
-
-__all__ = ["Axes", "infer_axes"]
 
 
 @dataclass
@@ -98,7 +96,15 @@ class _Reader:
         if answer is None:
             answer = self._opaque(op, inputs, outputs)
         elif record.shows is not Shows.NOTHING and inputs:
-            self._note_view(inputs[0], outputs)
+            source = inputs[0]
+            root = self.views.get(source.id, source.id)
+            parameter = self.state.sources.get(source.id)
+            for ref in outputs:
+                if ref.id != source.id and ref.id not in self.views:
+                    self.views[ref.id] = root
+                    self.shown_by[root].append(ref.id)
+                if parameter is not None:
+                    self.state.sources.setdefault(ref.id, parameter)
         self._update_dequantised(op, inputs, outputs)
         self._record(outputs, answer)
 
@@ -136,16 +142,6 @@ class _Reader:
                 continue
             for old, new in zip(known, dims, strict=True):
                 algebra.unify(old, new)
-
-    def _note_view(self, source: Ref, outputs: Iterable[Ref]) -> None:
-        root = self.views.get(source.id, source.id)
-        parameter = self.state.sources.get(source.id)
-        for ref in outputs:
-            if ref.id != source.id and ref.id not in self.views:
-                self.views[ref.id] = root
-                self.shown_by[root].append(ref.id)
-            if parameter is not None:
-                self.state.sources.setdefault(ref.id, parameter)
 
     def _update_dequantised(self, op: Op, inputs: Sequence[Ref], outputs: Sequence[Ref]) -> None:
         """A quantised weight times its scales is the weight, at any step on the way there."""

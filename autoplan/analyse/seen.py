@@ -17,8 +17,6 @@ from autoplan.common.patterns import holders
 from autoplan.ops.creation import fills
 from autoplan.values import AllReduceGradient, Boundary, Constant, Side, Trace
 
-__all__ = ["given", "idle", "of_constants", "returned", "unsummed"]
-
 
 def returned(trace: Trace) -> tuple[tuple[Any, ...], ...]:
     """Paths of what the model returned."""

@@ -11,8 +11,6 @@ from autoplan.axes.terms import Term, find, layout, leaves
 from autoplan.common.layout import Layout
 from autoplan.values import Trace
 
-__all__ = ["Shards"]
-
 
 class Shards:
     """Answers about tensors under a set of split leaves."""

@@ -58,8 +58,6 @@ from autoplan.values.reasons import (
 )
 from autoplan.values.whole_sequence import WholeSequence
 
-__all__ = ["Solution", "solve"]
-
 _ROUNDS = 24
 
 

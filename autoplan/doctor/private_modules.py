@@ -14,8 +14,6 @@ from torch import nn
 
 from autoplan.doctor.private import Private
 
-__all__ = ["MODULES"]
-
 
 def _hooks_of_backward() -> bool:
     module, calls = nn.Identity(), import_module("torch.nn.modules.module")

@@ -11,8 +11,6 @@ from typing import Any
 
 from autoplan.doctor.private import Private
 
-__all__ = ["OTHERS"]
-
 
 def _has(path: str, *parameters: str) -> Callable[[], bool]:
     """Is there such a member of a module or of a class in one, and does it take these parameters?"""

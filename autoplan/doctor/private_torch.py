@@ -19,8 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from autoplan.doctor.private import Private
 
-__all__ = ["TORCH"]
-
 
 class _Counting(TorchFunctionMode):
     calls = 0

@@ -33,9 +33,6 @@ from autoplan.execute.collectives import RankGroup, all_gather_rows, mesh_device
 from autoplan.values import Plan
 from autoplan.values.plan import digest
 
-__all__ = ["APPLIED", "Alike", "Voters", "fail_together", "meet", "refuse_differing_plans", "same_model", "same_plan",
-           "voters_here", "voters_of"]  # fmt: skip
-
 APPLIED = "_autoplan_applied"  # on a sharded model: what `tensor_parallel.py` recorded
 _TOLD = "_autoplan_told"  # on an error that all ranks know of
 _BYTES = 8192  # of a message; they travel only after a failure

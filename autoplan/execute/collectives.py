@@ -28,26 +28,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoplan.common.layout import chunk
 
-__all__ = [
-    "RankGroup",
-    "Recorded",
-    "all_gather_rows",
-    "all_reduce",
-    "copy_rows",
-    "copy_to_ranks",
-    "gather_over_ranks",
-    "gather_pieces",
-    "index_of",
-    "mesh_device",
-    "part_of_sum",
-    "recorded_again",
-    "scale_gradient",
-    "sent",
-    "sum_over_ranks",
-    "take_rows",
-    "whole_order",
-]
-
 _FEW_RUNS = 32  # more take an index
 _FEW_OPS = 16  # between a value and what reads it
 _NAMED = torch.ops._c10d_functional

@@ -23,8 +23,6 @@ from autoplan.execute.hooks.running import Running
 from autoplan.patches.patched import Kept
 from autoplan.values import Instruction
 
-__all__ = ["EXECUTORS", "Around", "At", "execute", "executes", "other_branch"]
-
 
 @dataclass(frozen=True)
 class At:

@@ -94,7 +94,16 @@ class Reading:
             return self.value(value.__func__, depth)
         if isinstance(value, (FunctionType, BuiltinFunctionType, type)):
             return self._code(value, depth)
-        return self._object(value, depth)
+        # Any other object by its class and what it holds: a library's config, a dataclass, a namespace
+        kind, known = type(value), conventions()
+        config = known.config_of(cast(Any, SimpleNamespace(config=value)))
+        if config is not None:
+            return self._mapping(
+                {name: one for name, one in config.to_dict().items() if not name.startswith(known.idle_settings)}, depth
+            )
+        if not self._is_own(kind) and _module(kind) not in _NAMESPACES:
+            return kind.__qualname__
+        return [kind.__qualname__, self._mapping(getattr(value, "__dict__", {}), depth)]
 
     def _mapping(self, values: Mapping[Any, Any], depth: int) -> dict[str, Any]:
         idle = conventions().idle_words
@@ -122,18 +131,6 @@ class Reading:
         cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
         around = (function.__defaults__, function.__kwdefaults__, cells)
         return [_code_hash(function), read, self._list(around, depth)]
-
-    def _object(self, value: Any, depth: int) -> Any:
-        """Any other object by its class and what it holds: a library's config, a dataclass, a namespace."""
-        kind, known = type(value), conventions()
-        config = known.config_of(cast(Any, SimpleNamespace(config=value)))
-        if config is not None:
-            return self._mapping(
-                {name: one for name, one in config.to_dict().items() if not name.startswith(known.idle_settings)}, depth
-            )
-        if not self._is_own(kind) and _module(kind) not in _NAMESPACES:
-            return kind.__qualname__
-        return [kind.__qualname__, self._mapping(getattr(value, "__dict__", {}), depth)]
 
     def _is_own(self, thing: Any) -> bool:
         """Has its code no version: is it the model's, or not installed?"""

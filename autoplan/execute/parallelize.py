@@ -20,8 +20,6 @@ from autoplan.execute.weights.methods import take_methods
 from autoplan.patches.as_it_was import whole_or_as_it_was
 from autoplan.values import Plan
 
-__all__ = ["shard_model"]
-
 
 def shard_model(
     model: nn.Module,

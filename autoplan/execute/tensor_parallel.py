@@ -48,8 +48,6 @@ from autoplan.values import (
     VocabularyTable,
 )
 
-__all__ = ["Applied", "apply_plan", "applied", "check_matches", "record", "tp_mesh_of", "undo_all"]
-
 
 @dataclass(frozen=True)
 class Applied:
@@ -193,13 +191,9 @@ def undo_all(model: nn.Module) -> None:
 def _undo(model: nn.Module, undo: list[Callable[[], None]]) -> None:
     stop_following(model)
     leave_methods(model)
-    _roll_back(undo)
-    model.__dict__.pop(APPLIED, None)
-
-
-def _roll_back(undo: list[Callable[[], None]]) -> None:
     while undo:
         undo.pop()()
+    model.__dict__.pop(APPLIED, None)
 
 
 def parameter_rules(model: nn.Module, plan: Plan) -> dict[str, ParameterRule | None]:

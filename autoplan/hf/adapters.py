@@ -17,8 +17,6 @@ from autoplan.common.conventions import BaseName
 from autoplan.common.errors import SourceError
 from autoplan.hf.shrink import all_configs
 
-__all__ = ["adapted_as", "base_names", "settings_of", "usual_targets", "wrap"]
-
 
 def settings_of(model: nn.Module) -> dict[str, Any] | None:
     """The settings of each adapter by name; None for a model that peft did not wrap."""

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from autoplan.values.quantised import PackedTensor, PackedWeight
 
-__all__ = ["TRANSFORMERS"]
-
 
 def _config_of(module: nn.Module) -> PretrainedConfig | None:
     """The transformers config of a module; None where `.config` is nothing, or anything else.

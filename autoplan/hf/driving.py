@@ -12,9 +12,6 @@ from torch import nn
 from autoplan.common.conventions import conventions
 from autoplan.hf.names import ATTENTION, CACHE, TARGETS, ForeignName, not_known
 
-__all__ = ["attention_switched", "decoded", "generative_feed", "has_attentions", "no_attentions",
-           "no_cache", "no_targets", "other_attention"]  # fmt: skip
-
 _DECODER = "decoder_"  # begins the names of what the second of two stacks is given
 _IDS = ("decoder_input_ids", "input_ids")
 _MASK = "attention_mask"

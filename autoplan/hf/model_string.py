@@ -29,8 +29,6 @@ from autoplan.common.importing import importable_here
 from autoplan.hf.configs import check_config
 from autoplan.hf.type_rules import open_fields
 
-__all__ = ["Found", "default_config", "from_string", "inputs_from_string", "transformers_class"]
-
 
 @dataclass(frozen=True)
 class Found:
@@ -51,7 +49,21 @@ def from_string(text: str, *, trust_remote_code: bool = False) -> Found:
             "the model string is empty", hint="give a folder, 'package.module:builder', a type or a hub id"
         )
     if is_folder(text):
-        return _from_folder(Path(text).expanduser(), trust_remote_code)
+        folder = Path(text).expanduser()
+        path = folder / "config.json"
+        if not path.is_file():
+            raise SourceError(f"folder {folder} has no config.json", hint="weights are not needed, but its config is")
+        data = read_plain(path, NotPlain(error=SourceError, hint="fetch the file again"), repeated=True)
+        check_config(data, str(path))
+        _refuse_remote_code(data, str(folder), trust_remote_code)
+        model_type = data.get("model_type")
+        if model_type not in CONFIG_MAPPING and "AutoConfig" not in (data.get("auto_map") or {}):
+            near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING), 3)
+            raise SourceError(
+                f"{path} has model_type {model_type!r}, which transformers {transformers.__version__} does not know",
+                hint=f"did you mean {', '.join(near)}?" if near else "update transformers, or pass the model itself",
+            )
+        return Found(config=_load(str(folder), trust_remote_code), where=str(folder))
     left, colon, right = text.partition(":")
     if colon and left in CONFIG_MAPPING and hasattr(transformers, right):
         return Found(config=default_config(left), class_name=right)
@@ -71,23 +83,6 @@ def default_config(model_type: str) -> PretrainedConfig:
             f"the default config of model type {model_type!r} cannot be made: {error}",
             hint="give a folder with a config.json, or a config object",
         ) from error
-
-
-def _from_folder(folder: Path, trust_remote_code: bool) -> Found:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise SourceError(f"folder {folder} has no config.json", hint="weights are not needed, but its config is")
-    data = read_plain(path, NotPlain(error=SourceError, hint="fetch the file again"), repeated=True)
-    check_config(data, str(path))
-    _refuse_remote_code(data, str(folder), trust_remote_code)
-    model_type = data.get("model_type")
-    if model_type not in CONFIG_MAPPING and "AutoConfig" not in (data.get("auto_map") or {}):
-        near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING), 3)
-        raise SourceError(
-            f"{path} has model_type {model_type!r}, which transformers {transformers.__version__} does not know",
-            hint=f"did you mean {', '.join(near)}?" if near else "update transformers, or pass the model itself",
-        )
-    return Found(config=_load(str(folder), trust_remote_code), where=str(folder))
 
 
 def _from_hub(text: str, trust_remote_code: bool) -> Found:

@@ -20,18 +20,6 @@ from typing import Literal
 from autoplan.common.requirements import untested
 from autoplan.values import Finding
 
-__all__ = [
-    "ATTENTION",
-    "CACHE",
-    "NAMES",
-    "SHIPPED_PLAN",
-    "TARGETS",
-    "ForeignName",
-    "not_known",
-    "vanished",
-    "version_findings",
-]
-
 Kind = Literal["argument", "output", "member", "field", "function", "module"]
 
 # Where a name of each kind stands in transformers' folder; {} is the folder of a model.

@@ -20,15 +20,6 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
-__all__ = [
-    "known_styles",
-    "no_plan_because",
-    "plan_parts",
-    "refuse_old_sharding",
-    "shard_as_transformers",
-    "shipped_plan",
-    "slice_of",
-]
 
 _OTHER_MESHES = ("_ep_plan", "_fsdp_plan")
 

@@ -6,8 +6,6 @@ import sys
 
 from torch import nn
 
-__all__ = ["PRELOADED", "note_what_is_collected", "say_less"]
-
 PRELOADED = "transformers.modeling_utils"  # what takes long to import
 
 

@@ -40,8 +40,6 @@ from autoplan.hf.tiny_sizes import (
 )
 from autoplan.hf.type_rules import type_rules
 
-__all__ = ["all_configs", "sub_configs", "tiny_config"]
-
 _DEPTH = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "depth")
 _PERIODS = (
     "full_attention_interval",
@@ -98,7 +96,11 @@ def tiny_config(
     tiny = _shrunk(copy.deepcopy(config), _Shrinking(VARIANTS[variant], shrink == "depth", widths, ranks=ranks), {})
     for one in all_configs(tiny):
         fit_rotary_lists(vars(one), type(one))
-        _fit_vision_layers(tiny, one)
+        # Layers of the vision tower that are read by their number must be layers that the tiny tower has
+        tower = vars(tiny).get("vision_config", one)
+        depth = _depth(tower) if isinstance(tower, PretrainedConfig) else None
+        for name, value in vision_layers(vars(one), depth).items() if depth else ():
+            setattr(one, name, value)
     _fit_tiles(config, tiny)
     return tiny
 
@@ -385,14 +387,6 @@ def _read_sizes(value: Any, sizes: Sizes) -> Any:
 def _widths(config: PretrainedConfig) -> tuple[int, ...]:
     """The widths of the model and its towers."""
     return tuple(dict.fromkeys(w for one in all_configs(config) if (w := _first_int(one, HIDDEN))))
-
-
-def _fit_vision_layers(whole: PretrainedConfig, one: PretrainedConfig) -> None:
-    """Layers of the vision tower that are read by their number must be layers that the tiny tower has."""
-    tower = vars(whole).get("vision_config", one)
-    depth = _depth(tower) if isinstance(tower, PretrainedConfig) else None
-    for name, value in vision_layers(vars(one), depth).items() if depth else ():
-        setattr(one, name, value)
 
 
 def _fit_tiles(config: PretrainedConfig, tiny: PretrainedConfig) -> None:

@@ -36,8 +36,6 @@ from autoplan.hf.tiny_sizes import leaves_single_units
 from autoplan.hf.type_rules import class_name_of
 from autoplan.values.quantised import PackedWeight
 
-__all__ = ["Model", "Source", "resolve"]
-
 Model: TypeAlias = nn.Module | PretrainedConfig | ExportedProgram | str
 
 # What a model class raises on a config that it cannot be built from.

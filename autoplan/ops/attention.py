@@ -14,8 +14,6 @@ from autoplan.ops.records.sizes import NO_SIZES
 from autoplan.values import Ref
 from autoplan.values.reasons import NotPlaced
 
-__all__: list[str] = []
-
 
 def _widths(at: SplitOp) -> NotPlaced | None:
     """Scores sum over the width of a head, within the op."""

@@ -15,8 +15,6 @@ from autoplan.ops.records.sizes import Groups
 from autoplan.values import Op
 from autoplan.values.reasons import NotPlaced
 
-__all__ = ["groups_of", "slid", "transposed"]
-
 
 def _channel_sum(at: SplitOp) -> Reduction | NotPlaced | None:
     """Over channels in one group ranks have parts of the sum; several groups are sharded whole, each for itself."""

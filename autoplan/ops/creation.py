@@ -11,8 +11,6 @@ from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES, Filled, Identity, MadeWhole
 from autoplan.values import Ref, Trace, refs
 
-__all__ = ["fills"]
-
 _COPYING = ("alias", "clone", "detach", "_to_copy")
 
 

@@ -17,8 +17,6 @@ from autoplan.ops.records.sizes import NO_SIZES, Indexed
 from autoplan.ops.reductions import averaged
 from autoplan.values import Ref, refs
 
-__all__ = ["looks_up", "takes_bags", "takes_targets"]
-
 _STRETCHING = ("expand", "_to_copy", "clone", "alias", "detach", "to")
 
 

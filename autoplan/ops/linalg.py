@@ -11,8 +11,6 @@ from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES
 from autoplan.values.reasons import NotPlaced
 
-__all__: list[str] = []
-
 
 @op("linalg_solve_triangular",
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,

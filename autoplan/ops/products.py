@@ -14,8 +14,6 @@ from autoplan.ops.records.sizes import NO_SIZES
 from autoplan.values import Ref
 from autoplan.values.reasons import NotPlaced
 
-__all__: list[str] = []
-
 
 def _operands(at: SplitOp) -> Product:
     product = op_record(at.op.name).product

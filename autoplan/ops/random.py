@@ -15,8 +15,6 @@ from autoplan.ops.records.record import kept_whole, nothing, op, op_record, pyth
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES, MadeWhole
 
-__all__ = ["makes_anew"]
-
 
 @op("randperm",
     sizes=MadeWhole(), reduces=nothing, linear=Linear.NO, random=Random("always", jointly=True),

@@ -17,8 +17,6 @@ from autoplan.ops.records.sizes import NO_SIZES, SHAPE
 from autoplan.values import Op, refs
 from autoplan.values.reasons import NotPlaced
 
-__all__ = ["averaged", "compares"]
-
 
 def _reduced_dims(op: Op, rank: int) -> list[int]:
     """The dims of its first input that a reduction runs over: the given ones, or all."""

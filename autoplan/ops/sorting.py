@@ -10,8 +10,6 @@ from autoplan.ops.records.record import kept_whole, op
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES
 
-__all__: list[str] = []
-
 
 @op("sort",
     sizes=NO_SIZES, reduces=kept_whole, linear=Linear.NO, random=NEVER, runs=as_written,

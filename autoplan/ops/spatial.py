@@ -11,8 +11,6 @@ from autoplan.ops.records.record import kept_whole, op
 from autoplan.ops.records.site import Answer, Site
 from autoplan.ops.records.sizes import NO_SIZES
 
-__all__: list[str] = []
-
 
 @op("avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d", "max_pool2d", "max_pool3d", "max_pool2d_with_indices",
     "max_pool3d_with_indices", "adaptive_avg_pool1d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d",

@@ -14,8 +14,6 @@ from torch.overrides import TorchFunctionMode
 
 from autoplan.patches.patched import Patch
 
-__all__ = ["DOUBLE_PRECISION", "Lifted"]
-
 
 class Lifted(TorchFunctionMode):
     """`.float()`, `.to(torch.float32)`, `dtype=torch.float32`: all mean float64 while this mode is on.

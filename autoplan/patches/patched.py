@@ -23,8 +23,6 @@ from typing import Any, NamedTuple, Protocol
 from autoplan.common.errors import AutoplanError
 from autoplan.common.requirements import untested
 
-__all__ = ["Alone", "Registered", "Hold", "Kept", "Patch", "Place", "hold", "note_holds", "patched"]
-
 
 class Alone:
     """Runs functions one at a time; no lock stays shut.

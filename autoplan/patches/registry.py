@@ -16,8 +16,6 @@ from autoplan.patches.sharding_rules import COMPILED_LOSS, SHARDING_RULES, UNTRA
 from autoplan.patches.simulated_ranks import GENERATOR, HOST_GENERATORS, PROCESS_GROUP, RANK_BACKEND, WORLD
 from autoplan.patches.tensors import FULL_STATE_DICTS, OPTIMIZERS, PARAMETER_DATA, SAFETENSORS_STORAGE, TOTAL_NORM
 
-__all__ = ["PATCHES"]
-
 PATCHES: tuple[Patch, ...] = (
     OPTIMIZERS,
     TOTAL_NORM,

@@ -19,8 +19,6 @@ import torch
 
 from autoplan.patches.patched import Hold, Patch, Place, hold
 
-__all__ = ["SEEDING", "note_seed", "seeding", "watch_seeding"]
-
 _NAMES = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "get_rng_state")
 
 

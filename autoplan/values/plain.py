@@ -11,8 +11,6 @@ from autoplan.values.estimate import Cost
 from autoplan.values.instructions import INSTRUCTIONS, Instruction
 from autoplan.values.reasons import REASONS, Reason
 
-__all__ = ["FAMILIES", "Family", "finite", "plain"]
-
 _TERSE = (Cost,)  # always brief: most of their fields are of one kind only
 
 

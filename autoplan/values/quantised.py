@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-__all__ = ["PackedDim", "PackedTensor", "PackedWeight", "Scheme"]
-
 
 @dataclass(frozen=True)
 class PackedDim:

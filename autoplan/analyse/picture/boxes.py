@@ -213,17 +213,6 @@ def contraction(canvas: Canvas, op: Op) -> Value:
         weight, data, transposed = left.weight, right, True
     else:
         return _product_of_values(canvas, op, left, right)
-    node = _contracting_node(canvas, op, weight, transposed)
-    if bias.weight is not None:
-        node = replace(node, parameters=(*node.parameters, canvas.name(bias.weight.parameter)))
-    source = canvas.box_of(data)
-    box = canvas.add(node, () if source is None else (source,))
-    if weight.chosen is not None:
-        canvas.join(weight.chosen, box, "choice")
-    return canvas.new("add", op, (bias.node, box)) if bias.node is not None else Value(node=box)
-
-
-def _contracting_node(canvas: Canvas, op: Op, weight: View, transposed: bool) -> Node:
     parameter, dims = weight.parameter, weight.dims
     contracted, free = (dims[-1], dims[-2]) if transposed and len(dims) > 1 else (dims[-2:][0], dims[-1])
     named = [("in", canvas.dim(parameter, contracted))]
@@ -234,7 +223,14 @@ def _contracting_node(canvas: Canvas, op: Op, weight: View, transposed: bool) ->
         others = [dim for dim in dims if dim is not None and dim not in (contracted, free)]
         named.append(("stack", canvas.dim(parameter, others[0] if others else 0)))
     names = (canvas.name(parameter), *map(canvas.name, weight.companions))
-    return Node("stacked" if stacked else "linear", op.module, names, tuple(named))
+    node = Node("stacked" if stacked else "linear", op.module, names, tuple(named))
+    if bias.weight is not None:
+        node = replace(node, parameters=(*node.parameters, canvas.name(bias.weight.parameter)))
+    source = canvas.box_of(data)
+    box = canvas.add(node, () if source is None else (source,))
+    if weight.chosen is not None:
+        canvas.join(weight.chosen, box, "choice")
+    return canvas.new("add", op, (bias.node, box)) if bias.node is not None else Value(node=box)
 
 
 def _product_of_values(canvas: Canvas, op: Op, left: Value, right: Value) -> Value:

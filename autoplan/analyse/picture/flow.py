@@ -118,19 +118,15 @@ def follow_view(op: Op, view: View, before: tuple[int, ...], after: tuple[int, .
     if known.moves is not None:
         dims = known.moves(op, dims, None, len(after))
     elif len(before) != len(after) or (before != after and known.shows is Shows.RESHAPED):
-        dims = _by_size(dims, before, after)
+        # A reshape: dims that keep their size, in order, stay known
+        result: list[int | None] = []
+        position = 0
+        for size in after:
+            matching = next((i for i in range(position, len(before)) if before[i] == size and size > 1), None)
+            result.append(dims[matching] if matching is not None else None)
+            position = matching + 1 if matching is not None else position
+        dims = result
     return replace(view, dims=tuple(dims)) if len(dims) == len(after) else replace(view, dims=(None,) * len(after))
-
-
-def _by_size(dims: list[int | None], before: tuple[int, ...], after: tuple[int, ...]) -> list[int | None]:
-    """A reshape: dims that keep their size, in order, stay known."""
-    result: list[int | None] = []
-    position = 0
-    for size in after:
-        matching = next((i for i in range(position, len(before)) if before[i] == size and size > 1), None)
-        result.append(dims[matching] if matching is not None else None)
-        position = matching + 1 if matching is not None else position
-    return result
 
 
 # What is drawn so far: the boxes of a picture, and which box or parameter every tensor's value comes from.

@@ -312,7 +312,11 @@ def _around(stack: Blocks, tree: ModuleTree) -> list[int]:
 def _feed(stack: Blocks, stacks: tuple[Blocks, ...], tree: ModuleTree) -> Feed | None:
     """What the nearest telling module says. Tables of ids are weaker than the rest: positions are looked up too."""
     busy = {number for other in stacks for number in (*_around(other, tree), *other.blocks)}
-    own = _own_stem(stack, tree)
+    # The convolution with which the first block begins, if it does: it reads an image or a signal
+    first = next(
+        below for below in tree.subtree(stack.blocks[0]) if any(len(p.shape) > 1 for p in tree.nodes[below].parameters)
+    )
+    own = tree.nodes[first].stem
     looks_up = False
     for number in _around(stack, tree):
         inputs = tree.nodes[number].inputs
@@ -336,14 +340,6 @@ def _stems(number: int, busy: set[int], tree: ModuleTree) -> list[Feed]:
             stem = tree.nodes[child].stem
             found += [stem] if stem else _stems(child, busy, tree)
     return found
-
-
-def _own_stem(stack: Blocks, tree: ModuleTree) -> Feed | None:
-    """The convolution with which the first block begins, if it does: it reads an image or a signal."""
-    first = next(
-        below for below in tree.subtree(stack.blocks[0]) if any(len(p.shape) > 1 for p in tree.nodes[below].parameters)
-    )
-    return tree.nodes[first].stem
 
 
 def _left_over(around: list[int], tree: ModuleTree) -> Feed | None:

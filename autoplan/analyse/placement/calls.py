@@ -24,8 +24,6 @@ from autoplan.ops.records.sizes import RepeatEach
 from autoplan.values import Call, CallRewrite, Cut, LiteralArgument, Ref, RewriteCall, Trace
 from autoplan.values.reasons import NotPlaced
 
-__all__ = ["Scope", "draws", "scope"]
-
 _Place = tuple[str, str, str]  # module, function, place in the code
 
 
@@ -55,7 +53,17 @@ def scope(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits) ->
         else:
             result.calls += (built,)
             result.tensors += (blame,)
-    result.random, result.random_whole = _random_modules(shards, flow)
+    # Modules whose draws act on split values; and where draws act on whole ones: the model itself, if anywhere, so
+    # that its ranks agree on their numbers, and modules inside the first kind. Draws that nobody has seen are taken
+    # for whole ones: equal numbers do no harm to shards, different ones do to whole values.
+    calls = _random_calls(shards, flow)
+    split = tuple(sorted(m for m, kinds in calls.items() if kinds[True] and not kinds[False]))
+    whole = [m for m, kinds in calls.items() if kinds[False]]
+    inside = {m for m in whole if not calls[m][True] and any(m.startswith(f"{s}.") for s in split)}
+    result.random, result.random_whole = (
+        split,
+        tuple(sorted(inside | ({""} if whole or shards.trace.draws_unseen else set()))),
+    )
     for module, left, right, _ in edits.broken_comparisons:
         blame = tuple(_sizes_in(left) | _sizes_in(right))
         result.refusals.append((NotPlaced("sizes-compared", module=module), blame))
@@ -281,17 +289,6 @@ def _draws_on_shards(index: int, flow: CallFlow, shards: Shards) -> bool:
         for t in flow.inputs[index]
         for dim, layout in enumerate(shards.layouts(t))
     )
-
-
-def _random_modules(shards: Shards, flow: CallFlow) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Modules whose draws act on split values; and where draws act on whole ones: the model itself, if anywhere, so
-    that its ranks agree on their numbers, and modules inside the first kind. Draws that nobody has seen are taken for
-    whole ones: equal numbers do no harm to shards, different ones do to whole values."""
-    calls = _random_calls(shards, flow)
-    split = tuple(sorted(m for m, kinds in calls.items() if kinds[True] and not kinds[False]))
-    whole = [m for m, kinds in calls.items() if kinds[False]]
-    inside = {m for m in whole if not calls[m][True] and any(m.startswith(f"{s}.") for s in split)}
-    return split, tuple(sorted(inside | ({""} if whole or shards.trace.draws_unseen else set())))
 
 
 def _mixed_draws(shards: Shards, flow: CallFlow) -> set[int]:

@@ -24,8 +24,6 @@ from autoplan.ops.views import stretches
 from autoplan.values import Call, Op, Ref, Symbolic, refs
 from autoplan.values.reasons import NotPlaced
 
-__all__ = ["axis_lost_in", "made_of", "why_no_partial_sum", "why_sizes_differ"]
-
 _MOST_DIMS = 6
 _NEAR_SIZES = (0, 1, -1)
 

@@ -24,8 +24,6 @@ from autoplan.ops import call_record
 from autoplan.ops.records.answers import Shows
 from autoplan.values import Call
 
-__all__ = ["Pair", "pairs_of_branches"]
-
 _STEPS = 4
 CrossingOut = Callable[[int, int], Crossing | None]
 

@@ -43,8 +43,6 @@ from autoplan.values import (
 )
 from autoplan.values.reasons import NotPlaced
 
-__all__ = ["place"]
-
 
 def place(shards: Shards, flow: CallFlow, gathered: frozenset[int]) -> Placement:
     """Place every sum that the splits need.
@@ -131,7 +129,17 @@ class _Placer:
 
     def solve(self) -> Placement:
         self._place_forward_sums()
-        self._join_branches()
+        # Branches that the block adds to each other are summed together, where the last of them is returned
+        outputs = self.result.outputs
+        pairs, moved = pairs_of_branches(self.flow, self.result.done_to(AllReduce), self.hook_points.leaving)
+        for old, new in moved.items():
+            del outputs[old, AllReduce]
+            self.result.at_output(new, AllReduce)
+        for pair in pairs:
+            del outputs[pair.first, AllReduce]
+            self.result.at_output(pair.first, WithholdPartial)
+            self.result.at_output(pair.last, JoinPartial)
+            self.result.blocks.add(pair.block)
         self._push_out_of_mixed()
         self.gradients.push_inside()
         for crossing in join_gradients(self.gradients):
@@ -146,7 +154,11 @@ class _Placer:
         for index, kind in self.reductions.items():
             if kind is Reduction.NORM:
                 self.result.inside_reductions[index] = kind
-                self._norm_statistics(index)
+                # A distributed norm sums its statistics forward and backward itself; its whole inputs need no further
+                # sum
+                for tensor in self.flow.inputs[index]:
+                    if not self.shards.is_split(tensor) and index in self.gradients.partial.get(tensor, ()):
+                        self._refuse(index, NotPlaced("norm-weight-whole"))
                 continue
             output = next((t for t in self.flow.outputs[index]), None)
             if output is None:
@@ -162,25 +174,6 @@ class _Placer:
                 self._place_sum(index, output, kind)
         for index in self.reductions:
             self._place_bias(index)
-
-    def _join_branches(self) -> None:
-        """Branches that the block adds to each other are summed together, where the last of them is returned."""
-        outputs = self.result.outputs
-        pairs, moved = pairs_of_branches(self.flow, self.result.done_to(AllReduce), self.hook_points.leaving)
-        for old, new in moved.items():
-            del outputs[old, AllReduce]
-            self.result.at_output(new, AllReduce)
-        for pair in pairs:
-            del outputs[pair.first, AllReduce]
-            self.result.at_output(pair.first, WithholdPartial)
-            self.result.at_output(pair.last, JoinPartial)
-            self.result.blocks.add(pair.block)
-
-    def _norm_statistics(self, index: int) -> None:
-        """A distributed norm sums its statistics forward and backward itself; its whole inputs need no further sum."""
-        for tensor in self.flow.inputs[index]:
-            if not self.shards.is_split(tensor) and index in self.gradients.partial.get(tensor, ()):
-                self._refuse(index, NotPlaced("norm-weight-whole"))
 
     def _place_embedding(self, index: int, output: int) -> None:
         call = self.trace.calls[index]

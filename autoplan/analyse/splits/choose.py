@@ -365,7 +365,7 @@ def legal_sizes(trace: Trace, axes: Axes, choice: SplitMarks, tried: Tried, pack
     def fits(tp: int) -> bool:
         if any(leaf.size % tp for leaf in alone):
             return False
-        if not all(_shareable(a.size, b.size, tp) for a, b in partners.items()):
+        if not all(b.size % (tp // gcd(a.size, tp)) == 0 for a, b in partners.items()):
             return False
         marks = {leaf: "!" for leaf in splittable if leaf in first and leaf not in followers}
         for leaf, partner in partners.items():
@@ -386,7 +386,3 @@ def _first_choices(trace: Trace, axes: Axes, tried: Tried, splittable: Iterable[
             found.add(leaf)
             taken |= weights
     return found
-
-
-def _shareable(heads: int, within: int, tp: int) -> bool:
-    return within % (tp // gcd(heads, tp)) == 0

@@ -196,7 +196,21 @@ def _found(sizes: Sizes, call: Call, outputs: list[int], shards: Shards) -> Foun
         case Lengths():
             return _split(sizes, call, outputs, shards)
         case Bounds():
-            return _bounded(sizes, call, shards)
+            tensor = call.args[0].id
+            _, given = argument(call, sizes.dim, "dim")
+            if not sizes.length or given is None:
+                return []
+            dim = number(given) % len(shards.trace.tensors[tensor].shape)
+            if shards.layout_of(shards.axes.of(tensor)[dim]) is None:
+                return []
+            start_path, start = argument(call, sizes.start, "start")
+            length_path, length = argument(call, sizes.end, "length")
+            if not is_integer(start) or not is_integer(length):
+                return []
+            low = _bounds(shards, tensor, dim, number(start))
+            high = _bounds(shards, tensor, dim, number(start) + number(length))
+            width = tuple(h - lo for h, lo in zip(high, low, strict=True))
+            return [(start_path, start, low), (length_path, length, width)]
         case Indexed():
             return _getitem(call, shards)
         case Repeats():
@@ -301,24 +315,6 @@ def _split(told: Lengths, call: Call, outputs: list[int], shards: Shards) -> Fou
     return [] if pieces_given(call, shards) else [(path, _told(sections, sizes[0]), wanted[0])]
 
 
-def _bounded(told: Bounds, call: Call, shards: Shards) -> Found:
-    tensor = call.args[0].id
-    _, given = argument(call, told.dim, "dim")
-    if not told.length or given is None:
-        return []
-    dim = number(given) % len(shards.trace.tensors[tensor].shape)
-    if shards.layout_of(shards.axes.of(tensor)[dim]) is None:
-        return []
-    start_path, start = argument(call, told.start, "start")
-    length_path, length = argument(call, told.end, "length")
-    if not is_integer(start) or not is_integer(length):
-        return []
-    low = _bounds(shards, tensor, dim, number(start))
-    high = _bounds(shards, tensor, dim, number(start) + number(length))
-    width = tuple(h - lo for h, lo in zip(high, low, strict=True))
-    return [(start_path, start, low), (length_path, length, width)]
-
-
 def _bounds(shards: Shards, tensor: int, dim: int, bound: int) -> tuple[int, ...]:
     term = shards.axes.of(tensor)[dim]
     return tuple(shards.held_below(term, rank, bound) for rank in range(shards.tp))
@@ -344,7 +340,8 @@ def _getitem(call: Call, shards: Shards) -> Found:
                 bound = _number_in(getattr(item, key), call, shards)
                 if is_integer(bound) and abs(number(bound)) < 2**31:
                     found.append(((*here, key), bound, _index(shards, tensor, dim, number(bound), size)))
-        elif is_integer(item) and not _is_row(tensor, dim, shards):
+        # A row of a table that is sharded: its number stays, the rank that has the row answers
+        elif is_integer(item) and not (dim == 0 and shards.axes.is_stored_weight(tensor)):
             found.append((here, item, _index(shards, tensor, dim, number(item), size)))
         elif isinstance(item, tuple) and all(is_integer(i) for i in item):
             for i, inner in enumerate(item):
@@ -364,11 +361,6 @@ def _number_in(bound: Any, call: Call, shards: Shards) -> Any:
         return bound
     read = (op for op in shards.trace.ops[slice(*call.ops)] if op_record(op.name).tells and op.args[0] == bound)
     return next((value for op in read for value in op.outputs if is_integer(value)), None)
-
-
-def _is_row(tensor: int, dim: int, shards: Shards) -> bool:
-    """A row of a table that is sharded: its number stays, the rank that has the row answers."""
-    return dim == 0 and shards.axes.is_stored_weight(tensor)
 
 
 def _index(shards: Shards, tensor: int, dim: int, bound: int, size: int) -> tuple[int, ...]:

@@ -145,7 +145,7 @@ def products_to_gather(
         inputs = {ref.id for ref in trace.ops[index].args if isinstance(ref, Ref)} - axes.weights
         if index not in ends or weight in branches or any(map(shards.is_split, inputs)):
             continue
-        if _root_is_split(weight, axes, shards):
+        if any(shards.layout_of(term) is not None for term in axes.of(weight)):
             continue
         if not demands.may_gather(trace.tensors[axes.sources[weight]].names):
             continue
@@ -231,10 +231,6 @@ def _stretched(weight: Any, axes: Axes) -> bool:
     stored = {find(leaf) for term in axes.of(axes.sources[weight.id]) for leaf in leaves(term)}
     batch = {find(leaf) for leaf in leaves(axes.of(weight.id)[0])}
     return len(axes.of(axes.sources[weight.id])) == 2 and batch.isdisjoint(stored)
-
-
-def _root_is_split(weight: int, axes: Axes, shards: Shards) -> bool:
-    return any(shards.layout_of(term) is not None for term in axes.of(weight))
 
 
 def gathered_leaves(trace: Trace, axes: Axes) -> set[Term]:

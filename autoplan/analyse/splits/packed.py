@@ -125,15 +125,12 @@ def _parted(
             segments = weight.segments if one.of == (weight.rows,) else ()
             if in_blocks(over, tp, one.factor, segments) is None:
                 for dim in split:
-                    size = _first_parted(layouts[dim], tp, one.factor)
+                    # The size of the first segment that is cut inside a block; of all of it, where none is by itself
+                    layout = layouts[dim]
+                    assert layout is not None
+                    parts = layout.parts if layout.kind == "concatenation" else ()
+                    size = next((part.size for part in parts if in_blocks(part, tp, one.factor) is None), layout.size)
                     yield dim, InsideQuantisedBlock(weight.name, size, tp, one.factor)
-
-
-def _first_parted(layout: Layout | None, tp: int, block: int) -> int:
-    """The size of the first segment that is cut inside a block; of all of it, where none is by itself."""
-    assert layout is not None
-    parts = layout.parts if layout.kind == "concatenation" else ()
-    return next((part.size for part in parts if in_blocks(part, tp, block) is None), layout.size)
 
 
 def marks_at(leaf: Term, partner: Term | None, tp: int) -> dict[Term, str]:

@@ -265,7 +265,14 @@ def solve_chosen(
         blocks = stay_whole(trace, remade, MadeAnewInTraining()).and_also(blocks)
     if choices is None:
         return solve_experts(trace, tp, demands=tried.and_also(blocks), **how)
-    _refuse_tried(choices, tried)
+    # Raise where somebody's own line cuts what gave other numbers on ranks: leaving it whole is theirs to decide
+    for name in () if choices.tolerant else dict.fromkeys(name for name, _ in tried.whole):
+        choice = choices.of(name)
+        if choice is not None and choice.cut not in ("whole", "nothing"):
+            raise WrittenPlanError(
+                f"{choices.name}: {choice} cuts {name}, and so the tiny clone did not give the same on simulated ranks",
+                hint=f"write {choice.pattern!r}: 'replicate'; prove='none' plans it untried",
+            )
     names = Names(trace)
     notes = choices.notes + choices.check_keys(names.modules, names.parameters)
     solution = solve_experts(trace, tp, demands=demands_of(choices, trace).and_also(tried).and_also(blocks), **how)
@@ -285,17 +292,6 @@ def fitting(
         why = error.message
     text = f"the hand-written plan of this class does not fit here, and analysis decides in its place: {why}"
     return solved(choices=asked), asked, (Finding("written plan", "warn", "", text),)
-
-
-def _refuse_tried(choices: ChosenCuts, tried: Demands) -> None:
-    """Raise where somebody's own line cuts what gave other numbers on ranks: leaving it whole is theirs to decide."""
-    for name in () if choices.tolerant else dict.fromkeys(name for name, _ in tried.whole):
-        choice = choices.of(name)
-        if choice is not None and choice.cut not in ("whole", "nothing"):
-            raise WrittenPlanError(
-                f"{choices.name}: {choice} cuts {name}, and so the tiny clone did not give the same on simulated ranks",
-                hint=f"write {choice.pattern!r}: 'replicate'; prove='none' plans it untried",
-            )
 
 
 def plan_chosen(

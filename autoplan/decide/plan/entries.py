@@ -56,7 +56,12 @@ def style_of(fact: ParameterFact, readers: Iterable[Node], tp: int, *, gathered:
         return "distributed_norm"
     for style in ("embedding_rowwise", "embedding_colwise", "colwise", "rowwise"):
         if style in plain:
-            return _packed(style, fact, tp, gathered=gathered)
+            if style == "colwise" and gathered:
+                return "colwise_gather_output"
+            assert fact.layout is not None
+            return (
+                style if Layout.parse(fact.layout).one_run(tp) or style.startswith("embedding") else f"packed_{style}"
+            )
     return "local"
 
 
@@ -69,13 +74,6 @@ def _style_in(node: Node, fact: ParameterFact) -> str:
     if is_bias and node.kind == "linear" and len(fact.shape) > 1:  # scales: they lie as their weight does
         return next((_BY_FIELD[node.kind, field] for field, dim in node.dims if dim.dim == fact.dim), "local")
     return "colwise" if is_bias and out is not None and out.layout is not None else "local"
-
-
-def _packed(style: str, fact: ParameterFact, tp: int, *, gathered: bool) -> str:
-    if style == "colwise" and gathered:
-        return "colwise_gather_output"
-    assert fact.layout is not None
-    return style if Layout.parse(fact.layout).one_run(tp) or style.startswith("embedding") else f"packed_{style}"
 
 
 # The communication of a plan, block by block: equal blocks said once, a line for whatever exceeds the least.
@@ -118,14 +116,7 @@ class Costs:
         self.flow = flow
         self.runtime = solution.runtime
         self.trace = solution.trace
-        self.copied = self._copied_boxes()
-        self.summing = dict.fromkeys(
-            self.trace.calls[call].module for call, kind in solution.reductions.items() if kind == "sum"
-        )
-        self.calls = {call.pattern: call for call in self.runtime.of(CallRewrite) if call.reduces}
-
-    def _copied_boxes(self) -> set[int]:
-        """Boxes whose value has its gradient summed, wherever that is attached."""
+        # Boxes whose value has its gradient summed, wherever that is attached
         partial = (one for one in self.runtime.of(Boundary) if one.gives is Spread.PARTIAL_GRADIENT)
         sites = {(one.pattern, one.side, one.path) for one in partial}
         tensors: set[int] = set()
@@ -133,7 +124,11 @@ class Costs:
             for side, crossings in (("input", visit.inputs), ("output", visit.outputs)):
                 tensors.update(tensor for path, tensor in crossings if (visit.module, side, path) in sites)
         boxes: dict[int, int] = self.flow.graph.get("tensors", {})
-        return {boxes[tensor] for tensor in tensors if tensor in boxes}
+        self.copied = {boxes[tensor] for tensor in tensors if tensor in boxes}
+        self.summing = dict.fromkeys(
+            self.trace.calls[call].module for call, kind in solution.reductions.items() if kind == "sum"
+        )
+        self.calls = {call.pattern: call for call in self.runtime.of(CallRewrite) if call.reduces}
 
     def of(
         self,

@@ -33,8 +33,6 @@ from autoplan.values import (
 )
 from autoplan.values.reasons import CutOfRecurrent, GradientSummed, NothingToSplit, Reason
 
-__all__ = ["make_plan"]
-
 Source = Literal["user", "handwritten", "inferred", "hf"]
 _RECURRENT = "recurrent weights"  # of those that no box of the picture stands for
 _Whole = tuple[str, tuple[Reason, ...]]  # the role of a parameter that stays whole ("": none), and why it does
@@ -170,7 +168,7 @@ class _Desk:
             source=source,
             reason=reason_text(leading[1], naming, self.tp),
             units=units,
-            segments=tuple(_segment(fact) for _, fact in facts),
+            segments=tuple(f"{fact.dim}:{fact.layout}" if fact.dim is not None else "whole" for _, fact in facts),
             reduces=self.costs.of(module, facts, own, ends_here=pattern == module or not style.endswith("colwise")),
             bytes=sum(fact.bytes for _, fact in facts),
             axes=tuple(sorted({axis for _, fact in facts for axis in fact.axes})),
@@ -187,10 +185,6 @@ class _Desk:
 
 def _owner(parameter: str) -> str:
     return parameter.rpartition(".")[0]
-
-
-def _segment(fact: ParameterFact) -> str:
-    return f"{fact.dim}:{fact.layout}" if fact.dim is not None else "whole"
 
 
 def _fold_entries(drafts: list[_Draft], names: Names) -> Iterator[Entry]:

@@ -15,8 +15,6 @@ from autoplan.decide.rulebook import conditions, pattern
 from autoplan.decide.rulebook.read import EXPORTS, STYLES, Rule, load_rules
 from autoplan.decide.written_plans.handwritten import load_plans
 
-__all__ = ["rules_readme"]
-
 _INTRODUCTION = """# Rules
 
 <!-- Written by `python -m autoplan.decide.rulebook.readme > rules/README.md`. Do not edit by hand. -->

@@ -16,8 +16,6 @@ from autoplan.decide.rulebook.conditions import parse_condition
 from autoplan.decide.rulebook.pattern import draw, parse_pattern
 from autoplan.decide.rulebook.read import Example, Match, Rule, load_rules
 
-__all__ = ["RuleResult", "test_rules"]
-
 
 @dataclass(frozen=True)
 class RuleResult:

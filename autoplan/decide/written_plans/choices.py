@@ -14,8 +14,6 @@ from typing import Literal
 from autoplan.common.errors import AutoplanError
 from autoplan.common.patterns import fold_names, matches, nearest
 
-__all__ = ["CUTS", "ChosenCut", "WrittenPlanError", "ChosenCuts", "Cut", "check_key", "check_style"]
-
 Cut = Literal["out", "in", "rows", "width", "experts", "any", "whole", "nothing"]
 
 # Which side of its weight a style cuts. "experts": the first dim of a stack, so that each rank has whole ones. "whole":

@@ -25,8 +25,6 @@ from autoplan.common.options import check_argument
 from autoplan.common.rules_folder import rules_folders
 from autoplan.decide.written_plans.choices import ChosenCut, ChosenCuts, WrittenPlanError, check_style
 
-__all__ = ["HandwrittenPlan", "find_plan", "load_plans", "plan_by_id", "read_plan", "register_plan"]
-
 _KEYS = {"id", "qualname", "aliases", "why", "gains", "entries", "sequence_parallel"}
 _ENTRIES = {"*": str}
 _SHAPE = {

@@ -44,16 +44,6 @@ from autoplan.ops import call_record
 from autoplan.values import UNKNOWN, Plan, replace
 from autoplan.values.plain import plain
 
-__all__ = [
-    "FORMAT_VERSION",
-    "check_suffix",
-    "load_plan",
-    "names_plan_file",
-    "plan_from_dict",
-    "plan_to_dict",
-    "save_plan",
-]
-
 FORMAT_VERSION = 2
 _REFUSAL = NotPlain("plan file", PlanFileError, "edit the place named above, or make the plan again")
 _KEYS = (

@@ -32,8 +32,6 @@ from autoplan.decide.written_plans.plan_file import load_plan
 from autoplan.values import Plan
 from autoplan.values.module_tree import NamedModules
 
-__all__ = ["SOURCES", "PlanSource", "read_source"]
-
 PlanSource = str | Path | Mapping[str, Any] | Plan
 SOURCES = ("auto", "inferred", "handwritten", "hf")
 _NEXT = "source='auto' (hand-written, else inferred), 'inferred', 'hf', a plan file, a plan id, a dotted path or a dict"

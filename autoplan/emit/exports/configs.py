@@ -25,8 +25,6 @@ from autoplan.emit.exports.expressible import (
 from autoplan.emit.exports.hf import OLD_NAMES, hf_entries
 from autoplan.values import Entry, Plan
 
-__all__ = ["packed_shape", "to_accelerate", "to_deepspeed", "to_megatron_fsdp", "to_vllm"]
-
 _WITHOUT_VIEWS = ("read", "shape")  # DeepSpeed and vLLM replace modules: what leaves may be changed in place
 _GATHERED = {"packed_colwise": "colwise_rep", "colwise": "colwise_rep", "rowwise": "rowwise_rep"}
 _VLLM = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", "replicate")

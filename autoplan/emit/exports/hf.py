@@ -27,8 +27,6 @@ from autoplan.emit.exports.expressible import (
 from autoplan.values import AllReduceGradient, Entry, Plan
 from autoplan.values.reasons import OfDim
 
-__all__ = ["OLD_NAMES", "hf_entries", "to_hf"]
-
 OLD_NAMES = {
     "colwise_gather_output": "colwise_rep",
     "rowwise_split_input": "rowwise_rep",

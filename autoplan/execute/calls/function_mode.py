@@ -22,8 +22,6 @@ from autoplan.execute.executors import At, execute, other_branch
 from autoplan.execute.guard.marks import as_given, looking_on
 from autoplan.values import CallRewrite, CallSite, Cut
 
-__all__ = ["ModuleMode", "PlannedCalls"]
-
 Path = tuple[Any, ...]
 
 

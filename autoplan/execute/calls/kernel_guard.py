@@ -24,8 +24,6 @@ from autoplan.execute.parameters.held import record_of
 from autoplan.patches.kernels import KERNEL_GUARDS, OptionalKernel, optional_kernels
 from autoplan.patches.patched import Alone, Hold, Place, hold
 
-__all__ = ["guard_kernels"]
-
 _alone = Alone()  # simulated ranks are threads
 
 

@@ -225,7 +225,10 @@ def _scaled(planned: LengthCall, args: tuple[Any, ...], kwargs: dict[str, Any], 
     given = dict(zip(_SIGNATURES.get(name, ("x",)), args, strict=False)) | kwargs
     x = next(iter(given.values()))
     x = x if kwargs.get("dtype") is None else x.to(kwargs["dtype"])
-    lengths = _lengths(x, planned.dims, group)
+    # Over `dims`, which stay as dims of 1. Where everything is zero the gradient is zero, as torch has it.
+    wide = x.float() if x.dtype.itemsize < 4 else x
+    squares = sum_over_ranks(wide.square().sum(planned.dims, keepdim=True), group)
+    lengths = torch.where(squares > 0, squares, 1.0).sqrt().mul(squares > 0).to(x.dtype)
     if name == "normalize":
         return x / copy_to_ranks(lengths, group).clamp_min(given.get("eps", 1e-12))
     if name == "_weight_norm":
@@ -234,10 +237,3 @@ def _scaled(planned: LengthCall, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 
 _SIGNATURES = {"normalize": ("input", "p", "dim", "eps"), "_weight_norm": ("v", "g", "dim")}
-
-
-def _lengths(x: torch.Tensor, dims: tuple[int, ...], group: RankGroup) -> torch.Tensor:
-    """Over `dims`, which stay as dims of 1. Where everything is zero the gradient is zero, as torch has it."""
-    wide = x.float() if x.dtype.itemsize < 4 else x
-    squares = sum_over_ranks(wide.square().sum(dims, keepdim=True), group)
-    return torch.where(squares > 0, squares, 1.0).sqrt().mul(squares > 0).to(x.dtype)

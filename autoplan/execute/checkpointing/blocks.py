@@ -39,8 +39,6 @@ from autoplan.execute.checkpointing.policies import (
 from autoplan.execute.hooks.running import Running
 from autoplan.execute.parameters.held import record_of
 
-__all__ = ["Checkpoints", "Runs", "install_checkpoints", "is_checkpointed", "runs_of"]
-
 _STATE = "_autoplan_checkpoint"
 _HOOKS = (
     "_forward_pre_hooks",

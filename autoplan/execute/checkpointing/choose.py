@@ -20,8 +20,6 @@ from autoplan.execute.checkpointing.blocks import install_checkpoints
 from autoplan.execute.tensor_parallel import applied, record
 from autoplan.values import Stack
 
-__all__ = ["Checkpoints", "checkpoint_blocks", "choose_checkpoints", "saved_bytes_per_token"]
-
 
 @dataclass(frozen=True)
 class Checkpoints:

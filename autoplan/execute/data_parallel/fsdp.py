@@ -264,18 +264,6 @@ def _as_they_are(model: nn.Module) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)
 
 
-def _refuse_integers(model: nn.Module) -> None:
-    """torch 2.11's FSDP2 makes every parameter of floats."""
-    whole = next(
-        (name for name, one in model.named_parameters() if not (one.is_floating_point() or one.is_complex())), ""
-    )
-    if whole and TorchVersion(torch.__version__) < (2, 12):
-        raise AutoplanError(
-            f"{whole} holds integers, and FSDP2 of torch {torch.__version__} shards parameters of floats only",
-            hint="install torch 2.12 or later, or leave data parallelism out",
-        )
-
-
 def shard_data_parallel(
     model: nn.Module, mesh: DeviceMesh, stacks: tuple[Stack, ...], options: DataParallel, *, kept: bool = False
 ) -> None:
@@ -284,7 +272,15 @@ def shard_data_parallel(
         options = replace(options, reshard_after_forward=False)
     known = applied(model)
     assert known is not None, "what was done is recorded first"
-    _refuse_integers(model)
+    # torch 2.11's FSDP2 makes every parameter of floats
+    whole = next(
+        (name for name, one in model.named_parameters() if not (one.is_floating_point() or one.is_complex())), ""
+    )
+    if whole and TorchVersion(torch.__version__) < (2, 12):
+        raise AutoplanError(
+            f"{whole} holds integers, and FSDP2 of torch {torch.__version__} shards parameters of floats only",
+            hint="install torch 2.12 or later, or leave data parallelism out",
+        )
     casts = _precision(options, model).param_dtype
     units = choose_units(model, stacks, frozen=options.frozen, casts=casts is not None)
     for module in model.modules() if casts is not None else ():
@@ -313,7 +309,7 @@ def _wrap(model: nn.Module, mesh: DeviceMesh, units: Units, options: DataParalle
         fully_shard(
             given if len(given) > 1 else given[0],
             reshard_after_forward=reshard,
-            mp_policy=_kept(inner) if unit.kept_dtype else inner,
+            mp_policy=replace(inner, param_dtype=None, cast_forward_inputs=False) if unit.kept_dtype else inner,
             **shared,
         )
     if places is not None:
@@ -340,10 +336,6 @@ def _few_matrices(parameter: nn.Parameter, mesh: DeviceMesh) -> Shard | None:
 
 def _writes_text(module: nn.Module) -> bool:
     return callable(getattr(module, "generate", None))
-
-
-def _kept(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    return replace(policy, param_dtype=None, cast_forward_inputs=False)
 
 
 def _prefetch(blocks: list[nn.Module], depths: tuple[int, int]) -> None:

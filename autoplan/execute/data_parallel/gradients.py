@@ -25,8 +25,6 @@ from autoplan.execute.parameters.held import Held, held_by, held_parameters
 from autoplan.execute.parameters.local_views import reading_locally
 from autoplan.execute.parameters.optimizer import answered_for, repeats
 
-__all__ = ["clip_gradients", "global_norm", "to_local", "unshard"]
-
 
 @contextmanager
 def unshard(model: nn.Module) -> Iterator[nn.Module]:
@@ -59,7 +57,9 @@ def global_norm(source: Source, norm_type: float = 2.0) -> torch.Tensor:
 
     Collective over every mesh that the parameters lie on. Without any gradient it is 0.
     """
-    _check(norm_type)
+    check_argument("norm_type", norm_type, (int, float), "give a positive number, or float('inf')")
+    if not norm_type > 0:
+        raise AutoplanError(f"norm_type={norm_type!r}", hint="give a positive number, or float('inf')")
     found = list(_parameters(_given(source)))
     meshes: dict[DeviceMesh | None, list[tuple[torch.Tensor, Held | None]]] = {}
     for parameter, held in found:
@@ -107,12 +107,6 @@ def clip_gradients(
 
 
 # ------------------------------------------------------------------------------------------------ what each rank counts
-
-
-def _check(norm_type: float) -> None:
-    check_argument("norm_type", norm_type, (int, float), "give a positive number, or float('inf')")
-    if not norm_type > 0:
-        raise AutoplanError(f"norm_type={norm_type!r}", hint="give a positive number, or float('inf')")
 
 
 def _given(source: Source) -> nn.Module | list[torch.Tensor]:

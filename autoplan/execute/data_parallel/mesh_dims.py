@@ -19,8 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoplan.common.errors import AutoplanError, PlanMismatchError
 from autoplan.execute.agreement import Voters
 
-__all__ = ["ALIASES", "MeshDims", "read_mesh"]
-
 ALIASES: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "dp_shard": ("dp_shard", "dp", "fsdp", "dp_shard_cp"),
@@ -147,17 +145,13 @@ def _by_purpose(mesh: DeviceMesh, dims: tuple[str, ...], wanted: dict[str, str])
         if found:
             names[purpose] = found[0]
     odd = [name for name in dims if name not in names.values() and name not in LEFT_ALONE and mesh[name].size() > 1]
-    if odd and not _flattened(mesh, names, dims):
+    # Whether a named dim was made of several others (a flattened dp_shard_cp): those are then accounted for
+    if odd and not any(name not in dims for name in names.values()):
         raise AutoplanError(
             f"the mesh dim {odd[0]!r} of {mesh[odd[0]].size()} ranks has no known purpose",
             hint=f"known names are {', '.join(n for a in ALIASES.values() for n in a)}; say what it is with mesh_dims=",
         )
     return names
-
-
-def _flattened(mesh: DeviceMesh, names: dict[str, str], dims: tuple[str, ...]) -> bool:
-    """Whether a named dim was made of several others (a flattened dp_shard_cp): those are then accounted for."""
-    return any(name not in dims for name in names.values())
 
 
 def _refuse_missing(mesh: DeviceMesh, purpose: str, name: str) -> None:

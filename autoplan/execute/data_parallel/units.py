@@ -28,8 +28,6 @@ from autoplan.common.errors import AutoplanError
 from autoplan.execute.quantised.modules import is_packed
 from autoplan.values import Stack
 
-__all__ = ["FROZEN", "Unit", "Units", "choose_units", "cut_dim", "is_stack"]
-
 FROZEN = ("units", "root", "ignore")
 
 
@@ -159,7 +157,7 @@ class _Search:
         for unit in blocks:
             for below in self.modules[unit.names[0]].modules():
                 homes.setdefault(id(below), set()).add(unit.names[0])
-        several = [m for m in self._unique() if len(homes.get(id(m), ())) > 1 and _has_parameters(m)]
+        several = [m for m in self._unique() if len(homes.get(id(m), ())) > 1 and any(True for _ in m.parameters())]
         below_shared = {id(b) for m in several for b in m.modules() if b is not m}
         units = [Unit((self.first_name[id(m)],)) for m in several if id(m) not in below_shared]
         for unit in units:
@@ -277,10 +275,6 @@ def _direct(module: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Parameter]
     """The trainable parameters that a module holds itself."""
     held = (p for p in module._parameters.values() if p is not None)
     return [p for p in held if p.requires_grad and p not in ignored]
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
 
 
 def _called(model: nn.Module, getter: str) -> object:

@@ -33,8 +33,6 @@ from autoplan.execute.vocabulary.split_logits import SplitLogits, columns_in
 from autoplan.values import AroundModule, Boundary, CallRewrite, Instruction, Runtime
 from autoplan.values import SplitLogits as LogitsHead
 
-__all__ = ["ModuleWork", "Root", "Worker", "install", "install_root", "listen"]
-
 
 @dataclass
 class ModuleWork:

@@ -107,29 +107,21 @@ def _replaced(where: str, old: nn.Module, new: nn.Module) -> None:
             )
         return
     if any(module is new for module in old.modules()):
-        _move(where, old, new)
+        # What is done at `old` is done at `new` from here on, which was inside it
+        found = {id(hook.__self__): hook.__self__ for hook in old._forward_hooks.values() if _is_ours(hook)}
+        for worker in list(found.values()):
+            if not worker.can_move:
+                raise AutoplanError(
+                    f"{where}: the plan changes calls inside of this {type(old).__name__}, which is to be taken off",
+                    hint="merge in place (model.merge_adapter()), or save the adapter and merge it into the whole one",
+                )
+            worker.stop()
+            worker.handles = listen(new, worker)
         return
     raise AutoplanError(
         f"{where} was sharded, and is to be replaced by another {type(new).__name__}",
         hint="replace it before autoplan.parallelize; autoplan.applied(model).undo() gives the whole model back",
     )
-
-
-def _move(where: str, old: nn.Module, new: nn.Module) -> None:
-    """What is done at `old` is done at `new` from here on, which was inside it."""
-    for worker in _workers_of(old):
-        if not worker.can_move:
-            raise AutoplanError(
-                f"{where}: the plan changes calls inside of this {type(old).__name__}, which is to be taken off",
-                hint="merge in place (model.merge_adapter()), or save the adapter and merge it into the whole model",
-            )
-        worker.stop()
-        worker.handles = listen(new, worker)
-
-
-def _workers_of(module: nn.Module) -> list[Worker]:
-    found = {id(hook.__self__): hook.__self__ for hook in module._forward_hooks.values() if _is_ours(hook)}
-    return list(found.values())
 
 
 def _is_ours(hook: Any) -> bool:

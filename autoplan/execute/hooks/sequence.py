@@ -82,31 +82,20 @@ def _pad(rows: torch.Tensor, length: int) -> torch.Tensor:
     return rows if missing == 0 else F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing))
 
 
-def _own(x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
-    rows = x.movedim(dim, 0)
-    piece = _piece(rows.size(0), group)
-    own = _pad(rows, piece * group.size).narrow(0, group.rank * piece, piece)
-    return own.movedim(0, dim).clone(memory_format=torch.contiguous_format)
-
-
 def _everyone(x: torch.Tensor, dim: int, length: int, group: RankGroup) -> torch.Tensor:
     rows = x.movedim(dim, 0).contiguous()
     whole = sent(_NAMED.all_gather_into_tensor, rows, group.size, group.name)
     return whole.narrow(0, 0, length).movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
-def _summed(x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
-    rows = x.movedim(dim, 0)
-    padded = _pad(rows, _piece(rows.size(0), group) * group.size).contiguous()
-    own = sent(_NAMED.reduce_scatter_tensor, padded, "sum", group.size, group.name)
-    return own.movedim(0, dim).clone(memory_format=torch.contiguous_format)
-
-
 class _Scatter(Recorded):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
         ctx.dim, ctx.length, ctx.group = dim, x.size(dim), group
-        return _own(x, dim, group)
+        rows = x.movedim(dim, 0)
+        piece = _piece(rows.size(0), group)
+        own = _pad(rows, piece * group.size).narrow(0, group.rank * piece, piece)
+        return own.movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -139,7 +128,10 @@ class _ReduceScatter(Recorded):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
         ctx.dim, ctx.length, ctx.group = dim, x.size(dim), group
-        return _summed(x, dim, group)
+        rows = x.movedim(dim, 0)
+        padded = _pad(rows, _piece(rows.size(0), group) * group.size).contiguous()
+        own = sent(_NAMED.reduce_scatter_tensor, padded, "sum", group.size, group.name)
+        return own.movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

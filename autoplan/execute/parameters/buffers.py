@@ -166,21 +166,17 @@ def _twin_modules(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
         if not any(True for _ in _passing_meta(twin)):
             break
     if conventions().base_names(model):
-        _without_memory(twin)
+        # Parameters that are not on meta, and hold one number, which is NaN
+        made: dict[int, nn.Parameter] = {}
+        for module in twin.modules():
+            for name, old in module._parameters.items():
+                if old is not None:
+                    number = torch.nan if old.is_floating_point() else 0
+                    value = torch.full((), number, dtype=old.dtype, device="cpu").expand(old.shape)
+                    module._parameters[name] = made.setdefault(id(old), nn.Parameter(value, old.requires_grad))
         with torch.no_grad():
             twin = conventions().adapted_as(model, twin)
     return dict(twin.named_modules(remove_duplicate=False))
-
-
-def _without_memory(model: nn.Module) -> None:
-    """Parameters that are not on meta, and hold one number, which is NaN."""
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, old in module._parameters.items():
-            if old is not None:
-                number = torch.nan if old.is_floating_point() else 0
-                value = torch.full((), number, dtype=old.dtype, device="cpu").expand(old.shape)
-                module._parameters[name] = made.setdefault(id(old), nn.Parameter(value, old.requires_grad))
 
 
 @contextmanager
@@ -227,24 +223,20 @@ def full_tensors(model: nn.Module, grads: bool = False) -> dict[str, torch.Tenso
     """
     check_argument("model", model, nn.Module, "give the model itself, an nn.Module")
     with fail_together(voters_of(model), "full_tensors"):
-        return _full_tensors(model, grads)
-
-
-def _full_tensors(model: nn.Module, grads: bool) -> dict[str, torch.Tensor]:
-    found = list(held_parameters(model))
-    meet(same_model(model))
-    owners = {id(parameter): parameter for _, parameter, _ in found}
-    present = _present(list(owners.values())) if grads else [True] * len(owners)
-    wanted = dict(zip(owners, present, strict=True))
-    whole: dict[int, torch.Tensor] = {}
-    result: dict[str, torch.Tensor] = {}
-    for fqn, parameter, held in found:
-        if not wanted[id(parameter)]:
-            continue
-        if id(parameter) not in whole:
-            whole[id(parameter)] = whole_tensor(_gradient(parameter) if grads else parameter, held)
-        result[fqn] = whole[id(parameter)]
-    return result
+        found = list(held_parameters(model))
+        meet(same_model(model))
+        owners = {id(parameter): parameter for _, parameter, _ in found}
+        present = _present(list(owners.values())) if grads else [True] * len(owners)
+        wanted = dict(zip(owners, present, strict=True))
+        whole: dict[int, torch.Tensor] = {}
+        result: dict[str, torch.Tensor] = {}
+        for fqn, parameter, held in found:
+            if not wanted[id(parameter)]:
+                continue
+            if id(parameter) not in whole:
+                whole[id(parameter)] = whole_tensor(_gradient(parameter) if grads else parameter, held)
+            result[fqn] = whole[id(parameter)]
+        return result
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

@@ -52,9 +52,6 @@ from autoplan.execute.parameters.state_dict import gathered, local_piece
 from autoplan.execute.parameters.unseen_paths import SHAPE_ERRORS, refuse_transforms, unseen_path
 from autoplan.patches.classes import subclass_of
 
-__all__ = ["local_view", "reading_locally", "stored_tensor", "view_class"]
-
-
 # --------------------------------------------------------------------------------------------------------- the view
 
 

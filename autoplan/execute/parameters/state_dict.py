@@ -23,16 +23,6 @@ from autoplan.common.layout import chunk
 from autoplan.execute.collectives import RankGroup, all_gather_rows
 from autoplan.execute.parameters.held import Held, record_of
 
-__all__ = [
-    "gathered",
-    "as_held",
-    "in_checkpoint_order",
-    "local_piece",
-    "register_hooks",
-    "whole_buffer",
-    "whole_tensor",
-]
-
 
 def register_hooks(module: nn.Module) -> list[RemovableHandle]:
     """Translate this module's own entries whenever state dicts are made or loaded."""

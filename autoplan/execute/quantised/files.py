@@ -20,8 +20,6 @@ from autoplan.execute.quantised.formats import QuantisedTwice, dequantise
 from autoplan.execute.weights.files import CheckpointFiles
 from autoplan.values.quantised import PackedTensor, PackedWeight
 
-__all__ = ["DequantisedFiles", "StoredFiles"]
-
 _AT_ONCE = 2**24  # numbers of a matrix that is stored row by row, of which columns are wanted
 _NESTED = ".nested_absmax"  # of largest numbers of blocks that are stored in blocks themselves
 
@@ -104,10 +102,7 @@ class DequantisedFiles(_Files):
         stored = conventions().stored_weights(self.folder, super().keys, shape, read)
         self.packed = {weight.name: weight for weight in stored}
         self._parts = {f"{w.owner}.{tensor.name}" for w in stored for tensor in w.tensors}
-        self._refuse_unscaled()
-
-    def _refuse_unscaled(self) -> None:
-        """An 8-bit float without a scale says nothing."""
+        # An 8-bit float without a scale says nothing
         plain = ((key, super(DequantisedFiles, self).dtype(key)) for key in self.keys if key not in self.packed)
         odd = next(((key, dtype) for key, dtype in plain if dtype.is_floating_point and dtype.itemsize == 1), None)
         if odd is not None:

@@ -27,8 +27,6 @@ from autoplan.patches.classes import give_class, subclass_of
 from autoplan.values import Plan
 from autoplan.values.quantised import PackedTensor, PackedWeight
 
-__all__ = ["compute_in", "is_packed", "keep_beside", "kept_beside", "packed_model", "stored_tensors"]
-
 _STORED = "_autoplan_stored"
 _BESIDE = "_autoplan_beside"
 _PLAIN = "_autoplan_plain"  # what has been made of stacks in the call that runs

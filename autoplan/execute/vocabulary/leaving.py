@@ -58,7 +58,14 @@ class LeavingLogits(DTensor):
         if func in _NUMBERS:
             _refuse_part(args[0], func)
         if func.__name__ in _WRITTEN_WHOLE and isinstance(args[0], LeavingLogits):
-            return _write_whole(func, args, kwargs)
+            # Change whole rows, and take back the columns of this rank
+            _warn_once(func)
+            logits, *others = args
+            whole = logits.full_tensor().clone()
+            func(whole, *_whole(others), **_whole(kwargs))
+            with torch._C.DisableTorchFunctionSubclass():
+                logits.copy_(_spread(whole, logits.device_mesh))
+            return None if func is _T.__setitem__ else logits
         if func.__name__ in _READ_WHOLE or (func is _T.__getitem__ and _has_list(args[1])):
             return _read_whole(func, args, kwargs)
         if _beside_plain(args, kwargs) and not (func is F.cross_entropy and _loss_parallel()):
@@ -130,17 +137,6 @@ def _read_whole(func: Any, args: Any, kwargs: Any) -> Any:
     _warn_once(func)
     found = func(*_whole(args), **_whole(kwargs))
     return _excerpts(found) if func.__name__ in _VIEWS and not _has_list(args[-1]) else found
-
-
-def _write_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    """Change whole rows, and take back the columns of this rank."""
-    _warn_once(func)
-    logits, *others = args
-    whole = logits.full_tensor().clone()
-    func(whole, *_whole(others), **_whole(kwargs))
-    with torch._C.DisableTorchFunctionSubclass():
-        logits.copy_(_spread(whole, logits.device_mesh))
-    return None if func is _T.__setitem__ else logits
 
 
 class Excerpt(torch.Tensor):

@@ -257,7 +257,13 @@ class _Rows:
             logprobs = logprobs.masked_fill(last[..., index], 0.0)
         if self.group is None:
             return logprobs
-        logprobs = _in_order(logprobs, index, RankGroup.of(self.group))
+        # Every rank's positions, put in order. Every rank goes on with all of them alike, so backward takes the own.
+        group = RankGroup.of(self.group)
+        count = index.numel()
+        rows = [range(rank * count, (rank + 1) * count) for rank in range(group.size)]
+        everything = gather_over_ranks(logprobs, group, logprobs.dim() - 1, rows)
+        where = all_gather_rows(index, group, 0, [count] * group.size) if group.size > 1 else index
+        logprobs = everything.index_select(-1, torch.argsort(where))
         return logprobs[..., :-1] if self.shift else logprobs
 
 
@@ -289,12 +295,3 @@ def _last_tokens(
             hint="one position for each token",
         )
     return F.pad(positions[..., 1:] <= positions[..., :-1], (0, 1), value=True)
-
-
-def _in_order(mine: torch.Tensor, positions: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """Every rank's positions, put in order. Every rank goes on with all of them alike, so backward takes the own."""
-    count = positions.numel()
-    rows = [range(rank * count, (rank + 1) * count) for rank in range(group.size)]
-    everything = gather_over_ranks(mine, group, mine.dim() - 1, rows)
-    where = all_gather_rows(positions, group, 0, [count] * group.size) if group.size > 1 else positions
-    return everything.index_select(-1, torch.argsort(where))

@@ -28,8 +28,6 @@ from autoplan.execute.collectives import RankGroup, gather_pieces
 from autoplan.execute.vocabulary.shards import Columns, cross_entropy
 from autoplan.ops.records.record import writes_in_place
 
-__all__ = ["SplitLogits", "can_stay_split", "columns_in", "dressed", "moved", "split_class"]
-
 
 def can_stay_split(size: int, group: RankGroup) -> bool:
     """Has every rank two columns at least? One alone looks like a dim to broadcast, and none has no sums."""
@@ -52,7 +50,12 @@ class SplitLogits(torch.Tensor):
         result = NotImplemented if found is None else found(cls, func, args, kwargs)
         if result is not NotImplemented:
             return result
-        _refuse_in_place(func, args, kwargs)
+        name = func.__name__
+        if (writes_in_place(name) and isinstance(args[0], SplitLogits)) or isinstance(kwargs.get("out"), SplitLogits):
+            raise PlanMismatchError(
+                f"the model changes its logits in place ({name}) while they are split over the vocabulary",
+                hint="call it without labels and compute the loss by autoplan.vocab_parallel_cross_entropy",
+            )
         return func(*_gathered(cls, args), **_gathered(cls, kwargs))
 
 
@@ -130,15 +133,6 @@ def _gathered(cls: Kind, value: Any) -> Any:
     if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
         return type(value)([_gathered(cls, item) for item in value])
     return value
-
-
-def _refuse_in_place(func: Any, args: Any, kwargs: Any) -> None:
-    name = func.__name__
-    if (writes_in_place(name) and isinstance(args[0], SplitLogits)) or isinstance(kwargs.get("out"), SplitLogits):
-        raise PlanMismatchError(
-            f"the model changes its logits in place ({name}) while they are split over the vocabulary",
-            hint="call it without labels and compute the loss by autoplan.vocab_parallel_cross_entropy",
-        )
 
 
 def _whole_shape(cls: Kind, x: SplitLogits) -> torch.Size:

@@ -19,8 +19,6 @@ import torch
 from autoplan.common.conventions import conventions
 from autoplan.common.errors import SourceError
 
-__all__ = ["CheckpointFiles", "runs"]
-
 _DTYPES = {  # as safetensors calls them
     "F64": torch.float64,
     "F32": torch.float32,
@@ -53,7 +51,15 @@ class CheckpointFiles:
         self._open: dict[str, Any] = {}
         self._file_of = _find(self.folder)
         self._stored_as: dict[str, str] = {}  # what is asked for by another name than it has in its file
-        self._refuse_absent()
+        # Every file opens, and holds what it is said to hold
+        held = {file: set(_opened(self.folder / file).keys()) for file in dict.fromkeys(self._file_of.values())}
+        absent = [key for key, file in self._file_of.items() if key not in held[file]]
+        if absent:
+            raise SourceError(
+                f"the index of {self.folder} lists {absent[0]} in {self._file_of[absent[0]]}, which does not hold it"
+                + (f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""),
+                hint="the files and the index are not of one download",
+            )
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -118,17 +124,6 @@ class CheckpointFiles:
         if file not in self._open:
             self._open[file] = _opened(self.folder / file)
         return self._open[file]
-
-    def _refuse_absent(self) -> None:
-        """Every file opens, and holds what it is said to hold."""
-        held = {file: set(_opened(self.folder / file).keys()) for file in dict.fromkeys(self._file_of.values())}
-        absent = [key for key, file in self._file_of.items() if key not in held[file]]
-        if absent:
-            raise SourceError(
-                f"the index of {self.folder} lists {absent[0]} in {self._file_of[absent[0]]}, which does not hold it"
-                + (f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""),
-                hint="the files and the index are not of one download",
-            )
 
 
 def runs(rows: Sequence[int]) -> Iterator[range]:

@@ -77,7 +77,12 @@ class Joined:
                 continue
             for slot, number in enumerate(numbers):
                 read = _read(entries[number], places.shapes[part], wanted)
-                _put(found[slot] if stacked else found, read, places.dim, where)
+                # Row by row of `source` to these places; whole runs at once
+                target = found[slot] if stacked else found
+                done = 0
+                for run in runs(where):
+                    target.narrow(places.dim, run.start, len(run)).copy_(read.narrow(places.dim, done, len(run)))
+                    done += len(run)
         return found.reshape(sizes)
 
     def _parts(self) -> list[list[_Entry]]:
@@ -143,14 +148,6 @@ def _within(places: _Places, part: int, rows: Rows) -> tuple[list[int], dict[int
 def _turned(read: Read, rows: Rows | None = None) -> torch.Tensor:
     found = read({1 - dim: held for dim, held in rows.items()}) if rows else read()
     return found.transpose(0, 1)
-
-
-def _put(target: torch.Tensor, source: torch.Tensor, dim: int, where: list[int]) -> None:
-    """Row by row of `source` to these places; whole runs at once."""
-    done = 0
-    for run in runs(where):
-        target.narrow(dim, run.start, len(run)).copy_(source.narrow(dim, done, len(run)))
-        done += len(run)
 
 
 def _read(entry: _Entry, shape: tuple[int, ...], rows: Rows) -> torch.Tensor:

@@ -43,8 +43,6 @@ from autoplan.execute.weights.files import CheckpointFiles
 from autoplan.execute.weights.key_matching import Matched, match_keys, refuse_unmatched
 from autoplan.execute.weights.moved import Make, Moved, follow
 
-__all__ = ["load_weights"]
-
 
 def load_weights(
     model: nn.Module, folder: str | Path, *, strict: bool = True, dequantise: bool = False

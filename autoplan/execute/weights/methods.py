@@ -131,18 +131,14 @@ def _own_class(model: nn.Module) -> type:
 def _save_adapters(model: nn.Module, save_directory: str | os.PathLike[str], *_: Any, **options: Any) -> None:
     """The adapters of a wrapped model, whole, by the library's own method on the first rank."""
     with fail_together(Voters.everyone(model), conventions().saving):
-        _save_adapters_together(model, save_directory, options)
-
-
-def _save_adapters_together(model: nn.Module, save_directory: str | os.PathLike[str], options: dict[str, Any]) -> None:
-    if asked := sorted(options.keys() - {*_CHOICES, *_NOTHING_TO_US, "is_main_process", "state_dict"}):
-        raise AutoplanError(
-            f"adapters of a sharded model cannot be saved with {', '.join(asked)}",
-            hint="save them, and do that with the folder",
-        )
-    kept = {name: value for name, value in options.items() if name in _CHOICES}
-    parts = conventions().parts_to_save(model, kept)
-    _save_parts(model, save_directory, () if parts is None else parts, **kept)
+        if asked := sorted(options.keys() - {*_CHOICES, *_NOTHING_TO_US, "is_main_process", "state_dict"}):
+            raise AutoplanError(
+                f"adapters of a sharded model cannot be saved with {', '.join(asked)}",
+                hint="save them, and do that with the folder",
+            )
+        kept = {name: value for name, value in options.items() if name in _CHOICES}
+        parts = conventions().parts_to_save(model, kept)
+        _save_parts(model, save_directory, () if parts is None else parts, **kept)
 
 
 def _save_parts(model: nn.Module, folder: str | os.PathLike[str], parts: tuple[str, ...], **options: Any) -> None:
@@ -162,20 +158,16 @@ def _save_parts(model: nn.Module, folder: str | os.PathLike[str], parts: tuple[s
 def _resize(model: nn.Module, *args: Any, **options: Any) -> Any:
     """A table that keeps its size is as before; another one would be cut otherwise."""
     with fail_together(voters_of(model), conventions().resizing):
-        return _resize_to_same(model, args, options)
-
-
-def _resize_to_same(model: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    name = conventions().resizing
-    table: Any = getattr(model, conventions().ends[0])()
-    wanted = args[0] if args else options.get("new_num_tokens")
-    padded = len(args) > 1 or options.get("pad_to_multiple_of") is not None
-    if padded or wanted not in (None, len(table.weight)):
-        raise AutoplanError(
-            f"{name} of a sharded model: its table of {len(table.weight)} rows is cut over ranks",
-            hint="resize first, then autoplan.plan and autoplan.parallelize",
-        )
-    return getattr(type(model), name)(model, *args, **options)
+        name = conventions().resizing
+        table: Any = getattr(model, conventions().ends[0])()
+        wanted = args[0] if args else options.get("new_num_tokens")
+        padded = len(args) > 1 or options.get("pad_to_multiple_of") is not None
+        if padded or wanted not in (None, len(table.weight)):
+            raise AutoplanError(
+                f"{name} of a sharded model: its table of {len(table.weight)} rows is cut over ranks",
+                hint="resize first, then autoplan.plan and autoplan.parallelize",
+            )
+        return getattr(type(model), name)(model, *args, **options)
 
 
 def _fill_adapter(model: nn.Module, method: str, at: int, *args: Any, **options: Any) -> Any:

@@ -17,8 +17,6 @@ import torch
 
 from autoplan.common.errors import AutoplanError
 
-__all__ = ["Make", "Moved", "follow"]
-
 Make = Callable[[Callable[[str], torch.Tensor]], dict[str, torch.Tensor]]  # of what gives a tensor by its key
 Rows = Mapping[int, Sequence[int]]
 Shape = tuple[int, ...]

@@ -107,22 +107,23 @@ class NewFiles:
         with told_as_unwritten(self.folder):
             self._write()
             if len(self.parts) > 1:
-                self._name_shards()
+                total = len(self.parts)
+                taken = {
+                    match["save"] or "" for path in self.folder.iterdir() if (match := _SHARD.fullmatch(path.name))
+                }
+                save = next(
+                    tag for tag in ("", *(f"-{number}" for number in range(2, len(taken) + 3))) if tag not in taken
+                )
+                names = [f"model{save}-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1)]
+                for number, name in enumerate(names):
+                    os.rename(self.made[number], self.folder / name)
+                    self.made[number] = self.folder / name
+                where = {tensor: name for name, tensors in zip(names, self.parts, strict=True) for tensor in tensors}
+                index = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(where.items()))}
+                self.made.append(self.folder / _PART.format("index"))
+                self.made[-1].write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+                _sync(self.made[-1])
             _sync(self.folder)
-
-    def _name_shards(self) -> None:
-        total = len(self.parts)
-        taken = {match["save"] or "" for path in self.folder.iterdir() if (match := _SHARD.fullmatch(path.name))}
-        save = next(tag for tag in ("", *(f"-{number}" for number in range(2, len(taken) + 3))) if tag not in taken)
-        names = [f"model{save}-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1)]
-        for number, name in enumerate(names):
-            os.rename(self.made[number], self.folder / name)
-            self.made[number] = self.folder / name
-        where = {tensor: name for name, tensors in zip(names, self.parts, strict=True) for tensor in tensors}
-        index = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(where.items()))}
-        self.made.append(self.folder / _PART.format("index"))
-        self.made[-1].write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        _sync(self.made[-1])
 
     def switch(self) -> None:
         """From the old checkpoint to the new one, after `prepare`; then remove what was the old one's."""

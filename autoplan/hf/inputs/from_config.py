@@ -28,8 +28,6 @@ from autoplan.hf.shrink import all_configs
 from autoplan.hf.tiny_sizes import is_token_id
 from autoplan.hf.type_rules import type_rules
 
-__all__ = ["make_feeds"]
-
 _SAMPLES, _FRAMES = 4000, 128
 _PICTURE = ("pixel_values",)
 _AUDIO = ("input_features", "input_values", "audio_values")

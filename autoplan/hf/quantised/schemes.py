@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 from autoplan.common.files.schemes import scheme_files
 from autoplan.values.quantised import PackedDim, PackedTensor, PackedWeight, Scheme
@@ -140,7 +140,9 @@ def announced(keys: Iterable[str], scheme: Scheme | None = None) -> Iterator[tup
     files, known = scheme_files(), dict.fromkeys(keys)
     for data in [files[scheme.id]] if scheme is not None else list(files.values()):
         first = data["tensors"][0]["name"]
-        pattern = _announcing(data)
+        names = [one["name"] for one in data["tensors"] if one["name"] != "{weight}" and "when" not in one]
+        own = re.escape(names[0]).replace(r"\{weight\}", r"(?P<weight>[A-Za-z]\w*?)")
+        pattern = re.compile(rf"(?P<owner>.+)\.{own}")
         for key in known:
             match = pattern.fullmatch(key)
             if match is None:
@@ -148,12 +150,6 @@ def announced(keys: Iterable[str], scheme: Scheme | None = None) -> Iterator[tup
             parameter = match.groupdict().get("weight") or "weight"
             if f"{match['owner']}.{first.format(weight=parameter)}" in known:
                 yield key, match["owner"], parameter
-
-
-def _announcing(data: Mapping[str, Any]) -> re.Pattern[str]:
-    names = [one["name"] for one in data["tensors"] if one["name"] != "{weight}" and "when" not in one]
-    own = re.escape(names[0]).replace(r"\{weight\}", r"(?P<weight>[A-Za-z]\w*?)")
-    return re.compile(rf"(?P<owner>.+)\.{own}")
 
 
 def is_for_linears(scheme: Scheme) -> bool:

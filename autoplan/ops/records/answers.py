@@ -6,21 +6,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
-__all__ = [
-    "ALWAYS",
-    "NEVER",
-    "Along",
-    "Drawn",
-    "Linear",
-    "Product",
-    "Random",
-    "Recurrent",
-    "Reduction",
-    "Shows",
-    "Supposed",
-    "by_rate",
-]
-
 
 class Reduction(StrEnum):
     """What ranks must do where an op runs over a dim of which each has a shard."""

@@ -34,22 +34,6 @@ from autoplan.ops.records.sizes import NO_SIZES, Sizes
 from autoplan.values import Op
 from autoplan.values.reasons import NotPlaced
 
-__all__ = [
-    "CALLS",
-    "OPS",
-    "OpRecord",
-    "PythonCall",
-    "Runs",
-    "call_record",
-    "kept_whole",
-    "nothing",
-    "op",
-    "op_record",
-    "python_call",
-    "unknown",
-    "writes_in_place",
-]
-
 Dims = Callable[[Site], Answer]
 Reduces = Callable[[SplitOp], Reduction | NotPlaced | None]
 Runs = Callable[[Local], Any]

@@ -17,8 +17,6 @@ from autoplan.axes.events import Event
 from autoplan.axes.terms import Term, factors, find, is_data, leaf, product, show
 from autoplan.values import Op, Ref, TensorInfo, Trace
 
-__all__ = ["Answer", "Dims", "Inference", "Site", "told"]
-
 Dims = list[Term]
 Answer = list[Dims | None] | None  # dims per output tensor; None: this rule does not know
 

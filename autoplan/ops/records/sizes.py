@@ -10,25 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = [
-    "NO_SIZES",
-    "SHAPE",
-    "Bounds",
-    "Filled",
-    "Groups",
-    "Identity",
-    "Indexed",
-    "Lengths",
-    "MadeWhole",
-    "NoSizes",
-    "OutputShape",
-    "PieceCount",
-    "RepeatEach",
-    "Repeats",
-    "Sizes",
-    "Unflattened",
-]
-
 
 @dataclass(frozen=True)
 class NoSizes:

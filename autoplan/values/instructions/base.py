@@ -17,16 +17,6 @@ from typing import Any, ClassVar, TypeVar
 
 from autoplan.values.estimate import Cost
 
-__all__ = [
-    "INSTRUCTIONS",
-    "Amount",
-    "Collective",
-    "Instruction",
-    "Move",
-    "Spread",
-    "instruction",
-]
-
 
 class Spread(StrEnum):
     """How a value lies on ranks."""
