@@ -35,9 +35,8 @@ from autoplan.decide.plan.folding import same_in_like_blocks, whole_blocks
 from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.decide.written_plans.constraints import same_in_folded_blocks
 from autoplan.execute.fits import with_made_for
-from autoplan.hf.expert_counts import without_namesakes
 from autoplan.hf.inputs.make import make_inputs
-from autoplan.hf.source import Source
+from autoplan.hf.source import Source, without_namesakes
 from autoplan.hf.stacks import calls_causal, layers
 from autoplan.ops.questions import literals_say
 from autoplan.patches.kernels import kernel_note

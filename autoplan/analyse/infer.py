@@ -215,10 +215,8 @@ def _may_draw(op: Op) -> bool:
 
 
 def _mark_mixed(state: Inference, term: Term) -> None:
-    """Inside what is summed over, find concatenations that carry an axis in some segments and not in others.
-
-    Were that axis split, each rank would add the other segments whole, and the sum would hold them several times.
-    """
+    """Inside what is summed over, find concatenations that carry an axis in some segments and not in others. Were that
+    axis split, each rank would add the other segments whole, and the sum would hold them several times."""
     todo, seen = [term], set[int]()
     while todo:
         node = find(todo.pop())

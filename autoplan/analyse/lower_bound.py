@@ -150,11 +150,8 @@ class _Forward(_Walk):
             self.ledger.size(tensor, self.elements(tensor))
 
     def factors(self, paid: Iterable[Payment]) -> dict[int, set[int]]:
-        """What sums were multiplied with while they were put off, where that was worth it.
-
-        Each rank then knows only a part of the factor's gradient: that is a partial gradient which an earlier sum would
-        not have left.
-        """
+        """What sums were multiplied with while they were put off, where that was worth it. Each rank then knows only a
+        part of the factor's gradient: that is a partial gradient which an earlier sum would not have left."""
         found: dict[int, set[int]] = {}
         for index, (tensor, partials) in self.passed.items():
             later = next((p for p in paid if partials <= p.calls), None)

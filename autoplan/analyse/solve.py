@@ -138,13 +138,7 @@ def _legal_sizes(
 
 
 def _settle(
-    trace: Trace,
-    flow: CallFlow,
-    axes: Axes,
-    tp: int,
-    refusals: list[AxisWhole],
-    scoped: bool,
-    demands: Demands,
+    trace: Trace, flow: CallFlow, axes: Axes, tp: int, refusals: list[AxisWhole], scoped: bool, demands: Demands
 ) -> _Round:
     """Choose, place, solve; refuse and choose again, until nothing is refused."""
     refused = demands.refused(trace, axes)

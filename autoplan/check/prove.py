@@ -30,7 +30,7 @@ from autoplan.decide.plan.folding import BLOCKS
 from autoplan.decide.written_plans.choices import ChosenCuts
 from autoplan.hf.inputs.make import make_inputs
 from autoplan.hf.source import Source
-from autoplan.patches.double_precision import Lifted
+from autoplan.patches.seeding import Lifted
 from autoplan.values import Capabilities, Entry, Finding, LocalExperts, Plan, Proof, Trace, Trial
 
 __all__ = ["TRIED", "GraphProof", "Settled", "prove_graph", "prove_ranks", "settle_capabilities"]

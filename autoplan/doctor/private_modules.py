@@ -53,10 +53,7 @@ def _parametrized() -> bool:
 
     return [
         list(inspect.signature(one).parameters) for one in (parametrize._inject_new_class, parametrize._inject_property)
-    ] == [
-        ["module"],
-        ["module", "tensor_name"],
-    ]
+    ] == [["module"], ["module", "tensor_name"]]
 
 
 def _hooks() -> bool:

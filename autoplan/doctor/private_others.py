@@ -189,21 +189,13 @@ OTHERS = (
         "buffers of a model without storage are computed again",
         _has("transformers.PreTrainedModel._from_config"),
     ),
-    Private(
-        "transformers.PreTrainedModel._ep_plan",
-        "what a class claims of expert parallelism is audited",
-        _claims,
-    ),
+    Private("transformers.PreTrainedModel._ep_plan", "what a class claims of expert parallelism is audited", _claims),
     Private(
         "transformers.PreTrainedModel._no_split_modules",
         "the blocks that a class names are held against the model",
         _claims,
     ),
-    Private(
-        "transformers.PreTrainedModel._pp_plan",
-        "what a class claims of pipelines is audited",
-        _claims,
-    ),
+    Private("transformers.PreTrainedModel._pp_plan", "what a class claims of pipelines is audited", _claims),
     Private(
         "transformers.PreTrainedModel._pp_stage",
         "a stage of a split model is run without its messages",

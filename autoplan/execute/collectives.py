@@ -269,10 +269,8 @@ def sum_over_ranks(x: torch.Tensor, group: Ranks) -> torch.Tensor:
 
 
 def gather_over_ranks(x: torch.Tensor, group: Ranks, dim: int, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """The whole of which rank r holds `rows[r]` (in that order) along `dim`; backward takes the own rows.
-
-    Ranks may hold unequal numbers of rows, and several ranks the same row: the first holder's is taken.
-    """
+    """The whole of which rank r holds `rows[r]` (in that order) along `dim`; backward takes the own rows. Ranks may
+    hold unequal numbers of rows, and several ranks the same row: the first holder's is taken."""
     group = RankGroup.of(group)
     return x if group.size == 1 else _Gather.apply(x, group, dim, tuple(tuple(held) for held in rows))
 

@@ -26,10 +26,8 @@ from autoplan.patches.seeding import seeding, watch_seeding
 
 
 def may_draw(model: nn.Module) -> bool:
-    """Is any dropout, noise or jitter of the model or its configs turned on? Many are there with a rate of zero.
-
-    Asked for compiled code only, which would have to be interrupted to switch streams.
-    """
+    """Is any dropout, noise or jitter of the model or its configs turned on? Many are there with a rate of zero. Asked
+    for compiled code only, which would have to be interrupted to switch streams."""
     for module in model.modules():
         rate = getattr(module, "p", 0.0) if isinstance(module, nn.modules.dropout._DropoutNd) else 0.0
         if rate > 0 or _turned_on(vars(module)) or _turned_on(_settings(module)):

@@ -26,10 +26,8 @@ from autoplan.values import Instruction
 
 @dataclass(frozen=True)
 class At:
-    """Where an instruction is carried out: a module by its name, and the state of the model while it runs.
-
-    `names` are the arguments of the module's forward, in order.
-    """
+    """Where an instruction is carried out: a module by its name, and the state of the model while it runs. `names` are
+    the arguments of the module's forward, in order."""
 
     module: nn.Module
     name: str

@@ -91,10 +91,7 @@ def unlike(state: Generators, other: Generators) -> Generators:
 
 def left_out(state: Generators, others: Generators) -> Generators:
     """The generators of `state` that `others` has no state of."""
-    return Generators(
-        state.cpu if others.cpu is None else None,
-        state.cuda if others.cuda is None else None,
-    )
+    return Generators(state.cpu if others.cpu is None else None, state.cuda if others.cuda is None else None)
 
 
 def switch(seed: int) -> Generators:

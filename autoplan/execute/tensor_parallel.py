@@ -81,10 +81,8 @@ def applied(model: nn.Module) -> Applied | None:
 
 
 def tp_mesh_of(mesh: DeviceMesh, plan: Plan, names: dict[str, str] | None = None) -> DeviceMesh | None:
-    """The 1-D mesh over which the plan splits; None when there is nothing to split over.
-
-    That is "tp", or "ep" where the plan only places experts on different ranks.
-    """
+    """The 1-D mesh over which the plan splits; None when there is nothing to split over. That is "tp", or "ep" where
+    the plan only places experts on different ranks."""
     purpose = "ep" if plan.tp_size == 1 < plan.ep_size else "tp"
     wanted = (names or {}).get(purpose, purpose)
     dims = mesh.mesh_dim_names or ()
@@ -170,10 +168,8 @@ def record(model: nn.Module, plan: Plan, **facts: Any) -> None:
 
 
 def check_matches(model: nn.Module, plan: Plan) -> None:
-    """Does every pattern of the plan mean something in this model, and was it made for such code and sizes?
-
-    Raises PlanMismatchError with the nearest path, or with what differs.
-    """
+    """Does every pattern of the plan mean something in this model, and was it made for such code and sizes? Raises
+    PlanMismatchError with the nearest path, or with what differs."""
     parameter_rules(model, plan)
     modules = dict(model.named_modules(remove_duplicate=False))
     for pattern in dict.fromkeys(one.pattern for one in plan.runtime.instructions):

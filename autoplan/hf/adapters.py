@@ -97,10 +97,8 @@ def _base_names(module: nn.Module, path: str, base: str, copied: bool = False) -
 
 
 def usual_targets(model_type: str, config: PretrainedConfig | None) -> tuple[str, ...] | str:
-    """The layers that peft's LoRA is put beside where none are named, for this type of model or a part of it.
-
-    Raises SourceError where peft has no answer: what would be trained is then for the user to say.
-    """
+    """The layers that peft's LoRA is put beside where none are named, for this type of model or a part of it. Raises
+    SourceError where peft has no answer: what would be trained is then for the user to say."""
     hint = "name them: --lora-targets q_proj,v_proj (lora_targets=), or all-linear"
     try:
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as usual

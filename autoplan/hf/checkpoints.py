@@ -128,9 +128,7 @@ def _for_stored(rule: Any, names: frozenset[str]) -> Iterator[Any]:
 
 def _for_lists(model: nn.Module, known: Sequence[Any]) -> Iterator[tuple[Any, bool]]:
     """Converters for stacks of experts that the library reads as stacks, and tools that pack linears write one by one.
-
-    With each: do rows of an entry become columns of the stack?
-    """
+    With each: do rows of an entry become columns of the stack?"""
     from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
     covered = {target for rule in known for target in rule.target_patterns}
@@ -185,10 +183,8 @@ Stored = Mapping[str, tuple[PackedWeight, PackedTensor]]
 def checkpoint_writer(
     model: nn.Module, original: bool = True, stored: Stored = MappingProxyType({})
 ) -> CheckpointWriter:
-    """Of any model; one that is not transformers' own is written under its own names, and has no settings.
-
-    `stored`: the packed tensors among those to write.
-    """
+    """Of any model; one that is not transformers' own is written under its own names, and has no settings. `stored`:
+    the packed tensors among those to write."""
     if not _is_theirs(model):
         return CheckpointWriter(lambda names: [(name,) for name in names], lambda tensors: tensors)
     group_of = _group_names(model) if original else None
@@ -245,9 +241,7 @@ def _apart(
     model: Any, name: str, whole: torch.Tensor, weight: PackedWeight, tensor: PackedTensor
 ) -> dict[str, torch.Tensor]:
     """A packed stack as checkpoints hold it: an entry for each expert and each matrix that was quantised for itself.
-
-    Which entries there are, and what they are called, is asked with numbers in place of the plain stack.
-    """
+    Which entries there are, and what they are called, is asked with numbers in place of the plain stack."""
     experts, segments = weight.shape[0], max(1, len(weight.segments))
     plain = name.removesuffix(tensor.attribute) + weight.parameter
     asked = _reverted(model, {plain: torch.arange(experts * segments).reshape(experts, segments, 1)})

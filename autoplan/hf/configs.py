@@ -142,10 +142,8 @@ _WIDEST = 256  # of a head, in the flash kernel
 
 
 def take_flash_attention(model: nn.Module) -> bool:
-    """Let a copy without storage take the flash kernel, where its class supports that and not SDPA; did any?
-
-    Who sets eager attention for a class that has SDPA wants it, and keeps it.
-    """
+    """Let a copy without storage take the flash kernel, where its class supports that and not SDPA; did any? Who sets
+    eager attention for a class that has SDPA wants it, and keeps it."""
     changed = False
     for part in model.modules():
         if not isinstance(part, PreTrainedModel) or part._supports_sdpa or not part._supports_flash_attn:
@@ -183,9 +181,7 @@ _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  
 
 def settled_dtype(config: PretrainedConfig, where: str) -> tuple[PretrainedConfig, str]:
     """The config with a dtype, if anything says one, and who said it. `where`: the folder of the checkpoint, if any.
-
-    Quantised checkpoints without one compute in bfloat16: no kernel for them takes float32.
-    """
+    Quantised checkpoints without one compute in bfloat16: no kernel for them takes float32."""
     parts = tuple(all_configs(config))
     dtype = next((part.dtype for part in parts if getattr(part, "dtype", None) is not None), None)
     origin = "from the config"

@@ -39,9 +39,7 @@ _WORD = re.compile(r"\w+")
 @dataclass(frozen=True)
 class ForeignName:
     """A name and its spellings, the newest first, each with the versions that have it ("": all that were tested).
-
-    `mapping`: the auto mapping of which at least one class has it in every version; "": any model, or the library.
-    """
+    `mapping`: the auto mapping of which at least one class has it in every version; "": any model, or the library."""
 
     kind: Kind
     spellings: tuple[tuple[str, str], ...]
@@ -75,8 +73,7 @@ _RENAMED = (
     ForeignName("field", (("dtype", "4.56 and later"), ("torch_dtype", "before, and read still"))),
     ForeignName("field", (("rope_parameters", "5.0 and later"), ("rope_scaling", "before"))),
     ForeignName(
-        "module",
-        (("distributed.tensor_parallel", "5.16 and later"), ("integrations.tensor_parallel", "to 5.15")),
+        "module", (("distributed.tensor_parallel", "5.16 and later"), ("integrations.tensor_parallel", "to 5.15"))
     ),
 )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,8 +23,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from autoplan.capture.copies import copied
 from autoplan.capture.derive_inputs import Recipe, recipe_for
 from autoplan.capture.lazy import with_shapes
+from autoplan.capture.traced_ints import integer_attributes
 from autoplan.common.dtypes import cast_numbers
-from autoplan.common.errors import SourceError
+from autoplan.common.errors import AutoplanError, SourceError
 from autoplan.common.options import check_argument
 from autoplan.common.random_values import BUILDING, fill_meta, randomise, untouched_randomness
 from autoplan.hf.adapters import settings_of, wrap
@@ -34,7 +36,14 @@ from autoplan.hf.quantised.weights import quantised_weights, refuse_packed_by_ot
 from autoplan.hf.shrink import all_configs, tiny_config
 from autoplan.hf.tiny_sizes import leaves_single_units
 from autoplan.hf.type_rules import class_name_of
+from autoplan.values import IntegerEdit, LocalExperts, Runtime
 from autoplan.values.quantised import PackedWeight
+
+# What the user pointed at, as one value: a module, a config, or a MODEL string.
+#
+# Everything later needs two things from a model: the module itself (its own, or built on meta from a config: weights
+# are never needed), and a tiny clone with real random numbers on which a plan can be proven. A `Source` gives both and
+# leaves what it was given untouched: the module, its config, and every random number generator.
 
 Model: TypeAlias = nn.Module | PretrainedConfig | ExportedProgram | str
 
@@ -217,12 +226,7 @@ class Source:
         return _shapes(twin) == _shapes(self.given)
 
 
-def resolve(
-    model: Model,
-    *,
-    trust_remote_code: bool = False,
-    inputs: Mapping[str, Any] | None = None,
-) -> Source:
+def resolve(model: Model, *, trust_remote_code: bool = False, inputs: Mapping[str, Any] | None = None) -> Source:
     """Find out what `model` is. Raises SourceError, with what was tried, when it is nothing that can be built."""
     if inputs is not None:
         check_argument("inputs", inputs, Mapping, "give a mapping: argument of the forward -> example")
@@ -333,3 +337,35 @@ def _on_meta(model: nn.Module) -> bool:
 
 def _qualname(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+# Which attribute of an experts' module counts its experts, where another attribute happens to be the same number.
+#
+# Both are told apart on a tiny clone of the model, which has other sizes: there only one of them equals the number of
+# matrices in the stack. The clone is built and looked at, never run.
+
+
+def without_namesakes(source: Source, runtime: Runtime, classes: dict[str, str]) -> Runtime:
+    """The edits without those of attributes that only happen to equal the number of experts, as far as can be told."""
+    counts = {site.pattern: site.experts for site in runtime.of(LocalExperts)}
+    counting = [edit for edit in runtime.of(IntegerEdit) if counts.get(edit.pattern) == edit.old]
+    edits = Counter(edit.pattern for edit in counting)
+    unclear = {classes[pattern] for pattern, edited in edits.items() if edited > 1}
+    if not unclear:
+        return runtime
+    try:
+        clone = source.tiny()
+    except AutoplanError:
+        return runtime
+    known = {name: found for name in unclear if (found := _counting(clone, name))}
+    namesakes = [edit for edit in counting if edit.name not in known.get(classes[edit.pattern], (edit.name,))]
+    return replace(runtime, instructions=tuple(one for one in runtime.instructions if one not in namesakes))
+
+
+def _counting(clone: nn.Module, class_name: str) -> set[str]:
+    """The attributes that equal the length of the stack, in the first module of the class."""
+    module = next((module for module in clone.modules() if type(module).__name__ == class_name), None)
+    stacks = [] if module is None else [p for p in module.parameters(recurse=False) if p.dim() > 2]
+    if module is None or not stacks:
+        return set()
+    return {name for name, value in integer_attributes(module).items() if value == stacks[0].shape[0]}

@@ -72,10 +72,8 @@ def takes_bags(name: str) -> bool:
 
 @dataclass(frozen=True)
 class _Lookup:
-    """x[indices] taken apart: dims before and after the looked-up ones, and what each index tensor brings.
-
-    Integer tensors bring their dims, a mask brings one: how many positions it keeps (`None` until a shape tells).
-    """
+    """x[indices] taken apart: dims before and after the looked-up ones, and what each index tensor brings. Integer
+    tensors bring their dims, a mask brings one: how many positions it keeps (`None` until a shape tells)."""
 
     before: Dims
     after: Dims

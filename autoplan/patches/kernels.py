@@ -111,9 +111,7 @@ def where_it_runs(model: nn.Module) -> Any:
 @dataclass(frozen=True)
 class OptionalKernel:
     """A function that a file of the model's has under `name`, if its library is installed, and what is done without.
-
-    `home`: the file. `reference`: None where there is none, or where the code asks for the device itself.
-    """
+    `home`: the file. `reference`: None where there is none, or where the code asks for the device itself."""
 
     home: ModuleType
     name: str

@@ -85,9 +85,7 @@ _INHERITED = object()
 
 class Place(NamedTuple):
     """An attribute of a module or class, or what a function keeps in its closure, and what is to stand there.
-
-    `inherited`: a class may have it from another; what then is put into the class itself is taken away again.
-    """
+    `inherited`: a class may have it from another; what then is put into the class itself is taken away again."""
 
     holder: Any
     name: str
@@ -308,9 +306,7 @@ def _leave(mine: Hold) -> None:
 
 def _end_later(mine: Hold) -> None:
     """Garbage is collected in the middle of anything, also of the code above in this thread: never wait for the lock.
-
-    Whoever has it looks here again after giving it back.
-    """
+    Whoever has it looks here again after giving it back."""
     _ended.append(mine)
     _clear_up()
 

@@ -8,10 +8,9 @@ that are used (autoplan/doctor/). What replaces something outside this folder fa
 from __future__ import annotations
 
 from autoplan.patches.classes import CLASSES, UNCACHED, UNSCRIPTED
-from autoplan.patches.double_precision import DOUBLE_PRECISION
 from autoplan.patches.kernels import KERNEL_GUARDS, KERNEL_STAND_INS, REFERENCE_PATH
 from autoplan.patches.patched import Patch
-from autoplan.patches.seeding import SEEDING
+from autoplan.patches.seeding import DOUBLE_PRECISION, SEEDING
 from autoplan.patches.sharding_rules import COMPILED_LOSS, SHARDING_RULES, UNTRACED_LOGITS
 from autoplan.patches.simulated_ranks import GENERATOR, HOST_GENERATORS, PROCESS_GROUP, RANK_BACKEND, WORLD
 from autoplan.patches.tensors import FULL_STATE_DICTS, OPTIMIZERS, PARAMETER_DATA, SAFETENSORS_STORAGE, TOTAL_NORM

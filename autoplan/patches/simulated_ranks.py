@@ -122,10 +122,8 @@ class _WorldPerThread(ThreadLocalWorld):
 
 @contextmanager
 def world_per_thread() -> Iterator[None]:
-    """Swap in a world and registries that are right for one thread per rank; put the old ones back.
-
-    Each process group that is made meanwhile has uncaught errors begin with one rank more: that is taken back too.
-    """
+    """Swap in a world and registries that are right for one thread per rank; put the old ones back. Each process group
+    that is made meanwhile has uncaught errors begin with one rank more: that is taken back too."""
     ProcessLocalGroup.reset()
     said = sys.excepthook
     places = [
@@ -142,10 +140,8 @@ def world_per_thread() -> Iterator[None]:
 
 
 def asks_for_a_shape() -> bool:
-    """Does this thread run an op on whole tensors without storage, of which DTensor wants no more than the shape?
-
-    It holds the lock meanwhile; answers are kept, so only the first such op of a process is run.
-    """
+    """Does this thread run an op on whole tensors without storage, of which DTensor wants no more than the shape? It
+    holds the lock meanwhile; answers are kept, so only the first such op of a process is run."""
     return bool(_asking._is_owned())  # type: ignore[attr-defined]
 
 

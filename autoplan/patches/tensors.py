@@ -193,10 +193,7 @@ def _total_norm_canary() -> bool:
     weight.grad = torch.ones(2)
     held = norm_of(lambda gradients: [4 * one for one in gradients], apart)
     try:
-        norms = (
-            clip_grad_norm_(iter([weight]), 100.0),
-            get_total_norm(iter([weight.grad])),
-        )
+        norms = (clip_grad_norm_(iter([weight]), 100.0), get_total_norm(iter([weight.grad])))
     finally:
         held.release()
     return all(abs(float(norm) - 32**0.5) < 1e-5 for norm in norms) and float(weight.grad[0]) == 1

@@ -194,9 +194,7 @@ class Estimate:
 @dataclass(frozen=True)
 class Row:
     """One mesh with one way to run on it. `binds`: what is short, or what takes the most time; `missing`: bytes.
-
-    `experts`: they lie whole on the ranks of tp, rather than each cut over them.
-    """
+    `experts`: they lie whole on the ranks of tp, rather than each cut over them."""
 
     estimate: Estimate
     checkpointing: bool | str

@@ -30,9 +30,8 @@ FAMILIES: dict[Any, Family] = {
 
 
 def plain(value: Any, *, brief: bool = False) -> Any:
-    """`brief` leaves out fields that have their default value. An instruction says its class:
-    {"do": "AllReduce", …}; a reason too: {"kind": "DoesNotDivide", …}.
-    """
+    """`brief` leaves out fields that have their default value. An instruction says its class: {"do": "AllReduce", …}; a
+    reason too: {"kind": "DoesNotDivide", …}."""
     if is_dataclass(value) and not isinstance(value, type):
         kind = {family.key: type(value).__name__ for base, family in FAMILIES.items() if isinstance(value, base)}
         brief = brief or isinstance(value, _TERSE)

@@ -31,10 +31,8 @@ class Version:
 
 @dataclass(frozen=True)
 class ForwardCode:
-    """The forward of a class some of whose calls are rewritten: places of calls are columns in its source.
-
-    `code` is a hash of that source ("source:…"), or of the compiled code where there is no source ("compiled:…").
-    """
+    """The forward of a class some of whose calls are rewritten: places of calls are columns in its source. `code` is a
+    hash of that source ("source:…"), or of the compiled code where there is no source ("compiled:…")."""
 
     class_name: str
     code: str
@@ -279,9 +277,7 @@ class Plan:
 
     def to_hf(self, model: Any = None, *, old: bool = False, drop: bool = False) -> dict[str, str]:
         """{pattern: style name} for transformers; give the `model`, so that shipped keys we do not use are overridden.
-
-        Raises on what transformers cannot say, with the bytes lost; with `drop` that stays whole.
-        """
+        Raises on what transformers cannot say, with the bytes lost; with `drop` that stays whole."""
         styles: dict[str, str] = done_above("Plan.to_hf", self, model, old=old, drop=drop)
         return styles
 
@@ -296,9 +292,7 @@ class Plan:
 
     def part_for(self, model: Any) -> Plan:
         """The part of this plan that a piece of its model needs: a pipeline stage, with some blocks under their names.
-
-        A stage without the table, the head or some blocks takes the rest; one that holds something else is refused.
-        """
+        A stage without the table, the head or some blocks takes the rest; one that holds something else is refused."""
         part: Plan = done_above("Plan.part_for", self, model)
         return part
 

@@ -16,9 +16,7 @@ from typing import Any
 @dataclass(frozen=True)
 class PackedDim:
     """One dim of a stored tensor. `of`: the dims of the plain weight that it runs over, major first; none: its own.
-
-    `factor` elements along them make a block, which has `each` elements here. `size` is its size.
-    """
+    `factor` elements along them make a block, which has `each` elements here. `size` is its size."""
 
     size: int
     of: tuple[int, ...] = ()

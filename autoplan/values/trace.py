@@ -94,10 +94,8 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One aten operation. `name` has no namespace or overload ("mm"); tensors in args are `Ref`s.
-
-    `outputs` mirrors what the op returned (Refs, possibly in tuples); `module` is the innermost running module's name.
-    """
+    """One aten operation. `name` has no namespace or overload ("mm"); tensors in args are `Ref`s. `outputs` mirrors
+    what the op returned (Refs, possibly in tuples); `module` is the innermost running module's name."""
 
     name: str
     overload: str
@@ -225,10 +223,8 @@ class ParameterFact:
 
 @dataclass(frozen=True)
 class ClassFact:
-    """One axis class: its size, what it does (events), the parameters it sits in, and whether it is split.
-
-    `reason` says why not, when it is not.
-    """
+    """One axis class: its size, what it does (events), the parameters it sits in, and whether it is split. `reason`
+    says why not, when it is not."""
 
     id: int
     size: int

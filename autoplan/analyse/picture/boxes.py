@@ -116,10 +116,8 @@ def collapse_scans(flow: Flow) -> None:
 
 
 def _lateness(flow: Flow, glue: set[int]) -> dict[int, int]:
-    """How many boundaries lie on the longest way to the end: other boxes, and changes of module.
-
-    Boxes of one web have one lateness: no way leads out of it and back in, so it can become one box.
-    """
+    """How many boundaries lie on the longest way to the end: other boxes, and changes of module. Boxes of one web have
+    one lateness: no way leads out of it and back in, so it can become one box."""
     late: dict[int, int] = {}
     for box in reversed(list(nx.topological_sort(flow))):
         module = node_of(flow, box).module

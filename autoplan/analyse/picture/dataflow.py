@@ -31,7 +31,7 @@ from autoplan.analyse.picture.boxes import (
 )
 from autoplan.analyse.picture.flow import CONSTANT, Canvas, Flow, Node, Value, View, dequantised, follow_view
 from autoplan.ops import op_record
-from autoplan.ops.random import makes_anew
+from autoplan.ops.creation import makes_anew
 from autoplan.ops.records.answers import Drawn, Shows
 from autoplan.ops.records.record import writes_in_place
 from autoplan.values import Op, Ref, Trace, refs

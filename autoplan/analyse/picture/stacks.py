@@ -35,9 +35,7 @@ PARTS = "no block module: the parts of a block (attention, feed-forward) are the
 @dataclass(frozen=True)
 class Blocks:
     """A stack as found: `holder` is the module (number) that holds the members, `blocks` each block once, in order.
-
-    `listed` counts members with repetitions: a block listed twice is called twice.
-    """
+    `listed` counts members with repetitions: a block listed twice is called twice."""
 
     name: str
     holder: int
@@ -104,10 +102,8 @@ class _Search:
         return replace(stack, notes=notes)
 
     def _members(self, number: int, together: bool = False) -> list[int]:
-        """What a container holds, with repetitions; containers in it are opened.
-
-        Lists of different kinds next to each other are different stacks, unless they are `together` in a longer list.
-        """
+        """What a container holds, with repetitions; containers in it are opened. Lists of different kinds next to each
+        other are different stacks, unless they are `together` in a longer list."""
         children = [child for _, child in self.tree.nodes[number].children]
         inner = {child: self._members(child, True) for child in children if self.tree.nodes[child].container}
         if len(inner) > 1 and not together and not self._alike(list(inner.values())):

@@ -86,10 +86,8 @@ class CallFlow:
                 self.carries.add(tensor)
 
     def _detached(self) -> set[int]:
-        """Values to which no gradient comes back, because all that is made of them is detached in the end.
-
-        So is a parameter in another shape that nobody reads: it was handed to a kernel that is not there.
-        """
+        """Values to which no gradient comes back, because all that is made of them is detached in the end. So is a
+        parameter in another shape that nobody reads: it was handed to a kernel that is not there."""
         detached: set[int] = set()
         for index in reversed(range(len(self.trace.calls))):
             if self._unread_shape(index):
@@ -141,10 +139,8 @@ class CallFlow:
         return self.trace.calls[index].grad_enabled and any(t in self.carries for t in self.outputs[index])
 
     def with_gradients(self) -> set[int]:
-        """The values that get a gradient from what the model returns: others only decide something on the way.
-
-        What is written in place counts as read: it may be a view of something that is.
-        """
+        """The values that get a gradient from what the model returns: others only decide something on the way. What is
+        written in place counts as read: it may be a view of something that is."""
         found = (self.final | self.rewritten) & self.carries
         for index in reversed(range(len(self.trace.calls))):
             if self.passes_gradients(index) and not found.isdisjoint(self.outputs[index]):
@@ -238,10 +234,8 @@ class HookPoints:
         return min(around, key=lambda b: b.first - b.last, default=None)
 
     def before(self, tensor: int, calls: Collection[int], uses: Collection[int]) -> list[Crossing]:
-        """Module inputs behind which all readers of the value (`uses`), together, are exactly these calls.
-
-        A value that enters under several names (as key and as value) is taken at each of them.
-        """
+        """Module inputs behind which all readers of the value (`uses`), together, are exactly these calls. A value that
+        enters under several names (as key and as value) is taken at each of them."""
         left, chosen = set(calls), []
         entering = self.flow.entering.get(tensor, [])
         for crossing in sorted(entering, key=lambda b: b.first - b.last):

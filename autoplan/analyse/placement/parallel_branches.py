@@ -45,9 +45,7 @@ def pairs_of_branches(
     flow: CallFlow, sums: Iterable[Crossing], leaving: CrossingOut
 ) -> tuple[tuple[Pair, ...], dict[Crossing, Crossing]]:
     """Of all sums at modules' outputs, those that can be summed with the next: the same in every run of their modules.
-
-    And the boundaries to which sums of these pairs must be moved.
-    """
+    And the boundaries to which sums of these pairs must be moved."""
     arriving: dict[int, list[Crossing]] = defaultdict(list)
     moved = {crossing: _outwards(flow, crossing, leaving) for crossing in sums}
     for crossing in moved.values():

@@ -272,10 +272,8 @@ def _passed(call: int, gradients: PartialGradients) -> tuple[set[int], set[int]]
 
 
 def _leads_to(call: int, tensor: int, gradients: PartialGradients) -> tuple[int, ...] | None:
-    """Where a partial gradient that goes up through a call leads besides to the value: None if to anything large.
-
-    Small values that it is multiplied with on the way (a router's scores) are summed by themselves: calls to pass.
-    """
+    """Where a partial gradient that goes up through a call leads besides to the value: None if to anything large. Small
+    values that it is multiplied with on the way (a router's scores) are summed by themselves: calls to pass."""
     flow, found = gradients.flow, list[int]()
     calls, _ = _passed(call, gradients)
     inside = {made for index in calls for made in flow.outputs[index]} | {tensor}

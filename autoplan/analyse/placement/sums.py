@@ -45,11 +45,8 @@ from autoplan.values.reasons import NotPlaced
 
 
 def place(shards: Shards, flow: CallFlow, gathered: frozenset[int]) -> Placement:
-    """Place every sum that the splits need.
-
-    A hook acts on every run of its module. A hook point at which only some runs need something is closed, and
-    everything is placed again.
-    """
+    """Place every sum that the splits need. A hook acts on every run of its module. A hook point at which only some
+    runs need something is closed, and everything is placed again."""
     closed: set[HookPoint] = set()
     while True:
         result = _Placer(shards, flow, gathered, closed).solve()

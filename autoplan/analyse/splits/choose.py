@@ -117,9 +117,7 @@ def residual_leaves(trace: Trace, axes: Axes) -> set[Term]:
 
 class _Sameness:
     """Values that are one value cast, copied, scaled by a number or shifted: the stream in another dtype is the stream.
-
-    Scaled channel by channel it is not: `f(x) + D * x`, inside a mixer, is no stream.
-    """
+    Scaled channel by channel it is not: `f(x) + D * x`, inside a mixer, is no stream."""
 
     def __init__(self, trace: Trace, axes: Axes) -> None:
         self._root: dict[int, int] = {}
@@ -267,17 +265,10 @@ def _inside_blocks(axes: Axes) -> set[Term]:
 
 
 def _partner(
-    leaf: Term,
-    found: Occurrences,
-    candidates: list[_Candidate],
-    taken: set[int],
-    trace: Trace,
-    axes: Axes,
+    leaf: Term, found: Occurrences, candidates: list[_Candidate], taken: set[int], trace: Trace, axes: Axes
 ) -> Term | None:
     """The axis that splits on where `leaf` (key/value heads, fewer than ranks) cannot: query heads within a group.
-
-    Ranks form groups; each group holds some key/value heads, and its ranks shard the query heads of those.
-    """
+    Ranks form groups; each group holds some key/value heads, and its ranks shard the query heads of those."""
     mine = weights_of(leaf, found, trace)
     for _, _, _, other in candidates:
         theirs = weights_of(other, found, trace)
@@ -350,10 +341,8 @@ class Tried:
 
 
 def legal_sizes(trace: Trace, axes: Axes, choice: SplitMarks, tried: Tried, packed: Packed) -> tuple[int, ...]:
-    """Sizes at which every class that can be split divides, between the blocks of quantised weights.
-
-    Key/value heads may be shared by groups of ranks, or held by all while the queries of each are sharded.
-    """
+    """Sizes at which every class that can be split divides, between the blocks of quantised weights. Key/value heads
+    may be shared by groups of ranks, or held by all while the queries of each are sharded."""
     vocabularies = choice.vocabularies
     partners = {**choice.partners, **{leaf: other for leaf, other in tried.blocked.items() if other is not None}}
     splittable = dict.fromkeys((*choice.marks, *choice.indivisible, *tried.blocked))

@@ -64,9 +64,7 @@ def parted_dim(call: Call, shards: Shards) -> int:
 
 def pieces_given(call: Call, shards: Shards) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
     """Of a call that makes equal pieces: along which dim, and how long they must be on each rank, where those differ.
-
-    They do where one piece is split and its neighbour is not.
-    """
+    They do where one piece is split and its neighbour is not."""
     told = call_record(call.name).sizes
     if not isinstance(told, (Lengths, PieceCount)):
         return None
@@ -104,10 +102,8 @@ Found = list[tuple[Path, Any, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Requirement:
-    """At `path` in the arguments of call `call`, ranks must pass `want` (one number per rank); now it is `have`.
-
-    `seen` is what the Python of a sharded model passes there, with its shards' sizes and the integers that were edited.
-    """
+    """At `path` in the arguments of call `call`, ranks must pass `want` (one number per rank); now it is `have`. `seen`
+    is what the Python of a sharded model passes there, with its shards' sizes and the integers that were edited."""
 
     call: int
     path: Path

@@ -158,10 +158,8 @@ def products_to_gather(
 
 
 def _ends_of_products(trace: Trace, axes: Axes, products: Container[int]) -> dict[int, int]:
-    """For each product the op whose result is what its call returns: itself, or the one that adds the call's bias.
-
-    What else a call adds is whole on every rank: such a product has no place for a gather.
-    """
+    """For each product the op whose result is what its call returns: itself, or the one that adds the call's bias. What
+    else a call adds is whole on every rank: such a product has no place for a gather."""
     found: dict[int, int] = {}
     for call in trace.calls:
         product = call_record(call.name).product

@@ -223,10 +223,8 @@ def _is_matrix(tensor: int, trace: Trace) -> bool:
 
 
 def _held(call: Call, trace: Trace, tp: int) -> dict[tuple[object, ...], tuple[int, str]]:
-    """By path in the arguments: the weights whose rows lie in shards (of a cell its biases too), with the layout.
-
-    Where the hidden units do not divide, rows are cut wherever a rank's part ends.
-    """
+    """By path in the arguments: the weights whose rows lie in shards (of a cell its biases too), with the layout. Where
+    the hidden units do not divide, rows are cut wherever a rank's part ends."""
     hidden, network = _hidden(call, trace), _network(call.name)
     gates = network.gates
     found: dict[tuple[object, ...], tuple[int, str]] = {}
@@ -240,10 +238,7 @@ def _held(call: Call, trace: Trace, tp: int) -> dict[tuple[object, ...], tuple[i
 
 
 def _instructions(
-    place: tuple[str, str, str],
-    indices: list[int],
-    held: dict[tuple[object, ...], tuple[int, str]],
-    flow: CallFlow,
+    place: tuple[str, str, str], indices: list[int], held: dict[tuple[object, ...], tuple[int, str]], flow: CallFlow
 ) -> Iterator[CallRewrite]:
     trace, (module, function, where) = flow.trace, place
     runs = Counter(visit.module for visit in trace.visits)[module]

@@ -172,7 +172,7 @@ def _worker_main(pipe: Connection, pair: tuple[str, str], how: How) -> None:
 
     import torch
 
-    from autoplan.hf.processes import say_less
+    from autoplan.hf.driving import say_less
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that it ends its own ranks before it goes
     torch.set_num_threads(1)

@@ -19,7 +19,7 @@ from autoplan.check.ranks.run import Engine, RankError, RankTimeout, run_process
 from autoplan.common.code.ways import Recorder, has_own_code, tracing
 from autoplan.common.errors import AutoplanError, OutsideError
 from autoplan.common.stages import stage
-from autoplan.hf.processes import note_what_is_collected
+from autoplan.hf.driving import note_what_is_collected
 from autoplan.ops.questions import literals_say
 from autoplan.values import Finding
 

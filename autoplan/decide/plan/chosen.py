@@ -306,11 +306,7 @@ def plan_chosen(
     if choices is None:
         return make_plan(solution, model=model, layers=layers, sequence_parallel=sequence_parallel)
     made = make_plan(
-        solution,
-        model=model,
-        layers=layers,
-        sequence_parallel=sequence_parallel,
-        source_of=choices.source_of,
+        solution, model=model, layers=layers, sequence_parallel=sequence_parallel, source_of=choices.source_of
     )
     found = tuple(Finding("written plan", "note", "", note) for note in (f"chosen by {choices.name}", *solution.notes))
     return replace(made, source=_origin(choices), findings=made.findings + found)
@@ -325,9 +321,7 @@ def _origin(choices: ChosenCuts) -> str:
 
 def choices_of_plan(plan: Plan, name: str = "") -> ChosenCuts | None:
     """A plan's own decisions as choices, to plan another size of the same model alike; None if nobody chose anything.
-
-    With a `name` (of the file it came from) they are a user's choices, whoever made them.
-    """
+    With a `name` (of the file it came from) they are a user's choices, whoever made them."""
     sources = {entry.source for entry in plan.entries} - {"inferred"}
     if not sources and not name:
         return None

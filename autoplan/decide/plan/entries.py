@@ -138,10 +138,8 @@ class Costs:
         *,
         ends_here: bool = True,
     ) -> tuple[Cost, ...]:
-        """Every cost of one module, forward ones first.
-
-        `ends_here`: the module's output is these parameters' product. (Of experts' two weights only the second's is.)
-        """
+        """Every cost of one module, forward ones first. `ends_here`: the module's output is these parameters' product.
+        (Of experts' two weights only the second's is.)"""
         here = (one for one in self.runtime.instructions if one.pattern == module)
         found = [one.cost for one in here if one.cost is not None and self._is_of_product(one, ends_here)]
         found += self._sum_further_out(module) if ends_here else []

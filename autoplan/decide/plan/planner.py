@@ -48,10 +48,8 @@ def make_plan(
     rules: Sequence[Rule] | None = None,
     source_of: Callable[[str], str | None] = lambda parameter: None,
 ) -> Plan:
-    """Write the plan of a solution. `rules` are the shipped ones unless given.
-
-    `source_of` tells for a parameter whose choice its cut is, where it is not that of `source`.
-    """
+    """Write the plan of a solution. `rules` are the shipped ones unless given. `source_of` tells for a parameter whose
+    choice its cut is, where it is not that of `source`."""
     picture = with_facts(dataflow(solution.trace), solution)
     matching = match_rules(picture, load_rules() if rules is None else rules, refused=False)
     desk = _Desk(solution, picture, matching, sequence_parallel)
@@ -148,12 +146,7 @@ class _Desk:
         )
 
     def _draft(
-        self,
-        module: str,
-        pattern: str,
-        facts: list[tuple[str, ParameterFact]],
-        style: str,
-        source: Source,
+        self, module: str, pattern: str, facts: list[tuple[str, ParameterFact]], style: str, source: Source
     ) -> _Draft:
         leading = max(facts, key=lambda item: (self._is_decided(item[1]), item[1].dim is not None, item[1].bytes))
         naming = self.named.get(leading[0])
@@ -188,10 +181,8 @@ def _owner(parameter: str) -> str:
 
 
 def _fold_entries(drafts: list[_Draft], names: Names) -> Iterator[Entry]:
-    """Entries that say the same of several modules become one; in the order in which the model holds them.
-
-    Who shares a sum may differ between blocks of one kind (a layer with a compressor, one without): that is said once.
-    """
+    """Entries that say the same of several modules become one; in the order in which the model holds them. Who shares a
+    sum may differ between blocks of one kind (a layer with a compressor, one without): that is said once."""
     groups: dict[Entry, list[str]] = {}
     costs: dict[Entry, dict[Cost, None]] = {}
     axes: dict[Entry, set[int]] = {}
@@ -221,10 +212,8 @@ def _obstacles(solution: Solution, drafts: list[_Draft], names: Names) -> tuple[
 
 
 def _replicated(solution: Solution, named: dict[str, Naming], names: Names) -> Iterator[Replicated]:
-    """Every parameter that stays whole, by pattern, with the bytes of all blocks and the reason.
-
-    What differs between blocks only in its reason is one line that gives each reason once.
-    """
+    """Every parameter that stays whole, by pattern, with the bytes of all blocks and the reason. What differs between
+    blocks only in its reason is one line that gives each reason once."""
     groups: dict[tuple[str, int], dict[str, _Whole]] = {}
     for fact in solution.parameters:
         if fact.dim is None and not fact.buffer:

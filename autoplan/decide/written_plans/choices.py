@@ -51,11 +51,8 @@ class WrittenPlanError(AutoplanError):
 
 @dataclass(frozen=True)
 class ChosenCut:
-    """One line of a written plan. `written` is the style as it stood there, `origin` where that was.
-
-    `by_position`: in stacked (3-D) weights "out" means the last dim but one, as transformers counts, whatever the
-    forward contracts.
-    """
+    """One line of a written plan. `written` is the style as it stood there, `origin` where that was. `by_position`: in
+    stacked (3-D) weights "out" means the last dim but one, as transformers counts, whatever the forward contracts."""
 
     pattern: str
     style: str

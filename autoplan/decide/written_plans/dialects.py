@@ -63,8 +63,7 @@ def _value_at(path: str) -> Any:
             raise WrittenPlanError(f"{path} raises on import: {_said(error)}", hint=f"fix {name} first") from error
         return _attribute(value, name, parts[length:], path)
     raise WrittenPlanError(
-        f"{path}: there is no module {parts[0]!r}",
-        hint="check the spelling, and that its folder is on PYTHONPATH",
+        f"{path}: there is no module {parts[0]!r}", hint="check the spelling, and that its folder is on PYTHONPATH"
     )
 
 

@@ -71,9 +71,7 @@ def kind_of(spec: Mapping[str, Any]) -> str:
 
 def read_deepspeed(data: Any, name: str, parameters: Iterable[str], tolerant: bool = False) -> tuple[ChosenCut, ...]:
     """The choices of a partition config, on the parameters of one model. The first spec that matches counts.
-
-    `tolerant`: a spec that matches nothing is a choice for its first expression.
-    """
+    `tolerant`: a spec that matches nothing is a choice for its first expression."""
     if problem := misshapen(data, _SHAPE):
         raise WrittenPlanError(f"{name}: {problem}", hint="see DeepSpeed's partition_config")
     known = list(parameters)

@@ -37,9 +37,7 @@ _REMOTE = "transformers_modules."
 @dataclass(frozen=True)
 class HandwrittenPlan:
     """One file of rules/plans. `sequence_parallel`: entries that differ under it, or the reason why there are none.
-
-    `where`: what it is called in messages, where it is no file of ours.
-    """
+    `where`: what it is called in messages, where it is no file of ours."""
 
     id: str
     qualnames: tuple[str, ...]

@@ -195,11 +195,7 @@ def _write_json(data: dict[str, Any]) -> str:
     return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
 
-_WRITERS = {
-    ".yaml": _write_yaml,
-    ".yml": _write_yaml,
-    ".json": _write_json,
-}
+_WRITERS = {".yaml": _write_yaml, ".yml": _write_yaml, ".json": _write_json}
 
 
 def _writer_for(path: Path) -> Callable[[dict[str, Any]], str]:

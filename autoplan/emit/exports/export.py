@@ -85,9 +85,7 @@ def by_specs(config: Mapping[str, Any]) -> Finds:
 
 def vllm_style(written: Mapping[str, str], name: str) -> str:
     """vLLM: the first key that, after `model.`, matches as a regular expression from the start of a base model's name.
-
-    Its transformers backend builds the base model (`AutoModel`) and calls it `model`.
-    """
+    Its transformers backend builds the base model (`AutoModel`) and calls it `model`."""
     key = next((key for key in written if re.match(f"model.{key}", f"model.{name}")), None)
     return "replicate" if key is None else written[key]
 

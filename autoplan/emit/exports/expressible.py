@@ -145,10 +145,8 @@ class Part:
 
 
 def parts_of(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[Part, ...]:
-    """The planned modules by the container they stand in. Blocks that are planned alike are one part.
-
-    `obstacles` are the kinds that hinder the other system.
-    """
+    """The planned modules by the container they stand in. Blocks that are planned alike are one part. `obstacles` are
+    the kinds that hinder the other system."""
     plan = in_plain_weights(plan)
     parents = {entry.pattern.rpartition(".")[0] for entry in plan.entries}
     groups: dict[str, list[Entry]] = {}

@@ -44,10 +44,8 @@ _NOT_IN_OLD = (
 
 
 def to_hf(plan: Plan, *, shipped: Iterable[str] = (), old: bool = False, drop: bool = False) -> dict[str, str]:
-    """The dict. `shipped` are the keys of transformers' own plan of the model; `old` is the spelling before 5.1.
-
-    Raises ExportError on what transformers cannot say; with `drop` that stays whole.
-    """
+    """The dict. `shipped` are the keys of transformers' own plan of the model; `old` is the spelling before 5.1. Raises
+    ExportError on what transformers cannot say; with `drop` that stays whole."""
     found, refused = _as_stored(plan, *hf_entries(plan))
     if old:
         found, more = _in_old_spelling(found, plan)

@@ -57,10 +57,8 @@ def _of_a_rank(group: RankGroup, dropped: Dropped, args: Any, kwargs: Any) -> tu
 
 
 def _projected(given: dict[str, Any], width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values of this rank's heads: batch, heads, positions, width.
-
-    What is learnt besides (`bias_k`, `bias_v`) and a zero are keys and values behind all others.
-    """
+    """Queries, keys and values of this rank's heads: batch, heads, positions, width. What is learnt besides (`bias_k`,
+    `bias_v`) and a zero are keys and values behind all others."""
     apart = [given[f"{name}_proj_weight"] for name in "qkv"]
     weights = apart if given["use_separate_proj_weight"] else given["in_proj_weight"].chunk(3)
     biases = (None,) * 3 if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)

@@ -230,9 +230,7 @@ def _inside_the_model(module: nn.Module, running: Running | None, random: bool) 
 @contextmanager
 def _unconverted(block: nn.Module) -> Iterator[None]:
     """Modules that convert others in their forward (`self.gate.to(self.dtype)`) leave alone what has been converted.
-
-    torch puts new tensors in place of DTensors even if nothing changes, and backward waits for the old ones.
-    """
+    torch puts new tensors in place of DTensors even if nothing changes, and backward waits for the old ones."""
     changed = []
     for module in block.modules():
         if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):

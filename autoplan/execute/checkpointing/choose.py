@@ -129,8 +129,7 @@ def refuse_libraries_own(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, switch, False) is True:
             raise AutoplanError(
-                f"{name or 'the model'} has {switch} on already",
-                hint=f"call model.{ending}() before parallelize",
+                f"{name or 'the model'} has {switch} on already", hint=f"call model.{ending}() before parallelize"
             )
 
 

@@ -85,10 +85,8 @@ def _keeping_intact(first: Any) -> Iterator[None]:
 
 
 class _CopyBeforeChange(TorchDispatchMode):
-    """Before an op changes in place what torch keeps (`(x @ w).add_(bias)`), a copy of it is kept instead.
-
-    torch keeps an alias, and refuses it in backward when it was changed. The second run makes the change again.
-    """
+    """Before an op changes in place what torch keeps (`(x @ w).add_(bias)`), a copy of it is kept instead. torch keeps
+    an alias, and refuses it in backward when it was changed. The second run makes the change again."""
 
     supports_higher_order_operators = True
 

@@ -77,11 +77,7 @@ def global_norm(source: Source, norm_type: float = 2.0) -> torch.Tensor:
 
 
 def clip_gradients(
-    source: Source,
-    max_norm: float,
-    norm_type: float = 2.0,
-    *,
-    error_if_nonfinite: bool = False,
+    source: Source, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
     """Scale the gradients of a model, or of one or more parameters, in place, so that their norm is at most `max_norm`.
 

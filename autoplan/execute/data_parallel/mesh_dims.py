@@ -33,9 +33,7 @@ WITH_CONTEXT = "dp_shard_cp"  # what everybody calls the two dims, flattened
 @dataclass(frozen=True)
 class MeshDims:
     """`tp`: a 1-D mesh, None when there is nothing to split over. `data`: FSDP2's mesh, 2-D for HSDP, None without.
-
-    `ep`: ranks that hold whole experts each, apart from those of tp.
-    """
+    `ep`: ranks that hold whole experts each, apart from those of tp."""
 
     tp: DeviceMesh | None
     data: DeviceMesh | None
@@ -82,10 +80,7 @@ def read_mesh(mesh: DeviceMesh, mesh_dims: Mapping[str, str] | None = None) -> M
         raise AutoplanError(f"mesh_dims={mesh_dims!r}", hint='give {"tp": name of a mesh dim}')
     dims = mesh.mesh_dim_names
     if not dims:
-        raise AutoplanError(
-            "the device mesh has no dim names, so nothing says what its dims are for",
-            hint=_MADE_WITH,
-        )
+        raise AutoplanError("the device mesh has no dim names, so nothing says what its dims are for", hint=_MADE_WITH)
     names = _by_purpose(mesh, dims, dict(mesh_dims or {}))
     replicate, shard = names.get("dp_replicate"), names.get("dp_shard")
     if replicate is not None and shard is None:

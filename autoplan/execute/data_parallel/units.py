@@ -52,10 +52,8 @@ class Units:
 
 
 def is_stack(parameter: torch.Tensor) -> bool:
-    """Is it a stack of matrices, which FSDP2 may cut inside of each?
-
-    Not packed ones, nor those of which tp's ranks hold unlike numbers.
-    """
+    """Is it a stack of matrices, which FSDP2 may cut inside of each? Not packed ones, nor those of which tp's ranks
+    hold unlike numbers."""
     if parameter.dim() < 3 or not parameter.is_floating_point():
         return False
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -79,10 +77,8 @@ def cut_dim(shape: Sequence[int], ranks: int) -> int:
 
 
 def choose_units(model: nn.Module, stacks: tuple[Stack, ...], *, frozen: str = "units", casts: bool = False) -> Units:
-    """Decide all units of `model`. Raises, naming parameters, where a unit cannot be made of one dtype.
-
-    `casts`: parameters are computed with in another dtype than they have, all but packed ones.
-    """
+    """Decide all units of `model`. Raises, naming parameters, where a unit cannot be made of one dtype. `casts`:
+    parameters are computed with in another dtype than they have, all but packed ones."""
     if frozen not in FROZEN:
         raise AutoplanError(f"frozen={frozen!r}", hint=f"choose one of {', '.join(FROZEN)}")
     search = _Search(model)

@@ -186,10 +186,8 @@ def _counts_are_known(index: torch.Tensor) -> bool:
 
 
 def _pairs(foreign: torch.Tensor, share: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pairs (token, choice) that stay. Where none does, the first (its weight is zero), so gradients exist.
-
-    A dry run has no numbers to count: there every rank's experts get an equal `share` of all pairs.
-    """
+    """The pairs (token, choice) that stay. Where none does, the first (its weight is zero), so gradients exist. A dry
+    run has no numbers to count: there every rank's experts get an equal `share` of all pairs."""
     if is_fake(foreign):
         even = torch.zeros(-(-foreign.numel() // share), dtype=torch.long, device=foreign.device)
         return even, even

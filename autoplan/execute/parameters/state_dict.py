@@ -71,10 +71,8 @@ def whole_tensor(tensor: torch.Tensor, held: Held | None) -> torch.Tensor:
 
 
 def gathered(tensor: DTensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-    """`full_tensor()`, for 8-bit floats too: not every backend sends those, but each sends bytes.
-
-    `rows`: for how many each rank of tp has room, where that is not as DTensor would have it.
-    """
+    """`full_tensor()`, for 8-bit floats too: not every backend sends those, but each sends bytes. `rows`: for how many
+    each rank of tp has room, where that is not as DTensor would have it."""
     if _is_cut_again(tensor):
         return _put_together(tensor, rows)
     if tensor.dtype.itemsize > 1 or not tensor.is_floating_point():
@@ -177,10 +175,8 @@ def as_held(value: torch.Tensor, parameter: DTensor, held: Held) -> DTensor:
 
 
 def local_piece(whole: torch.Tensor, held: Held, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
-    """This rank's piece: its rows on the tp mesh, and of those its shard where FSDP2 has cut them further.
-
-    FSDP2 puts its mesh dims before tp's, and cuts what a tp rank holds into consecutive pieces.
-    """
+    """This rank's piece: its rows on the tp mesh, and of those its shard where FSDP2 has cut them further. FSDP2 puts
+    its mesh dims before tp's, and cuts what a tp rank holds into consecutive pieces."""
     local = held.roomy(held.cut(whole.detach()))
     for mesh_dim, placement in enumerate(placements[:-1]):
         dim = getattr(placement, "dim", None)

@@ -85,14 +85,11 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the first, second, … output of 
 
 def dequantise(weight: PackedWeight, parts: Parts, shape: tuple[int, ...]) -> torch.Tensor:
     """The plain piece of `shape` (the first blocks along each dim are whole) that these stored tensors stand for.
-
-    `parts`: by the names that `weight` has for them.
-    """
+    `parts`: by the names that `weight` has for them."""
     decode = _decoder(weight.scheme)
     if decode is None:
         raise AutoplanError(
-            f"{weight.name}: there is no way yet to dequantise {weight.scheme.title}",
-            hint="load it as it is stored",
+            f"{weight.name}: there is no way yet to dequantise {weight.scheme.title}", hint="load it as it is stored"
         )
     own = {tensor.name: parts[tensor.name] for tensor in weight.tensors}
     if weight.rows < weight.contracted:
@@ -130,9 +127,7 @@ def _turned(weight: PackedWeight) -> PackedWeight:
 
 def _spread(scales: torch.Tensor, shape: tuple[int, ...], blocks: Mapping[int, int], parts: int = 1) -> torch.Tensor:
     """One scale for each element: repeated over its block along each dim. A dim of size 1 is left to broadcasting.
-
-    `parts`: of how many matrices, quantised each for itself, the rows of a stack are.
-    """
+    `parts`: of how many matrices, quantised each for itself, the rows of a stack are."""
     for dim, block in blocks.items():
         if scales.shape[dim] > 1 and block > 1:
             scales = scales.repeat_interleave(block, dim)

@@ -71,9 +71,7 @@ def _floor(
 
 def top_columns(columns: Columns, rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `count` largest logits of each row and their tokens, on every rank the same: each rank's best come together.
-
-    `rows` are this rank's columns of some rows. Of equal logits on different ranks the first rank's come first.
-    """
+    `rows` are this rank's columns of some rows. Of equal logits on different ranks the first rank's come first."""
     ranks = columns.group
     sizes = [min(count, len(chunk(columns.size, ranks.size, rank))) for rank in range(ranks.size)]
     best, token = rows.topk(sizes[ranks.rank], dim=-1)

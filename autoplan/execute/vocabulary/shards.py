@@ -357,11 +357,7 @@ def _own_weights(columns: Columns, weight: torch.Tensor | None) -> torch.Tensor:
 
 
 def vocab_parallel_entropy(
-    logits: torch.Tensor,
-    *,
-    group: Ranks | None = None,
-    vocabulary: int | None = None,
-    chunk_tokens: int | None = None,
+    logits: torch.Tensor, *, group: Ranks | None = None, vocabulary: int | None = None, chunk_tokens: int | None = None
 ) -> torch.Tensor:
     """The entropy, in nats, of the distribution that each row of logits [..., vocabulary] stands for."""
     columns = columns_of(logits, group, vocabulary)

@@ -192,10 +192,8 @@ def match_keys(
     read: Callable[..., torch.Tensor],
     shape: Callable[[str], tuple[int, ...]],
 ) -> Matched:
-    """Find a source for each group of names (one tensor each). `passing`: names of buffers that are not saved.
-
-    A group is served by the first of its names that the checkpoint has. `read` and `shape` are asked with a key.
-    """
+    """Find a source for each group of names (one tensor each). `passing`: names of buffers that are not saved. A group
+    is served by the first of its names that the checkpoint has. `read` and `shape` are asked with a key."""
     names = {name for group in groups for name in group}
     known = conventions().checkpoint_names(model)
     prefix = known.prefix

@@ -81,9 +81,7 @@ class Moved:
 
 def follow(make: Make, shapes: Mapping[str, Shape]) -> dict[str, Moved] | None:
     """Each tensor that a conversion makes of tensors of these shapes; None where that cannot be told by its places.
-
-    `make` runs the conversion with tensors by their keys, and only moves numbers.
-    """
+    `make` runs the conversion with tensors by their keys, and only moves numbers."""
     ranks = {len(shape) for shape in shapes.values()}
     if len(ranks) != 1:
         return None

@@ -154,10 +154,8 @@ class NewFiles:
 
 
 def replace_files(folder: Path, write: Callable[[Path], Any], read: Sequence[str] = ()) -> None:
-    """Let `write` write files into a folder of its own, and move each over its namesake in `folder`.
-
-    `read`: files of `folder` that it looks at.
-    """
+    """Let `write` write files into a folder of its own, and move each over its namesake in `folder`. `read`: files of
+    `folder` that it looks at."""
     folder.mkdir(parents=True, exist_ok=True)
     unread = folder / _PART.format("settings")
     with told_as_unwritten(folder):
@@ -213,11 +211,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GI
 
 
 def save_weights(
-    model: nn.Module,
-    folder: str | os.PathLike[str],
-    *,
-    max_shard_size: int | str = "5GB",
-    original_names: bool = True,
+    model: nn.Module, folder: str | os.PathLike[str], *, max_shard_size: int | str = "5GB", original_names: bool = True
 ) -> None:
     """Write the weights as the unsharded model's checkpoint. Every rank calls it; the first rank writes.
 

@@ -123,10 +123,8 @@ def _stack(name: str, shape: tuple[int, ...], module: nn.Module) -> Plain:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Does a stack of experts hold what a product sums over before what it does not?
-
-    Few modules say so. What goes in is as wide as what comes out: the shapes of both stacks say it, too.
-    """
+    """Does a stack of experts hold what a product sums over before what it does not? Few modules say so. What goes in
+    is as wide as what comes out: the shapes of both stacks say it, too."""
     both, down = module._parameters.get("gate_up_proj"), module._parameters.get("down_proj")
     if both is not None and down is not None and both.dim() == down.dim() == 3:
         return both.shape[1] == down.shape[2]
@@ -208,10 +206,8 @@ def stored_weights(
 
 
 def stored_aliases(folder: Path, keys: tuple[str, ...]) -> dict[str, str]:
-    """Stored tensors that files call otherwise than their scheme does, each with the name that it has there.
-
-    "" for what is no part of a weight: scales of the cache, how a kernel of bitsandbytes orders rows.
-    """
+    """Stored tensors that files call otherwise than their scheme does, each with the name that it has there. "" for
+    what is no part of a weight: scales of the cache, how a kernel of bitsandbytes orders rows."""
     if not (folder / "config.json").is_file():
         return {}
     data = _quantization_config(folder)

@@ -134,9 +134,7 @@ class Supposed(StrEnum):
 @dataclass(frozen=True)
 class Along:
     """What an op does to positions along a dim: it "picks" some, "parts" them, or "scatters" them to other places.
-
-    `dim`: which argument says the dim.
-    """
+    `dim`: which argument says the dim."""
 
     what: str
     dim: int = 1

@@ -34,10 +34,8 @@ class Unflattened:
 
 @dataclass(frozen=True)
 class Filled:
-    """The shape of a value that is alike everywhere: a rank makes its shard of it by itself.
-
-    `defined`: its contents are known, unlike those of empty memory.
-    """
+    """The shape of a value that is alike everywhere: a rank makes its shard of it by itself. `defined`: its contents
+    are known, unlike those of empty memory."""
 
     first: int = 0
     defined: bool = True

@@ -92,9 +92,7 @@ class MeanOverRanks(Boundary):
 @dataclass(frozen=True)
 class ScaleGradient(Boundary):
     """Identity forward; backward a gradient that every rank has whole is divided by tp, and so is one part of a sum.
-
-    With a `layout`, only on the segments along `dim` that every rank holds.
-    """
+    With a `layout`, only on the segments along `dim` that every rank holds."""
 
     dim: int | None = None
     layout: str | None = None
@@ -129,9 +127,7 @@ class AllGather(Boundary):
 @dataclass(frozen=True)
 class WithholdPartial(Boundary):
     """A branch's part of a sum is kept back for the next branch of the block, which adds it to its own; it gives zeros.
-
-    Under sequence parallelism these are zeros of a shard: of `sequence`, which lies along `dim`.
-    """
+    Under sequence parallelism these are zeros of a shard: of `sequence`, which lies along `dim`."""
 
     dim: int | None = None
     sequence: SequenceName | None = None

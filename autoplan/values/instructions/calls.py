@@ -154,11 +154,8 @@ class MeanCall(CallRewrite):
 @instruction
 @dataclass(frozen=True)
 class NormCall(CallRewrite):
-    """layer_norm or rms_norm over the last `dims` dims, which are `count` numbers on all ranks together.
-
-    Its statistics are summed over ranks, forward and backward: the squares, and before them, where it takes two, the
-    mean.
-    """
+    """layer_norm or rms_norm over the last `dims` dims, which are `count` numbers on all ranks together. Its statistics
+    are summed over ranks, forward and backward: the squares, and before them, where it takes two, the mean."""
 
     dims: int
     count: int
@@ -178,10 +175,8 @@ class NormCall(CallRewrite):
 @instruction
 @dataclass(frozen=True)
 class VarianceCall(CallRewrite):
-    """`var` or `std` over `dims` (from the end), of which rank r holds `held[r]` positions.
-
-    Ranks gather each other's mean and variance and put them together. `correction` is what is taken off the count.
-    """
+    """`var` or `std` over `dims` (from the end), of which rank r holds `held[r]` positions. Ranks gather each other's
+    mean and variance and put them together. `correction` is what is taken off the count."""
 
     dims: tuple[int, ...]
     keepdim: bool
@@ -202,10 +197,8 @@ class VarianceCall(CallRewrite):
 @instruction
 @dataclass(frozen=True)
 class LengthCall(CallRewrite):
-    """Lengths of vectors along `dims` (from the end), of which each rank holds a part: their squares are summed.
-
-    A function that `divides` by the lengths sums their gradient, too.
-    """
+    """Lengths of vectors along `dims` (from the end), of which each rank holds a part: their squares are summed. A
+    function that `divides` by the lengths sums their gradient, too."""
 
     dims: tuple[int, ...]
     keepdim: bool

@@ -182,10 +182,8 @@ class ParameterRule:
 
 @dataclass(frozen=True)
 class OutputShape:
-    """What the model returned at `path`: of how many dims, and how long those are that its weights decide.
-
-    `features` are (dim, size): output features of products with weights. Batches and lengths are the caller's.
-    """
+    """What the model returned at `path`: of how many dims, and how long those are that its weights decide. `features`
+    are (dim, size): output features of products with weights. Batches and lengths are the caller's."""
 
     path: tuple[Any, ...]
     dims: int
