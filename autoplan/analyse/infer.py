@@ -1,7 +1,7 @@
 """What every dimension of every tensor of a trace is: one pass over the ops, first to last.
 
 Each op is read by the dim rule of its record (`autoplan/ops`), which relates the dims of what went in to those of what
-came out and leaves events on them. Nobody's name is asked: a head axis is whatever the model treats as one. Two
+came out and leaves events on them. No names are read: a head axis is whatever the model treats as one. Two
 promises hold throughout: an op without an exact rule marks every axis it touches as opaque, and a link that cannot be
 expressed marks both of its sides, so that what looks free to split is.
 """

@@ -152,12 +152,12 @@ class _Forward(_Walk):
     def factors(self, paid: Iterable[Payment]) -> dict[int, set[int]]:
         """What sums were multiplied with while they were put off, where that was worth it. Each rank then knows only a
         part of the factor's gradient: that is a partial gradient which an earlier sum would not have left."""
-        found: dict[int, set[int]] = {}
+        factors: dict[int, set[int]] = {}
         for index, (tensor, partials) in self.passed.items():
             later = next((p for p in paid if partials <= p.calls), None)
             if later is not None and (later.elements < self.elements(tensor) or later.calls != partials):
-                found[index] = set(self.flow.inputs[index]) - {tensor}
-        return found
+                factors[index] = set(self.flow.inputs[index]) - {tensor}
+        return factors
 
     def _passes(self, index: int, partial_inputs: list[int]) -> bool:
         """Is the result a partial sum, too?"""

@@ -108,15 +108,21 @@ def _moves(shards: Shards, flow: CallFlow, runtime: Runtime, blocks: Collection[
     visits: dict[str, list[ModuleVisit]] = {}
     for visit in trace.visits:
         visits.setdefault(visit.module, []).append(visit)
-    for one in runtime.instructions:
-        if isinstance(one, CallRewrite):
-            yield from _at_call(one, shards, flow, reached)
-        elif not (isinstance(one, Boundary) and one.side == one.stream_end and one.pattern in blocks):
-            for visit in visits.get(one.pattern, []) if one.moves else ():
-                tensor = dict(_crossing(visit, one)).get(one.path if isinstance(one, Boundary) else ())
+    for instruction in runtime.instructions:
+        if isinstance(instruction, CallRewrite):
+            yield from _at_call(instruction, shards, flow, reached)
+        elif not (
+            isinstance(instruction, Boundary)
+            and instruction.side == instruction.stream_end
+            and instruction.pattern in blocks
+        ):
+            for visit in visits.get(instruction.pattern, []) if instruction.moves else ():
+                tensor = dict(_crossing(visit, instruction)).get(
+                    instruction.path if isinstance(instruction, Boundary) else ()
+                )
                 if tensor is not None:
                     elements = prod(trace.tensors[tensor].shape)
-                    yield from _each(one.moves, visit.calls, visit.module, elements, tensor, reached)
+                    yield from _each(instruction.moves, visit.calls, visit.module, elements, tensor, reached)
 
 
 def _crossing(visit: ModuleVisit, one: Instruction) -> tuple[tuple[tuple[object, ...], int], ...]:
@@ -169,9 +175,9 @@ def _elements(of: Amount, index: int, made: int, shards: Shards) -> int:
 
 def _summed_once(shards: Shards, runtime: Runtime, block: str) -> int:
     """The bytes of parameters in a block whose gradients are summed."""
-    known = shards.trace.by_name
+    by_name = shards.trace.by_name
     names = {rule.pattern for rule in runtime.parameters if rule.gradient != "local" and _within(rule.pattern, block)}
-    tensors = [shards.trace.tensors[known[name]] for name in names if name in known]
+    tensors = [shards.trace.tensors[by_name[name]] for name in names if name in by_name]
     return sum(2 * prod(info.shape) * info.item_size for info in tensors)
 
 

@@ -38,7 +38,7 @@ def idle(trace: Trace) -> tuple[str, ...]:
 
 
 def unsummed(trace: Trace, shards: Shards, axes: Axes, placement: Placement) -> tuple[str, ...]:
-    """Arguments whose gradient nobody asked for: each rank makes a part of it, and no sum stands in the plan."""
+    """Arguments that need no gradient: each rank makes a part of it, and no sum stands in the plan."""
     inputs = [(str(path[0]), t) for v in trace.visits if v.module == "" for path, t in v.inputs]
     floats = [(name, t) for name, t in inputs if trace.tensors[t].differentiable and t not in trace.asking]
     names = tuple(dict.fromkeys(name for name, _ in floats))

@@ -240,7 +240,9 @@ def _solution(
         shapes=output_shapes(trace, done.axes),
         given=given(trace),
         unsummed=unsummed(trace, done.shards, done.axes, done.placement) if tp > 1 else (),
-        constants=done.constants if cut is None else tuple(replace(one, sums=False) for one in done.constants),
+        constants=done.constants
+        if cut is None
+        else tuple(replace(constant, sums=False) for constant in done.constants),
         idle=idle(trace),
     )
     return Solution(
@@ -343,7 +345,7 @@ def _parameter_facts(
 
 def _held_twice(layouts: tuple[Layout | None, ...], tp: int) -> bool:
     """Sharded over groups of ranks, so that every row has several holders, each with a part of its gradient?"""
-    return any(found is not None and found.all_carried() and found.shared_rows(tp) for found in layouts)
+    return any(layout is not None and layout.all_carried() and layout.shared_rows(tp) for layout in layouts)
 
 
 def _why_whole(tensor: int, done: _Round) -> tuple[Reason, ...]:

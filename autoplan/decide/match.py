@@ -158,7 +158,11 @@ def _found(reach: _Reach, rule: Rule, tp: int | None) -> list[Found]:
     order = _order(reach, pattern)
     early = _guarded_first(order, pattern, rule.match.conditions)
     checks = [
-        [one for one in rule.match.conditions if name in one.names and one.names <= set(early[: place + 1])]
+        [
+            condition
+            for condition in rule.match.conditions
+            if name in condition.names and condition.names <= set(early[: place + 1])
+        ]
         for place, name in enumerate(early)
     ]
 
@@ -181,7 +185,9 @@ def _guarded_first(order: list[str], pattern: Pattern, conditions: Sequence[Cond
     early, left = order[:1], order[1:]
     while left:
         near = [name for name in left if any({name} < {a.source, a.reader} <= {name, *early} for a in pattern.arrows)]
-        early.append(max(near or left[:1], key=lambda name: sum(one.names <= {name, *early} for one in conditions)))
+        early.append(
+            max(near or left[:1], key=lambda name: sum(condition.names <= {name, *early} for condition in conditions))
+        )
         left.remove(early[-1])
     return early
 
@@ -206,10 +212,10 @@ class _Reach:
         self._backward: dict[tuple[int, bool], dict[int, frozenset[str]]] = {}
 
     def readers(self, box: int, direct: bool) -> dict[int, frozenset[str]]:
-        known = self._forward.get((box, direct))
-        if known is None:
-            known = self._forward[box, direct] = self._walk(box, direct)
-        return known
+        readers = self._forward.get((box, direct))
+        if readers is None:
+            readers = self._forward[box, direct] = self._walk(box, direct)
+        return readers
 
     def _walk(self, box: int, direct: bool) -> dict[int, frozenset[str]]:
         through = TRANSPARENT if direct else CARRYING
@@ -226,10 +232,10 @@ class _Reach:
 
     def sources(self, box: int, direct: bool) -> dict[int, frozenset[str]]:
         """The boxes from which `box` is reached, with the ports at which it reads them."""
-        known = self._backward.get((box, direct))
-        if known is None:
-            known = self._backward[box, direct] = self._walk_back(box, direct)
-        return known
+        sources = self._backward.get((box, direct))
+        if sources is None:
+            sources = self._backward[box, direct] = self._walk_back(box, direct)
+        return sources
 
     def _walk_back(self, box: int, direct: bool) -> dict[int, frozenset[str]]:
         through = TRANSPARENT if direct else CARRYING

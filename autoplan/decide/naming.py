@@ -108,10 +108,10 @@ def with_facts(flow: Flow, solution: Solution) -> Flow:
         dims = tuple((field, know(dim)) for field, dim in node.dims)
         return replace(node, dims=dims, gathered=not gathered.isdisjoint(node.parameters))
 
-    known = flow.copy()
-    for box in known:
-        known.nodes[box]["node"] = informed(node_of(flow, box))
-    return known
+    facts = flow.copy()
+    for box in facts:
+        facts.nodes[box]["node"] = informed(node_of(flow, box))
+    return facts
 
 
 def gathered_parameters(solution: Solution) -> frozenset[str]:

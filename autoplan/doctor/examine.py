@@ -1,4 +1,4 @@
-"""All entries: what is replaced, and what is used though nobody documents it."""
+"""All entries: what is replaced, and which undocumented names are used."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autoplan.hf.names import NAMES, vanished
 from autoplan.patches.patched import Patch
 from autoplan.patches.registry import PATCHES
 
-# All entries: what is replaced, and what is used though nobody documents it.
+# All entries: what is replaced, and which undocumented names are used.
 
 PRIVATE: tuple[Private, ...] = (*TORCH, *MODULES, *FSDP, *ENGINES, *OTHERS)
 ENTRIES: tuple[Patch | Private, ...] = (*PATCHES, *PRIVATE)

@@ -63,7 +63,7 @@ def _hooks() -> bool:
     after = module.register_forward_hook(lambda *_: None, with_kwargs=True, always_call=True).id
     pre, post = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs), module._forward_hooks
     flags = (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)
-    return all(before in found for found in pre) and after in post and all(after in found for found in flags)
+    return all(before in found for found in pre) and after in post and all(after in flag for flag in flags)
 
 
 def _converted() -> bool:

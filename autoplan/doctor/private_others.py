@@ -228,7 +228,7 @@ OTHERS = (
     ),
     Private(
         "transformers.PreTrainedModel._keys_to_ignore_on_load_unexpected",
-        "which keys of a checkpoint are nobody's",
+        "which keys of a checkpoint belong to no parameter",
         _missing_keys,
     ),
     Private(

@@ -20,7 +20,7 @@ from autoplan.execute.collectives import RankGroup, all_reduce
 from autoplan.ops import call_record
 from autoplan.patches.seeding import seeding, watch_seeding
 
-# May a model draw random numbers: what its rates say, and what its code says of calls that nobody recorded.
+# May a model draw random numbers: what its rates say, and what its code says of calls that were not recorded.
 #
 # Asked when a plan is applied, of the model alone.
 
@@ -38,7 +38,7 @@ def may_draw(model: nn.Module) -> bool:
 def draws_in_code(model: nn.Module) -> frozenset[str]:
     """Do forwards of a model, or what they call in its packages, name functions that draw: "always", or at a "rate"?
 
-    Calls that nobody recorded may then come to them. Of a model with a known kind of config nothing is read: its rates
+    Calls that were not recorded may then reach them. Of a model with a known kind of config nothing is read: its rates
     say what draws.
     """
     if conventions().config_of(model) is not None:

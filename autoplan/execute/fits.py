@@ -127,7 +127,7 @@ class Reading:
         if not isinstance(function, FunctionType) or not self._is_own(function):
             return name
         spaces, names = function.__globals__, sorted(set(names_in(function.__code__)))
-        read = self._mapping({one: spaces[one] for one in names if one in spaces}, depth)
+        read = self._mapping({name: spaces[name] for name in names if name in spaces}, depth)
         cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
         around = (function.__defaults__, function.__kwdefaults__, cells)
         return [_code_hash(function), read, self._list(around, depth)]
@@ -190,11 +190,11 @@ def _code_hash(function: FunctionType) -> str:
 def _compiled(code: CodeType) -> Iterator[str]:
     """The compiled code without its place in the file."""
     yield from (code.co_code.hex(), repr(code.co_names), repr(code.co_varnames))
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield from _compiled(one)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _compiled(constant)
         else:
-            yield repr(sorted(map(repr, one))) if isinstance(one, frozenset) else repr(one)
+            yield repr(sorted(map(repr, constant))) if isinstance(constant, frozenset) else repr(constant)
 
 
 # Which rule each stored tensor of a quantised model has: those of a plan, where the model holds packed weights.
@@ -202,7 +202,7 @@ def _compiled(code: CodeType) -> Iterator[str]:
 
 def stored_rules(tensors: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, ParameterRule]:
     """By full name, for the tensors of a model that are what the plan says is stored."""
-    found: dict[str, ParameterRule] = {}
+    rules: dict[str, ParameterRule] = {}
     for weight in plan.packed:
         for tensor in weight.tensors:
             if tensor.dim is not None:
@@ -210,8 +210,8 @@ def stored_rules(tensors: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, P
                 names = [pattern] if pattern in tensors else [name for name in tensors if matches(pattern, name)]
                 for name in names:
                     if tuple(tensors[name].shape) == tensor.shape:
-                        found[name] = ParameterRule(name, tensor.dim, tensor.layout)
-    return found
+                        rules[name] = ParameterRule(name, tensor.dim, tensor.layout)
+    return rules
 
 
 def is_stored_packed(pattern: str, plan: Plan, rules: Mapping[str, ParameterRule]) -> bool:
@@ -245,7 +245,7 @@ def with_made_for(plan: Plan, model: nn.Module) -> Plan:
     cut = [rule.pattern for rule in plan.runtime.parameters if rule.dim is not None]
     shapes = _shapes(model)
     sizes = (Sizes(pattern, tuple(dict.fromkeys(_meant(pattern, shapes).values()))) for pattern in dict.fromkeys(cut))
-    made_for = MadeFor(versions, tuple(forwards), tuple(one for one in sizes if one.shapes), model_hash(model))
+    made_for = MadeFor(versions, tuple(forwards), tuple(size for size in sizes if size.shapes), model_hash(model))
     return replace(plan, made_for=made_for)
 
 
@@ -276,7 +276,7 @@ def check_fits(model: nn.Module, plan: Plan) -> None:
 
 def made_with(plan: Plan) -> str:
     """With which versions."""
-    libraries = ", ".join(f"{one.library} {one.version}" for one in plan.made_for.versions)
+    libraries = ", ".join(f"{version.library} {version.version}" for version in plan.made_for.versions)
     return f"it was made with {libraries or 'unknown versions'}"
 
 
@@ -292,8 +292,8 @@ def made_anew(plan: Plan) -> str:
 def _other_code(model: nn.Module, plan: Plan) -> Iterator[str]:
     """Classes whose forward is not what it was. One that somebody derived from, or put in a wrapper's class, is."""
     known: dict[str, list[str]] = {}
-    for one in plan.made_for.forwards:
-        known.setdefault(one.class_name, []).append(one.code)
+    for forward in plan.made_for.forwards:
+        known.setdefault(forward.class_name, []).append(forward.code)
     for kind, places in _rewritten(model, plan).items() if known else ():
         named = next((base for base in kind.__mro__ if base.__qualname__ in known), None)
         if named is None:
@@ -318,7 +318,7 @@ def _other_sizes(model: nn.Module, plan: Plan) -> Iterator[str]:
     for sizes in plan.made_for.sizes:
         for name, shape in _meant(sizes.pattern, shapes).items():
             if shape not in sizes.shapes and not is_stored(name, shape, plan):
-                planned = " or ".join(str(list(one)) for one in sizes.shapes)
+                planned = " or ".join(str(list(shape)) for shape in sizes.shapes)
                 yield f"{name} has the shape {list(shape)}, where it was planned with {planned}"
                 break
 

@@ -94,7 +94,7 @@ def _module_of(entry: Entry) -> str:
 # The part of a whole plan that a pipeline stage needs.
 #
 # The problem: a pipeline gives each rank some blocks of a model, and the table or the head to the ends only. Such a
-# piece cannot be planned by itself: nobody knows what goes into its middle. The whole model can, once, anywhere (on
+# piece cannot be planned by itself: its inputs are unknown. The whole model can, once, anywhere (on
 # meta), and each stage takes what speaks of modules that it has. It must be a piece of that model: every parameter it
 # holds is known to the plan, under the same name. What is left is then as good as the whole was.
 
@@ -111,7 +111,7 @@ def part_for(plan: Plan, model: nn.Module) -> Plan:
     _refuse_strangers(plan, model, tensors)
     runtime, known = plan.runtime, [*tensors, *buffers, *(weight.name for weight in packed)]
     parameters = tuple(rule for rule in runtime.parameters if _means(rule.pattern, known))
-    instructions = tuple(one for one in runtime.instructions if _means(one.pattern, modules))
+    instructions = tuple(instruction for instruction in runtime.instructions if _means(instruction.pattern, modules))
     if parameters == runtime.parameters and instructions == runtime.instructions:
         return plan
     if plan.sequence_parallel:
@@ -123,24 +123,24 @@ def part_for(plan: Plan, model: nn.Module) -> Plan:
         plan,
         entries=tuple(e for e in plan.entries if _means(e.pattern, [*modules, *tensors])),
         replicated=tuple(whole for whole in plan.replicated if _means(whole.fqn, tensors)),
-        layers=tuple(stack for one in plan.layers if (stack := _blocks_in(one, modules)).fqns),
+        layers=tuple(stack for layer in plan.layers if (stack := _blocks_in(layer, modules)).fqns),
         runtime=replace(
             runtime,
             parameters=parameters,
             instructions=instructions,
             random=_present(runtime.random, modules),
             random_whole=_present(runtime.random_whole, modules),
-            constants=tuple(one for one in runtime.constants if _means(one.pattern, modules)),
+            constants=tuple(constant for constant in runtime.constants if _means(constant.pattern, modules)),
             idle=_present(runtime.idle, modules),
             outputs=(),  # a stage returns something else
             shapes=(),
             unsummed=(),  # what it is given comes from another stage, behind the sums of its first block
         ),
-        obstacles=tuple(one for one in plan.obstacles if _means(one.pattern, modules)),
+        obstacles=tuple(obstacle for obstacle in plan.obstacles if _means(obstacle.pattern, modules)),
         packed=packed,
         paths=(),  # a stage is entered and left elsewhere
     )
-    sizes = tuple(one for one in plan.made_for.sizes if _means(one.pattern, [*tensors, *buffers]))
+    sizes = tuple(size for size in plan.made_for.sizes if _means(size.pattern, [*tensors, *buffers]))
     made_for = replace(plan.made_for, sizes=sizes)
     kept = replace(kept, made_for=made_for)
     if plan.made_for.content and digest(plan) == plan.made_for.content:  # else it was edited, and stays suspect

@@ -144,7 +144,9 @@ def apply_plan(
             undo.append(handle.remove)
         split = (name.rpartition(".")[0] for name, rule in rules.items() if rule is not None and rule.dim is not None)
         undo.append(partial(watch_no_longer, watch_children(modules, dict.fromkeys((*works, *split)))))
-        if any(">" in one.site.place for work in works.values() for one in work.of(CallRewrite)):  # in helper functions
+        if any(
+            ">" in rewrite.site.place for work in works.values() for rewrite in work.of(CallRewrite)
+        ):  # in helper functions
             undo.append(open_scripts(model))
         guard_kernels(model, (modules[name] for name, work in works.items() if work.communicates), undo)
         if reproducible_forward:  # after the hooks, which find their inputs by the signature of the forward
@@ -172,7 +174,7 @@ def check_matches(model: nn.Module, plan: Plan) -> None:
     PlanMismatchError with the nearest path, or with what differs."""
     parameter_rules(model, plan)
     modules = dict(model.named_modules(remove_duplicate=False))
-    for pattern in dict.fromkeys(one.pattern for one in plan.runtime.instructions):
+    for pattern in dict.fromkeys(instruction.pattern for instruction in plan.runtime.instructions):
         _module_names(pattern, modules)
     check_fits(model, plan)
 
@@ -236,10 +238,16 @@ def _works(modules: dict[str, nn.Module], plan: Plan) -> dict[str, ModuleWork]:
         known = names.setdefault(id(modules[name]), name)
         return works.setdefault(known, ModuleWork(known))
 
-    for one in plan.runtime.instructions:
-        for name in () if isinstance(one, IntegerEdit) or _at_exit(one) else _module_names(one.pattern, modules):
-            if (one.pattern or name == "") and all(one is not known for known in work(name).instructions):
-                work(name).instructions.append(one)  # once, however many names its module has
+    for instruction in plan.runtime.instructions:
+        for name in (
+            ()
+            if isinstance(instruction, IntegerEdit) or _at_exit(instruction)
+            else _module_names(instruction.pattern, modules)
+        ):
+            if (instruction.pattern or name == "") and all(
+                instruction is not known for known in work(name).instructions
+            ):
+                work(name).instructions.append(instruction)  # once, however many names its module has
     _share_tables(modules, works)
     for name in [w.name for w in works.values() if w.of(CallRewrite)]:
         for inner, module in modules.items():
@@ -302,7 +310,7 @@ def _localise_padding(
 
 def _install_root(model: nn.Module, plan: Plan, running: Running, guard: PathGuard | None) -> list[Any]:
     heads = plan.runtime.of(SplitLogits)
-    outputs = [one for one in plan.runtime.of(Boundary) if _at_exit(one)]
+    outputs = [boundary for boundary in plan.runtime.of(Boundary) if _at_exit(boundary)]
     seen = bool(plan.runtime.random or plan.runtime.random_whole)
     unseen = draws_in_code(model)
     running.draws_unseen = not seen and "always" in unseen

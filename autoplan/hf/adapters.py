@@ -63,7 +63,7 @@ def base_names(model: nn.Module) -> dict[str, BaseName]:
     from peft.utils import AuxiliaryTrainingWrapper
 
     changed = (PeftModel, BaseTunerLayer, AuxiliaryTrainingWrapper)
-    return dict(_base_names(model, "", "")) if any(isinstance(one, changed) for one in model.modules()) else {}
+    return dict(_base_names(model, "", "")) if any(isinstance(module, changed) for module in model.modules()) else {}
 
 
 def _base_names(module: nn.Module, path: str, base: str, copied: bool = False) -> Iterator[tuple[str, BaseName]]:

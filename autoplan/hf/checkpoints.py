@@ -175,7 +175,7 @@ def _rules(model: nn.Module) -> tuple[Callable[[str], tuple[str, str | None]], d
 #
 # A model in memory is not what its checkpoint holds: experts are stacked, projections are packed, names have changed.
 # transformers reverses that with a whole state dict in hand. Here the same reversal is asked for group by group: the
-# tensors that one conversion needs, so that nobody has to hold the others.
+# tensors that one conversion needs, so that the others need not be held.
 
 Stored = Mapping[str, tuple[PackedWeight, PackedTensor]]
 
@@ -210,15 +210,15 @@ def _reverted(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
 
 
 def _as_checkpoints(model: Any, tensors: dict[str, torch.Tensor], stored: Stored) -> dict[str, torch.Tensor]:
-    found = _reverted(model, {name: tensor for name, tensor in tensors.items() if name not in stored})
+    checkpoints = _reverted(model, {name: tensor for name, tensor in tensors.items() if name not in stored})
     for name, whole in tensors.items():
         if name in stored:
             weight, tensor = stored[name]
             if len(weight.shape) == 3:
-                found |= _apart(model, name, whole, weight, tensor)
+                checkpoints |= _apart(model, name, whole, weight, tensor)
             else:
-                found |= _alone(model, name, whole, weight, tensor)
-    return found
+                checkpoints |= _alone(model, name, whole, weight, tensor)
+    return checkpoints
 
 
 def _alone(

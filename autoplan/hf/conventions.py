@@ -1,7 +1,7 @@
 """transformers' words and ways, as the value that rooms below this one read (common/conventions.py).
 
 Importing this imports neither torch nor transformers: it is handed in whenever the package is imported. Functions look
-transformers up only where it is loaded: while it is not, nobody holds a module or a config of its own.
+transformers up only where it is loaded: before that no module or config of its own can exist.
 """
 
 from __future__ import annotations

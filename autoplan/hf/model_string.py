@@ -148,13 +148,7 @@ def _remote_code_error(where: str) -> SourceError:
 def _from_builder(module_name: str, function_name: str) -> Found:
     """`package.module:builder`, called without arguments; the working directory counts as a place for modules."""
     what = f"{module_name}:{function_name}"
-    builder = _import_builder(module_name, function_name, what)
-    try:
-        made = builder()
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
-        raise SourceError(
-            f"{what}() raised {type(error).__name__}: {error}", hint="it is called without arguments"
-        ) from error
+    made = _call_of_user(module_name, function_name, what)
     module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, nn.Module):
         raise SourceError(
@@ -176,19 +170,14 @@ def inputs_from_string(text: str) -> Mapping[str, Any]:
             f"--inputs {text!r} is not 'package.module:function'",
             hint="name a function that returns {argument of the forward: tensor}; it is called without arguments",
         )
-    function = _import_builder(module_name, function_name, text)
-    try:
-        made = function()
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
-        raise SourceError(
-            f"{text}() raised {type(error).__name__}: {error}", hint="it is called without arguments"
-        ) from error
+    made = _call_of_user(module_name, function_name, text)
     if not isinstance(made, Mapping):
         raise SourceError(f"{text}() returned {type(made).__name__}", hint="return a dict: argument name -> tensor")
     return made
 
 
-def _import_builder(module_name: str, function_name: str, what: str) -> Any:
+def _call_of_user(module_name: str, function_name: str, what: str) -> Any:
+    """Import a function of the user's and call it without arguments."""
     try:
         with importable_here():
             module = importlib.import_module(module_name)
@@ -209,7 +198,12 @@ def _import_builder(module_name: str, function_name: str, what: str) -> Any:
             f"{what}: {module_name} has no function {function_name!r}",
             hint=f"did you mean {', '.join(near)}?" if near else "name a function of that module",
         )
-    return builder
+    try:
+        return builder()
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        raise SourceError(
+            f"{what}() raised {type(error).__name__}: {error}", hint="it is called without arguments"
+        ) from error
 
 
 def transformers_class(name: str, config: PretrainedConfig, where: str, trust_remote_code: bool) -> type:

@@ -1,6 +1,6 @@
 """Public names of transformers that the code rests on, and what each was called in which version.
 
-A name that is missing has three meanings: this model has none; this version calls it otherwise; nobody here knows this
+A name that is missing has three meanings: this model has none; this version uses another name; the name is unknown to
 version. Under versions that were tested, the first holds: a test looks every name up in the installed library. Under a
 newer one, `not_known` looks whether any class of a mapping still has it. Undocumented names are in autoplan/doctor.
 
@@ -131,7 +131,7 @@ def not_known(name: ForeignName) -> str:
 
 
 def version_findings() -> tuple[Finding, ...]:
-    """Return what a plan made under versions that nobody tested says of them."""
+    """Return what a plan made under untested versions says of them."""
     texts = [*untested(), *(not_known(name) for name in vanished())] if untested() else []
     return tuple(Finding("versions", "warn", "", text) for text in texts)
 

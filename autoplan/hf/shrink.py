@@ -94,13 +94,13 @@ def tiny_config(
         raise SourceError(f"there is no tiny variant {variant}", hint=f"use 0 to {len(VARIANTS) - 1}")
     widths = _widths(config) if shrink == "related" else ()
     tiny = _shrunk(copy.deepcopy(config), _Shrinking(VARIANTS[variant], shrink == "depth", widths, ranks=ranks), {})
-    for one in all_configs(tiny):
-        fit_rotary_lists(vars(one), type(one))
+    for section in all_configs(tiny):
+        fit_rotary_lists(vars(section), type(section))
         # Layers of the vision tower that are read by their number must be layers that the tiny tower has
-        tower = vars(tiny).get("vision_config", one)
+        tower = vars(tiny).get("vision_config", section)
         depth = _depth(tower) if isinstance(tower, PretrainedConfig) else None
-        for name, value in vision_layers(vars(one), depth).items() if depth else ():
-            setattr(one, name, value)
+        for name, value in vision_layers(vars(section), depth).items() if depth else ():
+            setattr(section, name, value)
     _fit_tiles(config, tiny)
     return tiny
 
@@ -176,9 +176,9 @@ def _defaults(cls: type) -> dict[str, Any]:
         if item.default_factory is not dataclasses.MISSING:
             default = item.default_factory()
         found[item.name] = None if default is dataclasses.MISSING else default
-    for given in inspect.signature(cls).parameters.values():  # remote code often has an __init__ of its own
-        if given.kind in (given.POSITIONAL_OR_KEYWORD, given.KEYWORD_ONLY):
-            found.setdefault(given.name, None if given.default is given.empty else given.default)
+    for parameter in inspect.signature(cls).parameters.values():  # remote code often has an __init__ of its own
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            found.setdefault(parameter.name, None if parameter.default is parameter.empty else parameter.default)
     aliases = getattr(cls, "attribute_map", {})  # a value is stored under the name that an alias stands for
     return {aliases.get(name, name): default for name, default in found.items()}
 
@@ -386,7 +386,7 @@ def _read_sizes(value: Any, sizes: Sizes) -> Any:
 
 def _widths(config: PretrainedConfig) -> tuple[int, ...]:
     """The widths of the model and its towers."""
-    return tuple(dict.fromkeys(w for one in all_configs(config) if (w := _first_int(one, HIDDEN))))
+    return tuple(dict.fromkeys(w for section in all_configs(config) if (w := _first_int(section, HIDDEN))))
 
 
 def _fit_tiles(config: PretrainedConfig, tiny: PretrainedConfig) -> None:

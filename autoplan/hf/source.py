@@ -108,7 +108,7 @@ class Source:
         """Does one of so many ranks hold a single head or expert, as far as configs tell, or hold it with others?"""
         given: Any = self.given
         config = given.get_base_model().config if self.config is None and self._adapted else self.config
-        return config is not None and any(leaves_single_units(vars(one), ranks) for one in all_configs(config))
+        return config is not None and any(leaves_single_units(vars(section), ranks) for section in all_configs(config))
 
     def tiny(
         self,
@@ -297,7 +297,7 @@ def _config_for(cls: type, config: PretrainedConfig) -> PretrainedConfig:
     wanted = getattr(cls, "config_class", None)
     if not isinstance(wanted, type) or isinstance(config, wanted):
         return config
-    return next((one for one in all_configs(config) if isinstance(one, wanted)), config)
+    return next((section for section in all_configs(config) if isinstance(section, wanted)), config)
 
 
 def _build(cls: type, config: PretrainedConfig, attention: str | None) -> Any:
@@ -317,7 +317,7 @@ def _build(cls: type, config: PretrainedConfig, attention: str | None) -> Any:
 
 def _pixels(config: PretrainedConfig | None) -> int:
     """The longest side of a picture that any part of the config names."""
-    sizes = [getattr(one, "image_size", 0) for one in all_configs(config)] if config is not None else []
+    sizes = [getattr(section, "image_size", 0) for section in all_configs(config)] if config is not None else []
     sides = (side for size in sizes for side in (size if isinstance(size, list | tuple) else (size,)))
     return max((side for side in sides if isinstance(side, int)), default=0)
 
@@ -341,8 +341,8 @@ def _qualname(cls: type) -> str:
 
 # Which attribute of an experts' module counts its experts, where another attribute happens to be the same number.
 #
-# Both are told apart on a tiny clone of the model, which has other sizes: there only one of them equals the number of
-# matrices in the stack. The clone is built and looked at, never run.
+# They are distinguished on a tiny clone of the model, which has other sizes: there only one of them equals the number
+# of matrices in the stack. The clone is built and looked at, never run.
 
 
 def without_namesakes(source: Source, runtime: Runtime, classes: dict[str, str]) -> Runtime:
@@ -359,7 +359,9 @@ def without_namesakes(source: Source, runtime: Runtime, classes: dict[str, str])
         return runtime
     known = {name: found for name in unclear if (found := _counting(clone, name))}
     namesakes = [edit for edit in counting if edit.name not in known.get(classes[edit.pattern], (edit.name,))]
-    return replace(runtime, instructions=tuple(one for one in runtime.instructions if one not in namesakes))
+    return replace(
+        runtime, instructions=tuple(instruction for instruction in runtime.instructions if instruction not in namesakes)
+    )
 
 
 def _counting(clone: nn.Module, class_name: str) -> set[str]:

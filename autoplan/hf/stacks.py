@@ -55,7 +55,7 @@ MASK_BUILDERS: dict[str, Mask] = {
     "create_bidirectional_mask": "bidirectional",
     "create_bidirectional_sliding_window_mask": "bidirectional",
 }
-# Names that occur in the code of a module, nobody having run it: Python names, no ops of a trace.
+# Names that occur in the code of a module that is not run: Python names, no ops of a trace.
 TRIANGLES = frozenset({"tril", "triu", "tril_", "triu_"})
 WRITES_TEXT = "prepare_inputs_for_generation"  # the method by which transformers' generate() drives a model
 

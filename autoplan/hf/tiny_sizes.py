@@ -283,14 +283,14 @@ def smaller_sections(sections: Mapping[str, int], depth: int) -> dict[str, int]:
 
 def vision_layers(fields: Mapping[str, Any], depth: int) -> dict[str, Any]:
     """Fields that say which layers of a vision tower are read, for a tower of `depth` layers; only what must change."""
-    found = {}
+    layers = {}
     for name, value in fields.items():
         if _VISION_LAYERS.search(name) and isinstance(value, int | list | tuple) and not isinstance(value, bool):
             numbers = [value] if isinstance(value, int) else value
             there = [_nearest_layer(number, depth) for number in numbers if isinstance(number, int)]
             if there != list(numbers):
-                found[name] = there[0] if isinstance(value, int) else type(value)(there)
-    return found
+                layers[name] = there[0] if isinstance(value, int) else type(value)(there)
+    return layers
 
 
 def _nearest_layer(number: int, depth: int) -> int:

@@ -118,26 +118,26 @@ def _first(files: Callable[[Path], dict[str, Found]], model_type: str) -> Found 
 @lru_cache(maxsize=16)
 def rule_files(folder: Path) -> dict[str, TypeRules]:
     """All files of `folder/inputs`, by the model types that they are for."""
-    found: dict[str, TypeRules] = {}
+    files: dict[str, TypeRules] = {}
     for path in sorted((folder / "inputs").glob("*.toml")):
         data = _read(path)
         types = _checked(path, data, _KEYS).pop("applies_to", [path.stem])
         rules = TypeRules(**data)
         for model_type in types:
-            _refuse_twice(path, model_type, found)
-            found[model_type] = rules
-    return found
+            _refuse_twice(path, model_type, files)
+            files[model_type] = rules
+    return files
 
 
 @lru_cache(maxsize=16)
 def _defaults(folder: Path) -> dict[str, dict[str, Any]]:
     path = folder / "defaults.toml"
-    found: dict[str, dict[str, Any]] = {}
+    defaults: dict[str, dict[str, Any]] = {}
     for one in _listed(path) if path.is_file() else []:
         for model_type in _checked(path, one, _DEFAULT_KEYS).get("applies_to", []):
-            _refuse_twice(path, model_type, found)
-            found[model_type] = one.get("fields", {})
-    return found
+            _refuse_twice(path, model_type, defaults)
+            defaults[model_type] = one.get("fields", {})
+    return defaults
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -92,7 +92,7 @@ CLASSES = Patch(
 # `functools.lru_cache` or `functools.cache` run without it.
 #
 # TorchScript: a function that was compiled by `torch.jit.script` or `torch.jit.trace` makes its calls outside of
-# Python, some of them where nobody sees their results. It runs as the Python function that it was made of; so it does
+# Python, some of them without a visible result. It runs as the Python function that it was made of; so it does
 # in a sharded model, where calls inside of it are rewritten.
 
 _WRAPPER = type(functools.lru_cache(len))
@@ -196,10 +196,10 @@ def _cached_inside(holder: Any, name: str, value: Any) -> Iterator[Place]:
         yield Place(holder, name, _plain)
     for cell in (function.__closure__ or ()) if isinstance(function, FunctionType) else ():
         try:
-            kept = cell.cell_contents
+            contents = cell.cell_contents
         except ValueError:  # the cell is empty
             continue
-        if type(kept) is _WRAPPER:
+        if type(contents) is _WRAPPER:
             yield Place(cell, "cell_contents", _plain)
 
 

@@ -63,7 +63,7 @@ class Patch:
 
     `replaces`: its dotted path, or what it is. `scope`: how long. `undone`: how it comes back. `where`: our file.
     `canary`: False, or an error, where the installed version has moved or changed it. `without`: what does not work
-    where it is left out. Under versions that nobody tested, such a patch is left out, with a warning, if its canary
+    where it is left out. Under untested versions such a patch is left out, with a warning, if its canary
     fails; one that says nothing here is needed for right numbers, and fails.
     """
 
@@ -168,17 +168,17 @@ class Hold:
             notes.holds.append(self)
 
     def release(self) -> None:
-        """Put back what nobody else needs. A second time does nothing."""
+        """Put back what no other hold needs. Idempotent."""
         _alone.run(lambda: _leave(self))
         _clear_up()
 
     def until_gone(self, owner: Any) -> None:
-        """Release when `owner` is collected, if nobody has done so before."""
+        """Release when `owner` is collected, if it was not released before."""
         weakref.finalize(owner, _end_later, self).atexit = False
 
 
 class Kept:
-    """Keeps a hold until nobody has this any more. A copy of who has it has the same one."""
+    """Keeps a hold until the last reference to this is gone. Copies share it."""
 
     def __init__(self, held: Hold) -> None:
         held.until_gone(self)
@@ -194,7 +194,7 @@ _ended: deque[Hold] = deque()  # by garbage collection, and not yet cleared up
 
 
 def hold(patch: Patch, places: Iterable[Place | Registered], *, together: bool = False) -> Hold:
-    """Replace what stands in `places`. They may be found as they are asked for: nobody replaces anything meanwhile.
+    """Replace what stands in `places`. They may be found lazily: nothing is replaced meanwhile.
 
     `together`: keep all else that `patch` has replaced too: a search does not find what another has replaced already.
     """
@@ -231,7 +231,7 @@ _asked: dict[Callable[[], bool], bool] = {}  # canaries of patches that can be l
 
 
 def _is_left_out(patch: Patch) -> bool:
-    """Ask the canary of a patch that can be left out, once, under versions that nobody tested."""
+    """Ask the canary of a patch that can be left out, once, under untested versions."""
     if not patch.without or not untested():
         return False
     if patch.canary not in _asked:

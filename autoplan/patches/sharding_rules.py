@@ -34,8 +34,8 @@ def _places() -> Iterator[Registered]:
 
 def _tables() -> tuple[Any, Any]:
     """Where DTensor keeps how ops are sharded, and which of their arguments count."""
-    known = DTensor._op_dispatcher.sharding_propagator
-    return known.op_strategy_funcs, known.op_to_schema_info
+    sharding_propagator = DTensor._op_dispatcher.sharding_propagator
+    return sharding_propagator.op_strategy_funcs, sharding_propagator.op_to_schema_info
 
 
 def _rules() -> dict[Any, Callable[..., Any]]:
@@ -174,7 +174,7 @@ COMPILED_LOSS = Patch(
 
 def left_untraced(classes: Iterable[type], patch: Patch | None = None) -> Hold:
     """Until the hold is released, compilers run as it is whatever is given tensors of these classes from outside."""
-    return hold(patch or UNTRACED_LOGITS, (Registered(_untraced(), one) for one in classes))
+    return hold(patch or UNTRACED_LOGITS, (Registered(_untraced(), kind) for kind in classes))
 
 
 def _untraced() -> Any:

@@ -64,7 +64,7 @@ def alone() -> Iterator[set[str]]:
         with patched(PROCESS_GROUP, (Place(dist, name, _made(name)) for name in (*_ANSWERS, *_NOTHING, *_REFUSED))):
             yield asked
     finally:
-        _listeners[:] = [one for one in _listeners if one is not asked]
+        _listeners[:] = [listener for listener in _listeners if listener is not asked]
 
 
 _listeners: list[set[str]] = []
@@ -125,7 +125,7 @@ def world_per_thread() -> Iterator[None]:
     """Swap in a world and registries that are right for one thread per rank; put the old ones back. Each process group
     that is made meanwhile has uncaught errors begin with one rank more: that is taken back too."""
     ProcessLocalGroup.reset()
-    said = sys.excepthook
+    excepthook = sys.excepthook
     places = [
         Place(dist.distributed_c10d, "_world", lambda _: _WorldPerThread()),
         Place(ShardingPropagator, _ASKS, _one_at_a_time),
@@ -136,7 +136,7 @@ def world_per_thread() -> Iterator[None]:
             yield
         finally:
             c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
-            sys.excepthook = said
+            sys.excepthook = excepthook
 
 
 def asks_for_a_shape() -> bool:
@@ -273,7 +273,7 @@ HOST_GENERATORS = Patch(
 # -------------------------------------------------------------------------------------------------- the backend
 
 # torch makes a process group by the name of its backend, and forgets no name. So it is told where such ranks run first,
-# not where the package is imported, and the name is one that nobody else asks for.
+# not where the package is imported, and the name is used by nothing else.
 BACKEND = "autoplan_threads"
 
 
@@ -295,7 +295,7 @@ RANK_BACKEND = Patch(
     replaces="nothing: torch.distributed.Backend.register_backend adds a name of ours",
     why="ranks that are threads have a kind of process group of their own, which counts what they send",
     scope="from the first run of simulated ranks on",
-    undone="it stays: torch cannot forget a backend, and nobody else asks for this name",
+    undone="it stays: torch cannot forget a backend, and nothing else uses this name",
     where="autoplan/patches/simulated_ranks.py",
     canary=_backend_canary,
 )

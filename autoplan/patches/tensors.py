@@ -191,7 +191,7 @@ def _total_norm_canary() -> bool:
     apart = replace(TOTAL_NORM, name="canary of the norm of gradients")  # sharded models may hold the patch itself
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
-    held = norm_of(lambda gradients: [4 * one for one in gradients], apart)
+    held = norm_of(lambda gradients: [4 * gradient for gradient in gradients], apart)
     try:
         norms = (clip_grad_norm_(iter([weight]), 100.0), get_total_norm(iter([weight.grad])))
     finally:

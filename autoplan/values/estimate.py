@@ -10,7 +10,7 @@ from typing import Any, Literal
 #
 # `plan.save(path)` is public, and a Plan that imported the writer of plan files would tie everything to everything.
 # So the methods stand on the values with their names and docstrings, and who does the work is handed in from the top
-# of the house (`autoplan/conveniences.py`, when the package is imported).
+# of the package (`autoplan/conveniences.py`, when it is imported).
 
 _done_by: dict[str, Callable[..., Any]] = {}
 
@@ -103,7 +103,7 @@ class MemoryParts:
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, one.name) for one in fields(self))
+        return sum(getattr(self, item.name) for item in fields(self))
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,7 @@ class Score:
     @property
     def ratio(self) -> float | None:
         """Bytes that blocks moved for each byte that their split needs, the worst of them."""
-        return max((one.ratio for one in self.communication if one.ratio is not None), default=None)
+        return max((block.ratio for block in self.communication if block.ratio is not None), default=None)
 
     @property
     def share(self) -> float | None:
@@ -245,10 +245,10 @@ class Scoreboard:
 
     def totals(self) -> dict[str, int]:
         """How many architectures have each verdict."""
-        found: dict[str, int] = dict.fromkeys(get_args(Verdict), 0)
+        totals: dict[str, int] = dict.fromkeys(get_args(Verdict), 0)
         for score in self.scores:
-            found[score.verdict] += 1
-        return found
+            totals[score.verdict] += 1
+        return totals
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data: what `autoplan scoreboard --json` prints."""

@@ -85,7 +85,7 @@ class Trial:
 
     `why`: what came out wrong, or why it was not tried; `hint`: what to do, or to pass, so that it can be. `ranks`: on
     how many it was tried, where one is known.
-    "unasked": nobody wanted one, or the plan is of a time when plans did not say.
+    "unasked": none was requested, or the plan was written before plans recorded it.
     """
 
     outcome: Literal["unasked", "passed", "wrong", "skipped"] = "unasked"

@@ -42,7 +42,7 @@ def draw_attention(flow: Flow, first: int, second: int, module: str) -> int | No
 
 def _is_softmax_of_scores(flow: Flow, box: int) -> bool:
     """Does every way up from `box` through joins meet a softmax, and is there a product of activations above one?"""
-    seen, waiting, found = set(), [(box, False)], False
+    seen, waiting, is_softmax = set(), [(box, False)], False
     while waiting:
         current, below_softmax = waiting.pop()
         if (current, below_softmax) in seen:
@@ -50,16 +50,16 @@ def _is_softmax_of_scores(flow: Flow, box: int) -> bool:
         seen.add((current, below_softmax))
         kind = node_of(flow, current).kind
         if kind == "matmul":
-            found = found or below_softmax
+            is_softmax = is_softmax or below_softmax
         elif kind in _BETWEEN:
             passed = below_softmax or kind == "softmax"
             waiting.extend((source, passed) for source in flow.predecessors(current))
-    return found
+    return is_softmax
 
 
 def _sources_of_scores(flow: Flow, probabilities: int) -> list[tuple[int, str]]:
     """What the scores are made of: both sides of each product of activations, and everything added on the way."""
-    found: list[tuple[int, str]] = []
+    scores: list[tuple[int, str]] = []
     seen, waiting = {probabilities}, [probabilities]
     while waiting:
         for source in flow.predecessors(waiting.pop()):
@@ -70,12 +70,12 @@ def _sources_of_scores(flow: Flow, probabilities: int) -> list[tuple[int, str]]:
             if kind == "matmul":
                 for operand in flow.predecessors(source):
                     ports = flow.edges[operand, source]["ports"]
-                    found += [(operand, "q")] * ("left" in ports) + [(operand, "k")] * ("right" in ports)
+                    scores += [(operand, "q")] * ("left" in ports) + [(operand, "k")] * ("right" in ports)
             elif kind in _BETWEEN and (kind in ("softmax", "add", "mix", "cat") or _has_scores(flow, source)):
                 waiting.append(source)
             else:
-                found.append((source, "bias"))
-    return found
+                scores.append((source, "bias"))
+    return scores
 
 
 def _has_scores(flow: Flow, box: int) -> bool:
@@ -90,7 +90,7 @@ def _arrow(flow: Flow, source: int, target: int, port: str) -> None:
 
 
 def prune(flow: Flow) -> None:
-    """Remove boxes that nobody reads and that no parameter lies in: halves of a rotation, scores of an attention."""
+    """Remove boxes without readers and without parameters: halves of a rotation, scores of an attention."""
     waiting = [box for box in flow if not flow.out_degree(box)]
     while waiting:
         box = waiting.pop()

@@ -330,12 +330,12 @@ def _feed(stack: Blocks, stacks: tuple[Blocks, ...], tree: ModuleTree) -> Feed |
 
 def _stems(number: int, busy: set[int], tree: ModuleTree) -> list[Feed]:
     """What stands in a module next to its stacks and could read the model's input, in order of definition."""
-    found: list[Feed] = []
+    stems: list[Feed] = []
     for child in tree.children(number):
         if child not in busy:
             stem = tree.nodes[child].stem
-            found += [stem] if stem else _stems(child, busy, tree)
-    return found
+            stems += [stem] if stem else _stems(child, busy, tree)
+    return stems
 
 
 def _left_over(around: list[int], tree: ModuleTree) -> Feed | None:

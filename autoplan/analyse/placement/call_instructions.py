@@ -171,8 +171,8 @@ _UNSETTLED: dict[Reduction, Unplaceable] = {
 
 def _counts_twice(call: Call, shards: Shards) -> bool:
     """Would a sum over all ranks count rows of one holder group several times?"""
-    layouts = [found for t in refs((call.args, call.kwargs)) for found in shards.layouts(t) if found is not None]
-    summed = [found for found in layouts if found.all_carried()]
+    layouts = [layout for t in refs((call.args, call.kwargs)) for layout in shards.layouts(t) if layout is not None]
+    summed = [layout for layout in layouts if layout.all_carried()]
     return bool(summed) and all(found.shared_rows(shards.tp) for found in summed)
 
 

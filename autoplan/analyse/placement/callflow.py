@@ -87,7 +87,7 @@ class CallFlow:
 
     def _detached(self) -> set[int]:
         """Values to which no gradient comes back, because all that is made of them is detached in the end. So is a
-        parameter in another shape that nobody reads: it was handed to a kernel that is not there."""
+        parameter in another shape that is never read: it was handed to a kernel that is not there."""
         detached: set[int] = set()
         for index in reversed(range(len(self.trace.calls))):
             if self._unread_shape(index):
@@ -141,11 +141,11 @@ class CallFlow:
     def with_gradients(self) -> set[int]:
         """The values that get a gradient from what the model returns: others only decide something on the way. What is
         written in place counts as read: it may be a view of something that is."""
-        found = (self.final | self.rewritten) & self.carries
+        gradients = (self.final | self.rewritten) & self.carries
         for index in reversed(range(len(self.trace.calls))):
-            if self.passes_gradients(index) and not found.isdisjoint(self.outputs[index]):
-                found.update(t for t in self.inputs[index] if t in self.carries)
-        return found
+            if self.passes_gradients(index) and not gradients.isdisjoint(self.outputs[index]):
+                gradients.update(t for t in self.inputs[index] if t in self.carries)
+        return gradients
 
     def near(self, tensors: set[int]) -> set[int]:
         """The values that are made from these, or from which these are made, in one call."""

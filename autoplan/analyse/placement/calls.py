@@ -54,7 +54,7 @@ def scope(shards: Shards, flow: CallFlow, placement: Placement, edits: Edits) ->
             result.calls += (built,)
             result.tensors += (blame,)
     # Modules whose draws act on split values; and where draws act on whole ones: the model itself, if anywhere, so
-    # that its ranks agree on their numbers, and modules inside the first kind. Draws that nobody has seen are taken
+    # that its ranks agree on their numbers, and modules inside the first kind. Draws that were not recorded are taken
     # for whole ones: equal numbers do no harm to shards, different ones do to whole values.
     calls = _random_calls(shards, flow)
     split = tuple(sorted(m for m, kinds in calls.items() if kinds[True] and not kinds[False]))
@@ -75,8 +75,8 @@ def _by_place(
 ) -> Iterator[tuple[list[int], CallRewrite | None]]:
     """Calls at one place, with the work that all of them need; None where they need different work.
 
-    If not all need the same, they are told apart by the round of a loop, by how many dims their value has (one dropout
-    may serve attention weights and the stream), or by how wide it is (an MLP's inner width and the stream).
+    If not all need the same, they are distinguished by the round of a loop, by how many dims their value has (one
+    dropout may serve attention weights and the stream), or by how wide it is (an MLP's inner width and the stream).
     """
     trace = flow.trace
     runs = Counter(visit.module for visit in trace.visits)
@@ -274,11 +274,11 @@ def _is_filled_at_random(call: Call) -> bool:
 
 def _random_calls(shards: Shards, flow: CallFlow) -> dict[str, dict[bool, list[int]]]:
     """Random calls by module, apart by whether they act on split values."""
-    found: dict[str, dict[bool, list[int]]] = defaultdict(lambda: {True: [], False: []})
+    calls: dict[str, dict[bool, list[int]]] = defaultdict(lambda: {True: [], False: []})
     for index, call in enumerate(shards.trace.calls):
         if call_record(call.name).random or draws(call, shards.trace):
-            found[call.module][_draws_on_shards(index, flow, shards)].append(index)
-    return found
+            calls[call.module][_draws_on_shards(index, flow, shards)].append(index)
+    return calls
 
 
 def _draws_on_shards(index: int, flow: CallFlow, shards: Shards) -> bool:

@@ -187,7 +187,7 @@ def join_gradients(gradients: PartialGradients) -> list[Crossing]:
             known = {} if views else known
             continue
         known.clear()
-        found += [crossing for one in views for crossing in one.crossings]
+        found += [crossing for view in views for crossing in view.crossings]
         for call in merge.passing:
             gradients.push(call)
         gradients.partial[tensor] |= set(merge.divided)

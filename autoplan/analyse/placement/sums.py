@@ -289,7 +289,7 @@ class _Placer:
         if any(u in self.gradients.partial.get(tensor, ()) for u in uses):
             self._refuse(producer, NotPlaced("mixed-gradients"))
             return
-        for use in uses:  # what left the mixed value downstream must leave nothing upstream that nobody sums
+        for use in uses:  # what left the mixed value downstream must leave nothing upstream unsummed
             if any(t in self.gradients.pushed for t in self.flow.outputs[use]):
                 self._refuse(producer, NotPlaced("partial-cannot-pass"))
                 return

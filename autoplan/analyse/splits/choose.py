@@ -252,7 +252,7 @@ def _rivalled(rows: Term, candidates: list[_Candidate], found: Occurrences, trac
 
 def _inside_blocks(axes: Axes) -> set[Term]:
     """Axes of quantised weights within blocks: a companion has one scale for a block, so it has only axes outside."""
-    found: set[Term] = set()
+    blocks: set[Term] = set()
     for weight, companions in axes.companions.items():
         scaled = [{find(leaf) for term in axes.of(other) for leaf in leaves(term)} for other in companions]
         for term in axes.of(weight):
@@ -260,8 +260,8 @@ def _inside_blocks(axes: Axes) -> set[Term]:
             for held in scaled:
                 outside = [place for place, leaf in enumerate(parts) if find(leaf) in held]
                 if outside:
-                    found |= {find(leaf) for leaf in parts[outside[0] :] if find(leaf) not in held}
-    return found
+                    blocks |= {find(leaf) for leaf in parts[outside[0] :] if find(leaf) not in held}
+    return blocks
 
 
 def _partner(
@@ -368,10 +368,10 @@ def _first_choices(trace: Trace, axes: Axes, tried: Tried, splittable: Iterable[
     """What is split where everything divides: others are tried only for weights that nothing before them cuts."""
     places = {leaf: number for number, leaf in enumerate(tried.order)}
     occurring = occurrences(trace, axes)
-    found, taken = set(), set[int]()
+    choices, taken = set(), set[int]()
     for leaf in sorted(splittable, key=lambda one: places.get(one, -1)):
         weights = weights_of(leaf, occurring, trace)
         if not weights & taken:
-            found.add(leaf)
+            choices.add(leaf)
             taken |= weights
-    return found
+    return choices

@@ -242,7 +242,7 @@ def solve_experts(
     known = {(edit.pattern, edit.name, edit.index) for edit in found.runtime.of(IntegerEdit)}
     edits = [e for e in expert_edits(trace, axes, used, tp) if (e.pattern, e.name, e.index) not in known]
     sites = [stack.site for stack in used]
-    others = [one for one in found.runtime.instructions if not isinstance(one, IntegerEdit)]
+    others = [instruction for instruction in found.runtime.instructions if not isinstance(instruction, IntegerEdit)]
     runtime = replace(found.runtime, instructions=(*sites, *found.runtime.of(IntegerEdit), *edits, *others))
     return replace(found, trace=trace, runtime=runtime, experts_inside=tuple(inside.items()))
 

@@ -55,9 +55,9 @@ def argument(call: Call, position: int, *names: str) -> tuple[tuple[Any, ...], A
 
 def parted_dim(call: Call, shards: Shards) -> int:
     dims = len(shards.trace.tensors[next(refs((call.args, call.kwargs)))].shape)
-    told = call_record(call.name).sizes
-    if isinstance(told, PieceCount) and told.dim is not None:  # the call says it by its name
-        return min(told.dim, dims - 1)
+    sizes = call_record(call.name).sizes
+    if isinstance(sizes, PieceCount) and sizes.dim is not None:  # the call says it by its name
+        return min(sizes.dim, dims - 1)
     _, given = argument(call, 2, "dim")
     return number(given if given is not None else 0) % dims
 

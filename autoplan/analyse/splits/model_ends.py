@@ -117,15 +117,15 @@ def _head_columns(trace: Trace, axes: Axes) -> set[Term]:
         if info.kind == "parameter" and len(info.shape) >= 2
         for leaf in leaves(axes.of(tensor)[0])
     }
-    found = set()
+    columns = set()
     for visit in trace.visits:
         if visit.module == "":
             for _, tensor in visit.outputs:
                 terms = axes.of(tensor)
                 last = leaves(terms[-1]) if len(terms) >= 2 else []
                 if len(last) == 1 and find(last[0]) in in_weights and not last[0].events - {_LOOKED_UP, _PRODUCT}:
-                    found.add(find(last[0]))
-    return found
+                    columns.add(find(last[0]))
+    return columns
 
 
 def products_to_gather(

@@ -30,7 +30,7 @@ Packed = Mapping[str, tuple[PackedWeight, ...]]  # by name in the trace, for all
 
 def parted_blocks(shards: Shards, packed: Packed) -> dict[Term, InsideQuantisedBlock]:
     """The split axes for which a rank would hold a part of a block, each with the first weight where it would."""
-    found: dict[Term, InsideQuantisedBlock] = {}
+    blocks: dict[Term, InsideQuantisedBlock] = {}
     can_be: dict[Term, int] | None = None
     for name, weights in packed.items():
         number = shards.trace.by_name.get(name)
@@ -40,14 +40,14 @@ def parted_blocks(shards: Shards, packed: Packed) -> dict[Term, InsideQuantisedB
                 assert number is not None
                 term = shards.axes.of(number)[dim]
                 for leaf in leaves(term):
-                    if find(leaf) in shards.marks and find(leaf) not in found:
+                    if find(leaf) in shards.marks and find(leaf) not in blocks:
                         can_be = unevenly(shards.trace, shards.axes, packed, shards.tp) if can_be is None else can_be
-                        found[find(leaf)] = _with_uneven(why, find(leaf), can_be.get(find(leaf), 0))
-    return found
+                        blocks[find(leaf)] = _with_uneven(why, find(leaf), can_be.get(find(leaf), 0))
+    return blocks
 
 
 def unevenly(trace: Trace, axes: Axes, packed: Packed, tp: int) -> dict[Term, int]:
-    """The axes that can be cut between blocks where their size does not divide so, each with how many stay together."""
+    """Axes that can be cut between blocks though not divisible, each with how many units stay together."""
     blocks: dict[Term, int] = {}
     for name, weights in packed.items():
         for dims in axes.of(trace.by_name[name]) if name in trace.by_name else ():
@@ -84,7 +84,7 @@ def _inside(layout: Layout, inner: int = 1) -> Iterator[int]:
     if layout.split is not None:
         yield inner
     for place, part in enumerate(layout.parts):
-        after = prod(one.size for one in layout.parts[place + 1 :]) if layout.kind == "product" else 1
+        after = prod(part.size for part in layout.parts[place + 1 :]) if layout.kind == "product" else 1
         yield from _inside(part, inner * after)
 
 

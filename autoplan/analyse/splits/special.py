@@ -53,13 +53,13 @@ def branch_weights(axes: Axes, read: Iterable[int]) -> set[int]:
     for weight, (inner, _) in ends.items():
         into[inner].append(weight)
     across = set(ends.values())
-    found = set()
+    weights = set()
     for first, (inner, middle) in ends.items():
         for second in into[middle] if middle else ():
             whole = (inner, ends[second][1])
             if middle not in whole and whole in across:
-                found |= {first, second}
-    return found
+                weights |= {first, second}
+    return weights
 
 
 def thin_matrix(index: int, flow: CallFlow, shards: Shards) -> int | None:
@@ -81,7 +81,7 @@ def thin_matrix(index: int, flow: CallFlow, shards: Shards) -> int | None:
 # and whatever else reads them there gets whole logits. So the loss says nothing about how the weights may be cut.
 #
 # Taken out are the loss and what is made of it alone. A loss of logits that do not leave the model stays, as does one
-# that is added to something else: nobody would see that sum then.
+# that is added to something else: that sum would be lost.
 
 
 def without_own_loss(trace: Trace) -> Trace:
@@ -201,7 +201,7 @@ def _places(trace: Trace) -> dict[tuple[str, str, str], list[int]]:
 
 
 def _asks_only(call: int, flow: CallFlow) -> bool:
-    """Does nobody read what a call makes? (Recurrent layers look at `weight.data` to learn where it lies.)"""
+    """Are the outputs of a call never read? (Recurrent layers look at `weight.data` to learn where it lies.)"""
     made = flow.outputs[call]
     return not any(flow.uses[tensor] for tensor in made) and flow.final.isdisjoint(made)
 

@@ -320,7 +320,7 @@ def _origin(choices: ChosenCuts) -> str:
 
 
 def choices_of_plan(plan: Plan, name: str = "") -> ChosenCuts | None:
-    """A plan's own decisions as choices, to plan another size of the same model alike; None if nobody chose anything.
+    """A plan's own decisions as choices, to plan another size of the same model alike; None if nothing was chosen.
     With a `name` (of the file it came from) they are a user's choices, whoever made them."""
     sources = {entry.source for entry in plan.entries} - {"inferred"}
     if not sources and not name:

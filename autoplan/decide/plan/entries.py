@@ -117,7 +117,7 @@ class Costs:
         self.runtime = solution.runtime
         self.trace = solution.trace
         # Boxes whose value has its gradient summed, wherever that is attached
-        partial = (one for one in self.runtime.of(Boundary) if one.gives is Spread.PARTIAL_GRADIENT)
+        partial = (boundary for boundary in self.runtime.of(Boundary) if boundary.gives is Spread.PARTIAL_GRADIENT)
         sites = {(one.pattern, one.side, one.path) for one in partial}
         tensors: set[int] = set()
         for visit in self.trace.visits:
@@ -140,7 +140,7 @@ class Costs:
     ) -> tuple[Cost, ...]:
         """Every cost of one module, forward ones first. `ends_here`: the module's output is these parameters' product.
         (Of experts' two weights only the second's is.)"""
-        here = (one for one in self.runtime.instructions if one.pattern == module)
+        here = (instruction for instruction in self.runtime.instructions if instruction.pattern == module)
         found = [one.cost for one in here if one.cost is not None and self._is_of_product(one, ends_here)]
         found += self._sum_further_out(module) if ends_here else []
         found += self._input_gradient(module, readings)
@@ -182,11 +182,11 @@ class Costs:
         return [Cost("sum", "input-gradient", shared_with=tuple(others))]
 
     def _readers(self, box: int) -> list[Node]:
-        found: list[Node] = []
+        readers: list[Node] = []
         for reader in self.flow.successors(box):
             node = node_of(self.flow, reader)
-            found += self._readers(reader) if node.kind in TRANSPARENT else [node]
-        return found
+            readers += self._readers(reader) if node.kind in TRANSPARENT else [node]
+        return readers
 
 
 def _seen_from(module: str, other: str) -> str:

@@ -204,10 +204,10 @@ def _obstacles(solution: Solution, drafts: list[_Draft], names: Names) -> tuple[
     modules = [module for module in solution.trace.module_classes if starred(module) in split]
     edited = {(edit.pattern, edit.name) for edit in solution.runtime.of(IntegerEdit)}
     groups: dict[Obstacle, list[str]] = {}
-    for found in obstacles(solution.trace, modules):
-        if (found.pattern, found.attribute) not in edited:
-            same = replace(found, pattern=starred(found.pattern), by=starred(found.by))
-            groups.setdefault(same, []).append(found.pattern)
+    for obstacle in obstacles(solution.trace, modules):
+        if (obstacle.pattern, obstacle.attribute) not in edited:
+            same = replace(obstacle, pattern=starred(obstacle.pattern), by=starred(obstacle.by))
+            groups.setdefault(same, []).append(obstacle.pattern)
     return tuple(replace(same, pattern=pattern) for same, modules in groups.items() for pattern in names.fold(modules))
 
 
@@ -227,7 +227,7 @@ def _replicated(solution: Solution, named: dict[str, Naming], names: Names) -> I
             if len(said) > 1:
                 said = [(role, _said_once(why)) for role, why in said]
             roles = tuple(dict.fromkeys(role for role, _ in said if role))
-            why = tuple(dict.fromkeys(one for _, whys in said for one in whys))
+            why = tuple(dict.fromkeys(why for _, whys in said for why in whys))
             yield Replicated(pattern, size * len(said), whole_text(said), roles, why)
 
 

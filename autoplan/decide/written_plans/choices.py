@@ -79,8 +79,8 @@ class ChosenCuts:
 
     `source` is what entries will say. `tolerant`: keys that match nothing and cuts that a model does not allow are
     noted rather than refused (a plan for a whole family of models); `trial`: so is every other contradiction (the plan
-    was accepted for the model and is tried on a small clone of it). `optional`: nobody asked for this plan, so where it
-    does not fit analysis stands in for it. `under` is asked for what this plan does not name.
+    was accepted for the model and is tried on a small clone of it). `optional`: this plan was not requested, so where
+    it does not fit, analysis stands in for it. `under` is asked for what this plan does not name.
     """
 
     name: str

@@ -90,12 +90,12 @@ def _wanted_dim(choice: ChosenCut, info: TensorInfo | ParameterFact, fields: Fie
 
 def weight_fields(flow: Flow) -> Fields:
     """Which dim of a weight is its output, its input, its rows, its width: as the forward uses it."""
-    found: Fields = {}
+    fields: Fields = {}
     for box in flow:
         for field, dim in node_of(flow, box).dims:
             if dim.parameter and dim.dim is not None:
-                found.setdefault(dim.parameter, {}).setdefault(field, dim.dim)
-    return found
+                fields.setdefault(dim.parameter, {}).setdefault(field, dim.dim)
+    return fields
 
 
 def same_in_folded_blocks(choices: ChosenCuts, trace: Trace) -> bool:
@@ -154,7 +154,7 @@ def _missed(choices: ChosenCuts, choice: ChosenCut, fact: ParameterFact, wanted:
     reason = sentence(reasons) or otherwise
     if choices.trial or (choices.tolerant and fact.dim is None):
         return f"{choices.name}: {choice} does not cut {name}: {reason}"
-    if any(isinstance(one, DoesNotDivide) for one in reasons):
+    if any(isinstance(reason, DoesNotDivide) for reason in reasons):
         legal = ", ".join(map(str, solution.legal_tp))
         problem = f"{choices.name}: {choice} cannot cut dim {wanted} of {name}: {reason}"
         raise IndivisibleError(problem, hint=f"sizes that divide every axis: {legal}")

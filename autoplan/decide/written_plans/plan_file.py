@@ -108,7 +108,13 @@ def _with_facts_of_calls(runtime: Any) -> Any:
     instructions = runtime.get("instructions") if isinstance(runtime, dict) else None
     if not isinstance(instructions, list):
         return runtime
-    return {**runtime, "instructions": [_known_of(one) | one if isinstance(one, dict) else one for one in instructions]}
+    return {
+        **runtime,
+        "instructions": [
+            _known_of(instruction) | instruction if isinstance(instruction, dict) else instruction
+            for instruction in instructions
+        ],
+    }
 
 
 def _known_of(instruction: dict[str, Any]) -> dict[str, Any]:

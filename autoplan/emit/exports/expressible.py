@@ -17,7 +17,7 @@ from autoplan.values.quantised import PackedWeight
 #
 # Other systems are told how a module is cut, and cut what they hold in its place themselves. Whether that ends at whole
 # blocks our plan has settled. One system cuts every stored tensor along the dim of the plain weight: what is stored
-# along other dims it cannot be told.
+# along other dims it is unknown.
 
 
 def in_plain_weights(plan: Plan) -> Plan:
@@ -59,7 +59,7 @@ def _stored(plan: Plan, entry: Entry) -> list[PackedWeight]:
 
 def _cut(plan: Plan, weight: PackedWeight) -> tuple[int | None, str | None]:
     rules = plan.runtime.parameters
-    found = next((one for one in rules if matches(one.pattern, weight.name) or one.pattern == weight.name), None)
+    found = next((rule for rule in rules if matches(rule.pattern, weight.name) or rule.pattern == weight.name), None)
     return (None, None) if found is None else (found.dim, found.layout)
 
 
@@ -153,7 +153,7 @@ def parts_of(plan: Plan, obstacles: Container[str] = OBSTACLES) -> tuple[Part, .
     for entry in plan.entries:
         own = is_end(entry) or entry.pattern in parents  # a container's own parameters belong to it
         groups.setdefault(entry.pattern if own else entry.pattern.rpartition(".")[0], []).append(entry)
-    hindered = {starred(found.pattern): found.why for found in plan.obstacles if found.kind in obstacles}
+    hindered = {starred(obstacle.pattern): obstacle.why for obstacle in plan.obstacles if obstacle.kind in obstacles}
     parts = [_part(plan, container, tuple(entries), groups, hindered) for container, entries in groups.items()]
     while (linked := [_with_neighbours(part, parts) for part in parts]) != parts:
         parts = linked
@@ -210,9 +210,9 @@ def _needs(
 ) -> Iterator[Need]:
     """What a plain cut of the part would need besides column and row layers."""
     containers = list(containers)
-    for one in plan.runtime.instructions:
-        if not one.in_styles and _home(one.pattern, containers) == container:
-            yield Need(one.beyond_styles())
+    for instruction in plan.runtime.instructions:
+        if not instruction.in_styles and _home(instruction.pattern, containers) == container:
+            yield Need(instruction.beyond_styles())
     for entry in entries:
         if any("@" in segment for segment in entry.segments):
             yield Need(f"{entry.pattern} is sharded over groups of ranks")

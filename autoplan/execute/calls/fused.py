@@ -38,21 +38,21 @@ def _of_a_rank(group: RankGroup, dropped: Dropped, args: Any, kwargs: Any) -> tu
     """Positions come first, then batch. Weights, packed or not, hold this rank's rows of queries, keys and values."""
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
-    given = bound.arguments
-    width = given["query"].shape[-1] // given["num_heads"]
-    batched = given["query"].dim() == 3
-    q, k, v = _projected(given, width)
+    arguments = bound.arguments
+    width = arguments["query"].shape[-1] // arguments["num_heads"]
+    batched = arguments["query"].dim() == 3
+    q, k, v = _projected(arguments, width)
     scores = (q * math.sqrt(1.0 / width)) @ k.transpose(-2, -1)
-    attention = (scores + _mask(given, scores)).softmax(-1)
-    if given["training"] and given["dropout_p"] > 0:
-        attention = dropped(attention, given["dropout_p"])
+    attention = (scores + _mask(arguments, scores)).softmax(-1)
+    if arguments["training"] and arguments["dropout_p"] > 0:
+        attention = dropped(attention, arguments["dropout_p"])
     mixed = (attention @ v).permute(2, 0, 1, 3).flatten(2)
-    out = sum_over_ranks(F.linear(mixed, given["out_proj_weight"]), group)
-    out = out if given["out_proj_bias"] is None else out + given["out_proj_bias"]
+    out = sum_over_ranks(F.linear(mixed, arguments["out_proj_weight"]), group)
+    out = out if arguments["out_proj_bias"] is None else out + arguments["out_proj_bias"]
     out = out if batched else out.squeeze(1)
-    if not given["need_weights"]:
+    if not arguments["need_weights"]:
         return out, None
-    average = sum_over_ranks(attention.sum(1), group) / given["num_heads"]
+    average = sum_over_ranks(attention.sum(1), group) / arguments["num_heads"]
     return out, average if batched else average.squeeze(0)
 
 
@@ -114,7 +114,7 @@ def _rows(layout: str, group: RankGroup) -> Rows:
 @executes(RecurrentCall)
 def _all_steps(planned: RecurrentCall, at: At) -> Run:
     group = at.group
-    weights = [(held.path[1:], _rows(held.layout, group)) for held in planned.weights]
+    weights = [(weight.path[1:], _rows(weight.layout, group)) for weight in planned.weights]
 
     def run(func: Any, args: Any, kwargs: Any) -> Any:
         given = list(args)

@@ -55,8 +55,8 @@ class _Guard:
                 "whose sums over ranks it would leave out",
                 hint=f"make the model run without {self.kernel.package}",
             )
-        known = inspect.signature(self.kernel.reference).parameters
-        return self.kernel.reference(*args, **{name: value for name, value in kwargs.items() if name in known})
+        parameters = inspect.signature(self.kernel.reference).parameters
+        return self.kernel.reference(*args, **{name: value for name, value in kwargs.items() if name in parameters})
 
     def _taken(self, values: Iterable[Any]) -> nn.Module | None:
         """The planned layer whose parameter is handed over, or a view of it: it lies in the same memory."""

@@ -101,8 +101,8 @@ class _CopyBeforeChange(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = getattr(func, "_schema", None)
         if schema is not None and schema.is_mutable:
-            given = dict(zip((one.name for one in schema.arguments), args, strict=False)) | (kwargs or {})
-            written = [given.get(one.name) for one in schema.arguments if one.is_write]
+            given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | (kwargs or {})
+            written = [given.get(argument.name) for argument in schema.arguments if argument.is_write]
             changed = {_memory(one) for _, one in flatten_tensors(written)}
             for kept in _wrapped(list(self.kept.values())):
                 if isinstance(kept.val, torch.Tensor) and _memory(kept.val) in changed:

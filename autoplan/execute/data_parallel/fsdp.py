@@ -50,7 +50,7 @@ from autoplan.values import Stack
 @dataclass(frozen=True)
 class Place:
     """The entry of one unit. `parting`: ranks ask here where the others are; at another one only if they have parted.
-    `problem`: why nobody can walk through it."""
+    `problem`: why it cannot be traversed."""
 
     names: tuple[str, ...]
     parting: bool = True

@@ -1,7 +1,7 @@
 """What each dim of a device mesh is for, by its name.
 
 One mesh carries every kind of parallelism; `parallelize` must take the dims that are its own, leave those of others
-alone and say so, and refuse a name that it cannot place: ranks that nobody uses would train copies in silence.
+alone and say so, and refuse a name that it cannot place: unused ranks would silently train copies.
 
 Two dims are set up elsewhere, and still matter here. Ranks of context parallelism ("cp") hold other parts of the same
 sequences, so their gradients belong together as those of other batches do: FSDP2 shards over both dims, flattened into
@@ -80,7 +80,7 @@ def read_mesh(mesh: DeviceMesh, mesh_dims: Mapping[str, str] | None = None) -> M
         raise AutoplanError(f"mesh_dims={mesh_dims!r}", hint='give {"tp": name of a mesh dim}')
     dims = mesh.mesh_dim_names
     if not dims:
-        raise AutoplanError("the device mesh has no dim names, so nothing says what its dims are for", hint=_MADE_WITH)
+        raise AutoplanError("the device mesh has no dim names, so the purpose of its dims is unknown", hint=_MADE_WITH)
     names = _by_purpose(mesh, dims, dict(mesh_dims or {}))
     replicate, shard = names.get("dp_replicate"), names.get("dp_shard")
     if replicate is not None and shard is None:

@@ -44,12 +44,12 @@ class ModuleWork:
     random: str = ""  # "split", "whole" or ""
 
     def of(self, kind: type[Any]) -> list[Any]:
-        return [one for one in self.instructions if isinstance(one, kind)]
+        return [instruction for instruction in self.instructions if isinstance(instruction, kind)]
 
     @property
     def communicates(self) -> bool:
         """Do other ranks need anything from it?"""
-        return any(one.communicates for one in self.instructions)
+        return any(instruction.communicates for instruction in self.instructions)
 
 
 def install(module: nn.Module, work: ModuleWork, running: Running) -> Worker:
@@ -76,8 +76,8 @@ class Worker:
         self.module, self.work, self.running = module, work, running
         at = At(module, work.name, signature_names(module), running)
         boundaries: list[Boundary] = work.of(Boundary)
-        around = [(one.turn, execute(one, at)) for one in work.of(AroundModule)]
-        steps = [(one.turn, _at_boundary(one, at)) for one in boundaries] + around
+        around = [(instruction.turn, execute(instruction, at)) for instruction in work.of(AroundModule)]
+        steps = [(boundary.turn, _at_boundary(boundary, at)) for boundary in boundaries] + around
         self.entering = [step.enter for _, step in steps if step.enter is not None]
         self.leaving = [step.leave for _, step in sorted(steps, key=_turn) if step.leave is not None]
         self.beginning = [step.begin for _, step in steps if step.begin is not None]
@@ -239,7 +239,7 @@ class Root:
         self.random, self.always = random
         self.names = signature_names(model)
         at = At(model, "", self.names, running)
-        self.outputs = [(one.path, execute(one, at)) for one in outputs]
+        self.outputs = [(output.path, execute(output, at)) for output in outputs]
         self.unseen = UnseenOutputs((), (), self.names, running.group)
         self.target_words = conventions().target_words
         self.given: tuple[str, ...] = ()  # what the plan has seen it take
@@ -281,8 +281,8 @@ class Root:
         return any(word in name for word in self.target_words)
 
     def _strangers(self, given: dict[str, Any]) -> set[str]:
-        """What nobody saw it take. What it does with that may draw random numbers, and may read its logits (targets
-        have many names), which then must know that they are a rank's columns."""
+        """Arguments that it never took while tracing. They may make it draw random numbers, and read its logits
+        (targets have many names), which then must know that they are a rank's columns."""
         new = (name for name, value in given.items() if isinstance(value, torch.Tensor) and name not in self.given)
         return set(new) if self.given else set()
 

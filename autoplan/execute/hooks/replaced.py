@@ -23,7 +23,7 @@ from autoplan.values import SplitLogits as LogitsHead
 #
 # The problem: libraries take modules out and put others in their place, long after a model was sharded. PEFT wraps
 # linear layers to add adapters, and takes the wrappers off again when it merges them. What the plan does is done by
-# hooks of the module that it was planned for: with that one gone a sum over ranks is never made, and nobody says so.
+# hooks of the module that it was planned for: with that one gone a sum over ranks is silently missing.
 #
 # So the parents of all planned modules notice when a child is set. A wrapper that brings no weights of its own changes
 # nothing. Where a wrapper is taken off, what was done at it is done at what was inside. Anything else is refused.
@@ -131,7 +131,7 @@ def _is_ours(hook: Any) -> bool:
 # Entries of a sharded model other than its own forward: a model inside it, called by itself.
 #
 # The problem: a wrapper hands some calls on to the model inside without running itself. PEFT's `generate` is that of
-# the wrapped model; a multimodal model's language model may be run alone. Nobody would then turn the columns that
+# the wrapped model; a multimodal model's language model may be run alone. Nothing would then turn the columns that
 # leave the head into logits, and whoever takes them for a whole vocabulary chooses other tokens without a word. So a
 # head, and every module above one, makes the same of them as the model itself does, where it is what was called.
 # Where it is not known at which place it returns its logits: heads hand out columns that know that they are columns,

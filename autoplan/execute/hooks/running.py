@@ -70,7 +70,7 @@ def copied_with_closure(value: Any, memo: dict[int, Any]) -> Any:
 # Which they are is found in analyse/placement/parallel_branches.py.
 #
 # A value is withheld only while its block runs. A branch that runs by itself is summed as if it had no neighbour; one
-# that activation checkpointing runs again by itself, to get back what it saved, gives a result that nobody reads.
+# that activation checkpointing runs again by itself, to get back what it saved, gives a result that is never read.
 
 Action = Callable[[torch.Tensor], torch.Tensor]
 
@@ -136,7 +136,7 @@ class Running:
     whole_logits: bool = False  # gathered where they leave their head
     split_loss: bool = True  # may a model's own loss work on split logits?
     loss: bool = False  # it is doing so: logits leave their head as SplitLogits
-    draws_unseen: bool = True  # may one that takes what nobody saw it take?
+    draws_unseen: bool = True  # may a model that takes arguments not seen while tracing?
     draws: bool = True  # may a forward draw random numbers? Compiled code that does not leaves the streams alone
     sequence_padding: str = "error"
     lengths: dict[str, int] = field(default_factory=dict)  # the true length of each sequence that is cut

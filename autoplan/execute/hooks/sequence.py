@@ -67,7 +67,7 @@ def shards_in(output: Any) -> list[tuple[tuple[Any, ...], SequenceShard]]:
 #     reduce_scatter   partial sums → own positions           backward: the whole gradient from everyone's positions
 #
 # Positions are sharded in equal pieces; a length that does not divide is padded inside these moves only: the pieces of
-# the last ranks end with rows that nobody reads, and what is gathered has its true length again.
+# the last ranks end with rows that are never read, and what is gathered has its true length again.
 
 _NAMED = torch.ops._c10d_functional
 
@@ -113,12 +113,7 @@ class _GatherWhole(Recorded):
         return scatter(gradient, ctx.dim, ctx.group), None, None, None
 
 
-class _GatherSum(Recorded):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, length: int, group: RankGroup) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _everyone(x, dim, length, group)
-
+class _GatherSum(_GatherWhole):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return reduce_scatter(gradient, ctx.dim, ctx.group), None, None, None

@@ -47,14 +47,14 @@ def watch_unrecorded(modules: dict[str, nn.Module], seen: Runtime, group: RankGr
     """Have idle modules give their part of such gradients, and ranks sum those of what was constant, from now on."""
     if group.size == 1:
         return
-    given_on = any(one.side == "output" for one in seen.of(AllReduceGradient))
+    given_on = any(instruction.side == "output" for instruction in seen.of(AllReduceGradient))
     for name, module in modules.items():
         if any(is_under(pattern, name) for pattern in seen.idle):
             watch = partial(_give_parts, _Idle(name, group.size, given_on))
             yield module.register_forward_pre_hook(watch, with_kwargs=True)
-        for one in seen.constants:
-            if matches(one.pattern, name):
-                yield _watch(module, name, one, group)
+        for constant in seen.constants:
+            if matches(constant.pattern, name):
+                yield _watch(module, name, constant, group)
 
 
 class _Idle(NamedTuple):
@@ -84,7 +84,7 @@ def _give_parts(idle: _Idle, module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 def _compiled(idle: _Idle) -> PlanMismatchError:
     return PlanMismatchError(
-        f"{idle.name} runs, which no recorded call did, and in compiled code nobody can tell whether ranks sum its "
+        f"{idle.name} runs, which no recorded call did, and in compiled code it is unknown whether ranks sum its "
         "gradients",
         hint=f"plan with inputs= that reach {idle.name}, or run this call without torch.compile",
     )

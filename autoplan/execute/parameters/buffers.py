@@ -91,7 +91,7 @@ def new_adapters(model: nn.Module, names: Sequence[str]) -> dict[str, torch.Tens
     """These parameters and buffers of adapters, whole, as their library makes them. Draws from this rank's stream."""
     if not names:
         return {}
-    twins, made = _twin_modules(model, list(names)), {}
+    twins, adapters = _twin_modules(model, list(names)), {}
     for name in names:
         path, _, own = name.rpartition(".")
         value = getattr(twins.get(path), own, None)
@@ -103,8 +103,8 @@ def new_adapters(model: nn.Module, names: Sequence[str]) -> dict[str, torch.Tens
                 hint="put the adapter on a model that has its weights, or choose an adapter that begins without them "
                 "(LoRA's matrices do)",
             )
-        made[name] = value.detach()
-    return made
+        adapters[name] = value.detach()
+    return adapters
 
 
 def _rebuilt(model: nn.Module, wanted: list[tuple[str, nn.Module, str]], device: torch.device) -> list[Rebuilt]:

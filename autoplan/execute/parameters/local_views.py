@@ -76,7 +76,7 @@ def _whole_view(parameter: torch.Tensor | None, held: Held | None) -> torch.Tens
     """The whole tensor, for code that computes the same with it on every rank of tp."""
     if not isinstance(parameter, DTensor) or held is None:
         return parameter
-    if parameter.device_mesh.ndim > 1:  # in an FSDP2 unit that does not run: nobody gathers it
+    if parameter.device_mesh.ndim > 1:  # in an FSDP2 unit that does not run: it is not gathered
         whole: torch.Tensor = _WholeOfUnit.apply(parameter, held)
         return whole
     local = held.held_of(_local(parameter))

@@ -57,7 +57,7 @@ def _repeating(owner: _Owner) -> Iterator[tuple[torch.Tensor, Held]]:
 def count_once(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     """The same gradients with zeros in rows of which another rank answers for the value."""
     known = {id(parameter.grad): held for owner in list(_owners) for parameter, held in _repeating(owner)}
-    return [_own_rows(one, known[id(one)]) if id(one) in known else one for one in gradients]
+    return [_own_rows(gradient, known[id(gradient)]) if id(gradient) in known else gradient for gradient in gradients]
 
 
 def _own_rows(gradient: torch.Tensor, held: Held) -> torch.Tensor:
@@ -90,7 +90,7 @@ def answered_for(held: Held, gradient: DTensor) -> list[int]:
 # `parameter.data = x` of a parameter on ranks: the rank's piece of x is what is computed with from then on.
 #
 # x may be a DTensor that lies as the parameter does (`parameter.data * 0.9`), or a whole plain tensor in the
-# checkpoint's order. Anything else is refused: it would be computed with by nobody. So is an assignment to what FSDP2
+# checkpoint's order. Anything else is refused: it would never be computed with. So is an assignment to what FSDP2
 # has cut further, for it gathers from memory of its own.
 
 

@@ -108,11 +108,11 @@ def _is_of_ranks(steps: list[TracebackType]) -> bool:
 
 
 def _steps(trace: TracebackType | None) -> list[TracebackType]:
-    found = []
+    steps = []
     while trace is not None:
-        found.append(trace)
+        steps.append(trace)
         trace = trace.tb_next
-    return found
+    return steps
 
 
 def _is_of_shapes(error: BaseException, last: TracebackType) -> bool:
@@ -131,7 +131,12 @@ def _runs_on_shards(step: TracebackType) -> bool:
     if not isinstance(module, nn.Module) or frame.f_code.co_filename.startswith((_OURS, _CALLS)):
         return False
     records = (record_of(part) for part in module.modules())
-    return any(held.dim is not None for record in records if record is not None for held in record.parameters.values())
+    return any(
+        parameter.dim is not None
+        for record in records
+        if record is not None
+        for parameter in record.parameters.values()
+    )
 
 
 def _has_right_dtype(frame: FrameType) -> bool:

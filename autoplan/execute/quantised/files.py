@@ -140,12 +140,12 @@ class DequantisedFiles(_Files):
         covers = {dim: _cover(weight, dim, held) for dim, held in rows.items()}
         parts = {tensor.name: self._part(weight, tensor, covers) for tensor in weight.tensors}
         shape = tuple(len(covers[dim]) if dim in covers else size for dim, size in enumerate(weight.shape))
-        found = dequantise(weight, parts, shape)
+        blocks = dequantise(weight, parts, shape)
         for dim, held in rows.items():
             if covers[dim] != held:
                 places = {row: place for place, row in enumerate(covers[dim])}
-                found = found.index_select(dim, torch.tensor([places[row] for row in held], dtype=torch.long))
-        return found
+                blocks = blocks.index_select(dim, torch.tensor([places[row] for row in held], dtype=torch.long))
+        return blocks
 
     def _part(self, weight: PackedWeight, tensor: PackedTensor, covers: Mapping[int, tuple[int, ...]]) -> torch.Tensor:
         """A stored tensor, or what of it belongs to the blocks that hold these rows."""

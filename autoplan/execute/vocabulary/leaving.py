@@ -17,7 +17,7 @@ from autoplan.common.layout import chunk
 from autoplan.common.nested import change_input, flatten_tensors
 from autoplan.execute.collectives import RankGroup, gather_pieces, sum_over_ranks
 from autoplan.execute.executors import Around, At, executes
-from autoplan.execute.vocabulary.split_logits import can_stay_split, columns_in, dressed, moved, split_class
+from autoplan.execute.vocabulary.split_logits import as_split_logits, can_stay_split, columns_in, moved, split_class
 from autoplan.ops.records.record import writes_in_place
 from autoplan.patches.patched import Kept
 from autoplan.patches.sharding_rules import left_untraced
@@ -181,8 +181,8 @@ def _theirs(logits: torch.Tensor) -> DTensor:
     """The same as a plain DTensor, without a gradient."""
     made: Any = logits.detach()
     made.__class__ = DTensor
-    found: DTensor = made
-    return found
+    plain: DTensor = made
+    return plain
 
 
 def _refuse_part(logits: Any, func: Any) -> None:
@@ -195,7 +195,7 @@ def _refuse_part(logits: Any, func: Any) -> None:
 
 
 def _beside_plain(args: Any, kwargs: Any) -> bool:
-    """DTensor takes numbers that need no gradient; that of others would be a DTensor where nobody expects one."""
+    """DTensor takes numbers that need no gradient; that of others would be an unexpected DTensor."""
     return any(not isinstance(x, DTensor) and _counts(x) for _, x in flatten_tensors((args, kwargs)))
 
 
@@ -233,7 +233,7 @@ def _opened(value: Any) -> Any:
         if type(placed) is not Shard or not can_stay_split(value.shape[placed.dim], group):
             return value.full_tensor()
         kind = split_class(group, value.shape[placed.dim], placed.dim - value.dim())
-        return dressed(value.to_local(), kind)
+        return as_split_logits(value.to_local(), kind)
     if isinstance(value, dict):
         return {key: _opened(item) for key, item in value.items()}
     if type(value) in (tuple, list):
@@ -305,7 +305,7 @@ def _head(planned: SplitLogits, at: At) -> Around:
     def leave(output: torch.Tensor) -> torch.Tensor:
         if running.whole_logits or (running.loss and (not stays or _is_watched(module))):
             return gather_pieces(output, group, planned.dim, planned.columns)
-        return dressed(output, columns) if running.loss else output
+        return as_split_logits(output, columns) if running.loss else output
 
     return Around(leave=leave, kept=kept)
 

@@ -17,7 +17,7 @@ from autoplan.execute.vocabulary.shards import Columns, Ranks, chunk_size, chunk
 
 # Which tokens of a row top-k and top-p keep, when each rank holds some columns of the row only.
 #
-# The problem: both rules speak of a row sorted from the likeliest token down, and nobody holds a whole row. But what
+# The problem: both rules speak of a row sorted from the likeliest token down, and no rank holds a whole row. But what
 # they keep is told by one number a row: its floor, the lowest logit that is kept. Top-k's floor is among every rank's
 # best k, which are few. Top-p's is found by bisection: each rank sorts its own columns once, says how much mass lies
 # above a guess, and the sum over ranks says whether to guess higher or lower. Guesses are halved over the floating

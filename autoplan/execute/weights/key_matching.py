@@ -105,15 +105,15 @@ class Joined:
                 hint="is the checkpoint complete, and does its config belong to it?",
             )
         unlike = next((e for entries in parts for e in entries if e.shape != entries[0].shape), None)
-        found = None if unlike is not None else _places(rest or (1,), [entries[0].shape for entries in parts])
-        if found is None:
+        places = None if unlike is not None else _places(rest or (1,), [entries[0].shape for entries in parts])
+        if places is None:
             said = unlike or parts[0][0]
             raise AutoplanError(
                 f"{said.key} is {list(said.shape)}: {len(self.keys)} such tensors do not make {self.name} of "
                 f"{list(shape)}",
                 hint="does the config belong to these files?",
             )
-        return found
+        return places
 
 
 def _places(rest: tuple[int, ...], shapes: list[tuple[int, ...]]) -> _Places | None:

@@ -300,7 +300,11 @@ def _conversions(
     model: nn.Module, files: CheckpointFiles, owner: dict[str, _Saved], matched: Matched
 ) -> list[_Conversion]:
     """Each tensor is made once; what is read directly is not. Raises on what does not fit."""
-    found, done, whole = [], {id(owner[name]) for name in matched.direct}, _Whole(conventions().base_of(model), owner)
+    conversions, done, whole = (
+        [],
+        {id(owner[name]) for name in matched.direct},
+        _Whole(conventions().base_of(model), owner),
+    )
     for conversion in matched.converted:
         make = partial(conversion.make, whole)
         names = []
@@ -315,12 +319,12 @@ def _conversions(
             done.add(id(owner[name]))
             names.append(name)
         moved = follow(make, {key: files.shape(key) for key in conversion.keys}) if conversion.moves else None
-        found.append(_Conversion(make, tuple(names), moved))
+        conversions.append(_Conversion(make, tuple(names), moved))
     promised = {name for conversion in matched.converted for name in conversion.targets()} & set(owner)
     forgotten = sorted(name for name in promised if id(owner[name]) not in done)
     if forgotten:
         raise AutoplanError(f"transformers' conversions did not make {', '.join(forgotten[:5])}")
-    return found
+    return conversions
 
 
 def _misfit(name: str, found: torch.Tensor, wanted: _Saved) -> str:

@@ -50,13 +50,13 @@ def leave_methods(model: nn.Module) -> None:
 
 
 def _methods_of(module: nn.Module) -> Mapping[str, Callable[..., Any]]:
-    known = conventions()
-    if known.adapters_of(module):
-        named = {name: partial(_fill_adapter, module, name, at) for name, at in known.adding if _has(module, name)}
-        return named | {known.saving: partial(_save_adapters, module)}
-    if not known.saves(module):
+    library = conventions()
+    if library.adapters_of(module):
+        named = {name: partial(_fill_adapter, module, name, at) for name, at in library.adding if _has(module, name)}
+        return named | {library.saving: partial(_save_adapters, module)}
+    if not library.saves(module):
         return {}
-    return {known.saving: partial(_save, module), known.resizing: partial(_resize, module)}
+    return {library.saving: partial(_save, module), library.resizing: partial(_resize, module)}
 
 
 def _has(module: nn.Module, name: str) -> bool:
@@ -215,7 +215,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
 
 @contextmanager
 def _as_our_error(told: str, hint: str) -> Iterator[None]:
-    """torch tells all ranks what some of them had, in an error that nobody expects: it is no Exception."""
+    """torch tells all ranks what some of them had, in an unexpected error that is no Exception."""
     try:
         yield
     except CheckpointException as error:

@@ -80,7 +80,7 @@ class Moved:
 
 
 def follow(make: Make, shapes: Mapping[str, Shape]) -> dict[str, Moved] | None:
-    """Each tensor that a conversion makes of tensors of these shapes; None where that cannot be told by its places.
+    """Each tensor that a conversion makes of tensors of these shapes; None where the places do not determine that.
     `make` runs the conversion with tensors by their keys, and only moves numbers."""
     ranks = {len(shape) for shape in shapes.values()}
     if len(ranks) != 1:

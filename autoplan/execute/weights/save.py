@@ -204,7 +204,7 @@ def _is_part(tensor: torch.Tensor) -> bool:
 # The problem: whoever gathers a model to save it holds all of it on one rank. Here one tensor (or the few that one
 # conversion of the library takes together) is gathered at a time, on every rank; the first rank converts it and
 # writes a file whenever enough has come together. No rank ever holds more than a file's worth beside its own shards,
-# and what fails on one rank is known to all before anybody goes on: nobody is left waiting, and the files that were
+# and what fails on one rank is known to all ranks before any goes on: no rank is left waiting, and the files that were
 # there stay.
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -169,7 +169,7 @@ def _scaled(said: Any, group: int) -> tuple[int, int]:
 #
 # One function for each method, by the name that transformers' configs have for it. Which scheme a method and a form
 # of it mean, the documents of rules/quantised say. No function needs the method's package: a config is plain data.
-# Methods whose packed tensors nobody has described are refused by name, never read as unquantised.
+# Methods whose packed tensors are not described are refused by name, never read as unquantised.
 
 # What a checkpoint of a method usually says. Names of methods are transformers' words, not ids of our schemes, though
 # some schemes are called alike.

@@ -34,7 +34,7 @@ class Group:
 class Method:
     """What a config says. The first group whose names fit a module is its group, unless it is skipped.
 
-    `default_skips`: what the library leaves as it is when nobody says so (the output head). `in_blocks`: only what is
+    `default_skips`: what the library leaves unquantised by default (the output head). `in_blocks`: only what is
     inside repeated blocks is quantised, of those that `within` names, if it names any; `only`: only modules of these
     names in a block. `unbiased`: only linear layers without bias, both sizes of which are multiples of this.
     """
@@ -123,15 +123,15 @@ def packed_weight(plain: Plain, scheme: Scheme) -> PackedWeight:
     """What a checkpoint holds in place of one weight."""
     values = dict(scheme.values)
     tensors = []
-    for one in scheme_files()[scheme.id]["tensors"]:
-        if "when" in one and not values.get(one["when"]):
+    for tensor in scheme_files()[scheme.id]["tensors"]:
+        if "when" in tensor and not values.get(tensor["when"]):
             continue
-        said = one.get("stacked", one["dims"]) if plain.stacked else one["dims"]
+        said = tensor.get("stacked", tensor["dims"]) if plain.stacked else tensor["dims"]
         dims = tuple(_dim(text, plain, values) for text in said)
         dims = (PackedDim(plain.shape[0], (0,)), *dims) if plain.stacked else dims
-        dtype = str(one["dtype"]).format_map(values)
+        dtype = str(tensor["dtype"]).format_map(values)
         size = prod(dim.size for dim in dims) * _SIZES[dtype]
-        tensors.append(PackedTensor(_name(one["name"], plain), dtype, dims, size))
+        tensors.append(PackedTensor(_name(tensor["name"], plain), dtype, dims, size))
     return PackedWeight(plain.name, scheme, plain.shape, tuple(tensors), plain.rows, plain.contracted, plain.segments)
 
 
@@ -140,7 +140,7 @@ def announced(keys: Iterable[str], scheme: Scheme | None = None) -> Iterator[tup
     files, known = scheme_files(), dict.fromkeys(keys)
     for data in [files[scheme.id]] if scheme is not None else list(files.values()):
         first = data["tensors"][0]["name"]
-        names = [one["name"] for one in data["tensors"] if one["name"] != "{weight}" and "when" not in one]
+        names = [tensor["name"] for tensor in data["tensors"] if tensor["name"] != "{weight}" and "when" not in tensor]
         own = re.escape(names[0]).replace(r"\{weight\}", r"(?P<weight>[A-Za-z]\w*?)")
         pattern = re.compile(rf"(?P<owner>.+)\.{own}")
         for key in known:
@@ -165,7 +165,7 @@ def state_of(weight: PackedWeight) -> str | None:
 
 def stored_names() -> tuple[tuple[str, str], ...]:
     """How stored tensors are called beside a parameter "weight", and after the name of a parameter of another name."""
-    names = dict.fromkeys(one["name"] for data in scheme_files().values() for one in data["tensors"])
+    names = dict.fromkeys(tensor["name"] for data in scheme_files().values() for tensor in data["tensors"])
     kept = (name for name in names if name != "{weight}" and "." not in name)
     return tuple((_name(name, _BESIDE), _name(name, _AFTER)) for name in kept)
 

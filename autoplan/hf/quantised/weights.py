@@ -40,14 +40,14 @@ def quantised_weights(config: PretrainedConfig | None, model: nn.Module) -> tupl
     if data is None or data.get("dequantize"):
         return ()
     method = method_of(data)
-    found = tuple(packed_weight(plain, scheme) for plain, scheme in _weights(model, method))
-    if not found:
+    weights = tuple(packed_weight(plain, scheme) for plain, scheme in _weights(model, method))
+    if not weights:
         raise SourceError(
             f"the config says quantization method {method.name!r}, under which no weight of {type(model).__name__} is "
             "quantised",
             hint="are its patterns those of another model? Without `quantization_config` it is planned as plain",
         )
-    return found
+    return weights
 
 
 def refuse_packed_by_others(model: nn.Module) -> None:
@@ -171,7 +171,7 @@ def _blocks(model: nn.Module, method: Method) -> tuple[str, ...]:
 # What the files of a quantised checkpoint hold: which tensors are one weight, by the config that lies beside them.
 #
 # The config says how modules are stored, the files say which tensors there are. Where the two contradict each other
-# nothing is guessed: tensors that nobody announced, announced ones that are absent, and other shapes are an error each.
+# nothing is guessed: unannounced tensors, announced ones that are absent, and other shapes are an error each.
 
 Shape = Callable[[str], tuple[int, ...]]
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -195,14 +195,14 @@ def stored_weights(
             )
         return ()
     method = method_of(data)
-    found = tuple(_checkpoint_weights(folder, method, keys, shape, read))
-    if not found:
+    weights = tuple(_checkpoint_weights(folder, method, keys, shape, read))
+    if not weights:
         raise SourceError(
             f"the config.json in {folder} says quantization method {method.name!r}, but its files hold none of its "
             "tensors",
             hint="fetch the files that belong to this config.json, or delete its quantization_config",
         )
-    return found
+    return weights
 
 
 def stored_aliases(folder: Path, keys: tuple[str, ...]) -> dict[str, str]:

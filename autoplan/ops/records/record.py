@@ -62,7 +62,7 @@ class OpRecord:
     detaches: bool = False  # no gradient comes back
     overwrites: bool = False  # its first input becomes its second, whatever it held
     tells: bool = False  # Python gets to know what values it found: another run may go another way
-    supposed: Supposed | None = None  # what it may be supposed to find where nobody knows the values
+    supposed: Supposed | None = None  # what it may be supposed to find where values are unknown
 
 
 @dataclass(frozen=True)

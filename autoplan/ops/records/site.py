@@ -41,14 +41,14 @@ class Inference:
 
     def terms(self, tensor: int) -> Dims:
         """The dims of a tensor. One that no op made is new here: a parameter, an input or a constant."""
-        known = self.dims.get(tensor)
-        if known is None:
+        terms = self.dims.get(tensor)
+        if terms is None:
             info = self.trace.tensors[tensor]
-            known = self.dims[tensor] = [leaf(size, info.kind == "input") for size in info.shape]
+            terms = self.dims[tensor] = [leaf(size, info.kind == "input") for size in info.shape]
             if info.kind == "constant":
-                for term in known:
+                for term in terms:
                     self.algebra.mark(term, Event.CONST)
-        return known
+        return terms
 
 
 class Site:

@@ -329,11 +329,11 @@ class RecurrentCall(CallRewrite):
 
     @property
     def own_moves(self) -> tuple[Move, ...]:
-        return tuple(Move(Collective.ALL_GATHER, Amount.ARGUMENT, path=held.path) for held in self.weights)
+        return tuple(Move(Collective.ALL_GATHER, Amount.ARGUMENT, path=weight.path) for weight in self.weights)
 
     def layouts(self) -> Iterator[str]:
         yield from super().layouts()
-        yield from (held.layout for held in self.weights)
+        yield from (weight.layout for weight in self.weights)
 
 
 @instruction

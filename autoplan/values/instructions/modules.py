@@ -219,7 +219,7 @@ class Runtime:
 
     def of(self, kind: type[Kind]) -> tuple[Kind, ...]:
         """The instructions of one kind, or of all kinds that derive from it, in order."""
-        return tuple(one for one in self.instructions if isinstance(one, kind))
+        return tuple(instruction for instruction in self.instructions if isinstance(instruction, kind))
 
 
 @dataclass(frozen=True)
