@@ -186,21 +186,17 @@ def _cached(model: nn.Module) -> Iterator[Place]:
     homes = {cls.__module__ for cls in own if cls.__module__.partition(".")[0] not in standard}
     for holder in (*(own - {object}), *(sys.modules[name] for name in homes if name in sys.modules)):
         for name, value in list(vars(holder).items()):
-            yield from _cached_inside(holder, name, value)
-
-
-def _cached_inside(holder: Any, name: str, value: Any) -> Iterator[Place]:
-    """The same in a class or module of the model's: a decorator may hold the cached function in its closure."""
-    function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-    if type(function) is _WRAPPER:
-        yield Place(holder, name, _plain)
-    for cell in (function.__closure__ or ()) if isinstance(function, FunctionType) else ():
-        try:
-            contents = cell.cell_contents
-        except ValueError:  # the cell is empty
-            continue
-        if type(contents) is _WRAPPER:
-            yield Place(cell, "cell_contents", _plain)
+            # The same in a class or module of the model's: a decorator may hold the cached function in its closure
+            function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+            if type(function) is _WRAPPER:
+                yield Place(holder, name, _plain)
+            for cell in (function.__closure__ or ()) if isinstance(function, FunctionType) else ():
+                try:
+                    contents = cell.cell_contents
+                except ValueError:  # the cell is empty
+                    continue
+                if type(contents) is _WRAPPER:
+                    yield Place(cell, "cell_contents", _plain)
 
 
 def _plain(value: Any) -> Any:

@@ -151,8 +151,7 @@ class _Placer:
         for index, kind in self.reductions.items():
             if kind is Reduction.NORM:
                 self.result.inside_reductions[index] = kind
-                # A distributed norm sums its statistics forward and backward itself; its whole inputs need no further
-                # sum
+                # A distributed norm sums its statistics itself; its replicated inputs need no further sum
                 for tensor in self.flow.inputs[index]:
                     if not self.shards.is_split(tensor) and index in self.gradients.partial.get(tensor, ()):
                         self._refuse(index, NotPlaced("norm-weight-whole"))

@@ -75,13 +75,10 @@ class _Equations:
                 if any(True for _ in attributes_of(item)):
                     yield Requirement(index, path, item, (item.value,) * self.shards.tp)
                 elif not made_whole(call, self.shards) and not self._has_split(call):
-                    yield from self._of_a_shard(index, path, item)
-
-    def _of_a_shard(self, index: int, path: tuple[Any, ...], item: Symbolic) -> Iterator[Requirement]:
-        """A size that Python read from a value of which ranks have shards, and passes to a call on whole ones."""
-        values = {self.value(item, {}, rank) for rank in range(self.shards.tp)}
-        if values - {None, item.value}:
-            yield Requirement(index, path, item, (item.value,) * self.shards.tp)
+                    # A size that Python reads from a sharded value and passes to a call on replicated ones
+                    values = {self.value(item, {}, rank) for rank in range(self.shards.tp)}
+                    if values - {None, item.value}:
+                        yield Requirement(index, path, item, (item.value,) * self.shards.tp)
 
     def _has_split(self, call: Call) -> bool:
         return any(map(self.shards.is_split, refs((call.args, call.kwargs, call.outputs))))

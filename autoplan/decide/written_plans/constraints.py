@@ -131,10 +131,11 @@ def check_choices(choices: ChosenCuts, solution: Solution) -> tuple[str, ...]:
             # A packed weight cut as if it were plain is scrambled silently; the other way round too
             assert fact.layout is not None
             says_packed = choice.style.startswith("packed_")
+            # Heads over groups of ranks: no written plan says this; analysis does it where tp exceeds the heads
             if (
                 is_packed(fact.layout, solution.tp_size) != says_packed
                 and choice.style in _SAY_PACKING
-                and not _grouped(fact.layout)
+                and "@" not in fact.layout
             ):
                 right = choice.style.removeprefix("packed_") if says_packed else f"packed_{choice.style}"
                 what = "one run of units" if says_packed else "several segments, each cut by itself"
@@ -203,8 +204,3 @@ def _plain(name: str) -> str:
 def is_packed(layout: str, tp: int) -> bool:
     """Is this dim cut segment by segment, so that a rank's rows are not one run?"""
     return not Layout.parse(layout).one_run(tp)
-
-
-def _grouped(layout: str) -> bool:
-    """Heads sharded over groups of ranks: no plan says this, and analysis does it where heads are fewer than ranks."""
-    return "@" in layout

@@ -82,12 +82,6 @@ def _pad(rows: torch.Tensor, length: int) -> torch.Tensor:
     return rows if missing == 0 else F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing))
 
 
-def _everyone(x: torch.Tensor, dim: int, length: int, group: RankGroup) -> torch.Tensor:
-    rows = x.movedim(dim, 0).contiguous()
-    whole = sent(_NAMED.all_gather_into_tensor, rows, group.size, group.name)
-    return whole.narrow(0, 0, length).movedim(0, dim).clone(memory_format=torch.contiguous_format)
-
-
 class _Scatter(Recorded):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, group: RankGroup) -> torch.Tensor:
@@ -106,7 +100,9 @@ class _GatherWhole(Recorded):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, length: int, group: RankGroup) -> torch.Tensor:
         ctx.dim, ctx.group = dim, group
-        return _everyone(x, dim, length, group)
+        rows = x.movedim(dim, 0).contiguous()
+        whole = sent(_NAMED.all_gather_into_tensor, rows, group.size, group.name)
+        return whole.narrow(0, 0, length).movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

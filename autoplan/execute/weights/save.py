@@ -23,7 +23,7 @@ from autoplan.common.options import check_argument
 from autoplan.execute.agreement import Voters, fail_together, meet, same_model
 from autoplan.execute.parameters.held import held_parameters, plain_name
 from autoplan.execute.parameters.state_dict import gathered
-from autoplan.execute.quantised.formats import QuantisedTwice, stored_twice
+from autoplan.execute.quantised.formats import stored_twice
 from autoplan.execute.quantised.modules import kept_beside, stored_tensors
 
 # New files of a checkpoint next to the old ones, and one switch from these to those.
@@ -227,31 +227,25 @@ def save_weights(
         limit = _bytes(max_shard_size)  # refused on every rank
         files = NewFiles(Path(folder), limit, headers) if writes() else None
         try:
-            _write_all(model, writer, files, twice)
+            # Gather, convert and write; the new files take the place of the old ones at the end
+            meet(same_model(model))  # making a state dict may talk
+            state: dict[str, Any] = model.state_dict()
+            meet(same_model(model, state))  # what is written of it, too
+            for names in writer.groups(_names(model, list(state), writer)):
+                tensors = {name: whole_on_writer(state.pop(name), keep=files is not None) for name in names}
+                if files is not None:
+                    with told_as_unwritten(files.folder):
+                        files.add(stored_twice(writer.convert(tensors), twice))
+            meet()
+            if files is not None:
+                files.prepare()
+            meet()
+            if files is not None:
+                files.switch()
         except BaseException:
             if files is not None:
                 files.abandon()
             raise
-
-
-def _write_all(
-    model: nn.Module, writer: CheckpointWriter, files: NewFiles | None, twice: dict[str, QuantisedTwice]
-) -> None:
-    """Gather what is converted together, hand it to the files, and at the end let them take the old ones' place."""
-    meet(same_model(model))  # making a state dict may talk
-    state: dict[str, Any] = model.state_dict()
-    meet(same_model(model, state))  # what is written of it, too
-    for names in writer.groups(_names(model, list(state), writer)):
-        tensors = {name: whole_on_writer(state.pop(name), keep=files is not None) for name in names}
-        if files is not None:
-            with told_as_unwritten(files.folder):
-                files.add(stored_twice(writer.convert(tensors), twice))
-    meet()
-    if files is not None:
-        files.prepare()
-    meet()
-    if files is not None:
-        files.switch()
 
 
 def writes() -> bool:
