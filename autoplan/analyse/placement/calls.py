@@ -99,7 +99,9 @@ def _told_apart(
     together = [index for indices in rounds for index in indices]
     grouped: dict[int, list[int]] = defaultdict(list)
     for index in together:
-        grouped[_dims_of(flow.trace, index)].append(index)
+        # How many dims a call's first argument has; -1 where it is no tensor
+        first = next(iter(flow.trace.calls[index].args), None)
+        grouped[len(flow.trace.tensors[first.id].shape) if isinstance(first, Ref) else -1].append(index)
     by_dims: list[tuple[_Mark, list[int]]] = [({"dims": dims}, indices) for dims, indices in grouped.items()]
     by_round: list[tuple[_Mark, list[int]]] = [({"time": time}, indices) for time, indices in enumerate(rounds, 1)]
     as_one: list[tuple[_Mark, list[int]]] = [({}, together)]
@@ -108,12 +110,6 @@ def _told_apart(
             return way
     by_width = _by_width(together, wanted, shards)
     return by_width if all(_agree(indices, wanted, flow) for _, indices in by_width) else by_round
-
-
-def _dims_of(trace: Trace, index: int) -> int:
-    """How many dims a call's first argument has; -1 where it is no tensor."""
-    first = next(iter(trace.calls[index].args), None)
-    return len(trace.tensors[first.id].shape) if isinstance(first, Ref) else -1
 
 
 def _by_width(together: list[int], wanted: dict[int, CallRewrite], shards: Shards) -> list[tuple[_Mark, list[int]]]:

@@ -43,7 +43,16 @@ def _of_a_rank(group: RankGroup, dropped: Dropped, args: Any, kwargs: Any) -> tu
     batched = arguments["query"].dim() == 3
     q, k, v = _projected(arguments, width)
     scores = (q * math.sqrt(1.0 / width)) @ k.transpose(-2, -1)
-    attention = (scores + _mask(arguments, scores)).softmax(-1)
+    # What is added to the scores: positions hidden from all, keys hidden by row, the future
+    keys = arguments["key"].shape[0]  # of what stands behind them nothing is hidden
+    total = scores.new_zeros((1, 1, scores.shape[-2], keys))
+    if arguments["attn_mask"] is not None:
+        total = total + _added(arguments["attn_mask"], scores)
+    elif arguments["is_causal"]:
+        total = total + _added(torch.ones_like(total[0, 0], dtype=torch.bool).triu(1), scores)
+    if arguments["key_padding_mask"] is not None:
+        total = total + _added(arguments["key_padding_mask"].reshape(-1, 1, 1, keys), scores)
+    attention = (scores + F.pad(total, (0, scores.shape[-1] - keys))).softmax(-1)
     if arguments["training"] and arguments["dropout_p"] > 0:
         attention = dropped(attention, arguments["dropout_p"])
     mixed = (attention @ v).permute(2, 0, 1, 3).flatten(2)
@@ -75,19 +84,6 @@ def _projected(given: dict[str, Any], width: int) -> tuple[torch.Tensor, torch.T
     if given["add_zero_attn"]:
         k, v = (torch.cat([x, x.new_zeros((*x.shape[:2], 1, width))], 2) for x in (k, v))
     return q, k, v
-
-
-def _mask(given: dict[str, Any], scores: torch.Tensor) -> torch.Tensor:
-    """What is added to the scores: positions hidden from all, keys hidden by row, the future."""
-    keys = given["key"].shape[0]  # of what stands behind them nothing is hidden
-    total = scores.new_zeros((1, 1, scores.shape[-2], keys))
-    if given["attn_mask"] is not None:
-        total = total + _added(given["attn_mask"], scores)
-    elif given["is_causal"]:
-        total = total + _added(torch.ones_like(total[0, 0], dtype=torch.bool).triu(1), scores)
-    if given["key_padding_mask"] is not None:
-        total = total + _added(given["key_padding_mask"].reshape(-1, 1, 1, keys), scores)
-    return F.pad(total, (0, scores.shape[-1] - keys))
 
 
 def _added(mask: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

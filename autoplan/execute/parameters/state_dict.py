@@ -73,19 +73,15 @@ def whole_tensor(tensor: torch.Tensor, held: Held | None) -> torch.Tensor:
 def gathered(tensor: DTensor, rows: Sequence[int] | None = None) -> torch.Tensor:
     """`full_tensor()`, for 8-bit floats too: not every backend sends those, but each sends bytes. `rows`: for how many
     each rank of tp has room, where that is not as DTensor would have it."""
-    if _is_cut_again(tensor):
+    # Has FSDP2 cut further, along the same dim, what a rank of tp holds?
+    *before, last = tensor.placements
+    if any(hasattr(p, "split_factor") and p.dim == getattr(last, "dim", None) for p in before):
         return _put_together(tensor, rows)
     if tensor.dtype.itemsize > 1 or not tensor.is_floating_point():
         return tensor.full_tensor()
     bits = tensor.to_local().view(torch.uint8)
     how: Any = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
     return DTensor.from_local(bits, tensor.device_mesh, tensor.placements, **how).full_tensor().view(tensor.dtype)
-
-
-def _is_cut_again(tensor: DTensor) -> bool:
-    """Has FSDP2 cut further, along the same dim, what a rank of tp holds?"""
-    *before, last = tensor.placements
-    return any(hasattr(p, "split_factor") and p.dim == getattr(last, "dim", None) for p in before)
 
 
 def _put_together(tensor: DTensor, rows: Sequence[int] | None) -> torch.Tensor:
