@@ -78,13 +78,13 @@ def match_rules(flow: Flow, rules: Iterable[Rule], tp: int | None = None, *, ref
     whether refusals are wanted too. There may be very many, and without them guards are checked as early as they can.
     """
     reach = _Reach(flow)
-    found: list[Found] = []
+    matched: list[Found] = []
     refusals: list[Refusal] = []
     for rule in rules:
         some, not_held = match_rule(reach, rule, tp) if refused else (_found(reach, rule, tp), [])
-        found += some
+        matched += some
         refusals += not_held
-    agreed, contests = _settled(_without_beaten(found))
+    agreed, contests = _settled(_without_beaten(matched))
     return Matching(tuple(agreed), tuple(refusals), tuple(contests))
 
 
@@ -133,7 +133,7 @@ def match_rule(reach: _Reach, rule: Rule, tp: int | None = None) -> tuple[list[F
     """All matches of one rule, and its refusals where the flow was there."""
     if rule.match is None:
         return [], []
-    found: list[Found] = []
+    matched: list[Found] = []
     refusals: list[Refusal] = []
     seen: set[frozenset[int]] = set()
     for bound in _bindings(reach, rule.match.pattern, _order(reach, rule.match.pattern)):
@@ -146,8 +146,8 @@ def match_rule(reach: _Reach, rule: Rule, tp: int | None = None) -> tuple[list[F
             refusals.append(Refusal(rule, boxes, because))
         elif claimed not in seen:  # the same boxes the other way round (a product has no order) are one match
             seen.add(claimed)
-            found.append(Found(rule, boxes))
-    return found, [refusal for refusal in refusals if not _granted(refusal, seen)]
+            matched.append(Found(rule, boxes))
+    return matched, [refusal for refusal in refusals if not _granted(refusal, seen)]
 
 
 def _found(reach: _Reach, rule: Rule, tp: int | None) -> list[Found]:

@@ -96,8 +96,10 @@ def _wrapping() -> bool:
 
 
 def _collective() -> bool:
-    one = threaded.Collective(2, None, None)
-    waiting = isinstance(one._start_cond, threading.Condition) and isinstance(one._done_cond, threading.Condition)
+    collective = threaded.Collective(2, None, None)
+    waiting = isinstance(collective._start_cond, threading.Condition) and isinstance(
+        collective._done_cond, threading.Condition
+    )
     return waiting and _parameters(threaded.Collective.join) == ["self", "rank", "data"]
 
 

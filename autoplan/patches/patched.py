@@ -280,10 +280,10 @@ def _stand(mine: Hold, patch: Patch, place: Place | Registered) -> None:
             f"{patch.name}: {place.holder!r} has no {place.name!r}, which stands for {patch.replaces}",
             hint="`autoplan doctor` says what the installed versions have moved",
         ) from error
-    made = _Standing(key, place, original, place.make(original))
-    _join(mine, made)
-    _standing[key] = made
-    place.put(made.ours)
+    standing = _Standing(key, place, original, place.make(original))
+    _join(mine, standing)
+    _standing[key] = standing
+    place.put(standing.ours)
 
 
 def _join(mine: Hold, one: _Standing) -> None:

@@ -369,10 +369,10 @@ def _attentions(stack: Blocks, tree: ModuleTree) -> Counter[int]:
     """How many modules that could be attentions a block holds, by class, at most over all blocks."""
     most: Counter[int] = Counter()
     for block in stack.blocks:
-        found: Counter[int] = Counter()
+        counter: Counter[int] = Counter()
         for below in tree.subtree(block)[1:]:
             leaves = [child for child in tree.children(below) if not tree.children(child)]
             matrices = sum(len(p.shape) > 1 for child in leaves for p in tree.nodes[child].parameters)
-            found[tree.nodes[below].class_id] += matrices >= PROJECTIONS
-        most |= found
+            counter[tree.nodes[below].class_id] += matrices >= PROJECTIONS
+        most |= counter
     return most

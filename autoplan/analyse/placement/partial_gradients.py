@@ -171,7 +171,7 @@ class _Merge:
 
 def join_gradients(gradients: PartialGradients) -> list[Crossing]:
     """Merge partial gradients where several sums become one; gives the inputs at which gradients are divided by tp."""
-    found: list[Crossing] = []
+    crossings: list[Crossing] = []
     known: dict[int, bool] = {}
     flow = gradients.flow
     order = sorted(gradients.uses, key=lambda tensor: -flow.producer.get(tensor, -1))  # the latest values first
@@ -187,14 +187,14 @@ def join_gradients(gradients: PartialGradients) -> list[Crossing]:
             known = {} if views else known
             continue
         known.clear()
-        found += [crossing for view in views for crossing in view.crossings]
+        crossings += [crossing for view in views for crossing in view.crossings]
         for call in merge.passing:
             gradients.push(call)
         gradients.partial[tensor] |= set(merge.divided)
         for call in (*merge.above, *merge.others):
             gradients.push(call)
-        found += merge.crossings
-    return found
+        crossings += merge.crossings
+    return crossings
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def residual_leaves(trace: Trace, axes: Axes) -> set[Term]:
     same = _Sameness(trace, axes)
     reached: dict[int, int] = defaultdict(int)  # tensor -> bit set of ancestors
     through: dict[int, int] = defaultdict(int)  # the same, on paths through a contraction with a weight
-    found: set[Term] = set()
+    terms: set[Term] = set()
     for op in trace.ops:
         mentioned = tuple(refs((op.args, tuple(op.kwargs.values()))))
         inputs = [same.root(t) for t in mentioned if t not in axes.weights]
@@ -102,7 +102,7 @@ def residual_leaves(trace: Trace, axes: Axes) -> set[Term]:
             left, right = inputs[0], inputs[1]
             if through[right] >> left & 1 or through[left] >> right & 1:
                 shared = {find(x) for t in axes.of(left) for x in leaves(t)}
-                found |= shared & {find(x) for t in axes.of(right) for x in leaves(t)}
+                terms |= shared & {find(x) for t in axes.of(right) for x in leaves(t)}
         weighted = _contracts_weight(op, mentioned, trace, axes)
         above = through_above = 0
         for tensor in inputs:
@@ -112,7 +112,7 @@ def residual_leaves(trace: Trace, axes: Axes) -> set[Term]:
             if tensor not in inputs:  # in place, or one and the same value: it is no ancestor of itself
                 reached[tensor] |= above
                 through[tensor] |= above if weighted else through_above
-    return {leaf for leaf in found if not leaf.data}
+    return {leaf for leaf in terms if not leaf.data}
 
 
 class _Sameness:

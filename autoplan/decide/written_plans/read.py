@@ -115,14 +115,14 @@ class _Reader:
                 if not self.lenient:
                     raise
                 unread.append(error.message)
-        found = ChosenCuts(name, "user", tuple(lines), notes=tuple(unread))
+        cuts = ChosenCuts(name, "user", tuple(lines), notes=tuple(unread))
         apart = next((line for line in lines if line.cut == "experts"), None)
         if apart is not None and self.ep_size == 1:
             raise WrittenPlanError(
                 f"{name}: {apart} places whole experts on different ranks, and ep_size is 1",
                 hint="pass ep_size=, the number of ranks that experts go to: that of tp, or any with tp_size=1",
             )
-        return self._as_asked(with_prefix(found, *_paths(self.model)))
+        return self._as_asked(with_prefix(cuts, *_paths(self.model)))
 
     def _as_asked(self, choices: ChosenCuts) -> ChosenCuts:
         return replace(choices, tolerant=True, _cache={}) if self.lenient else choices

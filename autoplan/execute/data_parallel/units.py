@@ -134,7 +134,7 @@ class _Search:
     def ends(self, blocks: list[Unit]) -> list[Unit]:
         """Input table and output head as units of their own: neither is needed while the blocks run."""
         inside = {id(m) for unit in blocks for n in unit.names for m in self.modules[n].modules()}
-        found: list[Unit] = []
+        units: list[Unit] = []
         for getter, last in zip(conventions().ends, (False, True), strict=True):
             module = _called(self.model, getter)
             if not isinstance(module, (nn.Embedding, nn.Linear)) or id(module) in inside or not blocks:
@@ -142,8 +142,8 @@ class _Search:
             if id(module) not in self.first_name or self.first_name[id(module)] == "":
                 continue
             if all(self.owners[id(p)] == [module] for p in module.parameters()):
-                found.append(Unit((self.first_name[id(module)],), last=last))
-        return found
+                units.append(Unit((self.first_name[id(module)],), last=last))
+        return units
 
     # ---------------------------------------------------------------------------------------- what is held in common
 
@@ -187,7 +187,7 @@ class _Search:
     def by_dtype(self, unit: Unit, others: list[Unit], chosen: Units) -> list[Unit]:
         """The inner units that leave `unit` with trainable parameters of one dtype."""
         elsewhere = {id(self.modules[n]) for other in others if other != unit for n in other.names if n}
-        found: list[Unit] = []
+        units: list[Unit] = []
         own = [p for n in unit.names for m in self._own(n, elsewhere) for p in _direct(m, chosen.ignored)]
         dtypes = Counter[torch.dtype]()
         for parameter in {id(p): p for p in own}.values():
@@ -196,10 +196,10 @@ class _Search:
             return []
         main = dtypes.most_common(1)[0][0]
         for name in unit.names:
-            self._split(name, main, elsewhere, chosen.ignored, found)
-        for part in found:
+            self._split(name, main, elsewhere, chosen.ignored, units)
+        for part in units:
             chosen.notes.append(f"{part.names[0]} is kept in its own dtype: a unit of its own")
-        return found
+        return units
 
     def packed(self, unit: Unit, others: list[Unit]) -> list[Unit]:
         """The modules of a unit that hold packed tensors, whose bits a cast would spoil: one unit together."""

@@ -157,19 +157,19 @@ class ExpertsOfARank:
         return take_rows(by_expert, 0, tuple(self.own)).flatten(0, 1)
 
     def _read(self, args: Any, kwargs: Any, path: tuple[Any, ...]) -> torch.Tensor:
-        found: list[torch.Tensor] = []
+        tensors: list[torch.Tensor] = []
 
         def read(x: torch.Tensor) -> torch.Tensor:
-            found.append(x)
+            tensors.append(x)
             return x
 
         change_input(args, kwargs, self.names, path, read, self.where)
-        if not found:
+        if not tensors:
             raise PlanMismatchError(
                 f"{self.where} was called without {'.'.join(map(str, path))}, which says what goes to which expert",
                 hint="the model ran in a way the plan's trace never saw; plan again with inputs= that show it",
             )
-        return found[0]
+        return tensors[0]
 
     def _write(self, args: Any, kwargs: Any, path: tuple[Any, ...], value: torch.Tensor) -> tuple[Any, Any]:
         return change_input(args, kwargs, self.names, path, lambda _: value, self.where)

@@ -63,16 +63,16 @@ def _watching(cls: Any) -> type[nn.Module]:
             old = self._modules.get(name)
             if old is not None and old is not value:
                 _replaced(where, old, value)
-        super(made, self).__setattr__(name, value)
+        super(subclass, self).__setattr__(name, value)
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        how, what, *rest = super(made, self).__reduce_ex__(max(2, protocol))
-        if getattr(how, "__name__", "") == "__newobj__" and what == (made,):
+        how, what, *rest = super(subclass, self).__reduce_ex__(max(2, protocol))
+        if getattr(how, "__name__", "") == "__newobj__" and what == (subclass,):
             return (_rebuild, (_Kind(cls),), *rest)
         return (how, what, *rest)
 
-    made: Any = subclass_of(cls, {"__setattr__": __setattr__, "__reduce_ex__": __reduce_ex__})
-    found: type[nn.Module] = made
+    subclass: Any = subclass_of(cls, {"__setattr__": __setattr__, "__reduce_ex__": __reduce_ex__})
+    found: type[nn.Module] = subclass
     return found
 
 

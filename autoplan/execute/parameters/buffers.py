@@ -110,7 +110,7 @@ def new_adapters(model: nn.Module, names: Sequence[str]) -> dict[str, torch.Tens
 def _rebuilt(model: nn.Module, wanted: list[tuple[str, nn.Module, str]], device: torch.device) -> list[Rebuilt]:
     if not wanted:
         return []
-    made: list[Rebuilt] = []
+    places: list[Rebuilt] = []
     names = sorted(f"{path}.{name}".lstrip(".") for path, _, name in wanted)
     twins = _twin_modules(model, names)
     for path, module, name in wanted:
@@ -123,10 +123,10 @@ def _rebuilt(model: nn.Module, wanted: list[tuple[str, nn.Module, str]], device:
             record, old = record_of(module), module._buffers[name]
             held = record.buffers.get(name) if record is not None else None
             value = held.cut(value) if held is not None else value
-            made.append(Rebuilt(module._buffers, name, value.to(old.dtype) if old is not None else value))
+            places.append(Rebuilt(module._buffers, name, value.to(old.dtype) if old is not None else value))
         else:
-            made.append(Rebuilt(module.__dict__, name, value))
-    return made
+            places.append(Rebuilt(module.__dict__, name, value))
+    return places
 
 
 def _passing_meta(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

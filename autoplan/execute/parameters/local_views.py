@@ -243,8 +243,8 @@ def _view_class(cls: type, names: tuple[str, ...]) -> type:
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = _flat_weights_property()
         namespace["_update_flat_weights"] = _keep_flat_weights
-    made: type = subclass_of(cls, namespace)
-    return made
+    subclass: type = subclass_of(cls, namespace)
+    return subclass
 
 
 def _reading_call(cls: type) -> Callable[..., Any]:

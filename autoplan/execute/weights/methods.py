@@ -173,11 +173,11 @@ def _resize(model: nn.Module, *args: Any, **options: Any) -> Any:
 def _fill_adapter(model: nn.Module, method: str, at: int, *args: Any, **options: Any) -> Any:
     """An adapter that was planned may be filled; another one was not cut."""
     wanted = args[at] if len(args) > at else options.get("adapter_name")
-    known = conventions().adapters_of(model)
+    adapters = conventions().adapters_of(model)
     with fail_together(voters_of(model), method):
-        if wanted not in known:
+        if wanted not in adapters:
             raise AutoplanError(
-                f"{method} of a sharded model: adapter {wanted!r} was not planned (it has {', '.join(known)})",
+                f"{method} of a sharded model: adapter {wanted!r} was not planned (it has {', '.join(adapters)})",
                 hint="add it first, then autoplan.plan and autoplan.parallelize",
             )
         meet()

@@ -282,7 +282,7 @@ def _plain(
 
 def _checked(folder: Path, weight: PackedWeight, key: str, known: set[str], shape: Shape) -> PackedWeight:
     """The weight with those of its tensors that are there; all but a few must be, with the shapes they should have."""
-    kept: list[PackedTensor] = []
+    tensors: list[PackedTensor] = []
     for tensor in weight.tensors:
         own = f"{weight.owner}.{tensor.name}"
         if own not in known:
@@ -299,5 +299,5 @@ def _checked(folder: Path, weight: PackedWeight, key: str, known: set[str], shap
                 f"{list(weight.shape)} stored as {weight.scheme.title}",
                 hint="does the config.json belong to these files?",
             )
-        kept.append(tensor)
-    return replace(weight, tensors=tuple(kept))
+        tensors.append(tensor)
+    return replace(weight, tensors=tuple(tensors))
